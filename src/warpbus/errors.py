@@ -1,0 +1,65 @@
+"""Every error that Warpbus raises on purpose.
+
+    WarpbusError                      the root: one line that says what, where and what to do
+    ├── UsageError                    a flag or an argument is wrong
+    │   └── SchemeError               a quantization scheme that does not exist or does not fit a matrix
+    ├── CheckpointError               a model directory or one of its files is missing, damaged or not understood
+    │   ├── TensorError               a tensor is missing, or has the wrong shape or type
+    │   └── UnknownArchitectureError  a model_type that no family declares
+    ├── DataError                     a text, calibration or evaluation file is empty or malformed
+    ├── ContextLengthError            a prompt does not fit the model's context
+    ├── NumericError                  an algorithm met NaN, or a matrix it cannot factor
+    ├── DeviceError                   a device that is not there or cannot do what was asked
+    └── StorageError                  a disk that is full or cannot be written
+
+Messages follow one form: what is wrong with which file, tensor or flag; what was expected; what to do.
+The command line prints the message alone and exits with `exit_code`.
+"""
+
+
+class WarpbusError(Exception):
+    """The root of the tree. `exit_code` is what the command line returns to the shell."""
+
+    exit_code = 1
+
+
+class UsageError(WarpbusError, ValueError):
+    """A flag or an argument is wrong."""
+
+    exit_code = 2
+
+
+class SchemeError(UsageError):
+    """A quantization scheme that does not exist, or whose group size does not divide a matrix."""
+
+
+class CheckpointError(WarpbusError):
+    """A model directory, or a file in it, is missing, damaged or not understood."""
+
+
+class TensorError(CheckpointError):
+    """A tensor is missing, or has the wrong shape or type."""
+
+
+class UnknownArchitectureError(CheckpointError):
+    """The checkpoint's `model_type` is one that no family in `warpbus.models` declares."""
+
+
+class DataError(WarpbusError):
+    """A text, calibration or evaluation file is empty or malformed."""
+
+
+class ContextLengthError(WarpbusError, ValueError):
+    """A prompt, or a prompt and what is to be generated, does not fit the model's context."""
+
+
+class NumericError(WarpbusError, ArithmeticError):
+    """An algorithm met NaN or infinity, or a matrix that it cannot factor."""
+
+
+class DeviceError(WarpbusError, RuntimeError):
+    """A device that is not there, or that cannot do what was asked."""
+
+
+class StorageError(WarpbusError, OSError):
+    """A disk that is full, or a path that cannot be written."""

@@ -1,0 +1,83 @@
+"""Attention with grouped queries. Where keys and values are kept is the business of an `AttentionContext`."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from warpbus.models.config import ModelConfig
+from warpbus.models.layers.norm import RMSNorm
+from warpbus.models.layers.rope import rotate
+
+
+class AttentionContext(Protocol):
+    """What a layer attends to: the same sequence (`CausalAttention`), or a cache that the engine keeps."""
+
+    def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
+        """Attend causally, after storing the new keys and values if there is a cache.
+
+        Args:
+            layer: the index of the layer, for contexts that keep a cache.
+            q_bthd: rotated queries `[batch, tokens, heads, head_dim]`.
+            k_bthd: rotated keys `[batch, tokens, kv_heads, head_dim]`.
+            v_bthd: values, like the keys.
+            positions_bt: integer positions `[batch, tokens]` of these tokens in their sequences.
+
+        Returns:
+            `[batch, tokens, heads, head_dim]`.
+        """
+        ...
+
+
+class CausalAttention:
+    """Each token attends to itself and to those before it in its row, and nothing is kept.
+
+    With `documents_bt` (integers `[batch, tokens]`), a row holds several documents and a token sees its own only.
+    """
+
+    def __init__(self, documents_bt: Tensor | None = None) -> None:
+        self.mask: Tensor | None = None
+        if documents_bt is not None:
+            tokens = documents_bt.shape[1]
+            causal = torch.ones(tokens, tokens, dtype=torch.bool, device=documents_bt.device).tril()
+            self.mask = ((documents_bt[:, :, None] == documents_bt[:, None, :]) & causal)[:, None]
+
+    def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
+        del layer, positions_bt
+        q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
+        grouped = q.shape[1] != k.shape[1]
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=grouped
+        )
+        return attended.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Projections and rotary positions around an `AttentionContext`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        heads = config.num_heads * config.head_dim
+        self.qkv = nn.Linear(config.hidden_size, sum(config.qkv_rows), bias=config.qkv_bias)
+        self.o = nn.Linear(heads, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(
+        self,
+        x_btd: Tensor,
+        layer: int,
+        positions_bt: Tensor,
+        angles: tuple[Tensor, Tensor],
+        context: AttentionContext,
+    ) -> Tensor:
+        config = self.config
+        parts = self.qkv(x_btd).split(config.qkv_rows, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q, angles, config.rope.interleaved)
+        k = rotate(k, angles, config.rope.interleaved)
+        return self.o(context.attend(layer, q, k, v, positions_bt).flatten(-2))

@@ -1,0 +1,117 @@
+"""`QTensor`: the only form that a quantized matrix has in memory.
+
+File formats convert to and from it; the layout that a kernel wants is derived from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import TensorError
+from warpbus.qtensor.packing import pack, packed_words, unpack
+from warpbus.qtensor.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class QTensor:
+    """A quantized matrix of `out` rows and `in` columns: `weight = (code - zero) * scale`.
+
+    Attributes:
+        scheme: bits, group size, symmetric or not.
+        qweight: int32 `[out, packed_words(in, bits)]`, codes packed along `in` (see `packing`).
+        scales: floating `[out, groups]`.
+        zeros: uint8 `[out, groups]`, or `None` where the scheme is symmetric.
+        shape: `(out, in)`.
+
+    Raises:
+        SchemeError: if the scheme's group size does not divide `in`.
+        TensorError: if a part has the wrong shape or type.
+    """
+
+    scheme: Scheme
+    qweight: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    shape: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        out, columns = self.shape
+        groups = self.scheme.groups(columns)
+        _expect("qweight", self.qweight, (out, packed_words(columns, self.scheme.bits)), torch.int32)
+        _expect("scales", self.scales, (out, groups), None)
+        if self.scheme.symmetric != (self.zeros is None):
+            raise TensorError(f"zeros: scheme {self.scheme} needs {'none' if self.scheme.symmetric else 'them'}")
+        if self.zeros is not None:
+            _expect("zeros", self.zeros, (out, groups), torch.uint8)
+
+    @classmethod
+    def from_codes(cls, scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> "QTensor":
+        """Pack unsigned codes `[out, in]` with their scales and zero points `[out, groups]`."""
+        out, columns = codes.shape
+        packed = pack(codes, scheme.bits)
+        return cls(scheme, packed, scales, None if zeros is None else zeros.to(torch.uint8), (out, columns))
+
+    @property
+    def device(self) -> torch.device:
+        return self.qweight.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes, the scales and the zero points together."""
+        parts = [self.qweight, self.scales] + ([] if self.zeros is None else [self.zeros])
+        return sum(part.nbytes for part in parts)
+
+    def codes(self) -> Tensor:
+        """The unsigned codes, uint8 `[out, in]`."""
+        return unpack(self.qweight, self.scheme.bits, self.shape[1])
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weights `[out, in]` in `dtype` (that of the scales by default).
+
+        The scales are rounded to `dtype` first and multiplied in it: what compressed-tensors does, so that both
+        read the same numbers out of the same file.
+        """
+        dtype = dtype or self.scales.dtype
+        groups = self.scales.shape[1]
+        zero: Tensor | int = self.scheme.middle_code
+        if self.zeros is not None:
+            zero = self.zeros.to(torch.int16).unsqueeze(-1)
+        centred = self.codes().unflatten(1, (groups, -1)).to(torch.int16) - zero
+        return (centred.to(dtype) * self.scales.to(dtype).unsqueeze(-1)).flatten(1)
+
+    def to(self, device: torch.device | str) -> "QTensor":
+        """The same matrix on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return QTensor(self.scheme, self.qweight.to(device), self.scales.to(device), zeros, self.shape)
+
+    @staticmethod
+    def concatenate(parts: "Sequence[QTensor]") -> "QTensor":
+        """Stack matrices of one scheme and one width on top of each other: `[out_0 + out_1 + ..., in]`."""
+        first = parts[0]
+        if any(part.scheme != first.scheme or part.shape[1] != first.shape[1] for part in parts):
+            described = ", ".join(f"{part.scheme} {part.shape}" for part in parts)
+            raise TensorError(f"only matrices of one scheme and width can be stacked, not {described}")
+        rows = sum(part.shape[0] for part in parts)
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        return QTensor(
+            first.scheme,
+            torch.cat([part.qweight for part in parts]),
+            torch.cat([part.scales for part in parts]),
+            torch.cat(zeros) if zeros else None,
+            (rows, first.shape[1]),
+        )
+
+    def rows(self, start: int, stop: int) -> "QTensor":
+        """The rows `[start, stop)` as a matrix of their own (a view)."""
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        shape = (stop - start, self.shape[1])
+        return QTensor(self.scheme, self.qweight[start:stop], self.scales[start:stop], zeros, shape)
+
+
+def _expect(part: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype | None) -> None:
+    if tuple(tensor.shape) != shape:
+        raise TensorError(f"{part}: expected shape {list(shape)}, found {list(tensor.shape)}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise TensorError(f"{part}: expected {dtype}, found {tensor.dtype}")
