@@ -1,0 +1,106 @@
+"""Text to token ids and back, whatever kind of file a checkpoint keeps its vocabulary in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from warpbus.errors import CheckpointError
+from warpbus.models.tokenizers.base import Tokenizer
+from warpbus.models.tokenizers.huggingface import HuggingFaceTokenizer
+from warpbus.models.tokenizers.ranks import GLM4_SPECIALS, RankTokenizer
+from warpbus.models.tokenizers.spm import (
+    CHATGLM2_SPECIALS,
+    CHATGLM3_SPECIALS,
+    SentencePieceTokenizer,
+    is_sentencepiece,
+)
+from warpbus.models.tokenizers.stream import StreamDecoder
+
+__all__ = [
+    "HuggingFaceTokenizer",
+    "RankTokenizer",
+    "SentencePieceTokenizer",
+    "StreamDecoder",
+    "Tokenizer",
+    "load_tokenizer",
+]
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a model directory: its `tokenizer.json` if there is one, else its `tokenizer.model`.
+
+    A `tokenizer.model` is either a SentencePiece model or, for GLM-4, a list of ranks; its content tells which.
+
+    Raises CheckpointError if the directory has neither, or if a file is damaged.
+    """
+    directory = Path(directory)
+    path = directory / "tokenizer.json"
+    if path.exists():
+        return HuggingFaceTokenizer(path)
+    path = directory / "tokenizer.model"
+    if not path.exists():
+        raise CheckpointError(
+            f"{directory}: no tokenizer.json and no tokenizer.model: expected one of them; copy it from the model's source"
+        )
+    config = _read_json(directory / "config.json")
+    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    if _is_sentencepiece_file(path):
+        return SentencePieceTokenizer(path, added_specials=_chatglm_specials(directory, config, tokenizer_config))
+    return RankTokenizer(path, special_ids=_listed_specials(tokenizer_config) or GLM4_SPECIALS)
+
+
+def _is_sentencepiece_file(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return is_sentencepiece(file.read(1))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); restore the file from the model's source"
+        ) from None
+
+
+def _chatglm_specials(directory: Path, config: dict[str, Any], tokenizer_config: dict[str, Any]) -> tuple[str, ...]:
+    """The special tokens behind the pieces: none but for ChatGLM2 and ChatGLM3, which share file and architecture.
+
+    The two differ in the special tokens that ChatGLM3 adds for the roles. What tells them apart, the surest first: a
+    list of the tokens, the stop ids, the tokenizer's published source, the model's name, the context length.
+    """
+    named = str(tokenizer_config.get("tokenizer_class", ""))
+    if config.get("model_type") != "chatglm" and not named.startswith("ChatGLM"):
+        return ()
+    if "<|user|>" in _listed_specials(tokenizer_config) or "<|user|>" in str(tokenizer_config.get("chat_template")):
+        return CHATGLM3_SPECIALS
+    stops = config.get("eos_token_id")
+    if isinstance(stops, list) and len(stops) > 1:
+        return CHATGLM3_SPECIALS
+    source = directory / "tokenization_chatglm.py"
+    if source.exists():
+        # Read, never run.
+        found = "<|observation|>" in source.read_text(encoding="utf-8", errors="replace")
+        return CHATGLM3_SPECIALS if found else CHATGLM2_SPECIALS
+    names = f"{config.get('_name_or_path')} {tokenizer_config.get('name_or_path')}".lower()
+    if "chatglm3" in names or config.get("seq_length") == 8192:
+        return CHATGLM3_SPECIALS
+    return CHATGLM2_SPECIALS
+
+
+def _listed_specials(tokenizer_config: dict[str, Any]) -> dict[str, int]:
+    listed = tokenizer_config.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return {}
+    return {str(token["content"]): int(i) for i, token in listed.items() if token.get("special")}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); restore it from the model's source") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object; restore it from the model's source")
+    return found

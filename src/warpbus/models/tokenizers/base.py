@@ -1,0 +1,61 @@
+"""What every tokenizer offers, and the one way in which ids become text.
+
+A tokenizer turns ordinary text into ids and ids into bytes. It never makes a special token (`<|user|>`, `[gMASK]`, ...)
+out of text: those come from the structure of a conversation alone, which `warpbus.models.templates` knows.
+
+Decoding goes through bytes, token by token, for all kinds of tokenizer. That is what lets `StreamDecoder` promise
+that the pieces it hands out add up to `decode` of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from warpbus.errors import UsageError
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back.
+
+    Attributes:
+        vocab_size: number of ids, special tokens included: every id is in `range(vocab_size)`.
+        special_ids: each special token's text and id, such as `{"<|user|>": 64795}`.
+        drops_first_space: whether `encode` puts a space before the text that `decode` has to take away again.
+    """
+
+    vocab_size: int
+    special_ids: dict[str, int]
+    drops_first_space: bool
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with no special token in it and none added. UsageError if `text` is not valid Unicode."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`. Special tokens, and ids that name no token (padding rows of the head), are left out.
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token adds to the text: none for special tokens and for ids that name no token."""
+
+
+def join_bytes(parts: Iterable[bytes], *, drops_first_space: bool) -> str:
+    """Text of the bytes of successive tokens; what is not UTF-8 becomes U+FFFD."""
+    data = b"".join(parts)
+    if drops_first_space and data.startswith(b" "):
+        data = data[1:]
+    return data.decode("utf-8", errors="replace")
+
+
+def check_text(text: str) -> None:
+    """Raises UsageError if `text` holds a lone surrogate, which no UTF-8 tokenizer can take."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise UsageError(
+            f"text holds the lone surrogate U+{code:04X} at character {error.start}: expected valid Unicode; "
+            "decode the input as UTF-8 before passing it"
+        ) from None

@@ -1,0 +1,126 @@
+"""Hugging Face's `tokenizer.json`, read by the `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Library
+
+from warpbus.errors import CheckpointError
+from warpbus.models.tokenizers.base import check_text, join_bytes
+
+_SPACE = "\u2581"
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`. Its added tokens marked `special` are the special tokens.
+
+    Understood are the two ways in which such a file spells bytes: every byte as a printable character (`ByteLevel`:
+    GLM-4, Qwen, Llama 3), and U+2581 for a space with `<0x..>` for bytes outside the vocabulary (Llama 2).
+
+    Raises CheckpointError if the file is missing, damaged, or spells bytes in another way.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            source = path.read_text(encoding="utf-8")
+            description: dict[str, Any] = json.loads(source)
+            self._library = Library.from_str(source)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error.strerror}); restore the file from the model's source"
+            ) from None
+        # The library raises plain Exception for a file that it does not understand.
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(
+                f"{path}: not a tokenizer.json, or damaged ({reason}); restore the file from the model's source"
+            ) from None
+        self._library.no_truncation()
+        self._library.no_padding()
+        # "<|user|>" typed by a user is then text like any other.
+        self._library.encode_special_tokens = True
+        added = description.get("added_tokens") or []
+        self.special_ids = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
+        vocabulary = self._library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        unknown = (description.get("model") or {}).get("unk_token")
+        self._forbidden = frozenset(i for text, i in self.special_ids.items() if text != unknown)
+        steps = _decoder_steps(description.get("decoder"))
+        kinds = {step.get("type") for step in steps}
+        if "ByteLevel" in kinds:
+            spell = _from_byte_level
+        elif kinds & {"ByteFallback", "Metaspace", "Replace"}:
+            spell = _from_pieces
+        else:
+            raise CheckpointError(
+                f"{path}: decoder {sorted(map(str, kinds))} is not understood: expected ByteLevel, or ByteFallback or "
+                "Metaspace with U+2581 for a space; use a checkpoint with such a tokenizer"
+            )
+        self.drops_first_space = any(
+            step.get("type") == "Strip" or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
+            for step in steps
+        )
+        self._bytes = [b""] * self.vocab_size
+        literal = {int(token["id"]) for token in added}
+        hidden = set(self.special_ids.values())
+        for text, index in vocabulary.items():
+            if index not in hidden:
+                self._bytes[index] = text.encode() if index in literal else spell(text)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        check_text(text)
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        # The vocabulary proper holds the special's text as a piece (Unigram models do): cut it where it stands.
+        if len(text) > 1:
+            half = len(text) // 2
+            return self.encode(text[:half]) + self.encode(text[half:])
+        return [i for i in ids if i not in self._forbidden]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return join_bytes(map(self.token_bytes, ids), drops_first_space=self.drops_first_space)
+
+    def token_bytes(self, token: int) -> bytes:
+        """See `Tokenizer.token_bytes`."""
+        return self._bytes[token] if 0 <= token < self.vocab_size else b""
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if not decoder:
+        return []
+    if decoder.get("type") == "Sequence":
+        return list(decoder.get("decoders") or [])
+    return [decoder]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that byte-level vocabularies write for each byte (Radford et al. 2019, GPT-2).
+
+    Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and on, in order.
+    """
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _from_byte_level(text: str) -> bytes:
+    try:
+        return bytes([_ALPHABET[char] for char in text])
+    except KeyError:
+        return text.encode()
+
+
+def _from_pieces(text: str) -> bytes:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return bytes([int(text[3:5], 16)])
+    return text.replace(_SPACE, " ").encode()

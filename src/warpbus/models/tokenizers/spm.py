@@ -1,0 +1,80 @@
+"""SentencePiece models (`tokenizer.model`): Llama's and Qwen's older files, ChatGLM2, ChatGLM3 and glm-poet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from warpbus.errors import CheckpointError
+from warpbus.models.tokenizers.base import check_text, join_bytes
+
+# ChatGLM2 and ChatGLM3 keep their special tokens outside the SentencePiece file: they follow its last piece in this order.
+CHATGLM2_SPECIALS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+CHATGLM3_SPECIALS = (*CHATGLM2_SPECIALS, "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+
+_SPACE = "\u2581"
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model, with special tokens added behind its pieces where a family wants that.
+
+    The control symbols of the model are its special tokens. SentencePiece writes a space as U+2581, so a U+2581 in the
+    text comes back as a space; everything else survives if the model normalizes nothing.
+
+    Raises CheckpointError if the file is missing or is no SentencePiece model.
+    """
+
+    def __init__(self, path: Path, *, added_specials: Sequence[str] = ()) -> None:
+        try:
+            model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be read ({error.strerror}); restore the file from the model's source"
+            ) from None
+        except RuntimeError:
+            raise CheckpointError(
+                f"{path}: not a SentencePiece model, or damaged; restore the file from the model's source"
+            ) from None
+        self._encode = model.encode
+        pieces = model.get_piece_size()
+        self.special_ids = {model.id_to_piece(i): i for i in range(pieces) if model.is_control(i)}
+        self.special_ids |= {text: pieces + i for i, text in enumerate(added_specials)}
+        self.vocab_size = pieces + len(added_specials)
+        # The model's header says this too, but the library shows it only through what encode does.
+        self.drops_first_space = "".join(model.encode("a", out_type=str)).startswith(_SPACE)
+        self._bytes = [_piece_bytes(model, i) for i in range(pieces)]
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer.encode`."""
+        check_text(text)
+        return self._encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`."""
+        return join_bytes(map(self.token_bytes, ids), drops_first_space=self.drops_first_space)
+
+    def token_bytes(self, token: int) -> bytes:
+        """See `Tokenizer.token_bytes`."""
+        return self._bytes[token] if 0 <= token < len(self._bytes) else b""
+
+
+def _piece_bytes(model: sentencepiece.SentencePieceProcessor, index: int) -> bytes:
+    if model.is_control(index) or model.is_unused(index):
+        return b""
+    if model.is_unknown(index):
+        return "\ufffd".encode()
+    piece: str = model.id_to_piece(index)
+    if model.is_byte(index):
+        return bytes([int(piece[3:-1], 16)])
+    return piece.replace(_SPACE, " ").encode()
+
+
+def is_sentencepiece(head: Iterable[int]) -> bool:
+    """Whether a file that begins with these bytes can be a SentencePiece model.
+
+    It is a protocol buffer whose first field, number 1 with a length, is the first piece: byte 0x0A. Rank files of
+    byte-level tokenizers are base64 text and cannot begin so.
+    """
+    return next(iter(head), None) == 0x0A

@@ -1,0 +1,32 @@
+"""Text from ids that arrive one by one."""
+
+from __future__ import annotations
+
+import codecs
+
+from warpbus.models.tokenizers.base import Tokenizer
+
+
+class StreamDecoder:
+    """Hands out text as soon as it is certain.
+
+    All that `push` and `flush` return, joined, equals `tokenizer.decode` of all ids. A character whose bytes are spread
+    over several tokens comes out with its last one; bytes that can no longer become a character come out as U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._drop_space = tokenizer.drops_first_space
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token, which may be empty."""
+        data = self._tokenizer.token_bytes(token)
+        if self._drop_space and data:
+            self._drop_space = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that was begun and not finished, else nothing."""
+        return self._utf8.decode(b"", final=True)
