@@ -1,0 +1,217 @@
+"""`Checkpoint`: a model directory whose tensors are read one by one.
+
+Weights are looked for in this order: `model.safetensors`, `model.safetensors.index.json` with its shards,
+`pytorch_model.bin`, `pytorch_model.bin.index.json` with its shards. A `.bin` file is a pickle: only tensors are
+taken out of it (`torch.load` with `weights_only`), and nothing that it asks to call is called.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import CheckpointError, TensorError
+from warpbus.formats.safetensors_io import read_header, shown
+
+
+class _Stored(Protocol):
+    """A tensor on disk."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def nbytes(self) -> int: ...
+    def read(self) -> Tensor: ...
+
+
+_Reader = Callable[[Path], dict[str, _Stored]]
+
+
+class Checkpoint:
+    """A model directory: its configuration, and its tensors by name.
+
+    Opening it reads the configuration and the headers of all files, so that a missing, truncated or damaged file is
+    noticed at once; it reads no tensor.
+
+    Attributes:
+        directory: where the model is.
+        config: the parsed `config.json`.
+        total_bytes: bytes of all tensors together.
+
+    Raises:
+        CheckpointError: if there is no such directory, no `config.json` or no weights in it, or a file is damaged.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            found = "is a file" if self.directory.exists() else "there is no such directory"
+            raise CheckpointError(
+                f"{self.directory}: {found}: expected a directory with config.json and model.safetensors "
+                "(downloading a model by its name is not supported: download it first)"
+            )
+        config = self.load_json("config.json")
+        if config is None:
+            raise CheckpointError(
+                f"{self.directory}: config.json is missing: expected a model directory in Hugging Face's layout"
+            )
+        self.config: dict[str, Any] = config
+        self._tensors = self._find_tensors()
+        self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def names(self) -> list[str]:
+        """The tensors' names, sorted."""
+        return sorted(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape; the tensor is not read. Raises TensorError if there is no such tensor."""
+        return self._stored(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's dtype; the tensor is not read. Raises TensorError if there is no such tensor."""
+        return self._stored(name).dtype
+
+    def nbytes(self, name: str) -> int:
+        """A tensor's size in bytes; the tensor is not read. Raises TensorError if there is no such tensor."""
+        return self._stored(name).nbytes
+
+    def tensor(self, name: str, *, expected: tuple[int, ...] | None = None) -> Tensor:
+        """Read a tensor.
+
+        Args:
+            name: as in `names()`.
+            expected: the shape that it has to have.
+
+        Returns:
+            A contiguous CPU tensor, mapped from the file where it can be: pages are read when they are touched, and
+            given back when the tensor is dropped. Writing to it does not change the file.
+
+        Raises:
+            TensorError: if there is no such tensor, or its shape is not `expected`.
+            CheckpointError: if its file has changed since the checkpoint was opened.
+        """
+        stored = self._stored(name)
+        if expected is not None and stored.shape != tuple(expected):
+            raise TensorError(
+                f"{self.directory}: tensor {shown(name)} has shape {list(stored.shape)}, expected {list(expected)}: "
+                "check that config.json belongs to these weights"
+            )
+        return stored.read()
+
+    def load_json(self, filename: str) -> dict[str, Any] | None:
+        """Parse a JSON file of the directory, or return `None` if there is none.
+
+        Raises:
+            CheckpointError: if it cannot be read or does not hold a JSON object.
+        """
+        file = self.directory / filename
+        if not file.is_file():
+            return None
+        try:
+            parsed = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file}: is not JSON ({_first_line(error)}): download it again") from error
+        if not isinstance(parsed, dict):
+            raise CheckpointError(f"{file}: expected a JSON object, found {type(parsed).__name__}")
+        return parsed
+
+    def _stored(self, name: str) -> _Stored:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise TensorError(
+                f"{self.directory}: tensor {shown(name)} is missing: check that the checkpoint is complete "
+                "and that config.json belongs to it"
+            ) from None
+
+    def _find_tensors(self) -> dict[str, _Stored]:
+        kinds: tuple[tuple[str, _Reader], ...] = (
+            ("model.safetensors", _read_safetensors),
+            ("pytorch_model.bin", _read_pickle),
+        )
+        for filename, reader in kinds:
+            if (self.directory / filename).is_file():
+                return reader(self.directory / filename)
+            index = self.load_json(f"{filename}.index.json")
+            if index is not None:
+                return self._read_shards(f"{filename}.index.json", index, reader)
+        raise CheckpointError(
+            f"{self.directory}: no weights: expected model.safetensors, model.safetensors.index.json with its shards, "
+            "or pytorch_model.bin"
+        )
+
+    def _read_shards(self, index_name: str, index: dict[str, Any], reader: _Reader) -> dict[str, _Stored]:
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise CheckpointError(f"{index_name}: expected an object weight_map of tensor names to file names")
+        shards: dict[str, dict[str, _Stored]] = {}
+        for shard in sorted(set(weight_map.values())):
+            # An index may come from anyone: it must not make us open files elsewhere.
+            if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
+                raise CheckpointError(f"{index_name}: names the file {shard!a}, which is not a plain file name")
+            if not (self.directory / shard).is_file():
+                raise CheckpointError(f"{self.directory}: {shard}, named by {index_name}, is missing: download it")
+            shards[shard] = reader(self.directory / shard)
+        for name, shard in weight_map.items():
+            if name not in shards[shard]:
+                raise CheckpointError(f"{shard}: tensor {shown(name)}, which {index_name} puts there, is missing")
+        return {name: shards[shard][name] for name, shard in weight_map.items()}
+
+
+def _read_safetensors(file: Path) -> dict[str, _Stored]:
+    return dict(read_header(file))
+
+
+@dataclass(frozen=True)
+class _Pickled:
+    """A tensor of a `.bin` file, which is opened anew for each: the map of the file goes away with the tensor."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+    def read(self) -> Tensor:
+        tensor = _load_pickle(self.file).get(self.name)
+        if tensor is None or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            raise CheckpointError(f"{self.file.name}: changed while it was being read: start again")
+        return tensor.contiguous()
+
+
+def _read_pickle(file: Path) -> dict[str, _Stored]:
+    return {
+        name: _Pickled(file, name, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.dtype.itemsize)
+        for name, tensor in _load_pickle(file).items()
+    }
+
+
+def _load_pickle(file: Path) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged or hostile pickle can make the unpickler raise anything
+        raise CheckpointError(
+            f"{file.name}: cannot be loaded as tensors alone (nothing in it was executed): it is damaged, written by "
+            f"PyTorch before 1.6, or holds other objects: convert it to safetensors ({_first_line(error)})"
+        ) from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{file.name}: expected tensors by name, found {type(loaded).__name__}")
+    for name, value in loaded.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided):
+            raise CheckpointError(f"{file.name}: expected a dense tensor under {name!a}: convert it to safetensors")
+    return {name: value.detach() for name, value in loaded.items()}
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,206 @@
+"""Safetensors files, read through the operating system's memory map and written byte by byte.
+
+A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes one after another.
+The header is checked here in full before any tensor is touched, so that a damaged or hostile file ends in a
+sentence and never in a crash. Every tensor has a map of its own, which goes away with the tensor: reading a model
+tensor by tensor needs the memory of one tensor.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
+MAX_DIMENSIONS = 64
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: `nbytes` bytes at `offset` from the beginning of `file`."""
+
+    file: Path
+    file_bytes: int
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """The tensor, on the CPU, backed by a private map of its bytes: writing to it does not change the file.
+
+        Raises:
+            CheckpointError: if the file is gone, or has changed its size since its header was read.
+        """
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            with self.file.open("rb") as stream:
+                # Touching a map beyond the end of its file kills the process.
+                if os.fstat(stream.fileno()).st_size != self.file_bytes:
+                    raise CheckpointError(f"{self.file.name}: changed while it was being read: start again")
+                length = self.offset - start + self.nbytes
+                pages = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
+        except OSError as error:
+            raise CheckpointError(f"{self.file.name}: cannot be read: {error.strerror or error}") from error
+        raw = torch.frombuffer(pages, dtype=torch.uint8, count=self.nbytes, offset=self.offset - start)
+        if self.offset % self.dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(self.dtype).view(self.shape)
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file, by name; no tensor is read.
+
+    Raises:
+        CheckpointError: if the file cannot be read, is truncated, or its header is not what the format asks for.
+    """
+    try:
+        with file.open("rb") as stream:
+            file_bytes = os.fstat(stream.fileno()).st_size
+            if file_bytes < 8:
+                raise _truncated(file, 8, file_bytes)
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if header_bytes > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{file.name}: not a safetensors file: its header would have {header_bytes:,} bytes"
+                )
+            if 8 + header_bytes > file_bytes:
+                raise _truncated(file, 8 + header_bytes, file_bytes)
+            text = stream.read(header_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{file.name}: cannot be read: {error.strerror or error}") from error
+
+    start = 8 + header_bytes
+    entries = {
+        name: _entry(file, file_bytes, start, name, described)
+        for name, described in _parse(file, text).items()
+        if name != "__metadata__"
+    }
+    end = start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != end:
+            raise _damaged(file, f"tensor {shown(name)} begins at byte {entry.offset - start:,}, not {end - start:,}")
+        end += entry.nbytes
+    if end > file_bytes:
+        raise _truncated(file, end, file_bytes)
+    if end < file_bytes:
+        raise _damaged(file, f"{file_bytes - end:,} bytes follow the last tensor")
+    return entries
+
+
+def write_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a new safetensors file and wait until the disk has it.
+
+    Args:
+        file: where to write.
+        tensors: contiguous CPU tensors.
+
+    Raises:
+        OSError: if the file cannot be written; the caller removes what is there of it.
+    """
+    # The widest elements first: every tensor is then aligned to its element.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
+        for _, tensor in ordered:
+            stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def can_store(dtype: torch.dtype) -> bool:
+    """Whether the format has a name for `dtype`."""
+    return dtype in _NAMES
+
+
+def shown(name: str) -> str:
+    """A tensor's name as a one-line message can print it."""
+    return name if name.isprintable() and name else ascii(name)
+
+
+def _parse(file: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = dict(pairs)
+        if len(names) != len(pairs):
+            raise ValueError("a name appears twice")
+        return names
+
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise _damaged(file, f"its header is not JSON ({reason})") from error
+    if not isinstance(header, dict):
+        raise _damaged(file, "its header is not a JSON object")
+    return header
+
+
+def _entry(file: Path, file_bytes: int, start: int, name: str, described: object) -> Entry:
+    label = f"tensor {shown(name)}"
+    if not isinstance(described, dict) or not {"dtype", "shape", "data_offsets"} <= described.keys():
+        raise _damaged(file, f"{label} lacks its dtype, shape or data_offsets")
+    dtype = DTYPES.get(described["dtype"]) if isinstance(described["dtype"], str) else None
+    if dtype is None:
+        raise CheckpointError(
+            f"{file.name}: {label} has dtype {described['dtype']!a}, which is not supported: "
+            f"expected one of {', '.join(DTYPES)}"
+        )
+    shape, offsets = described["shape"], described["data_offsets"]
+    if not _sizes(shape) or len(shape) > MAX_DIMENSIONS or prod(max(size, 1) for size in shape) >= 2**63:
+        raise _damaged(file, f"{label} has an impossible shape")
+    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged(file, f"{label} has impossible data_offsets")
+    begin, end = offsets
+    nbytes = prod(shape) * dtype.itemsize
+    if end - begin != nbytes:
+        raise _damaged(file, f"{label} of shape {shape} needs {nbytes:,} bytes, its data_offsets give {end - begin:,}")
+    return Entry(file, file_bytes, start + begin, nbytes, tuple(shape), dtype)
+
+
+def _sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _truncated(file: Path, promised: int, found: int) -> CheckpointError:
+    return CheckpointError(
+        f"{file.name}: truncated: its header promises {promised:,} bytes, the file has {found:,}: download it again"
+    )
+
+
+def _damaged(file: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{file.name}: damaged: {reason}: download it again")

@@ -1,0 +1,248 @@
+"""`CheckpointWriter`: writes a model directory that is there complete or not at all."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from warpbus.errors import CheckpointError, StorageError, TensorError, UsageError
+from warpbus.formats.safetensors_io import can_store, shown, write_file
+
+
+class CheckpointWriter:
+    """Writes a model directory: everything goes to a hidden sibling directory, which `finish` renames.
+
+    Use it in a `with` statement: leaving it before `finish` has returned removes all that was written. A write that
+    fails does so by itself.
+
+    Args:
+        directory: where the model is to be. Missing parents are made.
+        shard_bytes: a file of weights is closed before it would grow beyond this size.
+        overwrite: replace a model that is there already; it is removed only once the new one is in its place.
+        expected_bytes: what is going to be written; if given, free space is checked before anything is.
+
+    Raises:
+        StorageError: if the target exists and is not to be overwritten or is no model directory, cannot be written,
+            or has too little space.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        shard_bytes: int = 4 * 2**30,
+        overwrite: bool = False,
+        expected_bytes: int | None = None,
+    ) -> None:
+        self.directory = Path(directory).resolve()
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._names: set[str] = set()
+        self._total_bytes = 0
+        self._check_target(overwrite)
+        self._partial = self.directory.with_name(f".{self.directory.name}.partial-{os.getpid()}")
+        try:
+            self._partial.parent.mkdir(parents=True, exist_ok=True)
+            if self._partial.exists():
+                raise StorageError(
+                    f"{self._partial}: left over by a run that was killed, or being written by another: "
+                    "remove it and try again"
+                )
+            free = shutil.disk_usage(self._partial.parent).free
+            if expected_bytes is not None and free < expected_bytes:
+                raise _disk_full(self.directory, expected_bytes, free)
+            self._partial.mkdir()
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"{self.directory}: cannot be written: {error.strerror or error}") from error
+        self._open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor into the checkpoint.
+
+        It is kept until its shard is written, so do not change it in place afterwards. At most one shard is held.
+
+        Raises:
+            TensorError: if the name was added before, or the format has no such dtype.
+            StorageError: if a shard could not be written.
+        """
+        self._require_open()
+        if name in self._names:
+            raise TensorError(f"tensor {shown(name)} is added twice to {self.directory}")
+        if not can_store(tensor.dtype):
+            raise TensorError(f"tensor {shown(name)}: safetensors has no type for {tensor.dtype}")
+        held = tensor.detach().cpu().contiguous()
+        if held.untyped_storage().nbytes() > held.nbytes:
+            held = held.clone()  # a slice would keep alive all that it was cut from
+        if self._pending and self._pending_bytes + held.nbytes > self._shard_bytes:
+            self._flush()
+        self._names.add(name)
+        self._pending[name] = held
+        self._pending_bytes += held.nbytes
+
+    def copy_file(self, source: Path) -> None:
+        """Copy a file (a tokenizer and the like) under its own name.
+
+        Raises:
+            CheckpointError: if there is no such file.
+            StorageError: if it could not be written.
+        """
+        self._require_open()
+        if not source.is_file():
+            raise CheckpointError(f"{source}: there is no such file to copy")
+        with self._writing(source.name, source.stat().st_size):
+            shutil.copyfile(source, self._partial / source.name)
+            _sync(self._partial / source.name)
+
+    def write_json(self, filename: str, content: object) -> None:
+        """Write a JSON file.
+
+        Raises:
+            StorageError: if it could not be written.
+        """
+        self._require_open()
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        with self._writing(filename, len(text.encode())):
+            (self._partial / filename).write_text(text, encoding="utf-8")
+            _sync(self._partial / filename)
+
+    def finish(self) -> Path:
+        """Write what is held, name the shards, and put the directory in its place.
+
+        Returns:
+            The model directory.
+
+        Raises:
+            UsageError: if no tensor was added.
+            StorageError: if something could not be written; nothing is left then, and a model that was to be
+                overwritten is still there.
+        """
+        self._require_open()
+        if self._pending:
+            self._flush()
+        if not self._shards:
+            raise UsageError(f"{self.directory}: no tensor was added")
+        count = len(self._shards)
+        if count == 1:
+            with self._writing("model.safetensors", 0):
+                _shard_file(self._partial, 0).rename(self._partial / "model.safetensors")
+        else:
+            weight_map: dict[str, str] = {}
+            for number, names in enumerate(self._shards):
+                final = f"model-{number + 1:05}-of-{count:05}.safetensors"
+                weight_map.update(dict.fromkeys(names, final))
+                with self._writing(final, 0):
+                    _shard_file(self._partial, number).rename(self._partial / final)
+            index: dict[str, Any] = {
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
+            self.write_json("model.safetensors.index.json", index)
+        with self._writing("", 0):
+            _sync(self._partial)
+            self._put_in_place()
+        return self.directory
+
+    def abort(self) -> None:
+        """Remove all that was written; does nothing after `finish`."""
+        if self._open:
+            self._open = False
+            self._pending.clear()
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _check_target(self, overwrite: bool) -> None:
+        if not self.directory.exists():
+            return
+        if not self.directory.is_dir():
+            raise StorageError(f"{self.directory}: is a file: name a directory that does not exist yet")
+        if not any(self.directory.iterdir()):
+            return
+        if not overwrite:
+            raise StorageError(
+                f"{self.directory}: exists and is not empty: name another directory, or ask to overwrite it"
+            )
+        if not (self.directory / "config.json").is_file():
+            raise StorageError(
+                f"{self.directory}: holds no model (no config.json), so it is not overwritten: name another directory"
+            )
+
+    def _flush(self) -> None:
+        file = _shard_file(self._partial, len(self._shards))
+        with self._writing("model.safetensors", self._pending_bytes):
+            write_file(file, self._pending)
+        self._shards.append(list(self._pending))
+        self._total_bytes += self._pending_bytes
+        self._pending = {}
+        self._pending_bytes = 0
+
+    def _put_in_place(self) -> None:
+        replaced = self.directory.with_name(f".{self.directory.name}.replaced-{os.getpid()}")
+        exists = self.directory.exists()
+        if exists:
+            self.directory.rename(replaced)
+        try:
+            self._partial.rename(self.directory)
+        except OSError:
+            if exists:
+                replaced.rename(self.directory)
+            raise
+        self._open = False
+        _sync(self.directory.parent)
+        if exists:
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise UsageError(f"{self.directory}: this writer has finished or failed: make a new one")
+
+    @contextmanager
+    def _writing(self, filename: str, needed: int) -> Iterator[None]:
+        """Turn a failed write into a StorageError, with nothing left on the disk."""
+        try:
+            yield
+        except OSError as error:
+            free = shutil.disk_usage(self.directory.parent).free
+            self.abort()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _disk_full(self.directory / filename, needed, free) from error
+            raise StorageError(
+                f"{self.directory / filename}: cannot be written: {error.strerror or error}: nothing was kept"
+            ) from error
+
+
+def _shard_file(directory: Path, number: int) -> Path:
+    return directory / f"shard-{number:05}.safetensors"
+
+
+def _sync(path: Path) -> None:
+    """Wait until the disk has a file, or a directory's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _disk_full(path: Path, needed: int, free: int) -> StorageError:
+    return StorageError(
+        f"{path}: disk full: needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB free: "
+        "make room or name a directory on another disk"
+    )
