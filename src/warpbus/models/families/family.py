@@ -1,0 +1,59 @@
+"""What a family declares: how its config.json reads, and where its tensors lie."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from warpbus.models.config import ModelConfig
+
+TensorMap = dict[str, tuple[str, ...]]
+"""From a decoder's parameter to the checkpoint's tensors that are stacked along rows to make it."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models that share one config format and one naming of tensors.
+
+    Attributes:
+        name: what `ModelConfig.family` says.
+        model_types: the values of `model_type` in config.json that mean this family.
+        config: reads a parsed config.json; raises `CheckpointError` naming the key that is wrong.
+        tensors: the tensors that a decoder of that config needs, and no others.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    config: Callable[[Mapping[str, Any]], ModelConfig]
+    tensors: Callable[[ModelConfig], TensorMap]
+
+
+def expand(
+    config: ModelConfig,
+    whole: Mapping[str, tuple[str, ...]],
+    layer: Mapping[str, tuple[str, ...]],
+    prefix: str,
+) -> TensorMap:
+    """Write a family's tables out for every layer.
+
+    Args:
+        whole: parameters outside the layers, as in `TensorMap`.
+        layer: parameters of a layer, without `layers.N.`, and their tensors without `prefix`.
+        prefix: what the tensors of a layer begin with, `{}` standing for the layer's number.
+
+    Returns:
+        the tensors of this config: a bias or a norm that it does not have, and a tied head, are left out.
+    """
+    absent = set()
+    if config.tie_embeddings:
+        absent.add("head.weight")
+    if not config.qkv_bias:
+        absent.add("attention.qkv.bias")
+    if not config.output_bias:
+        absent.add("attention.o.bias")
+    tensors = {parameter: names for parameter, names in whole.items() if parameter not in absent}
+    for index in range(config.num_layers):
+        start = prefix.format(index)
+        for parameter, names in layer.items():
+            if parameter not in absent:
+                tensors[f"layers.{index}.{parameter}"] = tuple(start + name for name in names)
+    return tensors

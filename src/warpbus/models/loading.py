@@ -1,0 +1,269 @@
+"""From a checkpoint to a decoder, one tensor at a time. The only file of this room that knows files."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import nn
+
+from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
+from warpbus.formats import Checkpoint, from_tensors, is_quantized, read_scheme
+from warpbus.models.config import ModelConfig
+from warpbus.models.decoder import Decoder, DecoderLayer
+from warpbus.models.families import BY_MODEL_TYPE, BY_NAME, TensorMap
+from warpbus.models.families.fields import Fields
+from warpbus.models.layers import QuantizedLinear
+from warpbus.qtensor import QTensor, Scheme
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
+"""The linear layers of a `DecoderLayer`: what gets quantized."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of the file that have been read so far, and with all that will be."""
+
+# Constants that some exporters wrote next to the weights.
+_KNOWN_EXTRAS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
+_QUANTIZED_PARTS = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def read_config(checkpoint: Checkpoint) -> ModelConfig:
+    """Read what a checkpoint's config.json and generation_config.json say of the model.
+
+    The stop ids are those of generation_config.json where it names any. Ids past the vocabulary, which are never
+    generated, are left out.
+
+    Raises:
+        UnknownArchitectureError: for a model_type that no family declares.
+        CheckpointError: for a value that is missing, senseless or not supported; the message names its key.
+    """
+    model_type = checkpoint.config.get("model_type")
+    family = BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise UnknownArchitectureError(
+            f"{checkpoint.directory}: config.json: model_type: {model_type!r} is not supported: "
+            f"expected one of {', '.join(sorted(BY_MODEL_TYPE))}"
+        )
+    generation = Fields(checkpoint.load_json("generation_config.json") or {}, "generation_config.json")
+    try:
+        config = family.config(checkpoint.config)
+        stop_ids = generation.token_ids("eos_token_id", config.stop_ids)
+    except CheckpointError as error:
+        raise type(error)(f"{checkpoint.directory}: {error}") from None
+    return replace(config, stop_ids=tuple(token for token in stop_ids if token < config.vocab_size))
+
+
+def tensor_map(config: ModelConfig) -> TensorMap:
+    """From each parameter of the decoder to the checkpoint's tensors that are stacked along rows to make it."""
+    return BY_NAME[config.family].tensors(config)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Load a whole model, plain or quantized (compressed-tensors), for inference.
+
+    At most one tensor of the file is in memory besides the model (for a fused quantized matrix, its parts).
+
+    Args:
+        device: where the model will lie.
+        dtype: of its parameters; the scales of quantized matrices keep the file's.
+        progress: see `Progress`.
+
+    Returns:
+        the decoder in eval mode, its parameters without gradients.
+
+    Raises:
+        TensorError: if a tensor is missing or has the wrong shape or type.
+        CheckpointError: if the config is not understood, or if there are weights that the decoder has no use for.
+    """
+    config = read_config(checkpoint)
+    with torch.device("meta"):
+        model = Decoder(config)
+    source = _Source.open(checkpoint, config, device, dtype)
+    total = source.nbytes(list(source.tensors))
+    done = 0
+    for parameter in source.tensors:
+        source.fill(model, parameter, parameter)
+        done += source.nbytes([parameter])
+        if progress is not None:
+            progress(done, total)
+    if config.tie_embeddings:
+        source.check_tied_head(model.embedding.weight)
+        model.head.weight = model.embedding.weight
+    return model.eval()
+
+
+def load_layer(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    index: int,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> DecoderLayer:
+    """Load one layer alone; arguments, result and errors as in `load_model`.
+
+    Raises:
+        UsageError: if there is no layer `index`.
+    """
+    if not 0 <= index < config.num_layers:
+        raise UsageError(f"layer {index}: expected 0 to {config.num_layers - 1}, the layers of {checkpoint.directory}")
+    with torch.device("meta"):
+        layer = DecoderLayer(config)
+    source = _Source.open(checkpoint, config, device, dtype)
+    prefix = f"layers.{index}."
+    for parameter in source.tensors:
+        if parameter.startswith(prefix):
+            source.fill(layer, parameter, parameter.removeprefix(prefix))
+    return layer.eval()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint with its names translated, and where its tensors are to go."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    tensors: TensorMap
+    scheme: Scheme | None
+    device: torch.device | str
+    dtype: torch.dtype
+
+    @classmethod
+    def open(
+        cls, checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+    ) -> "_Source":
+        """Compare the names in the file with those that the decoder needs, before anything is read."""
+        source = cls(checkpoint, config, tensor_map(config), read_scheme(checkpoint.config), device, dtype)
+        source.refuse_unexpected()
+        return source
+
+    def quantized(self, parameter: str) -> bool:
+        """Whether the file has this parameter's matrix in quantized form."""
+        if self.scheme is None or not parameter.endswith(".weight"):
+            return False
+        names = self.tensors[parameter]
+        kinds = [is_quantized(self.checkpoint, name.removesuffix(".weight")) for name in names]
+        if any(kinds) and not all(kinds):
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {', '.join(names)}: some of them are quantized and some are not: "
+                "expected all or none, since they are computed as one matrix"
+            )
+        return all(kinds)
+
+    def files_names(self, parameter: str) -> list[str]:
+        """The tensors that are in the file for this parameter."""
+        names = self.tensors[parameter]
+        if not self.quantized(parameter):
+            return list(names)
+        bases = [name.removesuffix(".weight") for name in names]
+        return [base + part for base in bases for part in _QUANTIZED_PARTS if base + part in self.checkpoint]
+
+    def nbytes(self, parameters: list[str]) -> int:
+        """Bytes of these parameters in the file. Raises TensorError if one is missing."""
+        return sum(self.checkpoint.nbytes(name) for parameter in parameters for name in self.files_names(parameter))
+
+    def refuse_unexpected(self) -> None:
+        """Weights that the decoder would leave out mean another architecture than config.json says."""
+        expected = {name for parameter in self.tensors for name in self.files_names(parameter)}
+        if self.config.tie_embeddings:
+            expected.add(self.tied_head_name)
+        extras = [name for name in self.checkpoint.names() if name not in expected]
+        extras = [name for name in extras if not name.endswith(_KNOWN_EXTRAS)]
+        if extras:
+            shown = ", ".join(extras[:3]) + (f" and {len(extras) - 3} more" if len(extras) > 3 else "")
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: unexpected weights {shown}: a {self.config.family} model with this "
+                "config.json has none of that name: check that config.json belongs to these weights"
+            )
+
+    @property
+    def tied_head_name(self) -> str:
+        """What the head would be called if it were not the embedding."""
+        return tensor_map(replace(self.config, tie_embeddings=False))["head.weight"][0]
+
+    def check_tied_head(self, embedding: torch.Tensor) -> None:
+        """Some files hold a tied head a second time; one that differs is not tied."""
+        name = self.tied_head_name
+        if name not in self.checkpoint:
+            return
+        head = self.checkpoint.tensor(name, expected=tuple(embedding.shape))
+        if not torch.equal(head.to(self.device, self.dtype), embedding):
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {name}: it differs from the embedding, although config.json says "
+                "tie_word_embeddings: set that to false"
+            )
+
+    def fill(self, module: nn.Module, parameter: str, path: str) -> None:
+        """Read the decoder's `parameter` and put it at `path` within `module`."""
+        owner_path, _, leaf = path.rpartition(".")
+        owner = module.get_submodule(owner_path)
+        if self.quantized(parameter):
+            if not isinstance(owner, nn.Linear):
+                names = ", ".join(self.tensors[parameter])
+                raise CheckpointError(f"{self.checkpoint.directory}: {names}: only linear layers may be quantized")
+            parent_path, _, name = owner_path.rpartition(".")
+            bias = None if owner.bias is None else owner.bias.data
+            layer = QuantizedLinear(self.read_quantized(parameter, owner), bias)
+            setattr(module.get_submodule(parent_path), name, layer)
+            return
+        shape = tuple(owner.get_parameter(leaf).shape)
+        tensor = self.read_plain(parameter, shape)
+        if isinstance(owner, QuantizedLinear):
+            owner.bias = tensor
+        else:
+            setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+
+    def read_plain(self, parameter: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The parameter in the wanted dtype and place, its parts stacked."""
+        names = self.tensors[parameter]
+        rows = self.part_rows(parameter, shape[0])
+        for name, count in zip(names, rows, strict=True):
+            self.check(name, (count, *shape[1:]))
+        stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for name, part in zip(names, stacked.split(rows), strict=True):
+            part.copy_(self.checkpoint.tensor(name, expected=tuple(part.shape)))
+        return stacked
+
+    def check(self, name: str, expected: tuple[int, ...]) -> None:
+        """Refuse a tensor before memory is set aside for it."""
+        found, dtype = self.checkpoint.shape(name), self.checkpoint.dtype(name)
+        if found != expected:
+            raise TensorError(
+                f"{self.checkpoint.directory}: {name}: expected shape {list(expected)}, as config.json says, "
+                f"found {list(found)}: check that config.json belongs to these weights"
+            )
+        if dtype not in _FLOATING:
+            raise TensorError(
+                f"{self.checkpoint.directory}: {name}: expected floating point of 16 to 64 bits, found {dtype}: "
+                "use a checkpoint whose config.json says how it is quantized"
+            )
+
+    def read_quantized(self, parameter: str, linear: nn.Linear) -> QTensor:
+        """The quantized matrix, its parts stacked."""
+        scheme = cast(Scheme, self.scheme)
+        names = self.tensors[parameter]
+        parts = []
+        for name, rows in zip(names, self.part_rows(parameter, linear.out_features), strict=True):
+            part = from_tensors(self.checkpoint, name.removesuffix(".weight"), scheme)
+            if part.shape != (rows, linear.in_features):
+                raise TensorError(
+                    f"{self.checkpoint.directory}: {name}: expected shape {[rows, linear.in_features]}, as "
+                    f"config.json says, found {list(part.shape)}"
+                )
+            parts.append(part.to(self.device))
+        # Stacking also makes a copy: what stays in memory must not be a map of a file that may change.
+        return QTensor.concatenate(parts)
+
+    def part_rows(self, parameter: str, total: int) -> list[int]:
+        """Rows of each of the tensors that make the parameter."""
+        count = len(self.tensors[parameter])
+        if count == len(self.config.qkv_rows) and ".attention.qkv." in parameter:
+            return list(self.config.qkv_rows)
+        return [total // count] * count
