@@ -1,0 +1,55 @@
+"""The command `warpbus`: one file a verb.
+
+The files import torch and the rooms they use inside their functions, so that `warpbus --help` is instant.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import warpbus
+from warpbus.cli import chat, demo, doctor, evaluate, quantize, train
+from warpbus.errors import WarpbusError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo.demo)
+app.command()(chat.chat)
+app.command()(quantize.quantize)
+app.command("eval")(evaluate.evaluate)
+app.command()(train.train)
+app.command()(doctor.doctor)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"warpbus {warpbus.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version")
+    ] = False,
+) -> None:
+    """Quantize, run and serve GLM-family language models on the GPUs you have, or on the CPU.
+
+    Start with: warpbus demo
+    """
+
+
+def main() -> None:
+    """Run the command; a `WarpbusError` becomes one line on stderr and its exit code."""
+    try:
+        app(prog_name="warpbus")
+    except WarpbusError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        sys.exit(error.exit_code)

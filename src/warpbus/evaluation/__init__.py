@@ -1,0 +1,18 @@
+"""How good and how fast models are, one or several side by side."""
+
+from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
+from warpbus.evaluation.side_by_side import Evaluation, evaluate
+from warpbus.evaluation.likelihood import Score, score
+from warpbus.evaluation.speed import Speed, measure_speed
+
+__all__ = [
+    "Evaluation",
+    "Question",
+    "Score",
+    "Speed",
+    "choice_accuracy",
+    "evaluate",
+    "measure_speed",
+    "read_questions",
+    "score",
+]

@@ -39,6 +39,10 @@ class Checkpoint:
     Opening it reads the configuration and the headers of all files, so that a missing, truncated or damaged file is
     noticed at once; it reads no tensor.
 
+    Args:
+        directory: where the model is.
+        weights: `False` for a model that is still to be trained: weights are not looked for.
+
     Attributes:
         directory: where the model is.
         config: the parsed `config.json`.
@@ -48,7 +52,7 @@ class Checkpoint:
         CheckpointError: if there is no such directory, no `config.json` or no weights in it, or a file is damaged.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, weights: bool = True) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             found = "is a file" if self.directory.exists() else "there is no such directory"
@@ -62,7 +66,7 @@ class Checkpoint:
                 f"{self.directory}: config.json is missing: expected a model directory in Hugging Face's layout"
             )
         self.config: dict[str, Any] = config
-        self._tensors = self._find_tensors()
+        self._tensors = self._find_tensors() if weights else {}
         self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     def names(self) -> list[str]:

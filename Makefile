@@ -1,0 +1,35 @@
+# Everything goes through one environment, .venv, which scripts/environment.py builds on the first use.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check test-gpu bench format
+
+demo: .venv/ready
+	$(BIN)/warpbus demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+test-gpu: .venv/ready
+	$(BIN)/python -m pytest tests/gpu tests/multigpu
+
+check: .venv/ready-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/memory.py
+
+format: .venv/ready-check
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/ready: pyproject.toml scripts/environment.py
+	$(PYTHON) scripts/environment.py test
+	@touch $@
+
+.venv/ready-check: .venv/ready
+	$(PYTHON) scripts/environment.py test check
+	@touch $@

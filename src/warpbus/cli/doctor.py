@@ -1,0 +1,205 @@
+"""`warpbus doctor`: what this machine has, what will run where, and what to do about what is missing."""
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+# What each extra is for, and the module that shows whether it is there.
+EXTRAS = {
+    "cuda": ("Warpbus's own CUDA kernels", ("cuda-core", "nvidia-ml-py")),
+    "serve": ("the OpenAI-compatible server", ("fastapi", "uvicorn", "pydantic", "prometheus-client")),
+    "cluster": ("several machines", ("ray",)),
+    "test": ("make test", ("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil")),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An NVIDIA GPU as torch sees it; memory in bytes; `links` are the GPUs it can copy to directly."""
+
+    index: int
+    name: str
+    capability: str
+    memory: int
+    free: int
+    multiprocessors: int
+    links: list[int]
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+) -> None:
+    """Show what this machine has, what will run where, and what to do about what is missing."""
+    import torch
+
+    found = _examine(torch)
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False, indent=2))
+        return
+    console = Console()
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, text in _facts(found):
+        facts.add_row(f"[bold]{name}[/]", text)
+    console.print(facts)
+    works = Table(title="What runs where", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    works.add_column("")
+    works.add_column("where")
+    for name, where in found["runs"].items():
+        works.add_row(name, where)
+    console.print()
+    console.print(works)
+    console.print()
+    if found["advice"]:
+        console.print("[bold]What would help[/]")
+        for text in found["advice"]:
+            console.print(f"  • {text}", highlight=False, markup=False)
+    else:
+        console.print("[green]Nothing is missing.[/]")
+
+
+def _examine(torch: Any) -> dict[str, Any]:
+    driver = _driver_version()
+    gpus = (
+        [asdict(_gpu(torch, index)) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    total, available = _memory()
+    disk = shutil.disk_usage(Path.cwd())
+    extras = {name: _missing(distributions) for name, (_, distributions) in EXTRAS.items()}
+    found: dict[str, Any] = {
+        "warpbus": importlib.metadata.version("warpbus"),
+        "python": sys.version.split()[0],
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": {"total": total, "available": available},
+        "disk": {"path": str(Path.cwd()), "free": disk.free},
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
+        "driver": driver and {"cuda": driver},
+        "gpus": gpus,
+        "missing": extras,
+    }
+    found["runs"] = _runs(found)
+    found["advice"] = _advice(found)
+    return found
+
+
+def _driver_version() -> str | None:
+    """The newest CUDA version that the installed driver supports, or `None` without a driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(version)):
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _gpu(torch: Any, index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    free, _ = torch.cuda.mem_get_info(index)
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    return Gpu(
+        index=index,
+        name=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        memory=properties.total_memory,
+        free=free,
+        multiprocessors=properties.multi_processor_count,
+        links=[other for other in others if torch.cuda.can_device_access_peer(index, other)],
+    )
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of main memory in all and available, from the kernel."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    return sizes["MemTotal"], sizes["MemAvailable"]
+
+
+def _missing(distributions: tuple[str, ...]) -> list[str]:
+    missing = []
+    for name in distributions:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    return missing
+
+
+def _runs(found: dict[str, Any]) -> dict[str, str]:
+    gpus = found["gpus"]
+    if not gpus:
+        place = f"CPU, {found['cores']} cores, float32"
+        return {"chat, eval, demo": place, "quantize": place, "train": f"{place}: small models only"}
+    gpu = f"GPU 0 ({gpus[0]['name']})"
+    several = f"{len(gpus)} GPUs with --gpus {len(gpus)}" if len(gpus) > 1 else gpu
+    return {"chat, eval, demo": gpu, "quantize": gpu, "train": several}
+
+
+def _advice(found: dict[str, Any]) -> list[str]:
+    advice = []
+    cuda_build = found["torch"]["cuda"]
+    if found["gpus"]:
+        for gpu in found["gpus"]:
+            if float(gpu["capability"]) < 8.0:
+                advice.append(
+                    f"GPU {gpu['index']} ({gpu['name']}) is older than Ampere: bfloat16 is slow, use --dtype float16"
+                )
+    elif found["driver"] is None:
+        advice.append("No NVIDIA driver was found: everything runs on the CPU. With an NVIDIA GPU, install its driver.")
+    elif cuda_build is None:
+        advice.append("There is an NVIDIA driver, but this torch is the CPU build: install a CUDA build of torch.")
+    elif _number(found["driver"]["cuda"]) < _number(cuda_build):
+        advice.append(
+            f"The driver supports CUDA {found['driver']['cuda']}, torch was built for {cuda_build}: update the driver."
+        )
+    else:
+        advice.append("torch sees no GPU although a driver is there: look at nvidia-smi and CUDA_VISIBLE_DEVICES.")
+    for name, missing in found["missing"].items():
+        if missing and not (name == "cuda" and not found["gpus"]):
+            purpose = EXTRAS[name][0]
+            advice.append(f"For {purpose}: pip install 'warpbus[{name}]' (missing: {', '.join(missing)})")
+    if found["disk"]["free"] < 20e9:
+        advice.append(
+            f"{found['disk']['path']} has {found['disk']['free'] / 1e9:.0f} GB free: a 6 B model in 16 bits takes 13 GB."
+        )
+    return advice
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    memory, torch = found["memory"], found["torch"]
+    build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU build"
+    facts = [
+        ("warpbus", found["warpbus"]),
+        ("Python", found["python"]),
+        ("system", f"{found['system']}, {found['cores']} cores"),
+        ("memory", f"{memory['available'] / 1e9:.1f} of {memory['total'] / 1e9:.1f} GB available"),
+        ("disk", f"{found['disk']['free'] / 1e9:.0f} GB free at {found['disk']['path']}"),
+        ("torch", f"{torch['version']} ({build}), {torch['threads']} threads"),
+        ("driver", f"CUDA {found['driver']['cuda']}" if found["driver"] else "none"),
+    ]
+    for gpu in found["gpus"]:
+        links = f", reaches GPU {', '.join(map(str, gpu['links']))} directly" if gpu["links"] else ""
+        facts.append(
+            (
+                f"GPU {gpu['index']}",
+                f"{gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['multiprocessors']} multiprocessors, "
+                f"{gpu['free'] / 1e9:.1f} of {gpu['memory'] / 1e9:.1f} GB free{links}",
+            )
+        )
+    return facts

@@ -1,0 +1,110 @@
+"""Evaluations as a table, a picture and a page."""
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import jinja2
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from warpbus.evaluation.side_by_side import Evaluation
+
+_PAGE = Path(__file__).with_name("page.html")
+
+Column = tuple[str, Callable[[Evaluation, Evaluation], str]]
+
+
+def table(evaluations: Sequence[Evaluation], title: str) -> Table:
+    """A table for the terminal; the first row is the reference."""
+    drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    columns = _columns(evaluations)
+    for index, (heading, _) in enumerate(columns):
+        drawn.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
+    for evaluation in evaluations:
+        drawn.add_row(*(cell(evaluation, evaluations[0]) for _, cell in columns))
+    return drawn
+
+
+def draw(evaluations: Sequence[Evaluation], path: Path) -> None:
+    """Write the picture of `figure` as a PNG."""
+    drawn = figure(evaluations)
+    drawn.savefig(path, dpi=130)
+    plt.close(drawn)
+
+
+def figure(evaluations: Sequence[Evaluation]) -> Figure:
+    """What was lost in quality, and what was gained in size and speed, one bar a model."""
+    names = [evaluation.name for evaluation in evaluations]
+    panels: list[tuple[str, list[float], str]] = [
+        ("perplexity", [e.perplexity for e in evaluations], "{:.2f}"),
+        ("divergence from the original (nats a token)", [e.divergence for e in evaluations], "{:.4f}"),
+        ("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:.1f}"),
+    ]
+    if all(e.accuracy is not None for e in evaluations):
+        panels.insert(2, ("right choices (%)", [100 * (e.accuracy or 0.0) for e in evaluations], "{:.1f}"))
+    if all(e.tokens_per_second is not None for e in evaluations):
+        panels.append(("decoding (tokens/s)", [e.tokens_per_second or 0.0 for e in evaluations], "{:.0f}"))
+    rows = -(-len(panels) // 2)
+    drawn, axes = plt.subplots(rows, 2, figsize=(10, 0.9 + rows * (0.9 + 0.34 * len(names))), squeeze=False)
+    colors = ["#4c566a"] + [f"C{index}" for index in range(len(names) - 1)]
+    for axis, (title, values, form) in zip(axes.flat, panels, strict=False):
+        bars = axis.barh(names, values, color=colors, height=0.65)
+        axis.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=9)
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.invert_yaxis()
+        axis.margins(x=0.18)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=9)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.axis("off")
+    drawn.tight_layout()
+    return drawn
+
+
+def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
+    """Write one self-contained HTML page: table, picture, what the columns mean."""
+    drawn = figure(evaluations)
+    picture = io.BytesIO()
+    drawn.savefig(picture, format="png", dpi=130)
+    plt.close(drawn)
+    columns = _columns(evaluations)
+    page = jinja2.Environment(autoescape=True).from_string(_PAGE.read_text(encoding="utf-8"))
+    rendered = page.render(
+        title=title,
+        headings=[heading for heading, _ in columns],
+        rows=[[cell(evaluation, evaluations[0]) for _, cell in columns] for evaluation in evaluations],
+        picture=base64.b64encode(picture.getvalue()).decode("ascii"),
+        tokens=evaluations[0].tokens,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    path.write_text(rendered, encoding="utf-8")
+
+
+def _columns(evaluations: Sequence[Evaluation]) -> list[Column]:
+    columns: list[Column] = [
+        ("model", lambda e, first: e.name),
+        ("weights", lambda e, first: e.scheme),
+        ("perplexity", lambda e, first: f"{e.perplexity:.3f}"),
+        ("change", lambda e, first: "" if e is first else f"{100 * (e.perplexity / first.perplexity - 1):+.2f} %"),
+        ("KL", lambda e, first: "" if e is first else f"{e.divergence:.4f}"),
+        ("agrees", lambda e, first: "" if e is first else f"{100 * e.agreement:.1f} %"),
+    ]
+    if any(e.accuracy is not None for e in evaluations):
+        columns.append(("choices", lambda e, first: "" if e.accuracy is None else f"{100 * e.accuracy:.1f} %"))
+    columns += [
+        ("disk MB", lambda e, first: f"{e.disk_bytes / 1e6:,.1f}"),
+        ("memory MB", lambda e, first: f"{e.weight_bytes / 1e6:,.1f}"),
+    ]
+    if any(e.tokens_per_second is not None for e in evaluations):
+        columns += [
+            ("tokens/s", lambda e, first: "" if e.tokens_per_second is None else f"{e.tokens_per_second:,.0f}"),
+            ("peak MB", lambda e, first: "" if e.peak_bytes is None else f"{e.peak_bytes / 1e6:,.0f}"),
+        ]
+    return columns

@@ -1,0 +1,156 @@
+"""Models side by side: the numbers of each, gathered."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpbus.errors import DataError
+from warpbus.evaluation.choices import choice_accuracy, read_questions
+from warpbus.evaluation.likelihood import score
+from warpbus.evaluation.speed import measure_speed
+from warpbus.formats import Checkpoint
+from warpbus.formats.compressed_tensors import read_scheme
+from warpbus.models import Decoder, load_model
+from warpbus.models.documents import read_documents
+from warpbus.models.templates import find_template
+from warpbus.models.tokenizers import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of one model; `None` where it was not asked for.
+
+    Attributes:
+        name: what the reports call it.
+        model: its directory.
+        scheme: how its weights are quantized, or its dtype.
+        perplexity: of the documents' predicted tokens.
+        divergence: mean KL divergence from the first model, nats a token.
+        agreement: share of tokens where its likeliest token is the first model's.
+        accuracy: share of multiple-choice questions answered rightly.
+        tokens: predicted tokens.
+        disk_bytes: its weight files.
+        weight_bytes: its weights in memory.
+        tokens_per_second: greedy decoding of one sequence.
+        peak_bytes: memory at most while decoding.
+    """
+
+    name: str
+    model: str
+    scheme: str
+    perplexity: float
+    divergence: float
+    agreement: float
+    accuracy: float | None
+    tokens: int
+    disk_bytes: int
+    weight_bytes: int
+    tokens_per_second: float | None
+    peak_bytes: int | None
+
+
+def evaluate(
+    models: Sequence[tuple[str, Path]],
+    *,
+    data: Path,
+    questions: Path | None = None,
+    length: int = 512,
+    limit: int | None = None,
+    speed: bool = True,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[Evaluation]:
+    """Measure models on the same documents; the first is the reference of the others.
+
+    All models are in memory together while they are scored.
+
+    Args:
+        models: names and directories; they have to share a vocabulary.
+        data: `.txt` or `.jsonl` (see `read_documents`).
+        questions: `.jsonl` of multiple-choice questions (see `read_questions`).
+        length: longer documents are cut.
+        limit: use this many documents and questions at most.
+        speed: also measure decoding, each model in a process of its own.
+        device: where to run.
+        dtype: of the activations; float32 on the CPU and the checkpoint's own on a GPU by default.
+        progress: called with what is being done, how much of it is done and how much there is.
+
+    Raises:
+        DataError: if the vocabularies differ, or a file is missing or malformed.
+    """
+    checkpoints = {name: Checkpoint(path) for name, path in models}
+    loaded: dict[str, Decoder] = {}
+    for name, checkpoint in checkpoints.items():
+        progress(f"loading {name}", len(loaded), len(models))
+        chosen = dtype or (torch.float32 if device.type == "cpu" else checkpoint_dtype(checkpoint))
+        loaded[name] = load_model(checkpoint, device=device, dtype=chosen)
+    first_name, first_path = models[0]
+    sizes = {name: model.config.vocab_size for name, model in loaded.items()}
+    for name, size in sizes.items():
+        if size != sizes[first_name]:
+            raise DataError(
+                f"{name} has a vocabulary of {size:,} tokens, {first_name} one of {sizes[first_name]:,}: "
+                "only models of one vocabulary can be compared"
+            )
+    tokenizer = load_tokenizer(first_path)
+    template = find_template(first_path, checkpoints[first_name].config, tokenizer)
+    documents = read_documents(data, tokenizer, template, length=length, limit=limit)
+    scores = score(loaded, documents, lambda done, total: progress("perplexity and divergence", done, total))
+    accuracies: dict[str, float | None] = dict.fromkeys(loaded)
+    if questions is not None:
+        if template is None:
+            raise DataError(f"{questions}: questions are conversations, but {first_name} has no chat template")
+        asked = read_questions(questions, limit)
+        for index, (name, model) in enumerate(loaded.items()):
+            progress("choices", index, len(loaded))
+            accuracies[name] = choice_accuracy(model, template, asked)
+    weights = {name: _weight_bytes(model) for name, model in loaded.items()}
+    loaded.clear()
+    evaluations = []
+    for index, (name, path) in enumerate(models):
+        speeds = None
+        if speed:
+            progress("speed", index, len(models))
+            spelled = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+            speeds = measure_speed(path, device=str(device), dtype=spelled)
+        scheme = read_scheme(checkpoints[name].config)
+        result = scores[name]
+        evaluations.append(
+            Evaluation(
+                name=name,
+                model=str(path),
+                scheme=str(scheme or checkpoint_dtype(checkpoints[name])).removeprefix("torch."),
+                perplexity=result.perplexity,
+                divergence=result.divergence,
+                agreement=result.agreement,
+                accuracy=accuracies[name],
+                tokens=result.tokens,
+                disk_bytes=checkpoints[name].total_bytes,
+                weight_bytes=weights[name],
+                tokens_per_second=None if speeds is None else speeds.tokens_per_second,
+                peak_bytes=None if speeds is None else speeds.peak_bytes,
+            )
+        )
+    progress("done", 1, 1)
+    return evaluations
+
+
+def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of the largest floating-point tensor of a checkpoint."""
+    floating = [name for name in checkpoint.names() if checkpoint.dtype(name).is_floating_point]
+    return checkpoint.dtype(max(floating, key=checkpoint.nbytes))
+
+
+def to_json(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Plain dictionaries, for `--json`."""
+    return [dict(vars(evaluation)) for evaluation in evaluations]
+
+
+def _weight_bytes(model: Decoder) -> int:
+    """Bytes of all weights, a tied head counted once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in tensors}.values())

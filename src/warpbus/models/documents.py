@@ -1,0 +1,111 @@
+"""Files of text as token ids: `.txt`, or `.jsonl` of texts or conversations. What training, calibration and evaluation
+read."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from warpbus.errors import DataError
+from warpbus.models.templates import Template
+from warpbus.models.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text or a conversation.
+
+    Attributes:
+        ids: its tokens.
+        answers: for each token, whether it is to be predicted: the assistant's answers, or all of a plain text.
+    """
+
+    ids: list[int]
+    answers: list[bool]
+
+    def cut(self, length: int) -> "Document":
+        """The first `length` tokens."""
+        return Document(self.ids[:length], self.answers[:length])
+
+
+def read_documents(
+    path: Path, tokenizer: Tokenizer, template: Template | None, *, length: int, limit: int | None = None
+) -> list[Document]:
+    """The documents of a file, each of at most `length` tokens.
+
+    A `.txt` is cut into documents of `length` tokens; each line of a `.jsonl` is one document: `{"text": ...}` or
+    `{"messages": [{"role": ..., "content": ...}, ...]}`; longer ones are cut.
+
+    Raises:
+        DataError: if the file is missing, holds no document, or a line is malformed (the message names the line).
+    """
+    documents = list(islice(_documents(path, tokenizer, template, length), limit))
+    if not documents:
+        raise DataError(f"{path}: no documents in it: expected lines like {{'messages': [...]}} or {{'text': ...}}")
+    return documents
+
+
+def _documents(path: Path, tokenizer: Tokenizer, template: Template | None, length: int) -> Iterator[Document]:
+    if path.suffix == ".txt":
+        ids = read_text(path, tokenizer)
+        for start in range(0, len(ids) - 1, length):
+            piece = ids[start : start + length]
+            yield Document(piece, [True] * len(piece))
+        return
+    for where, line in read_lines(path):
+        document = encode_line(where, line, tokenizer, template).cut(length)
+        if len(document.ids) > 1:
+            yield document
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a `.jsonl` that are not empty, each with `file:number` for messages."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file: expected a .jsonl of conversations or texts, or a .txt")
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path}:{number}", line
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 (byte {error.start}): save it as UTF-8") from None
+
+
+def read_text(path: Path, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a plain text file."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file: expected a .jsonl of conversations or texts, or a .txt")
+    try:
+        ids = tokenizer.encode(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 (byte {error.start}): save it as UTF-8") from None
+    if len(ids) < 2:
+        raise DataError(f"{path}: no text in it: expected at least two tokens")
+    return ids
+
+
+def encode_line(where: str, line: str, tokenizer: Tokenizer, template: Template | None) -> Document:
+    """One line of a `.jsonl`; `where` names it in messages."""
+    record = parse_line(where, line)
+    text, messages = record.get("text"), record.get("messages")
+    if isinstance(text, str):
+        ids = tokenizer.encode(text)
+        return Document(ids, [True] * len(ids))
+    if isinstance(messages, list):
+        if template is None:
+            raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
+        return Document(*template.spans(messages))
+    raise DataError(f"{where}: expected an object with 'messages' (a conversation) or 'text'")
+
+
+def parse_line(where: str, line: str) -> dict[str, Any]:
+    """The JSON object in a line; `where` names it in messages."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg}): expected one object a line") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected one JSON object a line, found {type(record).__name__}")
+    return record

@@ -1,0 +1,207 @@
+"""Conversations and texts as packed rows of tokens. Knows nothing of models.
+
+A row of `length` tokens holds several documents one after the other. Each token attends to its own document only
+(`documents`), counts its position from the start of its document, and is trained on (`targets`) only where the
+next token is part of an answer, or of a plain text.
+"""
+
+import multiprocessing
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from warpbus.errors import DataError
+from warpbus.models.documents import encode_line, read_text
+from warpbus.models.templates import find_template
+from warpbus.models.tokenizers import Tokenizer, load_tokenizer
+
+IGNORED = -100  # the target that cross-entropy leaves out
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokenized documents, end to end.
+
+    Attributes:
+        tokens: int32 `[total]`.
+        answers: bool `[total]`, true where the token is to be learnt.
+        offsets: int64 `[documents + 1]`, where each document starts.
+    """
+
+    tokens: NDArray[np.int32]
+    answers: NDArray[np.bool_]
+    offsets: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch of packed rows, each tensor int64 `[rows, length]`."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    documents: Tensor
+
+    def to(self, device: torch.device) -> "Rows":
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+        return Rows(move(self.tokens), move(self.targets), move(self.positions), move(self.documents))
+
+
+def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, workers: int = 1) -> Documents:
+    """Read a `.jsonl` of conversations (`messages`) or texts (`text`), or a `.txt`, and tokenize it.
+
+    Args:
+        path: the file; a `.txt` is cut into documents of `length` tokens.
+        model: the directory with the tokenizer and the chat template.
+        config: the model's parsed `config.json`.
+        length: longer documents are cut.
+        workers: processes to tokenize with.
+
+    Raises:
+        DataError: if the file is missing, empty, or a line of it malformed.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file: expected a .jsonl of conversations or texts, or a .txt")
+    if path.suffix == ".txt":
+        return _tokenize_text(path, load_tokenizer(model), length)
+    encode = partial(_encode_lines, str(path), str(model), config, length)
+    with path.open(encoding="utf-8") as file:
+        chunks = _numbered_chunks(file, 4096)
+        if workers > 1:
+            # Fresh processes: this one may already hold threads and a GPU, which do not survive a fork.
+            with multiprocessing.get_context("spawn").Pool(workers) as pool:
+                parts = list(pool.imap(encode, chunks))
+        else:
+            parts = [encode(chunk) for chunk in chunks]
+    if not any(len(lengths) for _, _, lengths in parts):
+        raise DataError(f"{path}: no documents in it: expected lines like {{'messages': [...]}} or {{'text': ...}}")
+    lengths = np.concatenate([lengths for _, _, lengths in parts])
+    return Documents(
+        np.concatenate([tokens for tokens, _, _ in parts]),
+        np.concatenate([answers for _, answers, _ in parts]),
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+    )
+
+
+_Part = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
+
+
+def _numbered_chunks(lines: Iterable[str], size: int) -> Iterator[tuple[int, list[str]]]:
+    """Chunks of `size` lines, each with the number of its first line."""
+    iterator, number = iter(lines), 1
+    while chunk := list(islice(iterator, size)):
+        yield number, chunk
+        number += len(chunk)
+
+
+def _encode_lines(path: str, model: str, config: dict[str, Any], length: int, chunk: tuple[int, list[str]]) -> _Part:
+    first, lines = chunk
+    tokenizer = load_tokenizer(Path(model))
+    template = find_template(Path(model), config, tokenizer)
+    tokens: list[int] = []
+    answers: list[bool] = []
+    lengths: list[int] = []
+    for number, line in enumerate(lines, first):
+        if not line.strip():
+            continue
+        document = encode_line(f"{path}:{number}", line, tokenizer, template).cut(length)
+        tokens += document.ids
+        answers += document.answers
+        lengths.append(len(document.ids))
+    return np.array(tokens, np.int32), np.array(answers, np.bool_), np.array(lengths, np.int64)
+
+
+def _tokenize_text(path: Path, tokenizer: Tokenizer, length: int) -> Documents:
+    tokens = np.array(read_text(path, tokenizer), np.int32)
+    offsets = np.append(np.arange(0, len(tokens), length, dtype=np.int64), len(tokens))
+    return Documents(tokens, np.ones(len(tokens), np.bool_), offsets)
+
+
+def pack(documents: Documents, order: Sequence[int] | NDArray[np.int64], length: int) -> list[NDArray[np.int64]]:
+    """Fill rows of `length` tokens with whole documents, in the order given.
+
+    Returns:
+        for each row, the indexes of its documents.
+    """
+    sizes = np.diff(documents.offsets)[order]
+    rows: list[NDArray[np.int64]] = []
+    start = filled = 0
+    for index, size in enumerate(sizes.tolist()):
+        if filled + size > length:
+            rows.append(np.asarray(order[start:index], np.int64))
+            start, filled = index, 0
+        filled += size
+    rows.append(np.asarray(order[start:], np.int64))
+    return rows
+
+
+def assemble(documents: Documents, rows: Sequence[NDArray[np.int64]], length: int) -> Rows:
+    """The tokens, targets, positions and document numbers of packed rows."""
+    shape = (len(rows), length)
+    tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    targets = np.full(shape, IGNORED, np.int64)
+    # Padding is a document of its own, so that it attends to itself and nothing attends to it.
+    numbers = np.full(shape, -1, np.int64)
+    for row, members in enumerate(rows):
+        starts, ends = documents.offsets[members], documents.offsets[members + 1]
+        sizes = ends - starts
+        total = int(sizes.sum())
+        ids = np.repeat(np.arange(len(members)), sizes)
+        within = np.arange(total) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        source = np.repeat(starts, sizes) + within
+        tokens[row, :total] = documents.tokens[source]
+        positions[row, :total] = within
+        numbers[row, :total] = ids
+        following = (ids[1:] == ids[:-1]) & documents.answers[source[1:]]
+        targets[row, : total - 1] = np.where(following, tokens[row, 1:total], IGNORED)
+    return Rows(*(torch.from_numpy(array) for array in (tokens, targets, positions, numbers)))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a whole run: which rows each step sees, on each of `world` processes.
+
+    Every epoch is a fresh shuffle drawn from `seed` and the epoch's number, so that a step's batch follows from its
+    index alone and a run can go on where it stopped.
+    """
+
+    documents: Documents
+    length: int
+    rows_per_step: int
+    seed: int
+
+    def steps(self, start: int, total: int, rank: int = 0, world: int = 1) -> Iterator[Rows]:
+        """The batches of the steps `start .. total - 1` for one process of `world`."""
+        step = epoch = 0
+        carried: list[NDArray[np.int64]] = []
+        while step < total:
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.documents))
+            carried += pack(self.documents, order, self.length)
+            whole = len(carried) // self.rows_per_step
+            for index in range(whole):
+                if step >= total:
+                    return
+                if step >= start:
+                    rows = carried[index * self.rows_per_step : (index + 1) * self.rows_per_step]
+                    yield assemble(self.documents, rows[rank::world], self.length)
+                step += 1
+            carried = carried[whole * self.rows_per_step :]
+            epoch += 1
+
+    def steps_per_epoch(self) -> float:
+        """About how many steps see every document once."""
+        rows = pack(self.documents, np.arange(len(self.documents)), self.length)
+        return len(rows) / self.rows_per_step

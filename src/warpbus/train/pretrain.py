@@ -1,0 +1,369 @@
+"""Training a decoder from fresh or from existing weights, on one device or several.
+
+The run keeps its state in `<output>.training/` and writes the model to `<output>` when it ends. Started again with
+the same settings, it goes on from the last checkpoint.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from warpbus.dist import Group, joined_group
+from warpbus.errors import NumericError, StorageError, UsageError
+from warpbus.formats import Checkpoint, CheckpointWriter
+from warpbus.models import Decoder, load_model, read_config
+from warpbus.models.layers import CausalAttention
+from warpbus.models.saving import named_tensors
+from warpbus.train.curve import draw_curve
+from warpbus.train.dataset import IGNORED, Batches, Rows, assemble, pack, tokenize
+
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How to train. A run is resumed only with the settings that it began with.
+
+    Attributes:
+        steps: optimizer steps; 0 means `epochs` passes over the data.
+        epochs: passes over the data.
+        length: tokens in a row; longer documents are cut.
+        rows_per_step: rows in a step, over all processes.
+        rows_at_once: rows in one forward pass of a process; more are accumulated.
+        learning_rate: at its peak; it rises over `warmup` steps and falls along a cosine to `final_rate` of itself.
+        clip: the largest norm of a step's gradient.
+        compile: use `torch.compile`.
+        dtype: "bfloat16" for mixed precision, or "float32".
+        valid_every, save_every: steps between validations and between checkpoints.
+    """
+
+    steps: int = 0
+    epochs: float = 1.0
+    length: int = 512
+    rows_per_step: int = 128
+    rows_at_once: int = 128
+    learning_rate: float = 1e-3
+    final_rate: float = 0.05
+    warmup: int = 200
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    compile: bool = False
+    dtype: str = "float32"
+    valid_every: int = 250
+    save_every: int = 500
+    seed: int = 0
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: linear warm-up, then a cosine."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * cosine)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is known after a step; `valid_loss` where the model was validated."""
+
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    tokens_per_second: float
+    valid_loss: float | None = None
+
+
+class _SummedLoss(nn.Module):
+    """Cross-entropy summed over a batch's targets, in nats."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        logits = self.model(tokens, positions, CausalAttention(documents))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def train(
+    model: Path,
+    output: Path,
+    *,
+    data: Path,
+    valid: Path | None = None,
+    settings: TrainingSettings,
+    device: str = "cpu",
+    workers: int = 1,
+    overwrite: bool = False,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> dict[str, Any]:
+    """Train the model in the directory `model`, fresh where it holds no weights, and write it to `output`.
+
+    Args:
+        model: `config.json`, tokenizer, and weights to go on from if there are any.
+        output: a new directory.
+        data: `.jsonl` of conversations or texts, or `.txt`.
+        valid: held-out data of the same form.
+        settings: how to train.
+        device: "cpu" or "cuda"; with several processes each takes the GPU of its local rank.
+        workers: processes to tokenize with.
+        overwrite: replace `output` if it exists.
+        report: called in the first process after each step.
+
+    Returns:
+        what `training.json` in `output` says: settings, losses, tokens, seconds, device.
+
+    Raises:
+        UsageError: if the output exists, or an interrupted run there had other settings.
+        DataError: if a data file is missing or malformed.
+        NumericError: if the loss is not finite.
+    """
+    if output.exists() and any(output.iterdir()) and not overwrite:
+        raise UsageError(f"{output}: exists already: choose another output or pass --overwrite")
+    with joined_group(device) as group:
+        return _Run(model, output, data, valid, settings, group, workers, overwrite).go(report)
+
+
+class _Run:
+    """One process's part of a run."""
+
+    def __init__(
+        self,
+        source: Path,
+        output: Path,
+        data: Path,
+        valid: Path | None,
+        settings: TrainingSettings,
+        group: Group,
+        workers: int,
+        overwrite: bool,
+    ) -> None:
+        self.source, self.output, self.group, self.overwrite = source, output, group, overwrite
+        self.work = output.with_name(output.name + ".training")
+        checkpoint = Checkpoint(source, weights=any(_weight_files(source)))
+        config = checkpoint.config
+        length = settings.length
+        documents = tokenize(data, source, config, length=length, workers=workers)
+        self.valid: Rows | None = None
+        if valid is not None:
+            held_out = tokenize(valid, source, config, length=length)
+            self.valid = assemble(held_out, pack(held_out, range(len(held_out)), length), length)
+        batches = Batches(documents, length, settings.rows_per_step, settings.seed)
+        if settings.steps == 0:
+            settings = replace(settings, steps=max(1, round(settings.epochs * batches.steps_per_epoch())))
+        if settings.rows_per_step % group.world:
+            raise UsageError(f"--rows {settings.rows_per_step} cannot be shared by {group.world} processes equally")
+        self.settings, self.batches = settings, batches
+        self.model = _initial_model(checkpoint, settings.seed, group.device)
+        self.optimizer = _optimizer(self.model, settings, group.device)
+        loss: nn.Module = _SummedLoss(self.model)
+        if group.world > 1:
+            loss = DistributedDataParallel(loss, device_ids=[group.device] if group.device.type == "cuda" else None)
+        self.parallel = loss
+        self.loss: Callable[..., Tensor] = torch.compile(loss) if settings.compile else loss
+        self.step, self.seconds, self.log = 0, 0.0, list[dict[str, float]]()
+
+    def go(self, report: Callable[[Progress], None]) -> dict[str, Any]:
+        self._resume()
+        settings, group = self.settings, self.group
+        if group.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        batches = self.batches.steps(self.step, settings.steps, group.rank, group.world)
+        tokens = settings.rows_per_step * settings.length
+        before = time.monotonic()
+        for rows in _ahead(batches):
+            rate = settings.rate(self.step)
+            loss = self._update(rows.to(group.device), rate)
+            self.step += 1
+            now = time.monotonic()
+            last = self.step == settings.steps
+            entry = {"step": self.step, "loss": loss, "learning_rate": rate, "seconds": now - before}
+            if self.valid is not None and (self.step % settings.valid_every == 0 or last):
+                entry["valid_loss"] = self._validate(self.valid)
+            self.seconds += time.monotonic() - before
+            before = time.monotonic()
+            self.log.append(entry)
+            if group.is_first:
+                speed = tokens / entry["seconds"]
+                report(Progress(self.step, settings.steps, loss, rate, speed, entry.get("valid_loss")))
+            if self.step % settings.save_every == 0 and not last:
+                self._save_state()
+        summary = self._summary()
+        if group.is_first:
+            self._write(summary)
+        group.barrier()
+        return summary
+
+    def _update(self, rows: Rows, rate: float) -> float:
+        """One optimizer step; returns the mean loss of its targets over all processes."""
+        settings, group = self.settings, self.group
+        targets = group.sum((rows.targets != IGNORED).sum())
+        total = torch.zeros((), device=group.device)
+        pieces = math.ceil(len(rows.tokens) / settings.rows_at_once)
+        for index in range(pieces):
+            piece = slice(index * settings.rows_at_once, (index + 1) * settings.rows_at_once)
+            # DDP averages gradients over the processes: undo that, since the sum is divided by all targets.
+            with nullcontext() if index == pieces - 1 else self._unsynchronized():
+                with torch.autocast(group.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+                    loss = self.loss(
+                        rows.tokens[piece], rows.targets[piece], rows.positions[piece], rows.documents[piece]
+                    )
+                (loss * group.world / targets).backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate
+        mean = float(group.sum(total) / targets)
+        if not math.isfinite(mean) or not math.isfinite(float(norm)):
+            raise NumericError(
+                f"step {self.step + 1}: the loss is {mean}, the gradient's norm {float(norm)}: "
+                f"lower --learning-rate; the state of the last checkpoint is in {self.work}"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return mean
+
+    def _unsynchronized(self) -> AbstractContextManager[None]:
+        """Within it, DDP keeps gradients to itself: the last piece of a step sends them all."""
+        return self.parallel.no_sync() if isinstance(self.parallel, DistributedDataParallel) else nullcontext()
+
+    @torch.no_grad()
+    def _validate(self, rows: Rows) -> float:
+        """The mean loss of the held-out targets."""
+        settings, group = self.settings, self.group
+        total = torch.zeros(2, device=group.device)
+        compute = _SummedLoss(self.model)
+        for start in range(group.rank, len(rows.tokens), group.world * 16):
+            picked = slice(start, start + group.world * 16, group.world)
+            parts = (rows.tokens, rows.targets, rows.positions, rows.documents)
+            tokens, targets, positions, documents = (part[picked].to(group.device) for part in parts)
+            with torch.autocast(group.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+                total[0] += compute(tokens, targets, positions, documents)
+            total[1] += (targets != IGNORED).sum()
+        group.sum(total)
+        return float(total[0] / total[1])
+
+    def _save_state(self) -> None:
+        if not self.group.is_first:
+            return
+        state = {
+            "settings": asdict(self.settings),
+            "step": self.step,
+            "seconds": self.seconds,
+            "log": self.log,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        partial = self.work / "state.pt.partial"
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+            torch.save(state, partial)
+            os.replace(partial, self.work / "state.pt")
+        except (OSError, RuntimeError) as error:
+            partial.unlink(missing_ok=True)
+            raise StorageError(f"{partial}: the checkpoint could not be written ({error}): free some space") from None
+
+    def _resume(self) -> None:
+        path = self.work / "state.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.group.device, weights_only=True)
+        changed = sorted(key for key, value in asdict(self.settings).items() if state["settings"].get(key) != value)
+        if changed:
+            described = ", ".join(f"{key} was {state['settings'].get(key)}" for key in changed)
+            raise UsageError(
+                f"{self.work}: an interrupted run with other settings ({described}): delete it or use them"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds, self.log = state["step"], state["seconds"], state["log"]
+
+    def _summary(self) -> dict[str, Any]:
+        cuda = self.group.device.type == "cuda"
+        return {
+            "settings": asdict(self.settings),
+            "parameters": self.model.config.num_parameters,
+            "documents": len(self.batches.documents),
+            "epochs": self.settings.steps / self.batches.steps_per_epoch(),
+            "tokens": self.settings.steps * self.settings.rows_per_step * self.settings.length,
+            "seconds": self.seconds,
+            "loss": sum(entry["loss"] for entry in self.log[-50:]) / max(1, len(self.log[-50:])),
+            "valid_loss": self.log[-1].get("valid_loss") if self.log else None,
+            "device": torch.cuda.get_device_name(self.group.device) if cuda else "cpu",
+            "processes": self.group.world,
+            "torch": torch.__version__,
+        }
+
+    def _write(self, summary: dict[str, Any]) -> None:
+        weights = set(_weight_files(self.source))
+        with CheckpointWriter(self.output, overwrite=self.overwrite) as writer:
+            for name, tensor in named_tensors(self.model, torch.bfloat16):
+                writer.add(name, tensor)
+            for file in sorted(self.source.iterdir()):
+                if file.is_file() and file not in weights:
+                    writer.copy_file(file)
+            writer.write_json("training.json", summary)
+            writer.write_json("training-log.json", self.log)
+            writer.finish()
+        draw_curve(self.log, self.output / "training.png")
+        (self.work / "state.pt").unlink(missing_ok=True)
+        if self.work.is_dir():
+            self.work.rmdir()
+
+
+def _weight_files(directory: Path) -> Iterator[Path]:
+    return (file for pattern in _WEIGHT_FILES for file in directory.glob(pattern))
+
+
+def _initial_model(checkpoint: Checkpoint, seed: int, device: torch.device) -> Decoder:
+    """The weights to begin with: those of the checkpoint, or fresh ones if it has none."""
+    if checkpoint.names():
+        model = load_model(checkpoint, device=device, dtype=torch.float32)
+    else:
+        model = Decoder(read_config(checkpoint))
+        # Drawn on the CPU, so that every device and every process begins with the same weights.
+        model.initialize(torch.Generator().manual_seed(seed))
+    return model.to(device).train().requires_grad_(True)
+
+
+def _optimizer(model: Decoder, settings: TrainingSettings, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019); biases and norms do not decay."""
+    decaying = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
+
+
+def _ahead(batches: Iterator[Rows]) -> Iterator[Rows]:
+    """Make the next batches in a thread while the device works on this one."""
+    queue: Queue[Rows | BaseException | None] = Queue(maxsize=4)
+
+    def fill() -> None:
+        try:
+            for rows in batches:
+                queue.put(rows)
+            queue.put(None)
+        except BaseException as error:
+            queue.put(error)
+
+    Thread(target=fill, daemon=True).start()
+    while (item := queue.get()) is not None:
+        if isinstance(item, BaseException):
+            raise item
+        yield item
