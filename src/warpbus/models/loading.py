@@ -213,8 +213,7 @@ class _Source:
             layer = QuantizedLinear(self.read_quantized(parameter, owner), bias)
             setattr(module.get_submodule(parent_path), name, layer)
             return
-        shape = tuple(owner.get_parameter(leaf).shape)
-        tensor = self.read_plain(parameter, shape)
+        tensor = self.read_plain(parameter, tuple(getattr(owner, leaf).shape))
         if isinstance(owner, QuantizedLinear):
             owner.bias = tensor
         else:
