@@ -1,0 +1,89 @@
+"""The shared decoder where transformers has no counterpart: packed documents, fresh weights, quantized layers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from warpbus.models import Decoder, ModelConfig, RopeConfig
+from warpbus.models.layers import CausalAttention, QuantizedLinear, RMSNorm
+from warpbus.qtensor import QTensor, Scheme
+
+CONFIG = ModelConfig(
+    family="glm4",
+    vocab_size=40,
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    ffn_size=96,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=1e4, rotary_dim=16, interleaved=True),
+    max_context=64,
+    qkv_bias=True,
+    output_norms=True,
+)
+
+
+def fresh(config: ModelConfig = CONFIG) -> Decoder:
+    model = Decoder(config)
+    model.initialize(torch.Generator().manual_seed(1), std=0.1)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other() -> None:
+    model = fresh()
+    tokens = torch.randint(0, 40, (1, 11), generator=torch.Generator().manual_seed(2))
+    documents = torch.tensor([[0] * 4 + [1] * 7])
+    positions = torch.tensor([[*range(4), *range(7)]])
+    packed = model(tokens, positions, CausalAttention(documents))
+    apart = torch.cat((model(tokens[:, :4]), model(tokens[:, 4:])), dim=1)
+    torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(packed[:, 4:], model(tokens)[:, 4:], atol=1e-3)
+
+
+@torch.no_grad()
+def test_later_tokens_change_nothing_before_them() -> None:
+    model = fresh()
+    tokens = torch.arange(10)[None]
+    changed = tokens.clone()
+    changed[0, 6] = 30
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :6], after[:, :6])
+    assert not torch.allclose(before[:, 6:], after[:, 6:], atol=1e-3)
+
+
+def test_initialize_draws_what_it_says() -> None:
+    model = fresh(replace(CONFIG, hidden_size=256, ffn_size=512))
+    layer = model.layers[1]
+    assert torch.equal(layer.mlp_output_norm.weight, torch.ones(256))
+    assert torch.equal(layer.attention.qkv.bias, torch.zeros(256))
+    assert layer.mlp.gate_up.weight.std().item() == pytest.approx(0.1, rel=0.02)
+    assert layer.mlp.down.weight.std().item() == pytest.approx(0.1 / 6**0.5, rel=0.02)
+
+
+def test_a_tied_head_is_counted_once() -> None:
+    config = replace(CONFIG, tie_embeddings=True)
+    model = fresh(config)
+    assert model.head.weight is model.embedding.weight
+    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_norm_takes_its_mean_in_float32() -> None:
+    norm = RMSNorm(4, 1e-5).half()
+    x = torch.full((1, 4), 1000.0, dtype=torch.float16)
+    assert torch.equal(norm(x), torch.ones(1, 4, dtype=torch.float16))
+
+
+def test_quantized_linear_is_the_linear_of_its_weight() -> None:
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 16, (24, 64), generator=generator)
+    matrix = QTensor.from_codes(Scheme.parse("w4a16-g32"), codes, torch.rand(24, 2, generator=generator))
+    bias = torch.rand(24, generator=generator)
+    layer = QuantizedLinear(matrix, bias)
+    x = torch.randn(3, 5, 64, generator=generator)
+    torch.testing.assert_close(layer(x), x @ matrix.dequantize().T + bias)
+    assert set(layer.state_dict()) == {"qweight", "scales", "bias"}
+    assert torch.equal(layer.weight.codes(), codes.to(torch.uint8))
