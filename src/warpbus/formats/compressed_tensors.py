@@ -7,8 +7,9 @@ A linear layer `prefix` of `out` rows and `in` columns is stored as
     prefix.weight_zero_point  int32 [ceil(out * bits / 32), groups]  asymmetric schemes only, packed along `out`
     prefix.weight_shape       int64 [2]                              out, in
 
-and read as `weight = (code - zero) * scale`. 2, 4 and 8 bits are read by every release. 3 bits are a dense stream
-since the releases of mid-2026; older ones put ten values in a word and cannot read these files.
+and read as `weight = (code - zero) * scale`, where a symmetric scheme's zero is `2**(bits - 1)`. compressed-tensors
+reads 2, 4 and 8 bits in every release, 3 bits from release 0.18 on: older ones put ten values of 3 bits in a word
+and leave two bits of it unused. That older layout is recognized by its width and refused.
 """
 
 from collections.abc import Sequence
@@ -65,9 +66,10 @@ def read_scheme(config: dict[str, Any]) -> Scheme | None:
         raise _unreadable("quantization_config", quantization, "an object")
     _require(quantization, "quantization_config", "quant_method", (_METHOD,))
     _require(quantization, "quantization_config", "quantization_status", ("compressed", None))
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        if quantization.get(key):
-            raise _unreadable(f"quantization_config.{key}", quantization[key], "absent")
+    for key in ("kv_cache_scheme", "sparsity_config", "moe_sparsity_config", "transform_config"):
+        section = quantization.get(key)
+        if section and not (isinstance(section, dict) and section.get("format") == "dense"):
+            raise _unreadable(f"quantization_config.{key}", section, "absent")
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _unreadable("quantization_config.config_groups", groups, "at least one group")
@@ -97,7 +99,7 @@ def from_tensors(checkpoint: Checkpoint, prefix: str, scheme: Scheme) -> QTensor
 
     Raises:
         TensorError: if one of its tensors is missing or has the wrong shape or type.
-        CheckpointError: if its columns were reordered.
+        CheckpointError: if its columns were reordered, or its 3-bit codes packed by an old release.
         SchemeError: if the scheme's group size does not divide its columns.
     """
     if f"{prefix}.weight_g_idx" in checkpoint:
@@ -107,14 +109,21 @@ def from_tensors(checkpoint: Checkpoint, prefix: str, scheme: Scheme) -> QTensor
         )
     out, columns = _read_shape(checkpoint, f"{prefix}.weight_shape")
     groups = scheme.groups(columns, prefix)
-    packed = _read(checkpoint, f"{prefix}.weight_packed", (out, packed_words(columns, scheme.bits)), torch.int32)
+    words, old_words = packed_words(columns, scheme.bits), -(-columns // (32 // scheme.bits))
+    name = f"{prefix}.weight_packed"
+    if old_words != words and name in checkpoint and checkpoint.shape(name) == (out, old_words):
+        raise CheckpointError(
+            f"{name}: {scheme.bits}-bit values packed {32 // scheme.bits} to a word, as compressed-tensors before 0.18 "
+            "did, are not supported: save the model again with a newer release"
+        )
+    packed = _read(checkpoint, name, (out, words), torch.int32)
     scales = checkpoint.tensor(f"{prefix}.weight_scale", expected=(out, groups))
     if not scales.is_floating_point():
         raise TensorError(f"{prefix}.weight_scale: expected a floating-point type, found {scales.dtype}")
     zeros = None
     if not scheme.symmetric:
-        name = f"{prefix}.weight_zero_point"
-        packed_zeros = _read(checkpoint, name, (packed_words(out, scheme.bits), groups), torch.int32)
+        zeros_shape = (packed_words(out, scheme.bits), groups)
+        packed_zeros = _read(checkpoint, f"{prefix}.weight_zero_point", zeros_shape, torch.int32)
         zeros = unpack(packed_zeros.T, scheme.bits, out).T.contiguous()
     return QTensor(scheme, packed, scales, zeros, (out, columns))
 
@@ -128,8 +137,9 @@ def _read_group(name: str, group: object, default_format: object) -> Scheme:
     where = f"quantization_config.config_groups.{name}"
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
         raise _unreadable(where, group, "an object with weights")
-    if group.get("format", default_format) != _FORMAT:
-        raise _unreadable(f"{where}.format", group.get("format", default_format), f'"{_FORMAT}"')
+    stored_as = group.get("format") or default_format
+    if stored_as != _FORMAT:
+        raise _unreadable(f"{where}.format", stored_as, repr(_FORMAT))
     for key in ("input_activations", "output_activations"):
         _require(group, where, key, (None,))
 

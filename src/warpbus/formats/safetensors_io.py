@@ -150,7 +150,8 @@ def can_store(dtype: torch.dtype) -> bool:
 
 def shown(name: str) -> str:
     """A tensor's name as a one-line message can print it."""
-    return name if name.isprintable() and name else ascii(name)
+    text = name if name.isprintable() and name else ascii(name)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:
@@ -177,7 +178,7 @@ def _entry(file: Path, file_bytes: int, start: int, name: str, described: object
     dtype = DTYPES.get(described["dtype"]) if isinstance(described["dtype"], str) else None
     if dtype is None:
         raise CheckpointError(
-            f"{file.name}: {label} has dtype {described['dtype']!a}, which is not supported: "
+            f"{file.name}: {label} has dtype {shown(str(described['dtype']))}, which is not supported: "
             f"expected one of {', '.join(DTYPES)}"
         )
     shape, offsets = described["shape"], described["data_offsets"]

@@ -41,6 +41,8 @@ class QTensor:
         groups = self.scheme.groups(columns)
         _expect("qweight", self.qweight, (out, packed_words(columns, self.scheme.bits)), torch.int32)
         _expect("scales", self.scales, (out, groups), None)
+        if not self.scales.is_floating_point():
+            raise TensorError(f"scales: expected a floating-point type, found {self.scales.dtype}")
         if self.scheme.symmetric != (self.zeros is None):
             raise TensorError(f"zeros: scheme {self.scheme} needs {'none' if self.scheme.symmetric else 'them'}")
         if self.zeros is not None:

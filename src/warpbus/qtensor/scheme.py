@@ -13,7 +13,7 @@ from warpbus.errors import SchemeError
 WEIGHT_BITS = (2, 3, 4, 8)
 GROUP_SIZES = (32, 64, 128)
 
-_PATTERN = re.compile(r"w(?P<bits>\d+)a16(?:-g(?P<group>\d+))?(?P<asym>-asym)?")
+_PATTERN = re.compile(r"w(?P<bits>[1-9]\d{0,3})a16(?:-g(?P<group>[1-9]\d{0,3}))?(?P<asym>-asym)?", re.ASCII)
 
 
 @dataclass(frozen=True)
