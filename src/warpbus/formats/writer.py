@@ -200,7 +200,7 @@ class CheckpointWriter:
             self.directory.rename(replaced)
         try:
             self._partial.rename(self.directory)
-        except OSError:
+        except BaseException:
             if exists:
                 replaced.rename(self.directory)
             raise
@@ -219,13 +219,11 @@ class CheckpointWriter:
         try:
             yield
         except OSError as error:
-            free = shutil.disk_usage(self.directory.parent).free
             self.abort()
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = shutil.disk_usage(self.directory.parent).free
                 raise _disk_full(self.directory / filename, needed, free) from error
-            raise StorageError(
-                f"{self.directory / filename}: cannot be written: {error.strerror or error}: nothing was kept"
-            ) from error
+            raise StorageError(f"{self.directory / filename}: cannot be written: {error.strerror or error}") from error
 
 
 def _shard_file(directory: Path, number: int) -> Path:
@@ -237,6 +235,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a directory
+            raise
     finally:
         os.close(descriptor)
 
