@@ -1,0 +1,1 @@
+"""The devices of this machine. Imports without CUDA and without a GPU."""

@@ -3,8 +3,10 @@
 import base64
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import matplotlib
@@ -19,6 +21,11 @@ from warpbus.evaluation.side_by_side import Evaluation
 _PAGE = Path(__file__).with_name("page.html")
 
 Column = tuple[str, Callable[[Evaluation, Evaluation], str]]
+
+
+def to_json(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Plain dictionaries."""
+    return [asdict(evaluation) for evaluation in evaluations]
 
 
 def table(evaluations: Sequence[Evaluation], title: str) -> Table:

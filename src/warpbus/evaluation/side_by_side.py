@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -143,11 +142,6 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of the largest floating-point tensor of a checkpoint."""
     floating = [name for name in checkpoint.names() if checkpoint.dtype(name).is_floating_point]
     return checkpoint.dtype(max(floating, key=checkpoint.nbytes))
-
-
-def to_json(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """Plain dictionaries, for `--json`."""
-    return [dict(vars(evaluation)) for evaluation in evaluations]
 
 
 def _weight_bytes(model: Decoder) -> int:

@@ -59,6 +59,13 @@ def tensor_map(config: ModelConfig) -> TensorMap:
     return BY_NAME[config.family].tensors(config)
 
 
+def part_rows(config: ModelConfig, parameter: str, count: int, total: int) -> list[int]:
+    """How the `total` rows of a fused parameter are shared by the `count` tensors of the file that make it."""
+    if ".attention.qkv." in parameter and count == len(config.qkv_rows):
+        return list(config.qkv_rows)
+    return [total // count] * count
+
+
 def load_model(
     checkpoint: Checkpoint,
     *,
@@ -222,7 +229,7 @@ class _Source:
     def read_plain(self, parameter: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The parameter in the wanted dtype and place, its parts stacked."""
         names = self.tensors[parameter]
-        rows = self.part_rows(parameter, shape[0])
+        rows = part_rows(self.config, parameter, len(names), shape[0])
         for name, count in zip(names, rows, strict=True):
             self.check(name, (count, *shape[1:]))
         stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -249,7 +256,7 @@ class _Source:
         scheme = cast(Scheme, self.scheme)
         names = self.tensors[parameter]
         parts = []
-        for name, rows in zip(names, self.part_rows(parameter, linear.out_features), strict=True):
+        for name, rows in zip(names, part_rows(self.config, parameter, len(names), linear.out_features), strict=True):
             part = from_tensors(self.checkpoint, name.removesuffix(".weight"), scheme)
             if part.shape != (rows, linear.in_features):
                 raise TensorError(
@@ -259,10 +266,3 @@ class _Source:
             parts.append(part.to(self.device))
         # Stacking also makes a copy: what stays in memory must not be a map of a file that may change.
         return QTensor.concatenate(parts)
-
-    def part_rows(self, parameter: str, total: int) -> list[int]:
-        """Rows of each of the tensors that make the parameter."""
-        count = len(self.tensors[parameter])
-        if count == len(self.config.qkv_rows) and ".attention.qkv." in parameter:
-            return list(self.config.qkv_rows)
-        return [total // count] * count

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from warpbus.models.decoder import Decoder
-from warpbus.models.loading import tensor_map
+from warpbus.models.loading import part_rows, tensor_map
 
 
 def named_tensors(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -19,5 +19,5 @@ def named_tensors(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Ten
         if len(sources) == 1:
             yield sources[0], tensor
         else:
-            rows = model.config.qkv_rows if ".qkv." in name else (tensor.shape[0] // len(sources),) * len(sources)
+            rows = part_rows(model.config, name, len(sources), tensor.shape[0])
             yield from zip(sources, tensor.split(rows), strict=True)

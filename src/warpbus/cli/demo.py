@@ -1,0 +1,62 @@
+"""`warpbus demo`: the packaged model quantized, compared with the original, and writing."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+
+from warpbus.cli.progress import progress_bar
+
+REQUEST = "写一首题为《春夜》的五言绝句。"
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="where the quantized models and the reports go")] = Path("demo-output"),
+    request: Annotated[str, typer.Option(help="what the models are asked for")] = REQUEST,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="of the poems")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print the measurements and poems as JSON")] = False,
+) -> None:
+    """Quantize the packaged model, compare it with the original and let both write a poem.
+
+    The model is glm-poet, a small GLM that was trained with this program on classical Chinese poems.
+    """
+    from warpbus.cuda.devices import resolve_device
+    from warpbus.demo import showcase
+    from warpbus.evaluation import report
+
+    chosen = resolve_device(device)
+    with progress_bar() as show:
+        models = showcase.quantize_all(output, str(chosen), show)
+        evaluations = showcase.compare(models, chosen, show)
+    title = "glm-poet: the original and its quantized versions"
+    report.draw(evaluations, output / "comparison.png")
+    report.write_page(evaluations, title, output / "comparison.html")
+    poets = showcase.write_poems(models, request, str(chosen), seed)
+    if as_json:
+        poems = [vars(poet) for poet in poets]
+        print(json.dumps({"models": report.to_json(evaluations), "poems": poems}, ensure_ascii=False))
+        return
+    console = Console()
+    console.print(report.table(evaluations, title))
+    console.print(
+        f"Measured on {evaluations[0].tokens:,} tokens of poems that no model has seen; "
+        "choices: which of four couplets comes next.\n",
+        style="dim",
+    )
+    console.print(f"[bold]{request}[/]")
+    console.print(Columns([Panel(poet.text, title=poet.name, padding=(0, 2)) for poet in poets]))
+    console.print(f"\nPicture: {output / 'comparison.png'}    Page: {output / 'comparison.html'}\n", highlight=False)
+    console.print("[bold]What next?[/]")
+    for command, purpose in (
+        (f"warpbus chat {models[showcase.BEST]}", "talk to the 4-bit poet"),
+        ("warpbus quantize MODEL OUTPUT --calibration texts.jsonl", "quantize a model of your own"),
+        ("warpbus eval MODEL OUTPUT --data texts.jsonl", "see what that cost"),
+        ("warpbus doctor", "see what this machine can run"),
+    ):
+        console.print(f"  {command:<58} [dim]{purpose}[/]", highlight=False)
+    console.print("[dim]The command is in .venv/bin; `. .venv/bin/activate` puts it on your path.[/]", highlight=False)
