@@ -1,0 +1,164 @@
+"""Conversations to token ids, in the form that each family of models was trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from warpbus.errors import CheckpointError, UsageError
+from warpbus.models.templates.base import Message, Template
+from warpbus.models.templates.chatglm import RoleTokenTemplate, RoundTemplate
+from warpbus.models.templates.jinja import JinjaTemplate
+from warpbus.models.tokenizers import Tokenizer
+
+__all__ = [
+    "JinjaTemplate",
+    "Message",
+    "NoTemplate",
+    "RoleTokenTemplate",
+    "RoundTemplate",
+    "Template",
+    "find_stop_ids",
+    "find_template",
+    "load_template",
+]
+
+# Where a GLM's answer ends besides its configured end: the next role takes over, or the text is over.
+_GLM_STOPS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+
+
+class NoTemplate:
+    """Stands in for the template of a model that was made to complete texts: it refuses every conversation."""
+
+    def __init__(self, directory: Path, stop_ids: tuple[int, ...]) -> None:
+        self.stop_ids = stop_ids
+        self._directory = directory
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Raises UsageError."""
+        raise self._error()
+
+    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Raises UsageError."""
+        raise self._error()
+
+    def _error(self) -> UsageError:
+        return UsageError(
+            f"{self._directory}: the model has no chat template, so it can only complete texts; give a text instead of "
+            "messages, or add chat_template.jinja"
+        )
+
+
+def load_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Tokenizer) -> Template:
+    """`find_template`, or for a model without a template one that raises UsageError when it is asked to chat."""
+    found = find_template(checkpoint_dir, config, tokenizer)
+    return found or NoTemplate(Path(checkpoint_dir), find_stop_ids(checkpoint_dir, config, tokenizer))
+
+
+def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Tokenizer) -> Template | None:
+    """The template of a model directory: the one it brings, else that of its family, else None.
+
+    Looked for are `chat_template.jinja`, then `chat_template` in `tokenizer_config.json` (a text, or named texts of
+    which "default" is taken), then, for `model_type` chatglm, the special tokens of the vocabulary.
+
+    Raises CheckpointError if a file is damaged or the template is not valid.
+    """
+    directory = Path(checkpoint_dir)
+    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    stop_ids = find_stop_ids(directory, config, tokenizer)
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        source: str | None = _read_text(path)
+    else:
+        path = directory / "tokenizer_config.json"
+        source = _default_template(path, tokenizer_config.get("chat_template"))
+    if source is not None:
+        variables = _special_texts(tokenizer_config)
+        return JinjaTemplate(
+            source,
+            tokenizer,
+            name=str(path),
+            variables=variables,
+            stop_ids=stop_ids,
+            end_id=_end_id(tokenizer, variables.get("eos_token"), stop_ids),
+        )
+    if config.get("model_type") != "chatglm":
+        return None
+    specials = tokenizer.special_ids
+    if "<|user|>" in specials:
+        return RoleTokenTemplate(tokenizer, sop="<sop>" if "<sop>" in specials else "sop", stop_ids=stop_ids)
+    return RoundTemplate(tokenizer, stop_ids=stop_ids)
+
+
+def find_stop_ids(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids at which the model's texts end: `eos_token_id` of `generation_config.json` and of the config, the
+    tokenizer's `eos_token`, and for a GLM with role tokens those that follow an answer."""
+    directory = Path(checkpoint_dir)
+    found: list[int] = []
+    for values in (_read_json(directory / "generation_config.json"), config):
+        eos = values.get("eos_token_id")
+        found += [eos] if isinstance(eos, int) else [i for i in eos or () if isinstance(i, int)]
+    specials = tokenizer.special_ids
+    texts = [_special_texts(_read_json(directory / "tokenizer_config.json")).get("eos_token", "")]
+    if _is_glm(tokenizer):
+        texts += _GLM_STOPS
+    found += [specials[text] for text in texts if text in specials]
+    return tuple(dict.fromkeys(found))
+
+
+def _is_glm(tokenizer: Tokenizer) -> bool:
+    return "[gMASK]" in tokenizer.special_ids and "<|user|>" in tokenizer.special_ids
+
+
+def _end_id(tokenizer: Tokenizer, eos: str | None, stop_ids: tuple[int, ...]) -> int | None:
+    """What a last answer ends with if the template puts nothing there. GLM-4 learned to hand over to the user."""
+    if _is_glm(tokenizer):
+        return tokenizer.special_ids["<|user|>"]
+    if eos in tokenizer.special_ids:
+        return tokenizer.special_ids[eos]
+    return stop_ids[0] if stop_ids else None
+
+
+def _default_template(path: Path, found: object) -> str | None:
+    if found is None or isinstance(found, str):
+        return found
+    if isinstance(found, list):
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        if isinstance(named.get("default"), str):
+            return str(named["default"])
+    raise CheckpointError(
+        f"{path}: chat_template is neither a text nor a list with a template named default; restore the file from the "
+        "model's source"
+    )
+
+
+def _special_texts(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like, which the file gives as texts or as objects with a `content`."""
+    texts = {}
+    for key, value in tokenizer_config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            texts[key] = text
+    return texts
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); restore it from the model's source") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(_read_text(path))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); restore it from the model's source") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object; restore it from the model's source")
+    return found

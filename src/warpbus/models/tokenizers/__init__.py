@@ -42,7 +42,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.model"
     if not path.exists():
         raise CheckpointError(
-            f"{directory}: no tokenizer.json and no tokenizer.model: expected one of them; copy it from the model's source"
+            f"{directory}: no tokenizer.json and no tokenizer.model: copy one from the model's source"
         )
     config = _read_json(directory / "config.json")
     tokenizer_config = _read_json(directory / "tokenizer_config.json")

@@ -64,12 +64,13 @@ class HuggingFaceTokenizer:
             step.get("type") == "Strip" or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
             for step in steps
         )
-        self._bytes = [b""] * self.vocab_size
         literal = {int(token["id"]) for token in added}
         hidden = set(self.special_ids.values())
-        for text, index in vocabulary.items():
-            if index not in hidden:
-                self._bytes[index] = text.encode() if index in literal else spell(text)
+        self._bytes = {
+            index: text.encode() if index in literal else spell(text)
+            for text, index in vocabulary.items()
+            if index not in hidden
+        }
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -89,7 +90,7 @@ class HuggingFaceTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`."""
-        return self._bytes[token] if 0 <= token < self.vocab_size else b""
+        return self._bytes.get(token, b"")
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -66,8 +65,8 @@ class RankTokenizer:
         taken = sorted(set(self.special_ids.values()) & self._bytes.keys())
         if taken or len(self._bytes) != len(ranks):
             raise CheckpointError(
-                f"{path}: id {taken[0] if taken else 'of a rank'} is given twice: expected every token to have an id of "
-                "its own; restore the file from the model's source"
+                f"{path}: id {taken[0] if taken else 'of a rank'} is given twice: expected one id a token; "
+                "restore the file from the model's source"
             )
         self.vocab_size = max([*self._bytes, *self.special_ids.values()]) + 1
         self.drops_first_space = False
@@ -91,21 +90,21 @@ class RankTokenizer:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    number = 0
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-            if line:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); restore the file from the model's source"
         ) from None
-    except (ValueError, binascii.Error):
-        raise CheckpointError(
-            f"{path}: line {number} is not 'base64 rank', nor is the file a SentencePiece model; restore it from the "
-            "model's source"
-        ) from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise CheckpointError(
+                f"{path}: line {number} is not 'base64 rank', nor is the file a SentencePiece model; restore it from "
+                "the model's source"
+            ) from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise CheckpointError(

@@ -10,7 +10,7 @@ import sentencepiece
 from warpbus.errors import CheckpointError
 from warpbus.models.tokenizers.base import check_text, join_bytes
 
-# ChatGLM2 and ChatGLM3 keep their special tokens outside the SentencePiece file: they follow its last piece in this order.
+# ChatGLM2 and ChatGLM3 keep their special tokens outside the SentencePiece file: behind its last piece.
 CHATGLM2_SPECIALS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 CHATGLM3_SPECIALS = (*CHATGLM2_SPECIALS, "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 

@@ -1,0 +1,160 @@
+"""What every prompt template offers, what a message is, and the plan by which a conversation becomes ids.
+
+Special tokens come from the structure of a conversation and never from what somebody typed. A template therefore does
+not hand one string to the tokenizer: it makes a `Plan`, a list of special ids and of ordinary texts, and each text
+goes through `Tokenizer.encode`, which makes no special token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from warpbus.errors import CheckpointError, UsageError
+from warpbus.models.tokenizers import Tokenizer
+
+Message = dict[str, str]
+"""`{"role": ..., "content": ...}`, and for GLM an optional `"metadata"` (the tool that a message calls)."""
+
+ROLES = ("system", "user", "assistant", "observation", "tool")
+
+
+class Template(Protocol):
+    """A conversation as the ids a model was trained on.
+
+    Attributes:
+        stop_ids: the ids at which an answer ends.
+    """
+
+    stop_ids: tuple[int, ...]
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a conversation, followed by what makes the model answer if `add_generation_prompt`.
+
+        Raises UsageError if a message is malformed, or the conversation is one that the model cannot take.
+        """
+
+    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """Ids of a whole conversation, and for each whether the model is to produce it.
+
+        True are the tokens of every assistant's answer and the stop token that ends it, from where the generation
+        prompt leaves off. If nothing follows the last answer, its stop token is appended. UsageError as in `render`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A stretch of ordinary text between two special tokens.
+
+    Attributes:
+        parts: literal texts, and numbers of messages whose content stands there.
+        answers: ranges of parts, ascending and apart, that are answers: first part, and the part after the last.
+    """
+
+    parts: tuple[str | int, ...]
+    answers: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A special token, and whether it belongs to an answer: as a part of it, or as its end."""
+
+    token: int
+    answer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A conversation with its structure decided; the contents of the messages may still be missing."""
+
+    items: tuple[Special | Text, ...]
+
+    def ids(self, tokenizer: Tokenizer, contents: Sequence[str]) -> list[int]:
+        """The ids, with `contents[i]` as the content of message i."""
+        ids: list[int] = []
+        for item in self.items:
+            if isinstance(item, Special):
+                ids.append(item.token)
+            else:
+                ids += tokenizer.encode(_join(item.parts, contents))
+        return ids
+
+    def spans(self, tokenizer: Tokenizer, contents: Sequence[str]) -> tuple[list[int], list[bool]]:
+        """The ids, and for each whether it belongs to an answer.
+
+        Where an answer begins within a stretch of text, its tokens are those that the text before it would not give
+        by itself; where it ends within one, they go as far as the text up to its end would give them by itself.
+        """
+        ids: list[int] = []
+        mask: list[bool] = []
+        for item in self.items:
+            if isinstance(item, Special):
+                ids.append(item.token)
+                mask.append(item.answer)
+                continue
+            tokens = tokenizer.encode(_join(item.parts, contents))
+            done = 0
+            for first, after in item.answers:
+                begin = max(done, _given(tokenizer, tokens, item.parts[:first], contents))
+                end = len(tokens)
+                if after < len(item.parts):
+                    end = max(begin, _given(tokenizer, tokens, item.parts[:after], contents))
+                mask += [False] * (begin - done) + [True] * (end - begin)
+                done = end
+            mask += [False] * (len(tokens) - done)
+            ids += tokens
+        return ids, mask
+
+
+def _join(parts: Sequence[str | int], contents: Sequence[str]) -> str:
+    return "".join([contents[part] if isinstance(part, int) else part for part in parts])
+
+
+def _given(tokenizer: Tokenizer, tokens: list[int], parts: Sequence[str | int], contents: Sequence[str]) -> int:
+    """How many of the first `tokens` the first `parts` of their text give by themselves."""
+    beginning = _join(parts, contents)
+    if not beginning:
+        return 0
+    alone = tokenizer.encode(beginning)
+    for index, (one, other) in enumerate(zip(tokens, alone, strict=False)):
+        if one != other:
+            return index
+    return min(len(tokens), len(alone))
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises UsageError, naming the message, if one has an unknown role or no content."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise UsageError(f"messages: expected a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise UsageError("messages: the list is empty; give at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            kind = type(message).__name__
+            raise UsageError(f"messages[{index}]: expected an object with role and content, got {kind}")
+        role = message.get("role")
+        if role not in ROLES:
+            raise UsageError(f"messages[{index}]: unknown role {str(role)[:40]!r}; expected one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            found = type(message["content"]).__name__ if "content" in message else "none"
+            raise UsageError(f"messages[{index}]: expected a text as content, found {found}")
+        if not isinstance(message.get("metadata", ""), str):
+            raise UsageError(
+                f"messages[{index}]: expected a text as metadata, found {type(message['metadata']).__name__}"
+            )
+
+
+def contents_of(messages: Sequence[Message]) -> list[str]:
+    """The contents in the order of the messages, as `Plan` wants them."""
+    return [message["content"] for message in messages]
+
+
+def special_id(tokenizer: Tokenizer, text: str) -> int:
+    """The id of a special token that a template needs. CheckpointError if the tokenizer has no such token."""
+    if text not in tokenizer.special_ids:
+        raise CheckpointError(
+            f"the tokenizer has no special token {text}, which the model's chat template needs; restore "
+            "tokenizer.model and tokenizer_config.json from the model's source"
+        )
+    return tokenizer.special_ids[text]

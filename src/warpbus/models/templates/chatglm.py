@@ -1,0 +1,139 @@
+"""The prompts of ChatGLM2, ChatGLM3 and GLM-4, for checkpoints that bring no template of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from warpbus.errors import CheckpointError, UsageError
+from warpbus.models.templates.base import Message, Plan, Special, Text, check_messages, contents_of, special_id
+from warpbus.models.tokenizers import Tokenizer
+
+_ROLE_TOKENS = {
+    "system": "<|system|>",
+    "user": "<|user|>",
+    "assistant": "<|assistant|>",
+    "observation": "<|observation|>",
+    "tool": "<|observation|>",
+}
+
+
+class RoleTokenTemplate:
+    """ChatGLM3 and GLM-4: `[gMASK] sop`, then for each message its role's token, `metadata \\n` and the content.
+
+    The two differ only in how `sop` is written. Metadata and content are encoded apart from each other, as in the
+    published tokenizers; the model answers after a bare `<|assistant|>` and ends with the next role's token.
+
+    Args:
+        tokenizer: one with these special tokens; CheckpointError if it lacks one.
+        sop: the spelling of the second prefix token, "sop" or "<sop>".
+        stop_ids: the ids at which an answer ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, sop: str, stop_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._prefix = tuple(Special(special_id(tokenizer, text)) for text in ("[gMASK]", sop))
+        self._roles = {role: special_id(tokenizer, text) for role, text in _ROLE_TOKENS.items()}
+        self.stop_ids = stop_ids
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """See `Template.render`."""
+        check_messages(messages)
+        items = self._items(messages)
+        if add_generation_prompt:
+            items.append(Special(self._roles["assistant"]))
+        return Plan(tuple(items)).ids(self._tokenizer, contents_of(messages))
+
+    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """See `Template.spans`. The stop token of an answer is the next role's token, `<|user|>` after the last."""
+        check_messages(messages)
+        items = self._items(messages)
+        if messages[-1]["role"] == "assistant":
+            items.append(Special(self._roles["user"], answer=True))
+        return Plan(tuple(items)).spans(self._tokenizer, contents_of(messages))
+
+    def _items(self, messages: Sequence[Message]) -> list[Special | Text]:
+        items: list[Special | Text] = list(self._prefix)
+        answered = False
+        for index, message in enumerate(messages):
+            token = self._roles[message["role"]]
+            items.append(Special(token, answer=answered and token in self.stop_ids))
+            answered = message["role"] == "assistant"
+            answers = ((0, 1),) if answered else ()
+            items.append(Text((message.get("metadata", "") + "\n",), answers))
+            items.append(Text((index,), answers))
+        return items
+
+
+class RoundTemplate:
+    """ChatGLM2: `[gMASK] sop`, then `[Round n]`, the question after 问： and the answer after 答：, as one text.
+
+    The format has no place for a system message; its text is put before the round that follows it. The model ends an
+    answer with `</s>`.
+
+    Args:
+        tokenizer: one with [gMASK] and sop; CheckpointError if it lacks one.
+        stop_ids: the ids at which an answer ends, the first of which `spans` appends; CheckpointError if there is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, stop_ids: tuple[int, ...]) -> None:
+        if not stop_ids:
+            raise CheckpointError("config.json has no eos_token_id, with which ChatGLM2 ends its answers; add it (2)")
+        self._tokenizer = tokenizer
+        self._prefix = tuple(Special(special_id(tokenizer, text)) for text in ("[gMASK]", "sop"))
+        self.stop_ids = stop_ids
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """See `Template.render`. UsageError unless user and assistant take turns."""
+        parts, _ = _rounds(messages)
+        if add_generation_prompt:
+            if messages[-1]["role"] != "user":
+                raise UsageError("messages: ChatGLM2 answers a user, but the last message is not a user's; add one")
+            parts.append(_ANSWER)
+        return Plan((*self._prefix, Text(tuple(parts)))).ids(self._tokenizer, contents_of(messages))
+
+    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """See `Template.spans`.
+
+        Only the last answer has a stop token: the format puts none into the history. The last answer is encoded apart
+        from what is before it, as the model meets it when it generates.
+        """
+        parts, answers = _rounds(messages)
+        items: list[Special | Text] = list(self._prefix)
+        if messages[-1]["role"] == "assistant":
+            last = answers.pop()
+            items.append(Text(tuple(parts[: last[0]]), tuple(answers)))
+            items.append(Text(tuple(parts[last[0] :]), ((0, 1),)))
+            items.append(Special(self.stop_ids[0], answer=True))
+        else:
+            items.append(Text(tuple(parts), tuple(answers)))
+        return Plan(tuple(items)).spans(self._tokenizer, contents_of(messages))
+
+
+_ANSWER = "\n\n答："
+
+
+def _rounds(messages: Sequence[Message]) -> tuple[list[str | int], list[tuple[int, int]]]:
+    """The parts of the one text of a conversation, and the ranges of them that are answers."""
+    check_messages(messages)
+    parts: list[str | int] = []
+    answers: list[tuple[int, int]] = []
+    asked = False
+    rounds = 0
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role not in ("system", "user", "assistant") or (role == "assistant") != asked:
+            raise UsageError(
+                f"messages[{index}]: ChatGLM2 expects user and assistant in turn, found {role}; rearrange the messages"
+            )
+        if role == "assistant":
+            parts += [_ANSWER, index]
+            answers.append((len(parts) - 1, len(parts)))
+        else:
+            if parts:
+                parts.append("\n\n")
+            if role == "user":
+                rounds += 1
+                parts.append(f"[Round {rounds}]\n\n问：")
+            parts.append(index)
+        asked = role == "user"
+    return parts, answers

@@ -1,0 +1,364 @@
+"""Chat templates that checkpoints bring along, written in Jinja, rendered in a sandbox.
+
+A template writes special tokens as text, and so might a user. To keep the two apart, every special token's text in a
+message is broken by a private-use character before rendering; what is then found as a special token came from the
+template. The character is taken out again from the ordinary text.
+
+Rendering is slow beside tokenizing. If the template puts contents into its output as they are and decides nothing by
+them (`verbatim.py` tells from its source), conversations with the same roles share one `Plan`, which is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+
+from warpbus.errors import CheckpointError, UsageError, WarpbusError
+from warpbus.models.templates.base import Message, Plan, Special, Text, check_messages, contents_of
+from warpbus.models.templates.verbatim import is_verbatim
+from warpbus.models.tokenizers import Tokenizer
+
+# Longest text that a template may make beyond eight times what it was given, in characters.
+_LIMIT = 1_000_000
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0x100000, 0x10FFFE))
+# Stands for the content of message i in a plan's skeleton: another private-use plane.
+_PLACEHOLDER = 0xF0000
+_PLACEHOLDERS = 0xFFFE
+_PLACEHOLDER_PATTERN = re.compile("([\U000f0000-\U000ffffd])")
+_CACHED = 4096
+
+_Views = list[dict[str, Any]]
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which in addition makes no huge values by operators."""
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= 64):
+            raise jinja2.exceptions.SecurityError("the exponent is too large")
+        if operator == "*":
+            for sized, factor in ((left, right), (right, left)):
+                if hasattr(sized, "__len__") and isinstance(factor, int) and len(sized) * factor > _LIMIT:
+                    raise jinja2.exceptions.SecurityError("a repeated text is too long")
+        if (
+            operator == "+"
+            and isinstance(left, str)
+            and isinstance(right, str)
+            and len(left) + len(right) > 64 * _LIMIT
+        ):
+            raise jinja2.exceptions.SecurityError("a joined text is too long")
+        return super().call_binop(context, operator, left, right)
+
+
+class JinjaTemplate:
+    """A Jinja chat template.
+
+    Args:
+        source: the template.
+        tokenizer: its `special_ids` are the special tokens that the template may write.
+        name: where the template comes from, for messages.
+        variables: `bos_token` and the like, as text.
+        stop_ids: the ids at which an answer ends.
+        end_id: the stop token that `spans` appends to a last answer that has none.
+
+    Raises CheckpointError if the source is not valid Jinja.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        variables: Mapping[str, str],
+        stop_ids: tuple[int, ...],
+        end_id: int | None,
+    ) -> None:
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        try:
+            self._template = environment.from_string(source)
+            verbatim = is_verbatim(environment.parse(source))
+        except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+            raise CheckpointError(
+                f"{name}: the chat template is not valid Jinja ({_first_line(error)}); restore the file"
+            ) from None
+        self.stop_ids = stop_ids
+        self._tokenizer = tokenizer
+        self._name = name
+        self._source = source
+        self._variables = dict(variables)
+        self._end_id = end_id
+        self._specials = _Specials(tokenizer.special_ids)
+        self._verbatim = verbatim and not _PLACEHOLDER_PATTERN.search(source)
+        self._plans: dict[tuple[object, ...], Plan | None] = {}
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """See `Template.render`. CheckpointError if the template fails on messages that are well formed."""
+        make = self._plan_with_prompt if add_generation_prompt else self._plan_without_prompt
+        plan, contents = self._planned(messages, make)
+        return plan.ids(self._tokenizer, contents)
+
+    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """See `Template.spans`. CheckpointError if the template rewrites history so that answers cannot be told."""
+        plan, contents = self._planned(messages, self._plan_of_answers)
+        return plan.spans(self._tokenizer, contents)
+
+    def _planned(self, messages: Sequence[Message], make: Callable[[_Views, str], Plan]) -> tuple[Plan, Sequence[str]]:
+        """A plan for these messages, and the contents that it still lacks."""
+        check_messages(messages)
+        contents = contents_of(messages)
+        if not self._verbatim or len(messages) > _PLACEHOLDERS or any(len(message) != 2 for message in messages):
+            return self._plan_in_full(messages, make), ()
+        key = (make.__name__, *[message["role"] for message in messages])
+        if key not in self._plans:
+            if len(self._plans) >= _CACHED:
+                self._plans.clear()
+            self._plans[key] = self._learn(messages, contents, make)
+        plan = self._plans[key]
+        if plan is None:
+            return self._plan_in_full(messages, make), ()
+        return plan, contents
+
+    def _learn(
+        self, messages: Sequence[Message], contents: Sequence[str], make: Callable[[_Views, str], Plan]
+    ) -> Plan | None:
+        """The plan for all conversations with these roles; None if it does not reproduce this one."""
+        views: _Views = [
+            {"role": message["role"], "content": chr(_PLACEHOLDER + i)} for i, message in enumerate(messages)
+        ]
+        plan = make(views, "")
+        full = self._plan_in_full(messages, make)
+        same = plan.spans(self._tokenizer, contents) == full.spans(self._tokenizer, ())
+        return plan if same else None
+
+    def _plan_in_full(self, messages: Sequence[Message], make: Callable[[_Views, str], Plan]) -> Plan:
+        breaker = _unused_character([*_strings(messages), self._source])
+        views = [
+            {key: value if key == "role" else self._specials.broken(value, breaker) for key, value in message.items()}
+            for message in messages
+        ]
+        return make(views, breaker)
+
+    def _plan_with_prompt(self, views: _Views, breaker: str) -> Plan:
+        return self._specials.plan(self._text(views, True), breaker, [])
+
+    def _plan_without_prompt(self, views: _Views, breaker: str) -> Plan:
+        return self._specials.plan(self._text(views, False), breaker, [])
+
+    def _plan_of_answers(self, views: _Views, breaker: str) -> Plan:
+        """The plan of a whole conversation, with the answers marked.
+
+        An answer reaches from where the prompt for it ends to the first stop token; if a template has no stop token
+        there, to where the conversation up to it ends.
+        """
+        text = self._text(views, False)
+        starts = {
+            i: len(self._beginning(text, views, i)) for i, view in enumerate(views) if view["role"] == "assistant"
+        }
+        stops = [(at, after) for at, after, token in self._specials.found(text) if token in self.stop_ids]
+        answers: list[tuple[int, int]] = []
+        unfinished = False
+        for i, start in starts.items():
+            through = self._text(views[: i + 1], False)
+            limit = len(through) if text.startswith(through) else None
+            following = [other for other in starts.values() if other > start]
+            bound = limit if limit is not None else min(following, default=len(text))
+            end = next((after for at, after in stops if start <= at <= bound), None)
+            if end is None and limit is None and following:
+                raise self._rewritten(i)
+            unfinished = end is None and i == len(views) - 1
+            answers.append((start, bound if end is None else end))
+        plan = self._specials.plan(text, breaker, answers)
+        if not unfinished:
+            return plan
+        if self._end_id is None:
+            raise CheckpointError(
+                f"{self._name}: no stop token is known for the chat template; set eos_token in tokenizer_config.json"
+            )
+        return Plan((*plan.items, Special(self._end_id, answer=True)))
+
+    def _beginning(self, text: str, views: _Views, index: int) -> str:
+        prompt = self._text(views[:index], True)
+        if not text.startswith(prompt):
+            raise self._rewritten(index)
+        return prompt
+
+    def _rewritten(self, index: int) -> WarpbusError:
+        return CheckpointError(
+            f"{self._name}: the chat template writes messages[{index}] otherwise within a conversation than at its "
+            "end, so its tokens cannot be told from the rest; split the conversation there"
+        )
+
+    def _text(self, views: _Views, add_generation_prompt: bool) -> str:
+        limit = _LIMIT + 8 * sum(map(len, _strings(views)))
+        chunks: list[str] = []
+        try:
+            for chunk in self._template.generate(
+                messages=views,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._variables,
+            ):
+                chunks.append(chunk)
+                limit -= len(chunk)
+                if limit < 0:
+                    raise CheckpointError(
+                        f"{self._name}: the chat template makes more than {_LIMIT} characters out of a short "
+                        "conversation; restore it from the model's source"
+                    )
+        except WarpbusError:
+            raise
+        # A template is a program: whatever it raises is a failure of the checkpoint's, reported as one.
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._name}: the chat template failed ({_first_line(error)}); check the messages' order, or restore "
+                "it from the model's source"
+            ) from None
+        return "".join(chunks)
+
+
+class _Specials:
+    """The special tokens of a vocabulary: kept out of messages, found in what a template makes."""
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self._ids = {text: token for text, token in special_ids.items() if text}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        alternatives = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._pattern = re.compile(alternatives)
+        # The first character wherever a special token's text begins, also within another one.
+        self._openings = re.compile(f"(?s)(?=(?:{alternatives}))(.)")
+        self._heads = tuple({text[:i] for text in self._ids for i in range(1, len(text))})
+        self._tails = tuple({text[i:] for text in self._ids for i in range(1, len(text))})
+        self._length = max(map(len, self._ids), default=0)
+
+    def broken(self, value: Any, breaker: str) -> Any:
+        """A value of a message in which no special token's text is whole, nor can be made whole from outside.
+
+        Breakers go inside of outer whitespace, so that a template which trims a content trims as much as ever.
+        """
+        if isinstance(value, Mapping):
+            return {self._cut(str(key), breaker): self.broken(item, breaker) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.broken(item, breaker) for item in value]
+        if not isinstance(value, str):
+            return value
+        text = self._cut(value, breaker)
+        core = text.strip()
+        inside = len(core) < self._length and bool(core) and any(core in special for special in self._ids)
+        if inside or core.endswith(self._heads) or core.startswith(self._tails):
+            before = text[: len(text) - len(text.lstrip())]
+            after = text[len(before) + len(core) :]
+            text = f"{before}{breaker}{core}{breaker}{after}"
+        return text
+
+    def _cut(self, text: str, breaker: str) -> str:
+        return self._openings.sub(rf"\1{breaker}", text)
+
+    def found(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """Start, end and id of every special token in what a template made."""
+        for match in self._pattern.finditer(text):
+            yield match.start(), match.end(), self._ids[match[0]]
+
+    def plan(self, text: str, breaker: str, answers: Sequence[tuple[int, int]]) -> Plan:
+        """The plan of a rendering; `answers` are ranges of its characters, none of which cuts a special token.
+
+        With an empty `breaker` the contents are placeholders, else they stand in the text, with breakers in them.
+        """
+        items: list[Special | Text] = []
+        done = 0
+        for start, end, token in self.found(text):
+            if start > done:
+                items.append(_stretch(text, done, start, breaker, answers))
+            items.append(Special(token, answer=any(first <= start and end <= last for first, last in answers)))
+            done = end
+        if len(text) > done:
+            items.append(_stretch(text, done, len(text), breaker, answers))
+        return Plan(tuple(items))
+
+
+def _stretch(text: str, start: int, end: int, breaker: str, answers: Sequence[tuple[int, int]]) -> Text:
+    """The ordinary text from `start` to `end`, cut at placeholders and where answers begin and end."""
+    inner = [(max(first, start), min(last, end)) for first, last in answers if first < end and last > start]
+    cuts = sorted({start, end, *(border for answer in inner for border in answer)})
+    parts: list[str | int] = []
+    number_at = {start: 0}
+    for first, last in pairwise(cuts):
+        if breaker:
+            parts.append(_mended(text[first:last], breaker))
+        else:
+            parts += _pieces(text[first:last])
+        number_at[last] = len(parts)
+    return Text(tuple(parts), tuple((number_at[first], number_at[last]) for first, last in inner))
+
+
+def _pieces(skeleton: str) -> Iterator[str | int]:
+    """Literal texts and numbers of messages, in turn, of a text with placeholders."""
+    for part in _PLACEHOLDER_PATTERN.split(skeleton):
+        if _PLACEHOLDER_PATTERN.fullmatch(part):
+            yield ord(part) - _PLACEHOLDER
+        elif part:
+            yield part
+
+
+def _mended(text: str, breaker: str) -> str:
+    # Templates that write JSON with escapes escape the breaker too.
+    return text.replace(breaker, "").replace(_escaped(breaker), "")
+
+
+def _escaped(char: str) -> str:
+    return json.dumps(char)[1:-1]
+
+
+def _unused_character(texts: Sequence[str]) -> str:
+    joined = "\n".join(texts)
+    for block in _PRIVATE_USE:
+        for code in block:
+            if chr(code) not in joined and _escaped(chr(code)) not in joined:
+                return chr(code)
+    raise UsageError("messages: they hold every private-use character of Unicode; take some out")
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for pair in value.items() for item in pair for text in _strings(item)]
+    if isinstance(value, (list, tuple)):
+        return [text for item in value for text in _strings(item)]
+    return []
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _raise(message: object) -> None:
+    raise UsageError(f"messages: the model's chat template refuses them: {' '.join(str(message).split())[:200]}")
+
+
+def _now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as a prompt wants it: unlike Jinja's own filter, without HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
