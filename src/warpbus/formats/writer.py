@@ -221,8 +221,9 @@ class CheckpointWriter:
         except OSError as error:
             self.abort()
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # Free space now counts what was just removed, so what is needed has to count it too.
                 free = shutil.disk_usage(self.directory.parent).free
-                raise _disk_full(self.directory / filename, needed, free) from error
+                raise _disk_full(self.directory / filename, self._total_bytes + needed, free) from error
             raise StorageError(f"{self.directory / filename}: cannot be written: {error.strerror or error}") from error
 
 
@@ -244,6 +245,10 @@ def _sync(path: Path) -> None:
 
 def _disk_full(path: Path, needed: int, free: int) -> StorageError:
     return StorageError(
-        f"{path}: disk full: needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB free: "
+        f"{path}: disk full: needs at least {_size(needed)}, {_size(free)} free: "
         "make room or name a directory on another disk"
     )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
