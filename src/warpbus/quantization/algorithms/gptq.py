@@ -1,0 +1,133 @@
+"""GPTQ (Frantar et al., 2022): round one column after the other and let the columns to come make up for the error.
+
+The error that counts is tr(dW H dW^T), H = X^T X of the layer's inputs X. Columns go in order of falling diagonal of
+H ("activation order"), while the groups stay those of the original columns and their grids are chosen beforehand, so
+the result needs no index of the columns.
+"""
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import NumericError
+from warpbus.qtensor import QTensor, Scheme
+from warpbus.quantization.algorithms.grid import Grid, check_weight, fit, nearest, search, slices
+
+# Columns whose errors are gathered before they are carried over to all columns that follow.
+BLOCK = 128
+
+
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: Scheme,
+    *,
+    scale_dtype: torch.dtype,
+    damping: float = 0.01,
+    activation_order: bool = True,
+    clip_search: bool = True,
+    name: str = "weight",
+) -> QTensor:
+    """Quantize a matrix for the inputs that it is going to meet.
+
+    Args:
+        weight: floating `[out, in]`.
+        hessian: float32 `[in, in]`, the second moments X^T X of its inputs, in any unit. A column that never had an
+            input (diagonal 0) is rounded to nearest.
+        scheme: bits, groups, symmetric or not.
+        scale_dtype: dtype of the scales; they are rounded to it before the codes are chosen.
+        damping: this share of the mean diagonal is added to the diagonal.
+        activation_order: columns with the largest diagonal first; otherwise as they stand.
+        clip_search: choose each group's range by its error, weighted by the diagonal; otherwise the full range.
+        name: the matrix, for messages.
+
+    Returns:
+        the quantized matrix on the device of `weight`.
+
+    Raises:
+        SchemeError: if the group size does not divide `in`.
+        NumericError: if there is NaN or infinity in either matrix, or the Hessian is not positive definite.
+    """
+    columns = weight.shape[1]
+    count = scheme.groups(columns, name)
+    check_weight(weight, name)
+    hessian, diagonal = _damped(hessian, damping, name)
+    importance = diagonal.unflatten(0, (count, -1)) if clip_search else None
+    grid = _choose_grid(weight, scheme, scale_dtype, count, importance)
+    order = torch.argsort(diagonal, descending=True, stable=True) if activation_order else torch.arange(columns)
+    order = order.to(weight.device)
+    factor = _inverse_factor(hessian[order][:, order], name)
+    codes = torch.empty(columns, weight.shape[0], dtype=torch.uint8, device=weight.device)
+    codes[order] = _round_columns(weight.float().T[order], factor, grid, (order // (columns // count)).tolist(), scheme)
+    zeros = None if scheme.symmetric else grid.zeros
+    return QTensor.from_codes(scheme, codes.T.contiguous(), grid.scales.to(scale_dtype), zeros)
+
+
+def _damped(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
+    """The damped Hessian, a copy, and its diagonal before damping with 0 replaced where there was no input."""
+    hessian = hessian.float().clone()
+    if not torch.isfinite(hessian).all():
+        raise NumericError(f"{name}: its Hessian has NaN or infinity: look for NaN in the checkpoint's weights")
+    diagonal = hessian.diagonal()
+    live = diagonal > 0
+    mean = diagonal[live].mean() if bool(live.any()) else torch.ones((), device=hessian.device)
+    diagonal.copy_(torch.where(diagonal == 0, mean, diagonal))
+    undamped = diagonal.clone()
+    diagonal.add_(damping * mean)
+    return hessian, undamped
+
+
+def _inverse_factor(hessian: Tensor, name: str) -> Tensor:
+    """The upper triangular U with U^T U = H^-1.
+
+    With the order of rows and columns reversed, H = L L^T gives U as the reversed inverse of L: one factorization
+    and one triangular inverse, where inverting H first would lose half of the digits.
+    """
+    lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+    if int(info) != 0:
+        raise NumericError(
+            f"{name}: its Hessian is not positive definite: raise --damping (0.1, say), or give more calibration data"
+        )
+    identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).contiguous()
+
+
+def _choose_grid(
+    weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype, count: int, importance: Tensor | None
+) -> Grid:
+    grids = []
+    for part in slices(*weight.shape):
+        groups = weight[part].float().unflatten(1, (count, -1))
+        if importance is None:
+            grids.append(fit(groups, scheme, scale_dtype))
+        else:
+            grids.append(search(groups, scheme, scale_dtype, importance))
+    return Grid(torch.cat([grid.scales for grid in grids]), torch.cat([grid.zeros for grid in grids]))
+
+
+def _round_columns(columns: Tensor, factor: Tensor, grid: Grid, groups: list[int], scheme: Scheme) -> Tensor:
+    """The codes of all columns, in the order they are given.
+
+    Args:
+        columns: float32 `[in, out]`, a column of the matrix a row; overwritten.
+        factor: see `_inverse_factor`, in the same order.
+        grid: of all groups, `[out, groups]`.
+        groups: the group of each column.
+
+    Returns:
+        uint8 `[in, out]`.
+    """
+    scales, zeros = grid.scales.T.contiguous(), grid.zeros.T.contiguous()
+    codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
+    for start in range(0, len(columns), BLOCK):
+        stop = min(start + BLOCK, len(columns))
+        block, corner = columns[start:stop], factor[start:stop, start:stop]
+        errors = torch.empty_like(block)
+        for index in range(stop - start):
+            group = groups[start + index]
+            code = nearest(block[index], scales[group], zeros[group], scheme)
+            codes[start + index] = code
+            rounded = code.sub_(zeros[group]).mul_(scales[group])
+            torch.div(block[index] - rounded, corner[index, index], out=errors[index])
+            block[index + 1 :].addr_(corner[index, index + 1 :], errors[index], alpha=-1)
+        columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    return codes
