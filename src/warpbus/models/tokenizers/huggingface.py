@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,17 @@ class HuggingFaceTokenizer:
         self.special_ids = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        unknown = (description.get("model") or {}).get("unk_token")
-        self._forbidden = frozenset(i for text, i in self.special_ids.items() if text != unknown)
+        model = description.get("model") or {}
+        if model.get("type") != "BPE":
+            raise CheckpointError(
+                f"{path}: model type {model.get('type')} is not understood: expected BPE; use a checkpoint with such a "
+                "tokenizer"
+            )
+        unknown = model.get("unk_token")
+        forbidden = {text: i for text, i in self.special_ids.items() if text != unknown}
+        self._forbidden = frozenset(forbidden.values())
+        # Wherever one of these texts begins, also within another one.
+        self._openings = re.compile("(?=" + ("|".join(map(re.escape, filter(None, forbidden))) or "(?!)") + ")")
         steps = _decoder_steps(description.get("decoder"))
         kinds = {step.get("type") for step in steps}
         if "ByteLevel" in kinds:
@@ -78,11 +89,12 @@ class HuggingFaceTokenizer:
         ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         if self._forbidden.isdisjoint(ids):
             return ids
-        # The vocabulary proper holds the special's text as a piece (Unigram models do): cut it where it stands.
-        if len(text) > 1:
-            half = len(text) // 2
-            return self.encode(text[:half]) + self.encode(text[half:])
-        return [i for i in ids if i not in self._forbidden]
+        # The vocabulary proper holds the special's text too, and the file says to look there before merging. A piece
+        # that holds none of these texts whole cannot become one; what is left is a normalizer that makes one out of
+        # other characters, and that is no text to keep.
+        cuts = [0, *(match.start() + 1 for match in self._openings.finditer(text)), len(text)]
+        pieces = (self._library.encode(text[a:b], add_special_tokens=False).ids for a, b in pairwise(cuts))
+        return [i for piece in pieces for i in piece if i not in self._forbidden]
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -122,6 +134,7 @@ def _from_byte_level(text: str) -> bytes:
 
 
 def _from_pieces(text: str) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        return bytes([int(text[3:5], 16)])
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", text)
+    if byte:
+        return bytes([int(byte[1], 16)])
     return text.replace(_SPACE, " ").encode()
