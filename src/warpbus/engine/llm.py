@@ -225,29 +225,31 @@ class LLM:
         many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
         if not many:
             raise UsageError("prompts: the list is empty; give at least one")
-        tokenized = []
-        for index, prompt in enumerate(many):
-            if isinstance(prompt, str):
-                ids = self.tokenizer.encode(prompt)
-            elif isinstance(prompt, abc.Sequence) and all(isinstance(token, int) for token in prompt):
-                ids = [int(token) for token in prompt]
-            else:
-                raise UsageError(f"prompt {index}: expected a text or a list of token ids")
-            if not ids:
-                raise UsageError(f"prompt {index} is empty: give at least one token")
-            strange = [token for token in ids if not 0 <= token < self.config.vocab_size]
-            if strange:
-                raise UsageError(
-                    f"prompt {index}: the token id {strange[0]} is not in the vocabulary of {self.config.vocab_size:,}"
-                )
-            tokenized.append(ids)
-        return tokenized
+        return [self._ids(index, prompt) for index, prompt in enumerate(many)]
+
+    def _ids(self, index: int, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, abc.Sequence) and all(isinstance(token, int) for token in prompt):
+            ids = list(prompt)
+        else:
+            raise UsageError(f"prompt {index}: expected a text or a list of token ids, got {type(prompt).__name__}")
+        if not ids:
+            raise UsageError(f"prompt {index} is empty: give at least one token")
+        strange = [token for token in ids if not 0 <= token < self.config.vocab_size]
+        if strange:
+            raise UsageError(
+                f"prompt {index}: the token id {strange[0]} is not in the vocabulary of {self.config.vocab_size:,}"
+            )
+        return ids
 
     def _sequences(
         self, prompts: list[list[int]], params: SamplingParams | abc.Sequence[SamplingParams] | None
     ) -> list[Sequence]:
-        params = params or SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
         if len(each) != len(prompts):
             raise UsageError(f"params: {len(each)} for {len(prompts)} prompts; give one for all or one for each")
         sequences = []

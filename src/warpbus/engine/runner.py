@@ -81,6 +81,6 @@ class Runner:
             yield
         except torch.OutOfMemoryError as error:
             raise DeviceError(
-                f"{self._device}: out of memory with {len(self.lengths)} sequences of up to {max(self.lengths)} tokens: "
-                "lower max_num_seqs or max_model_len, quantize the model, or use another device"
+                f"{self._device}: out of memory with {len(self.lengths)} sequences of up to {max(self.lengths):,} "
+                "tokens: lower max_num_seqs or max_model_len, quantize the model, or use another device"
             ) from error
