@@ -216,8 +216,8 @@ def test_template_that_trims_still_trims_what_ends_like_a_special_token(byte_lev
 
 def test_variables_and_functions(byte_level: Tokenizer) -> None:
     source = (
-        "{{ bos_token }}{{ strftime_now('%Y') }}{% for m in messages %}{% if m.content == 'stop!' %}{% break %}{% endif %}"
-        "{{ m.content }}{% endfor %}"
+        "{{ bos_token }}{{ strftime_now('%Y') }}{% for m in messages %}{% if m.content == 'stop!' %}"
+        "{% break %}{% endif %}{{ m.content }}{% endfor %}"
     )
     ids = template(source, byte_level).render(turns("a", "stop!", "c"))
     assert ids[0] == byte_level.special_ids["[gMASK]"]

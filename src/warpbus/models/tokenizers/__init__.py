@@ -87,10 +87,14 @@ def _chatglm_specials(directory: Path, config: dict[str, Any], tokenizer_config:
 
 
 def _listed_specials(tokenizer_config: dict[str, Any]) -> dict[str, int]:
-    listed = tokenizer_config.get("added_tokens_decoder")
-    if not isinstance(listed, dict):
-        return {}
-    return {str(token["content"]): int(i) for i, token in listed.items() if token.get("special")}
+    listed = tokenizer_config.get("added_tokens_decoder") or {}
+    try:
+        return {str(token["content"]): int(i) for i, token in listed.items() if token.get("special")}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            "tokenizer_config.json: added_tokens_decoder: expected ids with objects of content and special; restore "
+            "the file from the model's source"
+        ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
