@@ -104,7 +104,9 @@ def test_ranks_take_special_tokens_from_the_tokenizer_config(tmp_path: Path) -> 
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("listed", [[1], {"x": {"content": "a", "special": True}}, {"3": "a"}, {"3": {"content": "a"}}])
+@pytest.mark.parametrize(
+    "listed", [[1], {"x": {"content": "a", "special": True}}, {"3": "a"}, {"3": {"special": True}}]
+)
 def test_malformed_list_of_special_tokens(tmp_path: Path, listed: object) -> None:
     write_glm4(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))

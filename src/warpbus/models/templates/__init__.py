@@ -99,9 +99,7 @@ def find_stop_ids(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
     found: list[int] = []
     for values in (_read_json(directory / "generation_config.json"), config):
         eos = values.get("eos_token_id")
-        found += (
-            [eos] if isinstance(eos, int) else [i for i in eos if isinstance(i, int)] if isinstance(eos, list) else []
-        )
+        found += [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
     specials = tokenizer.special_ids
     texts = [_special_texts(_read_json(directory / "tokenizer_config.json")).get("eos_token", "")]
     if _is_glm(tokenizer):
