@@ -1,0 +1,19 @@
+"""Quantization of checkpoints: algorithms on one matrix, calibration on text, and the driver that does a model."""
+
+from warpbus.quantization.algorithms import gptq, rtn
+from warpbus.quantization.calibration import Calibration, read_calibration
+from warpbus.quantization.driver import ALGORITHMS, quantize
+from warpbus.quantization.hessian import Hessian
+from warpbus.quantization.report import LayerResult, Report
+
+__all__ = [
+    "ALGORITHMS",
+    "Calibration",
+    "Hessian",
+    "LayerResult",
+    "Report",
+    "gptq",
+    "quantize",
+    "read_calibration",
+    "rtn",
+]

@@ -95,7 +95,7 @@ def _choose_grid(
     weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype, count: int, importance: Tensor | None
 ) -> Grid:
     grids = []
-    for part in slices(*weight.shape):
+    for part in slices(weight):
         groups = weight[part].float().unflatten(1, (count, -1))
         if importance is None:
             grids.append(fit(groups, scheme, scale_dtype))

@@ -8,7 +8,7 @@ costs the reader nothing.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,17 @@ from torch import Tensor
 from warpbus.errors import NumericError
 from warpbus.qtensor import Scheme
 
-# Matrices are worked on in slices of rows of about so many weights, which bounds what is held in float32 at a time.
-SLICE_WEIGHTS = 2**21
+# Matrices are worked on in slices of rows of about so many weights: enough to keep the device busy, while what is held
+# in float32 at a time stays small (a GPU spends most of a small operation on launching it).
+SLICE_WEIGHTS = {"cpu": 2**20, "cuda": 2**25}
 
-# Shares of the full range that `search` tries. Beyond 1 for the sign that `fit` does not choose: its shorter side
-# has to reach the extreme.
-FACTORS = tuple(step / 50 for step in range(57, 14, -1))
+# Shares of the full range that `search` tries, then those about the best of them. Beyond 1 for the sign that `fit`
+# does not choose: its shorter side has to reach the extreme.
+COARSE_FACTORS = (1.14, 1.06, 0.98, 0.9, 0.82, 0.74, 0.66, 0.58, 0.5, 0.42, 0.34)
+FINE_STEPS = (0.04, -0.04, 0.02, -0.02)
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """Scales and zero points, both float32 `[..., groups]`; the scales are exact in the dtype they are stored in."""
 
     scales: Tensor
@@ -56,68 +57,66 @@ def fit(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:
         scale_dtype: what the scales are rounded to. A scale that becomes zero there, as that of an all-zero group
             does, is taken as 1, so that the group's codes mean zero.
     """
-    if scheme.symmetric:
-        return _grid(_extreme(groups).div_(-scheme.middle_code), None, scheme, scale_dtype)
-    low, high = _range(groups)
-    return _grid((high - low).div_(scheme.max_code), low, scheme, scale_dtype)
+    return _grid(_limits(groups, scheme), 1.0, scheme, scale_dtype)
 
 
 def search(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype, importance: Tensor) -> Grid:
     """The grid that rounds each group with the least weighted error, out of `fit`'s and clipped ones.
 
-    Tried are `FACTORS` of the full range: for a symmetric scheme with the longer side up and down, for an asymmetric
-    one about the same centre.
+    Tried are shares of the full range: for a symmetric scheme with the longer side on either end, for an asymmetric
+    one with both ends drawn in alike.
 
     Args:
         groups, scheme, scale_dtype: as in `fit`.
         importance: float32 `[groups, columns of a group]`, what a squared error in a column costs.
     """
+    signs = (1.0, -1.0) if scheme.symmetric else (1.0,)
     best = fit(groups, scheme, scale_dtype)
     least = best.error(groups, scheme, importance)
-    for candidate in _candidates(groups, scheme, scale_dtype):
+    factor = torch.ones_like(least)
+    limits = _limits(groups, scheme)
+
+    def attempt(trial: Tensor) -> None:
+        nonlocal best, least, factor
+        candidate = _grid(limits, trial, scheme, scale_dtype)
         error = candidate.error(groups, scheme, importance)
         better = error < least
         least = torch.where(better, error, least)
-        best = Grid(
-            torch.where(better, candidate.scales, best.scales), torch.where(better, candidate.zeros, best.zeros)
-        )
+        factor = torch.where(better, trial, factor)
+        best = Grid(*(torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)))
+
+    for share in COARSE_FACTORS:
+        for sign in signs:
+            attempt(torch.full_like(factor, sign * share))
+    for step in FINE_STEPS:
+        attempt(factor + step * factor.sign())
     return best
 
 
-def slices(rows: int, columns: int) -> Iterator[slice]:
-    """Slices that cover `rows`, each of about `SLICE_WEIGHTS` weights."""
-    height = max(1, SLICE_WEIGHTS // columns)
+def slices(weight: Tensor) -> Iterator[slice]:
+    """Slices that cover the rows of a matrix, each of about `SLICE_WEIGHTS` weights."""
+    rows, columns = weight.shape
+    height = max(1, SLICE_WEIGHTS.get(weight.device.type, 2**20) // columns)
     return (slice(start, min(start + height, rows)) for start in range(0, rows, height))
 
 
-def _candidates(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Iterator[Grid]:
+def _limits(groups: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """What the code 0 means and what the span of all codes is, over the full range; each `[rows, groups]`."""
     if scheme.symmetric:
-        full = _extreme(groups).div_(-scheme.middle_code)
-        for factor in FACTORS:
-            yield _grid(full * -factor, None, scheme, scale_dtype)
-            yield _grid(full * factor, None, scheme, scale_dtype)
-        return
-    low, high = _range(groups)
-    for factor in FACTORS:
-        yield _grid((high - low).mul_(factor / scheme.max_code), low * factor, scheme, scale_dtype)
+        extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        return extreme, extreme * (-scheme.max_code / scheme.middle_code)
+    low = groups.amin(-1).clamp_(max=0)
+    return low, groups.amax(-1).clamp_(min=0) - low
 
 
-def _extreme(groups: Tensor) -> Tensor:
-    """The weight of the largest magnitude in each group, with its sign."""
-    return groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-
-
-def _range(groups: Tensor) -> tuple[Tensor, Tensor]:
-    return groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
-
-
-def _grid(scales: Tensor, low: Tensor | None, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:
-    """Round the scales as they are stored, then place the zero point so that the range begins at `low`."""
-    stored = scales.to(scale_dtype).float()
-    stored = torch.where(stored == 0, torch.ones_like(stored), stored)
-    if low is None:
-        return Grid(stored, torch.full_like(stored, scheme.middle_code))
-    return Grid(stored, (-low / stored).round_().clamp_(0, scheme.max_code))
+def _grid(limits: tuple[Tensor, Tensor], factor: Tensor | float, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:
+    """The grid over a share of the range: the scales as they are stored, then the zero points that go with them."""
+    low, span = limits
+    stored = (span * factor / scheme.max_code).to(scale_dtype).float()
+    scales = torch.where(stored == 0, torch.ones_like(stored), stored)
+    if scheme.symmetric:
+        return Grid(scales, torch.full_like(scales, scheme.middle_code))
+    return Grid(scales, (-low * factor / scales).round_().clamp_(0, scheme.max_code))
 
 
 def check_weight(weight: Tensor, name: str) -> None:

@@ -23,11 +23,11 @@ def rtn(weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype, name: str =
         SchemeError: if the group size does not divide `in`.
         NumericError: if a weight is NaN or infinite.
     """
-    rows, columns = weight.shape
+    columns = weight.shape[1]
     count = scheme.groups(columns, name)
     check_weight(weight, name)
     parts = []
-    for part in slices(rows, columns):
+    for part in slices(weight):
         groups = weight[part].float().unflatten(1, (count, -1))
         grid = fit(groups, scheme, scale_dtype)
         codes = grid.codes(groups, scheme).flatten(1).to(torch.uint8)

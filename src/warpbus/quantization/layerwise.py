@@ -1,0 +1,111 @@
+"""One decoder layer quantized for the inputs it meets, and those inputs carried on to the next.
+
+True sequential order (as in GPTQ's code for LLaMA): a linear layer is calibrated on what the layers before it give
+once they are quantized, those of the same block included.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from warpbus.models import DecoderLayer, ModelConfig
+from warpbus.models.layers import CausalAttention, Rotary
+from warpbus.quantization.calibration import TokenBatch
+from warpbus.quantization.hessian import Hessian
+
+Solve = Callable[[str, nn.Linear, Hessian], None]
+"""Called with a linear layer's name (as in `LINEARS`), itself, and its inputs' moments; it replaces the weight."""
+
+
+@dataclass
+class States:
+    """A batch on its way through the decoder.
+
+    Attributes:
+        x: what enters the next layer, `[batch, tokens, hidden]`.
+        real: bool `[batch, tokens]`, false where there is padding. Padding is on the right, so causal attention
+            keeps it from what is real; it only has to be left out of the moments.
+        positions: int64 `[batch, tokens]`.
+        angles: the rotary cosines and sines of these positions.
+    """
+
+    x: Tensor
+    real: Tensor
+    positions: Tensor
+    angles: tuple[Tensor, Tensor]
+
+
+def embed(
+    batches: Sequence[TokenBatch], embedding: Tensor, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> list[States]:
+    """Look the tokens up in the embedding `[vocabulary, hidden]`, which may be a file's map: only rows are read."""
+    rotary = Rotary(config.rope)
+    states = []
+    for batch in batches:
+        positions = torch.arange(batch.ids.shape[1], device=device).expand(batch.ids.shape)
+        x = embedding[batch.ids].to(device, dtype)
+        states.append(States(x, batch.real.to(device), positions, rotary(positions, dtype)))
+    return states
+
+
+@torch.no_grad()
+def quantize_layer(layer: DecoderLayer, index: int, states: Sequence[States], solve: Solve, name: str) -> None:
+    """Have `solve` quantize the linear layers of a decoder layer in their order, then move the states past it.
+
+    Args:
+        layer: its weights are replaced by what `solve` makes of them.
+        index: the layer's number.
+        states: moved on in place.
+        solve: see `Solve`.
+        name: the layer, for messages.
+    """
+    context = CausalAttention()
+    attention, mlp = layer.attention, layer.mlp
+
+    def moments(linear: nn.Linear, path: str) -> Hessian:
+        return Hessian(linear.in_features, device=states[0].x.device, name=f"{name}.{path}")
+
+    hessian = moments(attention.qkv, "attention.qkv")
+    for state in states:
+        hessian.add(layer.attention_norm(state.x)[state.real])
+    solve("attention.qkv", attention.qkv, hessian)
+
+    hessian = moments(attention.o, "attention.o")
+    attended = []
+    with _left_out(attention, "o"):
+        for state in states:
+            normed = layer.attention_norm(state.x)
+            attended.append(attention(normed, index, state.positions, state.angles, context))
+            hessian.add(attended[-1][state.real])
+    solve("attention.o", attention.o, hessian)
+
+    hessian = moments(mlp.gate_up, "mlp.gate_up")
+    for number, state in enumerate(states):
+        state.x = state.x + layer.attention_output_norm(attention.o(attended[number]))
+        attended[number] = state.x  # so that the attention's output is given back at once
+        hessian.add(layer.mlp_norm(state.x)[state.real])
+    attended.clear()
+    solve("mlp.gate_up", mlp.gate_up, hessian)
+
+    hessian = moments(mlp.down, "mlp.down")
+    with _left_out(mlp, "down"):
+        for state in states:
+            hessian.add(mlp(layer.mlp_norm(state.x))[state.real])
+    solve("mlp.down", mlp.down, hessian)
+
+    for state in states:
+        state.x = state.x + layer.mlp_output_norm(mlp(layer.mlp_norm(state.x)))
+
+
+@contextmanager
+def _left_out(module: nn.Module, name: str) -> Iterator[None]:
+    """Within it, `module` gives what would enter its part `name`."""
+    part = getattr(module, name)
+    setattr(module, name, nn.Identity())
+    try:
+        yield
+    finally:
+        setattr(module, name, part)
