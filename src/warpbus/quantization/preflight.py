@@ -14,10 +14,21 @@ REPORT_NAME = "warpbus-report.json"
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# What a model directory holds besides weights: tokenizer, templates, code that other programs run, licences. What is
-# written anew is left out, and so are notes on the unquantized model.
-_COMPANIONS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py", "*LICENSE*")
-_WRITTEN_ANEW = ("config.json", REPORT_NAME)
+# What comes along: tokenizer, templates, code that other programs run, licences. Notes on the unquantized model and
+# logs of its training do not.
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+    "*.py",
+    "*LICENSE*",
+)
 
 
 @dataclass(frozen=True)
@@ -154,10 +165,4 @@ def _matrices(checkpoint: Checkpoint, config: ModelConfig) -> list[Matrix]:
 
 
 def _companions(model: Path) -> tuple[Path, ...]:
-    found = {
-        file
-        for pattern in _COMPANIONS
-        for file in model.glob(pattern)
-        if file.is_file() and file.name not in _WRITTEN_ANEW and not file.name.endswith(".index.json")
-    }
-    return tuple(sorted(found))
+    return tuple(sorted({file for pattern in _COMPANIONS for file in model.glob(pattern) if file.is_file()}))

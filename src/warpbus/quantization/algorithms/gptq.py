@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warpbus.errors import NumericError
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms.grid import Grid, check_weight, fit, nearest, search, slices
+from warpbus.quantization.algorithms.grid import Grid, check_scales, check_weight, fit, nearest, search, slices
 
 # Columns whose errors are gathered before they are carried over to all columns that follow.
 BLOCK = 128
@@ -53,6 +53,7 @@ def gptq(
     hessian, diagonal = _damped(hessian, damping, name)
     importance = diagonal.unflatten(0, (count, -1)) if clip_search else None
     grid = _choose_grid(weight, scheme, scale_dtype, count, importance)
+    check_scales(grid.scales, scale_dtype, name)
     order = torch.argsort(diagonal, descending=True, stable=True) if activation_order else torch.arange(columns)
     order = order.to(weight.device)
     factor = _inverse_factor(hessian[order][:, order], name)

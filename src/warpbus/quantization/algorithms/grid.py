@@ -125,3 +125,9 @@ def check_weight(weight: Tensor, name: str) -> None:
     if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
         count = int((~torch.isfinite(weight)).sum())
         raise NumericError(f"{name}: {count} of its weights are NaN or infinite: use an undamaged checkpoint")
+
+
+def check_scales(scales: Tensor, scale_dtype: torch.dtype, name: str) -> None:
+    """Raises NumericError, naming the matrix, if a scale is too large for the dtype that it is stored in."""
+    if not torch.isfinite(scales).all():
+        raise NumericError(f"{name}: its weights are too large for scales in {scale_dtype}: use a wider dtype")

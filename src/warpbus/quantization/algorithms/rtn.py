@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms.grid import check_weight, fit, slices
+from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit, slices
 
 
 def rtn(weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype, name: str = "weight") -> QTensor:
@@ -21,7 +21,7 @@ def rtn(weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype, name: str =
 
     Raises:
         SchemeError: if the group size does not divide `in`.
-        NumericError: if a weight is NaN or infinite.
+        NumericError: if a weight is NaN or infinite, or too large for `scale_dtype`.
     """
     columns = weight.shape[1]
     count = scheme.groups(columns, name)
@@ -30,6 +30,7 @@ def rtn(weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype, name: str =
     for part in slices(weight):
         groups = weight[part].float().unflatten(1, (count, -1))
         grid = fit(groups, scheme, scale_dtype)
+        check_scales(grid.scales, scale_dtype, name)
         codes = grid.codes(groups, scheme).flatten(1).to(torch.uint8)
         zeros = None if scheme.symmetric else grid.zeros
         parts.append(QTensor.from_codes(scheme, codes, grid.scales.to(scale_dtype), zeros))

@@ -1,0 +1,222 @@
+"""GPTQ against a slow reference, against brute force, and against rounding to nearest."""
+
+import itertools
+
+import pytest
+import torch
+
+from warpbus.errors import NumericError, SchemeError
+from warpbus.qtensor import Scheme
+from warpbus.quantization.algorithms import gptq, rtn
+
+SCHEMES = [
+    f"w{bits}a16{group}{asym}" for bits in (2, 3, 4, 8) for group in ("-g32", "-g128", "") for asym in ("", "-asym")
+]
+
+
+def correlated(columns, seed=0, tokens=None):
+    """The moments of inputs that share a few directions and differ in size, as those of a real layer do."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = tokens or 4 * columns
+    shared = torch.randn(tokens, max(1, columns // 8), generator=generator)
+    mixing = torch.randn(max(1, columns // 8), columns, generator=generator)
+    x = shared @ mixing / (columns // 8 or 1) ** 0.5 + 0.5 * torch.randn(tokens, columns, generator=generator)
+    x = x * torch.rand(columns, generator=generator).mul(2).exp()
+    return x.T @ x / tokens
+
+
+def random(rows, columns, seed=0):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(100 + seed))
+
+
+def loss(weight, quantized, hessian):
+    change = (quantized.dequantize(torch.float32) - weight).double()
+    return float(((change @ hessian.double()) * change).sum())
+
+
+def obq(weight, hessian, quantized, order, damping=0.01):
+    """Column by column in float64 with the inverse updated each time, on the grid of `quantized`; gives the codes."""
+    scheme, columns = quantized.scheme, weight.shape[1]
+    h = hessian.double()
+    inverse = torch.linalg.inv(h + damping * h.diagonal().mean() * torch.eye(columns, dtype=torch.float64))
+    w = weight.double().clone()
+    size = columns // quantized.scales.shape[1]
+    codes = torch.zeros(weight.shape, dtype=torch.uint8)
+    for column in order:
+        scale = quantized.scales[:, column // size].double()
+        zero = scheme.middle_code if quantized.zeros is None else quantized.zeros[:, column // size].double()
+        code = ((w[:, column] / scale).round() + zero).clamp(0, scheme.max_code)
+        codes[:, column] = code.to(torch.uint8)
+        error = (w[:, column] - (code - zero) * scale) / inverse[column, column]
+        w -= torch.outer(error, inverse[column])
+        inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+        inverse[column] = inverse[:, column] = 0
+        inverse[column, column] = 1
+    return codes
+
+
+@pytest.mark.parametrize("text", ["w4a16-g32", "w3a16-g64-asym", "w2a16-g128", "w8a16"])
+@pytest.mark.parametrize("activation_order", [True, False])
+def test_agrees_with_a_slow_reference(text, activation_order):
+    columns = 256  # two blocks
+    weight, hessian = random(32, columns), correlated(columns)
+    found = gptq(
+        weight, hessian, Scheme.parse(text), scale_dtype=torch.float32, activation_order=activation_order
+    )
+    order = torch.argsort(hessian.diagonal(), descending=True) if activation_order else torch.arange(columns)
+    expected = obq(weight, hessian, found, order.tolist())
+    # A weight halfway between two codes may go either way, and then those after it follow.
+    assert (found.codes() == expected).float().mean() > 0.99
+    other = torch.where(expected == found.codes(), 0.0, 1.0).sum(1)
+    assert (other == 0).sum() >= 28
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_loses_less_than_rounding_to_nearest(text):
+    scheme = Scheme.parse(text)
+    weight, hessian = random(48, 256, seed=1), correlated(256, seed=1)
+    nearest = loss(weight, rtn(weight, scheme, scale_dtype=torch.bfloat16), hessian)
+    assert loss(weight, gptq(weight, hessian, scheme, scale_dtype=torch.bfloat16), hessian) < 0.75 * nearest
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_uncorrelated_inputs_mean_rounding_to_nearest(text):
+    scheme, weight = Scheme.parse(text), random(16, 256, seed=2)
+    expected = rtn(weight, scheme, scale_dtype=torch.float16)
+    found = gptq(weight, torch.eye(256), scheme, scale_dtype=torch.float16, clip_search=False)
+    assert torch.equal(found.qweight, expected.qweight)
+    assert torch.equal(found.scales, expected.scales)
+    assert (found.zeros is None) == (expected.zeros is None)
+    if found.zeros is not None:
+        assert torch.equal(found.zeros, expected.zeros)
+
+
+def test_comes_close_to_brute_force():
+    """One row of four weights of 2 bits: 256 possible codes on a given grid."""
+    scheme = Scheme.parse("w2a16")
+    sums = torch.zeros(3)
+    for seed in range(40):
+        weight, hessian = random(1, 4, seed), correlated(4, seed, tokens=64)
+        found = gptq(weight, hessian, scheme, scale_dtype=torch.float32, clip_search=False)
+        codes = torch.tensor(list(itertools.product(range(4), repeat=4)), dtype=torch.float32)
+        changes = (codes - scheme.middle_code) * found.scales - weight
+        best = float(((changes @ hessian) * changes).sum(1).min())
+        nearest = loss(weight, rtn(weight, scheme, scale_dtype=torch.float32), hessian)
+        assert best <= loss(weight, found, hessian) * (1 + 1e-5)
+        sums += torch.tensor([best, loss(weight, found, hessian), nearest])
+    assert sums[1] < 1.25 * sums[0]
+    assert sums[1] < 0.7 * sums[2]
+
+
+def test_rows_do_not_depend_on_each_other():
+    weight, hessian, scheme = random(32, 128, seed=3), correlated(128, seed=3), Scheme.parse("w4a16-g32-asym")
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    whole = gptq(weight, hessian, scheme, scale_dtype=torch.float16)
+    shuffled = gptq(weight[order], hessian, scheme, scale_dtype=torch.float16)
+    assert (whole.codes()[order] == shuffled.codes()).float().mean() > 0.999
+    assert torch.equal(whole.scales[order], shuffled.scales)
+
+
+def test_the_order_of_the_columns_does_not_matter():
+    """With one scale a row; and with groups, as long as the groups stay together."""
+    weight, hessian = random(32, 128, seed=4), correlated(128, seed=4)
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(1))
+    blocks = torch.randperm(4, generator=torch.Generator().manual_seed(2))
+    within_groups = torch.cat([block * 32 + torch.randperm(32) for block in blocks])
+    for text, permutation in (("w3a16", order), ("w3a16-g32", within_groups)):
+        scheme = Scheme.parse(text)
+        plain = gptq(weight, hessian, scheme, scale_dtype=torch.float32)
+        permuted = gptq(
+            weight[:, permutation], hessian[permutation][:, permutation], scheme, scale_dtype=torch.float32
+        )
+        assert (plain.codes()[:, permutation] == permuted.codes()).float().mean() > 0.99
+        assert loss(weight, plain, hessian) == pytest.approx(
+            loss(weight[:, permutation], permuted, hessian[permutation][:, permutation]), rel=0.02
+        )
+
+
+def test_the_size_of_the_hessian_does_not_matter():
+    weight, hessian, scheme = random(16, 128, seed=5), correlated(128, seed=5), Scheme.parse("w4a16-g32")
+    plain, doubled = (gptq(weight, h, scheme, scale_dtype=torch.float16) for h in (hessian, 1024 * hessian))
+    assert torch.equal(plain.qweight, doubled.qweight)
+
+
+def test_activation_order_and_clip_search_pay():
+    """On heavy-tailed weights and inputs of very different size."""
+    scheme = Scheme.parse("w3a16-g128")
+    weight = random(64, 256, seed=6)
+    weight = weight * weight.abs()
+    hessian = correlated(256, seed=6)
+    losses = [
+        loss(
+            weight,
+            gptq(weight, hessian, scheme, scale_dtype=torch.float16, activation_order=order, clip_search=clip),
+            hessian,
+        )
+        for order, clip in ((False, False), (True, False), (True, True))
+    ]
+    assert losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.parametrize("text", ["w4a16-g32", "w3a16-asym"])
+def test_columns_that_never_had_an_input(text):
+    scheme = Scheme.parse(text)
+    weight, hessian = random(16, 128, seed=7), correlated(128, seed=7)
+    dead = torch.tensor([0, 5, 127])
+    hessian[dead] = 0
+    hessian[:, dead] = 0
+    found = gptq(weight, hessian, scheme, scale_dtype=torch.float16, clip_search=False)
+    expected = rtn(weight, scheme, scale_dtype=torch.float16)
+    assert torch.equal(found.codes()[:, dead], expected.codes()[:, dead])
+    assert loss(weight, found, hessian) < loss(weight, expected, hessian)
+
+
+def test_no_input_at_all_means_rounding_to_nearest():
+    weight, scheme = random(8, 64), Scheme.parse("w4a16-g64")
+    found = gptq(weight, torch.zeros(64, 64), scheme, scale_dtype=torch.float16, clip_search=False)
+    assert torch.equal(found.qweight, rtn(weight, scheme, scale_dtype=torch.float16).qweight)
+
+
+def test_fewer_tokens_than_columns():
+    """The moments are singular then; damping makes up for it."""
+    weight, scheme = random(16, 256, seed=8), Scheme.parse("w4a16-g128")
+    hessian = correlated(256, seed=8, tokens=20)
+    found = gptq(weight, hessian, scheme, scale_dtype=torch.float16)
+    assert loss(weight, found, hessian) < 0.3 * loss(weight, rtn(weight, scheme, scale_dtype=torch.float16), hessian)
+
+
+def test_a_hessian_that_cannot_be_factored_is_refused():
+    hessian = correlated(64)
+    hessian[0, 1] = hessian[1, 0] = 1e4
+    with pytest.raises(NumericError, match=r"^layers\.3\.mlp\.down: .*not positive definite: raise --damping .*data$"):
+        gptq(random(4, 64), hessian, Scheme.parse("w4a16"), scale_dtype=torch.float16, name="layers.3.mlp.down")
+
+
+def test_a_singular_hessian_without_damping_is_refused():
+    hessian = torch.ones(64, 64)
+    with pytest.raises(NumericError, match="not positive definite"):
+        gptq(random(4, 64), hessian, Scheme.parse("w4a16"), scale_dtype=torch.float16, damping=0.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_refused(value):
+    weight, hessian = random(4, 64), correlated(64)
+    weight[1, 1] = value
+    with pytest.raises(NumericError, match=r"^q: 1 of its weights"):
+        gptq(weight, hessian, Scheme.parse("w4a16"), scale_dtype=torch.float16, name="q")
+    hessian[3, 3] = value
+    with pytest.raises(NumericError, match=r"^q: its Hessian has NaN or infinity"):
+        gptq(random(4, 64), hessian, Scheme.parse("w4a16"), scale_dtype=torch.float16, name="q")
+
+
+def test_groups_that_do_not_fit_are_refused():
+    with pytest.raises(SchemeError, match=r"^q: 96 columns"):
+        gptq(random(4, 96), torch.eye(96), Scheme.parse("w4a16-g64"), scale_dtype=torch.float16, name="q")
+
+
+def test_arguments_are_left_alone():
+    weight, hessian = random(8, 128, seed=9), correlated(128, seed=9)
+    copies = weight.clone(), hessian.clone()
+    gptq(weight, hessian, Scheme.parse("w4a16-g32"), scale_dtype=torch.float16, activation_order=False)
+    assert torch.equal(weight, copies[0])
+    assert torch.equal(hessian, copies[1])
