@@ -13,7 +13,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+import warpbus
 
 # What each extra is for, and the module that shows whether it is there.
 EXTRAS = {
@@ -26,13 +29,21 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """An NVIDIA GPU as torch sees it; memory in bytes; `links` are the GPUs it can copy to directly."""
+    """An NVIDIA GPU as torch sees it.
+
+    Attributes:
+        memory, free: bytes; `free` is `None` where the GPU cannot be used, and `problem` says why.
+        links: the GPUs that it can copy to directly.
+        compiled: this torch has kernels for it.
+    """
 
     index: int
     name: str
     capability: str
     memory: int
-    free: int
+    free: int | None
+    problem: str | None
+    compiled: bool
     multiprocessors: int
     links: list[int]
 
@@ -50,13 +61,13 @@ def doctor(
     console = Console()
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, text in _facts(found):
-        facts.add_row(f"[bold]{name}[/]", text)
+        facts.add_row(f"[bold]{name}[/]", escape(text))
     console.print(facts)
     works = Table(title="What runs where", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     works.add_column("")
     works.add_column("where")
     for name, where in found["runs"].items():
-        works.add_row(name, where)
+        works.add_row(name, escape(where))
     console.print()
     console.print(works)
     console.print()
@@ -70,14 +81,13 @@ def doctor(
 
 def _examine(torch: Any) -> dict[str, Any]:
     driver = _driver_version()
-    gpus = (
-        [asdict(_gpu(torch, index)) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [asdict(_gpu(torch, index)) for index in range(count)]
     total, available = _memory()
     disk = shutil.disk_usage(Path.cwd())
     extras = {name: _missing(distributions) for name, (_, distributions) in EXTRAS.items()}
     found: dict[str, Any] = {
-        "warpbus": importlib.metadata.version("warpbus"),
+        "warpbus": warpbus.__version__,
         "python": sys.version.split()[0],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
@@ -107,17 +117,36 @@ def _driver_version() -> str | None:
 
 def _gpu(torch: Any, index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    free, _ = torch.cuda.mem_get_info(index)
+    capability = (properties.major, properties.minor)
     others = [other for other in range(torch.cuda.device_count()) if other != index]
+    free, problem = None, None
+    try:
+        free = torch.cuda.mem_get_info(index)[0]
+    except RuntimeError as error:  # full, in exclusive use by another process, or fallen off the bus
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
     return Gpu(
         index=index,
         name=properties.name,
         capability=f"{properties.major}.{properties.minor}",
         memory=properties.total_memory,
         free=free,
+        problem=problem,
+        compiled=any(_runs_on(arch, capability) for arch in torch.cuda.get_arch_list()),
         multiprocessors=properties.multi_processor_count,
         links=[other for other in others if torch.cuda.can_device_access_peer(index, other)],
     )
+
+
+def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether code for `arch` runs on a GPU: `sm_86` within its generation, `compute_90` (PTX) on all later ones."""
+    kind, _, digits = arch.partition("_")
+    number = digits.rstrip("af")
+    if not number.isdecimal():
+        return False
+    built = int(number[:-1]), int(number[-1])
+    if kind == "compute":
+        return built <= capability
+    return built[0] == capability[0] and built[1] <= capability[1]
 
 
 def _memory() -> tuple[int, int]:
@@ -152,7 +181,14 @@ def _advice(found: dict[str, Any]) -> list[str]:
     cuda_build = found["torch"]["cuda"]
     if found["gpus"]:
         for gpu in found["gpus"]:
-            if float(gpu["capability"]) < 8.0:
+            if gpu["problem"]:
+                advice.append(f"GPU {gpu['index']} ({gpu['name']}) cannot be used ({gpu['problem']}): see nvidia-smi")
+            if not gpu["compiled"]:
+                advice.append(
+                    f"This torch has no code for GPU {gpu['index']} ({gpu['name']}, sm_{_sm(gpu)}): install a torch "
+                    "build that has"
+                )
+            elif _number(gpu["capability"]) < (8, 0):
                 advice.append(
                     f"GPU {gpu['index']} ({gpu['name']}) is older than Ampere: bfloat16 is slow, use --dtype float16"
                 )
@@ -160,7 +196,8 @@ def _advice(found: dict[str, Any]) -> list[str]:
         advice.append("No NVIDIA driver was found: everything runs on the CPU. With an NVIDIA GPU, install its driver.")
     elif cuda_build is None:
         advice.append("There is an NVIDIA driver, but this torch is the CPU build: install a CUDA build of torch.")
-    elif _number(found["driver"]["cuda"]) < _number(cuda_build):
+    # Within a major version of CUDA, an older driver runs programs that a newer one was built for.
+    elif _number(found["driver"]["cuda"])[0] < _number(cuda_build)[0]:
         advice.append(
             f"The driver supports CUDA {found['driver']['cuda']}, torch was built for {cuda_build}: update the driver."
         )
@@ -172,13 +209,17 @@ def _advice(found: dict[str, Any]) -> list[str]:
             advice.append(f"For {purpose}: pip install 'warpbus[{name}]' (missing: {', '.join(missing)})")
     if found["disk"]["free"] < 20e9:
         advice.append(
-            f"{found['disk']['path']} has {found['disk']['free'] / 1e9:.0f} GB free: a 6 B model in 16 bits takes 13 GB."
+            f"{found['disk']['path']} has {found['disk']['free'] / 1e9:.0f} GB free: a 6 B model in 16 bits is 13 GB."
         )
     return advice
 
 
 def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
+
+
+def _sm(gpu: dict[str, Any]) -> str:
+    return str(gpu["capability"]).replace(".", "")
 
 
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -195,11 +236,12 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for gpu in found["gpus"]:
         links = f", reaches GPU {', '.join(map(str, gpu['links']))} directly" if gpu["links"] else ""
+        free = "unknown" if gpu["free"] is None else f"{gpu['free'] / 1e9:.1f}"
         facts.append(
             (
                 f"GPU {gpu['index']}",
-                f"{gpu['name']}, sm_{gpu['capability'].replace('.', '')}, {gpu['multiprocessors']} multiprocessors, "
-                f"{gpu['free'] / 1e9:.1f} of {gpu['memory'] / 1e9:.1f} GB free{links}",
+                f"{gpu['name']}, sm_{_sm(gpu)}, {gpu['multiprocessors']} multiprocessors, "
+                f"{free} of {gpu['memory'] / 1e9:.1f} GB free{links}",
             )
         )
     return facts

@@ -55,15 +55,15 @@ def evaluate(
             progress=show,
         )
     title = f"{named[0][0]} on {data.name}" if len(named) == 1 else f"Models on {data.name}"
-    if plot is not None:
-        report.draw(evaluations, plot)
-    if html is not None:
-        report.write_page(evaluations, title, html)
     if as_json:
         print(json.dumps(report.to_json(evaluations), ensure_ascii=False))
     else:
         Console().print(report.table(evaluations, title))
+    if plot is not None:
+        report.draw(evaluations, plot)
+    if html is not None:
+        report.write_page(evaluations, title, html)
 
 
 def _name(model: str) -> str:
-    return "glm-poet" if model == DEMO else Path(model).name
+    return "glm-poet" if model == DEMO else Path(model).resolve().name

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from warpbus.errors import UsageError
+from warpbus.errors import DeviceError, UsageError
 
 
 def train(
@@ -23,18 +23,18 @@ def train(
     length: Annotated[int, typer.Option(min=8, help="tokens in a row; documents are packed into rows")] = 512,
     rows: Annotated[int, typer.Option(min=1, help="rows in an optimizer step, over all GPUs")] = 128,
     rows_at_once: Annotated[int, typer.Option(min=1, help="rows in one forward pass; more are accumulated")] = 128,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
-    warmup: Annotated[int, typer.Option(min=1, help="steps over which the learning rate rises")] = 200,
-    weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.1,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="at its peak")] = 1e-3,
+    warmup: Annotated[int, typer.Option(min=0, help="steps over which the learning rate rises")] = 200,
+    weight_decay: Annotated[float, typer.Option(min=0.0, help="of matrices; biases and norms have none")] = 0.1,
     clip: Annotated[float, typer.Option(min=0.0, help="largest norm of a gradient")] = 1.0,
     compile: Annotated[bool, typer.Option("--compile", help="use torch.compile")] = False,
     dtype: Annotated[str, typer.Option(help="bfloat16, float32, or auto: bfloat16 on a GPU")] = "auto",
-    device: Annotated[str, typer.Option(help="cuda, cpu, or auto")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of this machine; torchrun works too")] = 1,
     valid_every: Annotated[int, typer.Option(min=1, help="steps between validations")] = 250,
     save_every: Annotated[int, typer.Option(min=1, help="steps between checkpoints")] = 500,
     workers: Annotated[int, typer.Option(min=1, help="processes to tokenize with")] = min(16, os.cpu_count() or 1),
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of fresh weights and of the shuffles")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUTPUT if it exists")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
@@ -44,22 +44,18 @@ def train(
     """
     import torch
 
+    from warpbus.cuda.devices import resolve_device
     from warpbus.dist import relaunch
     from warpbus.train import TrainingSettings
     from warpbus.train import train as run
     from warpbus.train.pretrain import Progress as Step
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU here: use --device cpu, or see warpbus doctor")
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    if dtype not in ("bfloat16", "float32"):
-        raise UsageError(f"--dtype {dtype}: expected bfloat16, float32 or auto")
+    place = resolve_device(device).type
     if gpus > 1 and "WORLD_SIZE" not in os.environ:
-        if device != "cuda" or gpus > torch.cuda.device_count():
-            raise UsageError(f"--gpus {gpus}: torch sees {torch.cuda.device_count()} GPUs here")
+        if place != "cuda":
+            raise UsageError(f"--gpus {gpus}: this would run on the CPU: leave it out, or see warpbus doctor")
+        if gpus > torch.cuda.device_count():
+            raise DeviceError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()}: give fewer")
         relaunch(gpus, sys.argv[1:])
     settings = TrainingSettings(
         steps=steps,
@@ -72,7 +68,7 @@ def train(
         weight_decay=weight_decay,
         clip=clip,
         compile=compile,
-        dtype=dtype,
+        dtype=("bfloat16" if place == "cuda" else "float32") if dtype == "auto" else dtype,
         valid_every=valid_every,
         save_every=save_every,
         seed=seed,

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed
 
+from warpbus.cuda.devices import resolve_device
+from warpbus.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Group:
@@ -41,22 +44,29 @@ class Group:
 
 
 @contextmanager
-def joined_group(device_type: str) -> Iterator[Group]:
+def joined_group(device: str) -> Iterator[Group]:
     """Join the job that `RANK`, `WORLD_SIZE` and `LOCAL_RANK` describe (torchrun sets them), or be alone.
 
     Args:
-        device_type: "cuda" or "cpu".
+        device: as in `resolve_device`; in a job of several processes each takes the GPU of its local rank.
+
+    Raises:
+        UsageError: a device that is no name, or one GPU for several processes.
+        DeviceError: a GPU that is not there.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if device_type == "cuda" else torch.device(device_type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    own = resolve_device(device)
+    if world > 1 and own.type == "cuda":
+        if ":" in device:
+            raise UsageError(f"device {device}: {world} processes cannot share one GPU: give cuda or auto")
+        own = resolve_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
     if world == 1:
-        yield Group(0, 1, device)
+        yield Group(0, 1, own)
         return
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.distributed.init_process_group("nccl" if own.type == "cuda" else "gloo")
     try:
-        yield Group(rank, world, device)
+        yield Group(rank, world, own)
     finally:
         torch.distributed.destroy_process_group()

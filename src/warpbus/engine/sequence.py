@@ -28,6 +28,7 @@ class SamplingParams:
         max_tokens: the most tokens to generate; cut to the room that the prompt leaves in the context.
         stop: generation ends where one of these strings begins; it is not part of the text.
         seed: the same seed draws the same tokens, whatever else is in the batch. None draws anew every time.
+        ignore_eos: go on past the model's stop tokens, to `max_tokens` or a stop string: for measuring speed.
 
     Raises:
         UsageError: a value is out of range.
@@ -40,6 +41,7 @@ class SamplingParams:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -53,6 +55,8 @@ class SamplingParams:
         _check("max_tokens", self.max_tokens, "a whole number, 1 or more", low=1, whole=True)
         if self.seed is not None:
             _check("seed", self.seed, "a whole number, 0 or more", low=0, whole=True)
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos is {self.ignore_eos!r}: give True or False")
 
     @property
     def greedy(self) -> bool:
@@ -151,7 +155,7 @@ class Sequence:
         self.random = random.Random(params.seed)
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
-        self._stop_ids = stop_ids
+        self._stop_ids = frozenset() if params.ignore_eos else stop_ids
         self._stream = stream
         self._stops = StopStrings(params.stop)
 

@@ -1,8 +1,8 @@
 """How good and how fast models are, one or several side by side."""
 
 from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
-from warpbus.evaluation.side_by_side import Evaluation, evaluate
 from warpbus.evaluation.likelihood import Score, score
+from warpbus.evaluation.side_by_side import Evaluation, evaluate
 from warpbus.evaluation.speed import Speed, measure_speed
 
 __all__ = [

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from rich.table import Table
+from rich.text import Text
 
 from warpbus.evaluation.side_by_side import Evaluation
+from warpbus.formats.files import replace_file
 
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -30,25 +28,28 @@ def to_json(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
 
 def table(evaluations: Sequence[Evaluation], title: str) -> Table:
     """A table for the terminal; the first row is the reference."""
-    drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    drawn = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
     columns = _columns(evaluations)
     for index, (heading, _) in enumerate(columns):
         drawn.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
     for evaluation in evaluations:
-        drawn.add_row(*(cell(evaluation, evaluations[0]) for _, cell in columns))
+        drawn.add_row(*(Text(cell(evaluation, evaluations[0])) for _, cell in columns))
     return drawn
 
 
 def draw(evaluations: Sequence[Evaluation], path: Path) -> None:
-    """Write the picture of `figure` as a PNG."""
-    drawn = figure(evaluations)
-    drawn.savefig(path, dpi=130)
-    plt.close(drawn)
+    """Write the picture of `figure` as a PNG.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    replace_file(path, lambda partial: figure(evaluations).savefig(partial, dpi=130, format="png"))
 
 
 def figure(evaluations: Sequence[Evaluation]) -> Figure:
     """What was lost in quality, and what was gained in size and speed, one bar a model."""
-    names = [evaluation.name for evaluation in evaluations]
+    # A dollar sign would begin a formula.
+    names = [evaluation.name.replace("$", r"\$") for evaluation in evaluations]
     panels: list[tuple[str, list[float], str]] = [
         ("perplexity", [e.perplexity for e in evaluations], "{:.2f}"),
         ("divergence from the original (nats a token)", [e.divergence for e in evaluations], "{:.4f}"),
@@ -59,7 +60,8 @@ def figure(evaluations: Sequence[Evaluation]) -> Figure:
     if all(e.tokens_per_second is not None for e in evaluations):
         panels.append(("decoding (tokens/s)", [e.tokens_per_second or 0.0 for e in evaluations], "{:.0f}"))
     rows = -(-len(panels) // 2)
-    drawn, axes = plt.subplots(rows, 2, figsize=(10, 0.9 + rows * (0.9 + 0.34 * len(names))), squeeze=False)
+    drawn = Figure(figsize=(10, 0.9 + rows * (0.9 + 0.34 * len(names))))
+    axes = drawn.subplots(rows, 2, squeeze=False)
     colors = ["#4c566a"] + [f"C{index}" for index in range(len(names) - 1)]
     for axis, (title, values, form) in zip(axes.flat, panels, strict=False):
         bars = axis.barh(names, values, color=colors, height=0.65)
@@ -76,11 +78,13 @@ def figure(evaluations: Sequence[Evaluation]) -> Figure:
 
 
 def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
-    """Write one self-contained HTML page: table, picture, what the columns mean."""
-    drawn = figure(evaluations)
+    """Write one self-contained HTML page: table, picture, what the columns mean.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
     picture = io.BytesIO()
-    drawn.savefig(picture, format="png", dpi=130)
-    plt.close(drawn)
+    figure(evaluations).savefig(picture, format="png", dpi=130)
     columns = _columns(evaluations)
     page = jinja2.Environment(autoescape=True).from_string(_PAGE.read_text(encoding="utf-8"))
     rendered = page.render(
@@ -91,7 +95,7 @@ def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> Non
         tokens=evaluations[0].tokens,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    path.write_text(rendered, encoding="utf-8")
+    replace_file(path, lambda partial: partial.write_text(rendered, encoding="utf-8"))
 
 
 def _columns(evaluations: Sequence[Evaluation]) -> list[Column]:

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import torch
 
-from warpbus.errors import DataError
+from warpbus.cuda.devices import default_dtype
+from warpbus.errors import DataError, UsageError
 from warpbus.evaluation.choices import choice_accuracy, read_questions
 from warpbus.evaluation.likelihood import score
 from warpbus.evaluation.speed import measure_speed
 from warpbus.formats import Checkpoint
 from warpbus.formats.compressed_tensors import read_scheme
-from warpbus.models import Decoder, load_model
+from warpbus.models import Decoder, load_model, read_config
 from warpbus.models.documents import read_documents
 from warpbus.models.templates import find_template
-from warpbus.models.tokenizers import load_tokenizer
+from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def evaluate(
         models: names and directories; they have to share a vocabulary.
         data: `.txt` or `.jsonl` (see `read_documents`).
         questions: `.jsonl` of multiple-choice questions (see `read_questions`).
-        length: longer documents are cut.
+        length: longer documents are cut, as are those that a model's positions do not reach.
         limit: use this many documents and questions at most.
         speed: also measure decoding, each model in a process of its own.
         device: where to run.
@@ -79,31 +80,47 @@ def evaluate(
         progress: called with what is being done, how much of it is done and how much there is.
 
     Raises:
-        DataError: if the vocabularies differ, or a file is missing or malformed.
+        UsageError: if two models have one name.
+        CheckpointError: if a model is not understood.
+        DataError: if the vocabularies differ, or a file is missing or malformed, or holds nothing to predict.
+        NumericError: if a model's scores are NaN or infinite.
     """
     checkpoints = {name: Checkpoint(path) for name, path in models}
-    loaded: dict[str, Decoder] = {}
-    for name, checkpoint in checkpoints.items():
-        progress(f"loading {name}", len(loaded), len(models))
-        chosen = dtype or (torch.float32 if device.type == "cpu" else checkpoint_dtype(checkpoint))
-        loaded[name] = load_model(checkpoint, device=device, dtype=chosen)
+    if len(checkpoints) < len(models):
+        raise UsageError("two models have one name: give each another")
+    configs = {name: read_config(checkpoint) for name, checkpoint in checkpoints.items()}
+    tokenizers = {name: load_tokenizer(path) for name, path in models}
     first_name, first_path = models[0]
-    sizes = {name: model.config.vocab_size for name, model in loaded.items()}
-    for name, size in sizes.items():
-        if size != sizes[first_name]:
+    for name in checkpoints:
+        size, expected = configs[name].vocab_size, configs[first_name].vocab_size
+        if size != expected:
             raise DataError(
-                f"{name} has a vocabulary of {size:,} tokens, {first_name} one of {sizes[first_name]:,}: "
+                f"{name} has a vocabulary of {size:,} tokens, {first_name} one of {expected:,}: "
                 "only models of one vocabulary can be compared"
             )
-    tokenizer = load_tokenizer(first_path)
+        if not _same_vocabulary(tokenizers[name], tokenizers[first_name]):
+            raise DataError(
+                f"{name} has another tokenizer than {first_name}: only models of one vocabulary can be compared"
+            )
+    length = min(length, *(config.max_context for config in configs.values()))
+    tokenizer = tokenizers[first_name]
     template = find_template(first_path, checkpoints[first_name].config, tokenizer)
     documents = read_documents(data, tokenizer, template, length=length, limit=limit)
-    scores = score(loaded, documents, lambda done, total: progress("perplexity and divergence", done, total))
-    accuracies: dict[str, float | None] = dict.fromkeys(loaded)
+    if not any(any(document.answers[1:]) for document in documents):
+        raise DataError(f"{data}: nothing to predict in it: no answer of the assistant within {length} tokens")
+    asked = []
     if questions is not None:
         if template is None:
             raise DataError(f"{questions}: questions are conversations, but {first_name} has no chat template")
         asked = read_questions(questions, limit)
+    loaded: dict[str, Decoder] = {}
+    for name, checkpoint in checkpoints.items():
+        progress("loading", len(loaded), len(models))
+        chosen = dtype or default_dtype(device, checkpoint_dtype(checkpoint))
+        loaded[name] = load_model(checkpoint, device=device, dtype=chosen)
+    scores = score(loaded, documents, lambda done, total: progress("perplexity and divergence", done, total))
+    accuracies: dict[str, float | None] = dict.fromkeys(loaded)
+    if template is not None and asked:
         for index, (name, model) in enumerate(loaded.items()):
             progress("choices", index, len(loaded))
             accuracies[name] = choice_accuracy(model, template, asked)
@@ -142,6 +159,12 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of the largest floating-point tensor of a checkpoint."""
     floating = [name for name in checkpoint.names() if checkpoint.dtype(name).is_floating_point]
     return checkpoint.dtype(max(floating, key=checkpoint.nbytes))
+
+
+def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
+    return (one.vocab_size, one.special_ids) == (other.vocab_size, other.special_ids) and all(
+        one.token_bytes(token) == other.token_bytes(token) for token in range(one.vocab_size)
+    )
 
 
 def _weight_bytes(model: Decoder) -> int:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from warpbus.errors import DataError
+from warpbus.errors import CheckpointError, DataError, UsageError
 from warpbus.models.templates import Template
 from warpbus.models.tokenizers import Tokenizer
 
@@ -62,25 +62,23 @@ def _documents(path: Path, tokenizer: Tokenizer, template: Template | None, leng
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """The lines of a `.jsonl` that are not empty, each with `file:number` for messages."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file: expected a .jsonl of conversations or texts, or a .txt")
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
+                where = f"{path}:{number}"
                 if line.strip():
-                    yield f"{path}:{number}", line
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 (byte {error.start}): save it as UTF-8") from None
+                    yield where, _decode(where, line)
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def read_text(path: Path, tokenizer: Tokenizer) -> list[int]:
     """The tokens of a plain text file."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file: expected a .jsonl of conversations or texts, or a .txt")
     try:
-        ids = tokenizer.encode(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 (byte {error.start}): save it as UTF-8") from None
+        text = _decode(str(path), path.read_bytes())
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    ids = tokenizer.encode(text)
     if len(ids) < 2:
         raise DataError(f"{path}: no text in it: expected at least two tokens")
     return ids
@@ -90,13 +88,17 @@ def encode_line(where: str, line: str, tokenizer: Tokenizer, template: Template 
     """One line of a `.jsonl`; `where` names it in messages."""
     record = parse_line(where, line)
     text, messages = record.get("text"), record.get("messages")
-    if isinstance(text, str):
-        ids = tokenizer.encode(text)
-        return Document(ids, [True] * len(ids))
-    if isinstance(messages, list):
-        if template is None:
-            raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
-        return Document(*template.spans(messages))
+    try:
+        if isinstance(text, str):
+            ids = tokenizer.encode(text)
+            return Document(ids, [True] * len(ids))
+        if isinstance(messages, list):
+            if template is None:
+                raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
+            return Document(*template.spans(messages))
+    except (UsageError, CheckpointError) as error:
+        # What is wrong with a text or a conversation in general is here what is wrong with this line.
+        raise DataError(f"{where}: {error}") from None
     raise DataError(f"{where}: expected an object with 'messages' (a conversation) or 'text'")
 
 
@@ -106,6 +108,21 @@ def parse_line(where: str, line: str) -> dict[str, Any]:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg}): expected one object a line") from None
+    except (ValueError, RecursionError):
+        raise DataError(f"{where}: not JSON that can be read (too deep, or a number too long)") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected one JSON object a line, found {type(record).__name__}")
     return record
+
+
+def _decode(where: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")  # some editors put a byte order mark first
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 (byte {error.start}): save it as UTF-8") from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    if path.exists():
+        return DataError(f"{path}: cannot be read ({error.strerror}): expected a .jsonl or a .txt")
+    return DataError(f"{path}: no such file: expected a .jsonl of conversations or texts, or a .txt")

@@ -3,18 +3,21 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 
 def draw_curve(log: Sequence[dict[str, float]], path: Path) -> None:
-    """Draw the training loss (smoothed, and as it was), the validation loss and the learning rate over the steps."""
+    """Draw the training loss (smoothed, and as it was), the validation loss and the learning rate over the steps.
+
+    Args:
+        log: an entry a step, with `step`, `loss`, `learning_rate`, and `valid_loss` where there is one.
+        path: the PNG to write.
+    """
     steps = [entry["step"] for entry in log]
     losses = [entry["loss"] for entry in log]
     validated = [(entry["step"], entry["valid_loss"]) for entry in log if "valid_loss" in entry]
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), height_ratios=(3, 1), sharex=True)
+    figure = Figure(figsize=(8, 6))
+    above, below = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
     above.plot(steps, losses, color="C0", alpha=0.25, linewidth=0.8)
     above.plot(steps, _smoothed(losses), color="C0", label="training")
     if validated:
@@ -30,8 +33,7 @@ def draw_curve(log: Sequence[dict[str, float]], path: Path) -> None:
     below.set_xlabel("step")
     below.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.savefig(path, dpi=120, format="png")
 
 
 def _smoothed(values: Sequence[float], weight: float = 0.97) -> list[float]:

@@ -5,6 +5,7 @@ A row of `length` tokens holds several documents one after the other. Each token
 next token is part of an answer, or of a plain text.
 """
 
+import hashlib
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from warpbus.errors import DataError
-from warpbus.models.documents import encode_line, read_text
+from warpbus.models.documents import encode_line, read_lines, read_text
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
@@ -34,6 +35,8 @@ class Documents:
         tokens: int32 `[total]`.
         answers: bool `[total]`, true where the token is to be learnt.
         offsets: int64 `[documents + 1]`, where each document starts.
+
+    Each document has two tokens or more, and one to be learnt that is not its first.
     """
 
     tokens: NDArray[np.int32]
@@ -42,6 +45,13 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def digest(self) -> str:
+        """What tells these documents from others."""
+        hashed = hashlib.blake2b(digest_size=16)
+        for array in (self.tokens, self.answers, self.offsets):
+            hashed.update(array.tobytes())
+        return hashed.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,8 @@ class Rows:
 def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, workers: int = 1) -> Documents:
     """Read a `.jsonl` of conversations (`messages`) or texts (`text`), or a `.txt`, and tokenize it.
 
+    Documents in which nothing is to be learnt (no answer begins within `length` tokens) are left out.
+
     Args:
         path: the file; a `.txt` is cut into documents of `length` tokens.
         model: the directory with the tokenizer and the chat template.
@@ -71,23 +83,23 @@ def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, wo
         workers: processes to tokenize with.
 
     Raises:
-        DataError: if the file is missing, empty, or a line of it malformed.
+        DataError: if the file is missing, holds nothing to learn, or a line of it is malformed.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file: expected a .jsonl of conversations or texts, or a .txt")
     if path.suffix == ".txt":
         return _tokenize_text(path, load_tokenizer(model), length)
-    encode = partial(_encode_lines, str(path), str(model), config, length)
-    with path.open(encoding="utf-8") as file:
-        chunks = _numbered_chunks(file, 4096)
-        if workers > 1:
-            # Fresh processes: this one may already hold threads and a GPU, which do not survive a fork.
-            with multiprocessing.get_context("spawn").Pool(workers) as pool:
-                parts = list(pool.imap(encode, chunks))
-        else:
-            parts = [encode(chunk) for chunk in chunks]
+    encode = partial(_encode_lines, model, config, length)
+    chunks = _chunks(read_lines(path), 4096)
+    if workers > 1:
+        # Fresh processes: this one may already hold threads and a GPU, which do not survive a fork.
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            parts = list(pool.imap(encode, chunks))
+    else:
+        parts = [encode(chunk) for chunk in chunks]
     if not any(len(lengths) for _, _, lengths in parts):
-        raise DataError(f"{path}: no documents in it: expected lines like {{'messages': [...]}} or {{'text': ...}}")
+        raise DataError(
+            f"{path}: nothing to learn in it: expected lines like {{'messages': [...]}}, with an answer of the "
+            f"assistant that begins within {length} tokens, or {{'text': ...}}"
+        )
     lengths = np.concatenate([lengths for _, _, lengths in parts])
     return Documents(
         np.concatenate([tokens for tokens, _, _ in parts]),
@@ -96,42 +108,46 @@ def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, wo
     )
 
 
+_Lines = list[tuple[str, str]]
 _Part = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]
 
 
-def _numbered_chunks(lines: Iterable[str], size: int) -> Iterator[tuple[int, list[str]]]:
-    """Chunks of `size` lines, each with the number of its first line."""
-    iterator, number = iter(lines), 1
+def _chunks(lines: Iterable[tuple[str, str]], size: int) -> Iterator[_Lines]:
+    iterator = iter(lines)
     while chunk := list(islice(iterator, size)):
-        yield number, chunk
-        number += len(chunk)
+        yield chunk
 
 
-def _encode_lines(path: str, model: str, config: dict[str, Any], length: int, chunk: tuple[int, list[str]]) -> _Part:
-    first, lines = chunk
-    tokenizer = load_tokenizer(Path(model))
-    template = find_template(Path(model), config, tokenizer)
+def _encode_lines(model: Path, config: dict[str, Any], length: int, lines: _Lines) -> _Part:
+    tokenizer = load_tokenizer(model)
+    template = find_template(model, config, tokenizer)
     tokens: list[int] = []
     answers: list[bool] = []
     lengths: list[int] = []
-    for number, line in enumerate(lines, first):
-        if not line.strip():
-            continue
-        document = encode_line(f"{path}:{number}", line, tokenizer, template).cut(length)
-        tokens += document.ids
-        answers += document.answers
-        lengths.append(len(document.ids))
+    for where, line in lines:
+        document = encode_line(where, line, tokenizer, template).cut(length)
+        if any(document.answers[1:]):
+            tokens += document.ids
+            answers += document.answers
+            lengths.append(len(document.ids))
     return np.array(tokens, np.int32), np.array(answers, np.bool_), np.array(lengths, np.int64)
 
 
 def _tokenize_text(path: Path, tokenizer: Tokenizer, length: int) -> Documents:
     tokens = np.array(read_text(path, tokenizer), np.int32)
+    if len(tokens) % length == 1:
+        tokens = tokens[:-1]  # a document of one token predicts nothing
     offsets = np.append(np.arange(0, len(tokens), length, dtype=np.int64), len(tokens))
     return Documents(tokens, np.ones(len(tokens), np.bool_), offsets)
 
 
 def pack(documents: Documents, order: Sequence[int] | NDArray[np.int64], length: int) -> list[NDArray[np.int64]]:
     """Fill rows of `length` tokens with whole documents, in the order given.
+
+    Args:
+        documents: none longer than `length`.
+        order: indexes of documents.
+        length: tokens in a row.
 
     Returns:
         for each row, the indexes of its documents.

@@ -7,12 +7,12 @@ the same settings, it goes on from the last checkpoint.
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from queue import Queue
-from threading import Thread
 from typing import Any
 
 import torch
@@ -21,15 +21,17 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from warpbus.dist import Group, joined_group
-from warpbus.errors import NumericError, StorageError, UsageError
-from warpbus.formats import Checkpoint, CheckpointWriter
-from warpbus.models import Decoder, load_model, read_config
+from warpbus.errors import CheckpointError, NumericError, StorageError, UsageError
+from warpbus.formats import Checkpoint, CheckpointWriter, read_scheme
+from warpbus.formats.files import replace_file
+from warpbus.models import Decoder, ModelConfig, load_model, read_config
 from warpbus.models.layers import CausalAttention
 from warpbus.models.saving import named_tensors
 from warpbus.train.curve import draw_curve
-from warpbus.train.dataset import IGNORED, Batches, Rows, assemble, pack, tokenize
+from warpbus.train.dataset import IGNORED, Batches, Documents, Rows, assemble, pack, tokenize
 
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json")
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+_VALIDATED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class TrainingSettings:
 
     Attributes:
         steps: optimizer steps; 0 means `epochs` passes over the data.
-        epochs: passes over the data.
+        epochs: passes over the data, where `steps` is 0.
         length: tokens in a row; longer documents are cut.
         rows_per_step: rows in a step, over all processes.
         rows_at_once: rows in one forward pass of a process; more are accumulated.
@@ -47,6 +49,10 @@ class TrainingSettings:
         compile: use `torch.compile`.
         dtype: "bfloat16" for mixed precision, or "float32".
         valid_every, save_every: steps between validations and between checkpoints.
+        seed: of fresh weights and of the shuffles.
+
+    Raises:
+        UsageError: if a setting is out of range.
     """
 
     steps: int = 0
@@ -64,6 +70,20 @@ class TrainingSettings:
     valid_every: int = 250
     save_every: int = 500
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"steps": 0, "length": 2, "rows_per_step": 1, "rows_at_once": 1, "warmup": 0, "valid_every": 1}
+        least |= {"save_every": 1, "seed": 0, "learning_rate": 0, "final_rate": 0, "weight_decay": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= bound):
+                raise UsageError(f"{name} is {value}: expected a number of at least {bound}")
+        for name in ("epochs", "clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{name} is {value}: expected a number above 0")
+        if self.dtype not in ("bfloat16", "float32"):
+            raise UsageError(f"dtype is {self.dtype!r}: expected bfloat16 or float32")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then a cosine."""
@@ -105,34 +125,47 @@ def train(
     data: Path,
     valid: Path | None = None,
     settings: TrainingSettings,
-    device: str = "cpu",
+    device: str = "auto",
     workers: int = 1,
     overwrite: bool = False,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Train the model in the directory `model`, fresh where it holds no weights, and write it to `output`.
 
+    The weights are trained in float32 and written in bfloat16.
+
     Args:
-        model: `config.json`, tokenizer, and weights to go on from if there are any.
+        model: `config.json`, tokenizer, and weights to go on from if there are any; its other files are copied.
         output: a new directory.
         data: `.jsonl` of conversations or texts, or `.txt`.
         valid: held-out data of the same form.
         settings: how to train.
-        device: "cpu" or "cuda"; with several processes each takes the GPU of its local rank.
-        workers: processes to tokenize with.
-        overwrite: replace `output` if it exists.
+        device: "auto", "cpu", "cuda" or "cuda:N"; with several processes each takes the GPU of its local rank.
+        workers: processes to tokenize with, shared by all that train.
+        overwrite: replace the model in `output` if there is one.
         report: called in the first process after each step.
 
     Returns:
         what `training.json` in `output` says: settings, losses, tokens, seconds, device.
 
     Raises:
-        UsageError: if the output exists, or an interrupted run there had other settings.
+        UsageError: if the output exists, the settings do not fit the model, or an interrupted run there had others.
+        CheckpointError: if the model is not understood, or the state of an interrupted run is damaged.
         DataError: if a data file is missing or malformed.
-        NumericError: if the loss is not finite.
+        DeviceError: if the device is not there.
+        NumericError: if the loss or the weights are not finite; the state of the last checkpoint is kept.
+        StorageError: if a file cannot be written; what was trained is kept where there is room for it.
     """
-    if output.exists() and any(output.iterdir()) and not overwrite:
-        raise UsageError(f"{output}: exists already: choose another output or pass --overwrite")
+    if output.exists():
+        if not output.is_dir():
+            raise UsageError(f"{output}: is a file: name a directory that does not exist yet")
+        if any(output.iterdir()) and not overwrite:
+            raise UsageError(f"{output}: exists already: choose another output or pass --overwrite")
+        if any(output.iterdir()) and not (output / "config.json").is_file():
+            raise UsageError(f"{output}: holds no model, so it is not overwritten: choose another output")
+    parent = next(directory for directory in output.resolve().parents if directory.is_dir())
+    if not os.access(parent, os.W_OK):
+        raise StorageError(f"{output}: {parent} may not be written to: choose another output")
     with joined_group(device) as group:
         return _Run(model, output, data, valid, settings, group, workers, overwrite).go(report)
 
@@ -153,21 +186,39 @@ class _Run:
     ) -> None:
         self.source, self.output, self.group, self.overwrite = source, output, group, overwrite
         self.work = output.with_name(output.name + ".training")
+        if settings.rows_per_step % group.world:
+            raise UsageError(
+                f"--rows {settings.rows_per_step}: {group.world} processes cannot share them equally: "
+                f"give a multiple of {group.world}"
+            )
         checkpoint = Checkpoint(source, weights=any(_weight_files(source)))
-        config = checkpoint.config
+        config = read_config(checkpoint)
+        if read_scheme(checkpoint.config) is not None:
+            raise UsageError(f"{source}: a quantized model cannot be trained: give the one that it was made from")
         length = settings.length
-        documents = tokenize(data, source, config, length=length, workers=workers)
+        if length > config.max_context:
+            raise UsageError(f"--length {length}: the positions of {source} end at {config.max_context}: lower it")
+
+        def read(path: Path) -> Documents:
+            documents = tokenize(path, source, checkpoint.config, length=length, workers=workers // group.world)
+            if documents.tokens.max() >= config.vocab_size:
+                raise CheckpointError(
+                    f"{source}: its tokenizer knows more tokens than the {config.vocab_size} that config.json says: "
+                    "check that they belong together"
+                )
+            return documents
+
+        documents = read(data)
         self.valid: Rows | None = None
         if valid is not None:
-            held_out = tokenize(valid, source, config, length=length)
+            held_out = read(valid)
             self.valid = assemble(held_out, pack(held_out, range(len(held_out)), length), length)
-        batches = Batches(documents, length, settings.rows_per_step, settings.seed)
+        self.batches = Batches(documents, length, settings.rows_per_step, settings.seed)
         if settings.steps == 0:
-            settings = replace(settings, steps=max(1, round(settings.epochs * batches.steps_per_epoch())))
-        if settings.rows_per_step % group.world:
-            raise UsageError(f"--rows {settings.rows_per_step} cannot be shared by {group.world} processes equally")
-        self.settings, self.batches = settings, batches
-        self.model = _initial_model(checkpoint, settings.seed, group.device)
+            settings = replace(settings, steps=max(1, round(settings.epochs * self.batches.steps_per_epoch())))
+        self.settings = settings
+        self.config = checkpoint.config
+        self.model = _initial_model(checkpoint, config, settings.seed, group.device)
         self.optimizer = _optimizer(self.model, settings, group.device)
         loss: nn.Module = _SummedLoss(self.model)
         if group.world > 1:
@@ -181,29 +232,34 @@ class _Run:
         settings, group = self.settings, self.group
         if group.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
-        batches = self.batches.steps(self.step, settings.steps, group.rank, group.world)
         tokens = settings.rows_per_step * settings.length
         before = time.monotonic()
-        for rows in _ahead(batches):
+        for rows in _ahead(self.batches.steps(self.step, settings.steps, group.rank, group.world)):
             rate = settings.rate(self.step)
             loss = self._update(rows.to(group.device), rate)
             self.step += 1
-            now = time.monotonic()
+            seconds = time.monotonic() - before
             last = self.step == settings.steps
-            entry = {"step": self.step, "loss": loss, "learning_rate": rate, "seconds": now - before}
+            entry = {"step": self.step, "loss": loss, "learning_rate": rate, "seconds": seconds}
             if self.valid is not None and (self.step % settings.valid_every == 0 or last):
                 entry["valid_loss"] = self._validate(self.valid)
-            self.seconds += time.monotonic() - before
-            before = time.monotonic()
             self.log.append(entry)
-            if group.is_first:
-                speed = tokens / entry["seconds"]
-                report(Progress(self.step, settings.steps, loss, rate, speed, entry.get("valid_loss")))
+            self.seconds += time.monotonic() - before
             if self.step % settings.save_every == 0 and not last:
                 self._save_state()
+            if group.is_first:
+                speed = tokens / seconds
+                report(Progress(self.step, settings.steps, loss, rate, speed, entry.get("valid_loss")))
+            before = time.monotonic()
+        if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
+            raise self._numeric_error(self.step, "the weights are not finite")
         summary = self._summary()
         if group.is_first:
-            self._write(summary)
+            try:
+                self._write(summary)
+            except StorageError:
+                self._save_state()
+                raise
         group.barrier()
         return summary
 
@@ -228,13 +284,15 @@ class _Run:
             parameters["lr"] = rate
         mean = float(group.sum(total) / targets)
         if not math.isfinite(mean) or not math.isfinite(float(norm)):
-            raise NumericError(
-                f"step {self.step + 1}: the loss is {mean}, the gradient's norm {float(norm)}: "
-                f"lower --learning-rate; the state of the last checkpoint is in {self.work}"
-            )
+            raise self._numeric_error(self.step + 1, f"the loss is {mean}, the gradient's norm {float(norm)}")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return mean
+
+    def _numeric_error(self, step: int, found: str) -> NumericError:
+        state = self.work / "state.pt"
+        kept = f"; {state} has the last state that was saved" if state.exists() else ""
+        return NumericError(f"step {step}: {found}: start again with a lower --learning-rate{kept}")
 
     def _unsynchronized(self) -> AbstractContextManager[None]:
         """Within it, DDP keeps gradients to itself: the last piece of a step sends them all."""
@@ -244,48 +302,57 @@ class _Run:
     def _validate(self, rows: Rows) -> float:
         """The mean loss of the held-out targets."""
         settings, group = self.settings, self.group
-        total = torch.zeros(2, device=group.device)
+        total = torch.zeros(2, dtype=torch.float64, device=group.device)
         compute = _SummedLoss(self.model)
-        for start in range(group.rank, len(rows.tokens), group.world * 16):
-            picked = slice(start, start + group.world * 16, group.world)
+        stride = group.world * min(_VALIDATED_AT_ONCE, settings.rows_at_once)
+        for start in range(group.rank, len(rows.tokens), stride):
+            picked = slice(start, start + stride, group.world)
             parts = (rows.tokens, rows.targets, rows.positions, rows.documents)
             tokens, targets, positions, documents = (part[picked].to(group.device) for part in parts)
             with torch.autocast(group.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
                 total[0] += compute(tokens, targets, positions, documents)
             total[1] += (targets != IGNORED).sum()
         group.sum(total)
-        return float(total[0] / total[1])
+        mean = float(total[0] / total[1])
+        if not math.isfinite(mean):
+            raise self._numeric_error(self.step, f"the validation loss is {mean}")
+        return mean
 
     def _save_state(self) -> None:
         if not self.group.is_first:
             return
         state = {
             "settings": asdict(self.settings),
+            "data": self.batches.documents.digest(),
+            "config": repr(self.model.config),
             "step": self.step,
             "seconds": self.seconds,
             "log": self.log,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        partial = self.work / "state.pt.partial"
-        try:
-            self.work.mkdir(parents=True, exist_ok=True)
-            torch.save(state, partial)
-            os.replace(partial, self.work / "state.pt")
-        except (OSError, RuntimeError) as error:
-            partial.unlink(missing_ok=True)
-            raise StorageError(f"{partial}: the checkpoint could not be written ({error}): free some space") from None
+        replace_file(self.work / "state.pt", lambda path: torch.save(state, path))
 
     def _resume(self) -> None:
         path = self.work / "state.pt"
         if not path.exists():
             return
-        state = torch.load(path, map_location=self.group.device, weights_only=True)
-        changed = sorted(key for key, value in asdict(self.settings).items() if state["settings"].get(key) != value)
+        try:
+            state = torch.load(path, map_location=self.group.device, weights_only=True)
+        except Exception as error:  # a damaged file can make the unpickler raise anything
+            raise CheckpointError(f"{path}: damaged ({type(error).__name__}): delete it to start anew") from None
+        before = state["settings"]
+        changed = [
+            f"{key} was {before.get(key)}" for key, now in asdict(self.settings).items() if before.get(key) != now
+        ]
+        if state["data"] != self.batches.documents.digest():
+            changed.append("the data were others")
+        if state["config"] != repr(self.model.config):
+            changed.append("the model was another")
         if changed:
-            described = ", ".join(f"{key} was {state['settings'].get(key)}" for key in changed)
             raise UsageError(
-                f"{self.work}: an interrupted run with other settings ({described}): delete it or use them"
+                f"{self.work}: an interrupted run with other settings ({', '.join(changed)}): "
+                "use those to go on, or delete it to start anew"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -308,19 +375,26 @@ class _Run:
         }
 
     def _write(self, summary: dict[str, Any]) -> None:
-        weights = set(_weight_files(self.source))
-        with CheckpointWriter(self.output, overwrite=self.overwrite) as writer:
+        curve, state = self.work / "training.png", self.work / "state.pt"
+        replace_file(curve, lambda path: draw_curve(self.log, path))
+        config = dict(self.config)
+        config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = "bfloat16"
+        written = {"config.json": config, "training.json": summary, "training-log.json": self.log}
+        left_out = {*_weight_files(self.source), *(self.source / name for name in (*written, curve.name))}
+        bytes_ = torch.bfloat16.itemsize * self.model.config.num_parameters
+        with CheckpointWriter(self.output, overwrite=self.overwrite, expected_bytes=bytes_) as writer:
             for name, tensor in named_tensors(self.model, torch.bfloat16):
                 writer.add(name, tensor)
             for file in sorted(self.source.iterdir()):
-                if file.is_file() and file not in weights:
+                if file.is_file() and file not in left_out:
                     writer.copy_file(file)
-            writer.write_json("training.json", summary)
-            writer.write_json("training-log.json", self.log)
+            for name, content in written.items():
+                writer.write_json(name, content)
+            writer.copy_file(curve)
             writer.finish()
-        draw_curve(self.log, self.output / "training.png")
-        (self.work / "state.pt").unlink(missing_ok=True)
-        if self.work.is_dir():
+        curve.unlink()
+        state.unlink(missing_ok=True)
+        if not any(self.work.iterdir()):
             self.work.rmdir()
 
 
@@ -328,12 +402,12 @@ def _weight_files(directory: Path) -> Iterator[Path]:
     return (file for pattern in _WEIGHT_FILES for file in directory.glob(pattern))
 
 
-def _initial_model(checkpoint: Checkpoint, seed: int, device: torch.device) -> Decoder:
+def _initial_model(checkpoint: Checkpoint, config: ModelConfig, seed: int, device: torch.device) -> Decoder:
     """The weights to begin with: those of the checkpoint, or fresh ones if it has none."""
     if checkpoint.names():
         model = load_model(checkpoint, device=device, dtype=torch.float32)
     else:
-        model = Decoder(read_config(checkpoint))
+        model = Decoder(config)
         # Drawn on the CPU, so that every device and every process begins with the same weights.
         model.initialize(torch.Generator().manual_seed(seed))
     return model.to(device).train().requires_grad_(True)
@@ -352,18 +426,8 @@ def _optimizer(model: Decoder, settings: TrainingSettings, device: torch.device)
 
 def _ahead(batches: Iterator[Rows]) -> Iterator[Rows]:
     """Make the next batches in a thread while the device works on this one."""
-    queue: Queue[Rows | BaseException | None] = Queue(maxsize=4)
-
-    def fill() -> None:
-        try:
-            for rows in batches:
-                queue.put(rows)
-            queue.put(None)
-        except BaseException as error:
-            queue.put(error)
-
-    Thread(target=fill, daemon=True).start()
-    while (item := queue.get()) is not None:
-        if isinstance(item, BaseException):
-            raise item
-        yield item
+    with ThreadPoolExecutor(1) as thread:
+        waiting = deque(thread.submit(next, batches, None) for _ in range(4))
+        while (rows := waiting.popleft().result()) is not None:
+            waiting.append(thread.submit(next, batches, None))
+            yield rows

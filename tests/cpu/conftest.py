@@ -1,0 +1,81 @@
+"""A tiny model like glm-poet, for the rooms that need a whole model directory."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from warpbus.demo import recipe
+from warpbus.formats import Checkpoint, CheckpointWriter
+from warpbus.models import Decoder, read_config
+from warpbus.models.saving import named_tensors
+from warpbus.models.tokenizers.training import train_sentencepiece
+
+VERSES = "床前明月光，疑是地上霜。\n举头望明月，低头思故乡。春夜为题下一句的写首诗《》：“”"
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+@pytest.fixture(scope="session")
+def blank_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory that training can start from: configuration, vocabulary, template, no weights."""
+    directory = tmp_path_factory.mktemp("blank")
+    size = train_sentencepiece(
+        [VERSES], directory / "tokenizer.model", vocab_size=400, specials=recipe.SPECIALS, required_chars="\n"
+    )
+    config: dict[str, Any] = {**recipe.config(size), **SMALL, "num_attention_heads": 2}
+    files = {
+        "config.json": config,
+        "tokenizer_config.json": {"chat_template": recipe.CHAT_TEMPLATE, "eos_token": "<|endoftext|>"},
+        "generation_config.json": {"eos_token_id": config["eos_token_id"]},
+    }
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content), encoding="utf-8")
+    return directory
+
+
+MakeModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_model(blank_model: Path) -> MakeModel:
+    """`make_model(directory, seed=0, std=0.2, **config)` writes a model with random weights, in float32."""
+
+    def make(directory: Path, *, seed: int = 0, std: float = 0.2, **changes: Any) -> Path:
+        blank = directory.with_name(f"{directory.name}-blank")
+        shutil.copytree(blank_model, blank)
+        config = {**json.loads((blank / "config.json").read_text(encoding="utf-8")), **changes}
+        (blank / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        model = Decoder(read_config(Checkpoint(blank, weights=False)))
+        model.initialize(torch.Generator().manual_seed(seed), std=std)
+        with CheckpointWriter(directory) as writer:
+            for name, tensor in named_tensors(model, torch.float32):
+                writer.add(name, tensor)
+            for file in blank.iterdir():
+                writer.copy_file(file)
+            writer.finish()
+        shutil.rmtree(blank)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with random weights."""
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def write_lines() -> Callable[..., Path]:
+    """`write_lines(path, record, ...)` writes a JSONL; texts are written as they are."""
+
+    def write(path: Path, *records: object) -> Path:
+        lines = [record if isinstance(record, str) else json.dumps(record, ensure_ascii=False) for record in records]
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
