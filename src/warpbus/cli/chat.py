@@ -287,7 +287,7 @@ def _dropped(turns: int) -> str:
 
 
 def _measured(completion: Completion) -> str:
-    cut = ", cut at its longest" if completion.finish_reason == "length" else ""
+    cut = ", cut off at the length limit" if completion.finish_reason == "length" else ""
     return f"{len(completion.token_ids)} tokens, {completion.tokens_per_second:.1f} tokens/s{cut}"
 
 

@@ -1,0 +1,263 @@
+import pytest
+import torch
+
+from warpbus.engine import LLM, SamplingParams
+from warpbus.engine.runner import Runner
+from warpbus.errors import CheckpointError, ContextLengthError, DeviceError, NumericError, UsageError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+PROMPTS = ["床前明月光", "The moon is bright, and I think of home", "1", "举头望明月，低头思故乡。"]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_glm):
+    return LLM(tiny_glm, device="cpu")
+
+
+def test_what_it_exposes(llm):
+    assert (llm.device, llm.dtype, llm.max_model_len, llm.scheme) == (torch.device("cpu"), torch.float32, 512, None)
+    assert llm.config == llm.model.config
+    assert not llm.model.training
+    specials = llm.tokenizer.special_ids
+    assert llm.stop_ids == {specials[name] for name in ("<|endoftext|>", "<|user|>", "<|observation|>")}
+    assert llm.describe() == "glm, 113,216 parameters, float32, cpu, context 512"
+
+
+def test_greedy_tokens_are_the_models_best(llm):
+    answer = llm.generate(PROMPTS[0], GREEDY)[0]
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    assert answer.prompt_tokens == len(ids)
+    for token in answer.token_ids:
+        with torch.no_grad():
+            assert llm.model(torch.tensor([ids]))[0, -1].argmax() == token
+        ids.append(token)
+    assert answer.text == llm.tokenizer.decode(answer.token_ids)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=24),
+        SamplingParams(seed=1, max_tokens=24),
+        SamplingParams(seed=2, top_p=0.7, temperature=0.8, repetition_penalty=1.2, max_tokens=24),
+        SamplingParams(seed=3, top_k=5, max_tokens=24),
+    ],
+)
+def test_a_batch_answers_as_each_prompt_alone(llm, params):
+    together = llm.generate(PROMPTS, params)
+    alone = [llm.generate(prompt, params)[0] for prompt in PROMPTS]
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+
+
+def test_rows_that_end_early_do_not_disturb_the_others(llm):
+    each = [SamplingParams(temperature=0, max_tokens=tokens) for tokens in (3, 20, 1, 11)]
+    together = llm.generate(PROMPTS, each)
+    assert [len(answer.token_ids) for answer in together] == [3, 20, 1, 11]
+    for prompt, params, answer in zip(PROMPTS, each, together, strict=True):
+        assert answer.token_ids == llm.generate(prompt, params)[0].token_ids
+
+
+def test_more_prompts_than_a_batch_holds(llm, tiny_glm):
+    narrow = LLM(tiny_glm, device="cpu", max_num_seqs=2)
+    prompts = PROMPTS + PROMPTS[:1]
+    assert [answer.text for answer in narrow.generate(prompts, GREEDY)] == [
+        answer.text for answer in llm.generate(prompts, GREEDY)
+    ]
+
+
+def test_streamed_pieces_add_up_and_the_last_brings_the_completion(llm):
+    whole = llm.generate(PROMPTS, GREEDY)
+    texts, completions = [""] * len(PROMPTS), {}
+    for chunk in llm.generate(PROMPTS, GREEDY, stream=True):
+        assert chunk.index not in completions
+        texts[chunk.index] += chunk.text
+        if chunk.completion is not None:
+            completions[chunk.index] = chunk.completion
+    assert texts == [answer.text for answer in whole]
+    assert [completions[index].token_ids for index in range(len(PROMPTS))] == [answer.token_ids for answer in whole]
+
+
+def test_the_same_seed_draws_the_same_and_none_draws_anew(llm):
+    def tokens(seed):
+        return llm.generate("1", SamplingParams(seed=seed, max_tokens=20))[0].token_ids
+
+    assert tokens(1) == tokens(1)
+    assert len({tuple(tokens(seed)) for seed in (1, 2, None, None)}) == 4
+
+
+def test_a_stop_string_ends_the_text_before_it(llm):
+    whole = llm.generate(PROMPTS[0], GREEDY)[0].text
+    stop = whole[5:8]
+    params = SamplingParams(temperature=0, max_tokens=24, stop=(stop,))
+    answer = llm.generate(PROMPTS[0], params)[0]
+    assert (answer.text, answer.finish_reason) == (whole[: whole.index(stop)], "stop")
+    streamed = "".join(chunk.text for chunk in llm.generate(PROMPTS[0], params, stream=True))
+    assert streamed == answer.text
+
+
+def test_a_stop_token_ends_the_answer(llm, tiny_glm):
+    whole = llm.generate(PROMPTS[0], GREEDY)[0]
+    assert whole.finish_reason == "length"
+    token = whole.token_ids[9]
+    stopping = LLM(tiny_glm, device="cpu")
+    stopping.stop_ids = frozenset([token])
+    answer = stopping.generate(PROMPTS[0], GREEDY)[0]
+    expected = whole.token_ids[: whole.token_ids.index(token) + 1]
+    assert (answer.token_ids, answer.finish_reason) == (expected, "stop")
+    assert answer.text == llm.tokenizer.decode(expected[:-1])
+
+
+def test_token_ids_are_prompts_too(llm):
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    expected = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
+    assert llm.generate(ids, GREEDY)[0].token_ids == expected
+    assert [answer.token_ids for answer in llm.generate([ids, tuple(ids)], GREEDY)] == [expected] * 2
+
+
+def test_chat_renders_the_conversation(llm):
+    messages = [{"role": "system", "content": "古诗"}, {"role": "user", "content": "明月"}]
+    expected = llm.generate(llm.template.render(messages), GREEDY)[0]
+    answer = llm.chat(messages, GREEDY)
+    assert (answer.token_ids, answer.prompt_tokens) == (expected.token_ids, expected.prompt_tokens)
+    assert "".join(llm.chat(messages, GREEDY, stream=True)) == expected.text
+
+
+def test_special_tokens_in_a_message_are_only_text(llm):
+    ids = llm.render([{"role": "user", "content": "<|assistant|>"}])
+    assert ids.count(llm.tokenizer.special_ids["<|assistant|>"]) == 1
+
+
+def test_the_answer_is_cut_to_the_room_in_the_context(tiny_glm):
+    short = LLM(tiny_glm, device="cpu", max_model_len=16)
+    answer = short.generate([list(range(10, 22))], SamplingParams(temperature=0, max_tokens=100))[0]
+    assert (len(answer.token_ids), answer.finish_reason) == (4, "length")
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(llm, tiny_glm):
+    short = LLM(tiny_glm, device="cpu", max_model_len=16)
+    with pytest.raises(
+        ContextLengthError, match=r"prompt 1 has 16 tokens, the context holds 16 .* raise max_model_len"
+    ):
+        short.generate([[10], list(range(10, 26))])
+    with pytest.raises(ContextLengthError, match=r"prompt 0 has 5,000 tokens, the context holds 512 .*: shorten it$"):
+        llm.generate([10] * 5000)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("", "prompt 0 is empty"),
+        (["1", ""], "prompt 1 is empty"),
+        ([], "the list is empty"),
+        ([[10], []], "prompt 1 is empty"),
+        ([400], "token id 400 is not in the vocabulary of 400"),
+        ([10, -1], "token id -1 is not"),
+        ([3.5], "prompt 0: expected a text or a list of token ids, got float"),
+        ([["1"]], "prompt 0: expected a text or a list of token ids, got list"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(llm, prompts, message):
+    with pytest.raises(UsageError, match=message):
+        llm.generate(prompts)
+
+
+def test_errors_come_before_the_stream_begins(llm):
+    with pytest.raises(UsageError, match="empty"):
+        llm.generate("", stream=True)
+    with pytest.raises(UsageError, match="messages"):
+        llm.chat([], stream=True)
+    with pytest.raises(UsageError, match="2 for 1 prompts"):
+        llm.generate("1", [GREEDY, GREEDY], stream=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device": "gpu"}, UsageError, "give auto, cpu, cuda or cuda:N"),
+        ({"dtype": "int8"}, UsageError, "dtype is 'int8'"),
+        ({"max_model_len": 513}, UsageError, "max_model_len is 513: give 2 to 512"),
+        ({"max_model_len": 1}, UsageError, "max_model_len is 1"),
+        ({"max_num_seqs": 0}, UsageError, "max_num_seqs is 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(tiny_glm, arguments, error, message):
+    with pytest.raises(error, match=message):
+        LLM(tiny_glm, **{"device": "cpu"} | arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+def test_a_gpu_that_is_not_there_is_refused(tiny_glm):
+    with pytest.raises(DeviceError, match="use --device cpu"):
+        LLM(tiny_glm, device="cuda")
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        LLM(tmp_path / "nowhere", device="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_another_dtype(tiny_glm, dtype):
+    llm = LLM(tiny_glm, device="cpu", dtype=dtype)
+    assert llm.dtype == llm.model.embedding.weight.dtype == torch.bfloat16
+    assert len(llm.generate(PROMPTS, GREEDY)[1].token_ids) == 24
+
+
+def test_an_interrupted_answer_leaves_the_model_usable(llm, monkeypatch):
+    expected = llm.generate(PROMPTS, GREEDY)
+    decode, steps = Runner.decode, []
+
+    def interrupted(self, tokens):
+        steps.append(tokens)
+        if len(steps) == 5:
+            raise KeyboardInterrupt
+        return decode(self, tokens)
+
+    monkeypatch.setattr(Runner, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == [answer.token_ids for answer in expected]
+
+
+def test_a_stream_may_be_left_and_two_may_run_at_once(llm):
+    expected = llm.generate("1", GREEDY)[0].text
+    left = llm.generate("1", GREEDY, stream=True)
+    next(left)
+    left.close()
+    first, second = llm.generate("1", GREEDY, stream=True), llm.generate("1", GREEDY, stream=True)
+    texts = ["", ""]
+    for one, other in zip(first, second, strict=True):
+        texts[0] += one.text
+        texts[1] += other.text
+    assert texts == [expected, expected]
+
+
+def test_times_are_measured_without_what_the_caller_does(llm, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    prefill, decode = Runner.prefill, Runner.decode
+
+    def slow(method, seconds):
+        def timed(self, *arguments):
+            now[0] += seconds
+            return method(self, *arguments)
+
+        return timed
+
+    monkeypatch.setattr(Runner, "prefill", slow(prefill, 2.0))
+    monkeypatch.setattr(Runner, "decode", slow(decode, 0.5))
+    for chunk in llm.generate("1", SamplingParams(temperature=0, max_tokens=11), stream=True):
+        now[0] += 100.0
+        answer = chunk.completion
+    assert (answer.prefill_seconds, answer.decode_seconds, answer.seconds) == (2.0, 5.0, 7.0)
+    assert answer.tokens_per_second == pytest.approx(11 / 7)
+
+
+def test_damaged_weights_are_a_numeric_error(tiny_glm):
+    llm = LLM(tiny_glm, device="cpu")
+    llm.model.final_norm.weight[3] = float("nan")
+    with pytest.raises(NumericError, match="prompt 0"):
+        llm.generate("1", GREEDY)
