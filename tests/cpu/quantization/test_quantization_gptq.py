@@ -60,9 +60,7 @@ def obq(weight, hessian, quantized, order, damping=0.01):
 def test_agrees_with_a_slow_reference(text, activation_order):
     columns = 256  # two blocks
     weight, hessian = random(32, columns), correlated(columns)
-    found = gptq(
-        weight, hessian, Scheme.parse(text), scale_dtype=torch.float32, activation_order=activation_order
-    )
+    found = gptq(weight, hessian, Scheme.parse(text), scale_dtype=torch.float32, activation_order=activation_order)
     order = torch.argsort(hessian.diagonal(), descending=True) if activation_order else torch.arange(columns)
     expected = obq(weight, hessian, found, order.tolist())
     # A weight halfway between two codes may go either way, and then those after it follow.
@@ -126,9 +124,7 @@ def test_the_order_of_the_columns_does_not_matter():
     for text, permutation in (("w3a16", order), ("w3a16-g32", within_groups)):
         scheme = Scheme.parse(text)
         plain = gptq(weight, hessian, scheme, scale_dtype=torch.float32)
-        permuted = gptq(
-            weight[:, permutation], hessian[permutation][:, permutation], scheme, scale_dtype=torch.float32
-        )
+        permuted = gptq(weight[:, permutation], hessian[permutation][:, permutation], scheme, scale_dtype=torch.float32)
         assert (plain.codes()[:, permutation] == permuted.codes()).float().mean() > 0.99
         assert loss(weight, plain, hessian) == pytest.approx(
             loss(weight[:, permutation], permuted, hessian[permutation][:, permutation]), rel=0.02

@@ -1,0 +1,85 @@
+"""Tiny random models with tokenizer and template, for the tests of this room."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from warpbus.formats import Checkpoint, CheckpointWriter
+from warpbus.models import Decoder, read_config
+from warpbus.models.saving import named_tensors
+from warpbus.models.tokenizers.training import train_sentencepiece
+
+SPECIALS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+VERSE = "床前明月光，疑是地上霜。举头望明月，低头思故乡。"
+TEMPLATE = (
+    "[gMASK]<sop>{%- for message in messages -%}<|{{ message['role'] }}|>{{ '\\n' }}{{ message['content'] }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{{ '\\n' }}{%- endif -%}"
+)
+TINY = {
+    "model_type": "glm",
+    "architectures": ["GlmForCausalLM"],
+    "vocab_size": 400,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": [0],
+}
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def write_model(directory: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object) -> Path:
+    """A random model; biases and norms differ from 0 and 1, so that a test notices if one is lost."""
+    settings = TINY | {"dtype": DTYPES[dtype]} | changes
+    directory.mkdir(parents=True)
+    train_sentencepiece(
+        [VERSE, " The moon is bright: 1 2 3!"],
+        directory / "tokenizer.model",
+        vocab_size=380,
+        specials=SPECIALS,
+        required_chars="\n",
+    )
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (directory / "config.json").write_text(json.dumps(settings))
+    config = read_config(Checkpoint(directory, weights=False))
+    model = Decoder(config)
+    generator = torch.Generator().manual_seed(seed)
+    model.initialize(generator, std=0.08)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "bias")):
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    companions = [directory / "tokenizer.model", directory / "tokenizer_config.json"]
+    with CheckpointWriter(directory, overwrite=True) as writer:
+        for file in companions:
+            writer.copy_file(file)
+        writer.write_json("config.json", settings)
+        writer.write_json("generation_config.json", {"eos_token_id": [0]})
+        for name, tensor in named_tensors(model, dtype):
+            writer.add(name, tensor)
+        writer.finish()
+    return directory
+
+
+def write_texts(path: Path, count: int = 24) -> Path:
+    """Conversations and texts of different lengths."""
+    lines: list[dict[str, object]] = []
+    for index in range(count):
+        part = VERSE[index % 7 : 9 + index % 13]
+        if index % 3:
+            lines.append({"text": part})
+        else:
+            answer = {"role": "assistant", "content": VERSE[: 3 + index % 11]}
+            lines.append({"messages": [{"role": "user", "content": part}, answer]})
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    return path

@@ -1,0 +1,152 @@
+"""Reading calibration data, and cutting it into batches."""
+
+import json
+
+import pytest
+import torch
+
+from warpbus.errors import DataError, UsageError
+from warpbus.quantization import Calibration, read_calibration
+
+
+class Letters:
+    """A tokenizer: one token a character."""
+
+    vocab_size = 0x110000
+    special_ids = {}  # noqa: RUF012
+
+    def encode(self, text):
+        return [ord(character) for character in text]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+class Turns:
+    """A template: every message is a 1 and its content."""
+
+    stop_ids = ()
+
+    def spans(self, messages):
+        if messages[0]["role"] == "nobody":
+            raise UsageError("messages[0]: unknown role 'nobody'")
+        ids = [token for message in messages for token in [1, *Letters().encode(message["content"])]]
+        return ids, [True] * len(ids)
+
+
+def read(path, *, template=None, samples=100, seqlen=100, seed=0):
+    found = read_calibration(path, Letters(), template or Turns(), samples=samples, seqlen=seqlen, seed=seed)
+    return [Letters().decode(ids) for ids in found.sequences]
+
+
+def write(path, *lines):
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def test_text_is_cut_into_sequences(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefghij", encoding="utf-8")
+    assert sorted(read(tmp_path / "a.txt", seqlen=4)) == ["abcd", "efgh", "ij"]
+    assert len(read(tmp_path / "a.txt", seqlen=4, samples=2)) == 2
+
+
+def test_lines_of_texts_and_conversations(tmp_path):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    shared = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+    path = write(tmp_path / "a.jsonl", {"text": "plain"}, "", {"messages": messages}, {"conversations": shared})
+    assert sorted(read(path)) == ["\x01hi\x01ho", "\x01x\x01y", "plain"]
+    assert sorted(read(path, seqlen=3)) == ["\x01hi", "\x01x\x01", "pla"]
+
+
+def test_the_seed_draws(tmp_path):
+    path = write(tmp_path / "a.jsonl", *({"text": f"{index:03}"} for index in range(200)))
+    first = read(path, samples=20)
+    assert len(set(first)) == 20
+    assert first == read(path, samples=20)
+    assert first != read(path, samples=20, seed=1)
+
+
+def test_empty_texts_are_passed_over(tmp_path):
+    path = write(tmp_path / "a.jsonl", *[{"text": ""}] * 50, {"text": "x"})
+    assert read(path, samples=1) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": ', "not JSON"),
+        ("[1]", "object"),
+        ('{"words": "x"}', "expected a text under 'text', or a list"),
+        ('{"messages": []}', "expected a text under 'text', or a list"),
+        ('{"messages": ["x"]}', "expected messages such as"),
+        ('{"messages": [{"role": "user"}]}', "expected messages such as"),
+        ('{"messages": [{"role": "nobody", "content": "x"}]}', "unknown role 'nobody'"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line, message):
+    path = write(tmp_path / "a.jsonl", {"text": "x"}, "", line)
+    with pytest.raises(DataError, match="jsonl:3: ") as caught:
+        read(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_malformed_line_is_named_although_it_is_not_drawn(tmp_path):
+    path = write(tmp_path / "a.jsonl", *[{"text": "x"}] * 30, "oops")
+    with pytest.raises(DataError, match="jsonl:31: not JSON"):
+        read(path, samples=1)
+
+
+def test_a_conversation_needs_a_template(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "x"}]})
+    with pytest.raises(DataError, match=r"jsonl:1: a conversation, but the model has no chat template"):
+        read_calibration(path, Letters(), None, samples=1, seqlen=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "no usable line"),
+        ("a.jsonl", b'\n{"text": ""}\n', "no usable line"),
+        ("a.txt", b"", "no text"),
+        ("a.csv", b"x", "a .txt or a .jsonl"),
+        ("a.txt", b"\xff\xfe", "UTF-8"),
+        ("a.jsonl", b'{"text": "\xff"}', "UTF-8"),
+        ("a.jsonl", None, "no such"),
+        ("a.txt", None, "no such"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert message in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_a_directory_is_no_file(tmp_path):
+    with pytest.raises(DataError, match="no such calibration file"):
+        read(tmp_path)
+
+
+def test_batches_hold_every_token_once():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (50,), generator=generator).tolist()
+    sequences = tuple(tuple(range(index * 100, index * 100 + length)) for index, length in enumerate(lengths))
+    data = Calibration(sequences)
+    assert data.tokens == sum(lengths)
+    found = []
+    for batch in data.batches(64):
+        assert batch.ids.shape == batch.real.shape
+        assert batch.ids.numel() <= 64
+        assert (batch.real.int().diff(dim=1) <= 0).all()  # padding on the right
+        found += [tuple(row[mask].tolist()) for row, mask in zip(batch.ids, batch.real, strict=True)]
+    assert sorted(found) == sorted(sequences)
+
+
+def test_a_sequence_longer_than_a_batch_is_a_batch():
+    batches = list(Calibration(((1,) * 10, (2,) * 3, (3,) * 3)).batches(6))
+    assert [tuple(batch.ids.shape) for batch in batches] == [(1, 10), (2, 3)]
