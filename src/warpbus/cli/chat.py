@@ -288,7 +288,8 @@ def _dropped(turns: int) -> str:
 
 def _measured(completion: Completion) -> str:
     cut = ", cut off at the length limit" if completion.finish_reason == "length" else ""
-    return f"{len(completion.token_ids)} tokens, {completion.tokens_per_second:.1f} tokens/s{cut}"
+    tokens = len(completion.token_ids)
+    return f"{tokens} token{'s' * (tokens != 1)}, {completion.tokens_per_second:.1f} tokens/s{cut}"
 
 
 def _write(text: str) -> None:
