@@ -82,6 +82,10 @@ class TrainingSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} is {value}: expected a number above 0")
+        # AdamW moves each weight by about the learning rate: above 1, no weight would survive a step.
+        for name in ("learning_rate", "final_rate", "weight_decay"):
+            if getattr(self, name) > 1:
+                raise UsageError(f"{name} is {getattr(self, name)}: expected a number of at most 1")
         if self.dtype not in ("bfloat16", "float32"):
             raise UsageError(f"dtype is {self.dtype!r}: expected bfloat16 or float32")
 
@@ -153,7 +157,7 @@ def train(
         CheckpointError: if the model is not understood, or the state of an interrupted run is damaged.
         DataError: if a data file is missing or malformed.
         DeviceError: if the device is not there.
-        NumericError: if the loss or the weights are not finite; the state of the last checkpoint is kept.
+        NumericError: if the loss is not finite; the state of the last checkpoint is kept.
         StorageError: if a file cannot be written; what was trained is kept where there is room for it.
     """
     if output.exists():
@@ -251,8 +255,6 @@ class _Run:
                 speed = tokens / seconds
                 report(Progress(self.step, settings.steps, loss, rate, speed, entry.get("valid_loss")))
             before = time.monotonic()
-        if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
-            raise self._numeric_error(self.step, "the weights are not finite")
         summary = self._summary()
         if group.is_first:
             try:
@@ -292,7 +294,8 @@ class _Run:
     def _numeric_error(self, step: int, found: str) -> NumericError:
         state = self.work / "state.pt"
         kept = f"; {state} has the last state that was saved" if state.exists() else ""
-        return NumericError(f"step {step}: {found}: start again with a lower --learning-rate{kept}")
+        advice = "check the weights that it began with, or start again with a lower --learning-rate"
+        return NumericError(f"step {step}: {found}: {advice}{kept}")
 
     def _unsynchronized(self) -> AbstractContextManager[None]:
         """Within it, DDP keeps gradients to itself: the last piece of a step sends them all."""
