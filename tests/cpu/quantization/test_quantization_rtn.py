@@ -107,7 +107,7 @@ def test_slices_give_what_the_whole_gives(monkeypatch):
 def test_weights_that_are_no_numbers_are_refused(value):
     weight = torch.ones(4, 32)
     weight[3, 7] = value
-    with pytest.raises(NumericError, match=r"^model\.q: 1 of its weights are NaN or infinite"):
+    with pytest.raises(NumericError, match=r"^model\.q: NaN or infinity among its weights \(1 in rows 0 to 3\)"):
         rtn(weight, Scheme.parse("w4a16-g32"), scale_dtype=torch.float16, name="model.q")
 
 

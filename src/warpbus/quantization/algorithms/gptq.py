@@ -53,14 +53,17 @@ def gptq(
     hessian, diagonal = _damped(hessian, damping, name)
     importance = diagonal.unflatten(0, (count, -1)) if clip_search else None
     grid = _choose_grid(weight, scheme, scale_dtype, count, importance)
-    check_scales(grid.scales, scale_dtype, name)
+    scales = grid.scales.to(scale_dtype)
+    check_scales(scales, name)
     order = torch.argsort(diagonal, descending=True, stable=True) if activation_order else torch.arange(columns)
     order = order.to(weight.device)
-    factor = _inverse_factor(hessian[order][:, order], name)
+    hessian = hessian[order][:, order]
+    factor = _inverse_factor(hessian, name)
+    del hessian
     codes = torch.empty(columns, weight.shape[0], dtype=torch.uint8, device=weight.device)
     codes[order] = _round_columns(weight.float().T[order], factor, grid, (order // (columns // count)).tolist(), scheme)
     zeros = None if scheme.symmetric else grid.zeros
-    return QTensor.from_codes(scheme, codes.T.contiguous(), grid.scales.to(scale_dtype), zeros)
+    return QTensor.from_codes(scheme, codes.T.contiguous(), scales, zeros)
 
 
 def _damped(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:

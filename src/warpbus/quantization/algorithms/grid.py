@@ -18,7 +18,7 @@ from warpbus.qtensor import Scheme
 
 # Matrices are worked on in slices of rows of about so many weights: enough to keep the device busy, while what is held
 # in float32 at a time stays small (a GPU spends most of a small operation on launching it).
-SLICE_WEIGHTS = {"cpu": 2**20, "cuda": 2**25}
+SLICE_WEIGHTS = {"cpu": 2**18, "cuda": 2**25}
 
 # Shares of the full range that `search` tries, then those about the best of them. Beyond 1 for the sign that `fit`
 # does not choose: its shorter side has to reach the extreme.
@@ -96,7 +96,7 @@ def search(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype, importance:
 def slices(weight: Tensor) -> Iterator[slice]:
     """Slices that cover the rows of a matrix, each of about `SLICE_WEIGHTS` weights."""
     rows, columns = weight.shape
-    height = max(1, SLICE_WEIGHTS.get(weight.device.type, 2**20) // columns)
+    height = max(1, SLICE_WEIGHTS.get(weight.device.type, 2**18) // columns)
     return (slice(start, min(start + height, rows)) for start in range(0, rows, height))
 
 
@@ -121,13 +121,18 @@ def _grid(limits: tuple[Tensor, Tensor], factor: Tensor | float, scheme: Scheme,
 
 def check_weight(weight: Tensor, name: str) -> None:
     """Raises NumericError, naming the matrix, if a weight is NaN or infinite."""
-    # A sum is NaN or infinite if a part is; it may also overflow, so only then look closely.
-    if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
-        count = int((~torch.isfinite(weight)).sum())
-        raise NumericError(f"{name}: {count} of its weights are NaN or infinite: use an undamaged checkpoint")
+    for part in slices(weight):
+        # A sum is NaN or infinite if a part is; it may also overflow, so only then look closely.
+        if not torch.isfinite(weight[part].float().sum()):
+            count = int((~torch.isfinite(weight[part])).sum())
+            if count:
+                raise NumericError(
+                    f"{name}: NaN or infinity among its weights ({count} in rows {part.start} to {part.stop - 1}): "
+                    "use an undamaged checkpoint"
+                )
 
 
-def check_scales(scales: Tensor, scale_dtype: torch.dtype, name: str) -> None:
+def check_scales(scales: Tensor, name: str) -> None:
     """Raises NumericError, naming the matrix, if a scale is too large for the dtype that it is stored in."""
     if not torch.isfinite(scales).all():
-        raise NumericError(f"{name}: its weights are too large for scales in {scale_dtype}: use a wider dtype")
+        raise NumericError(f"{name}: its weights are too large for scales in {scales.dtype}: use a wider dtype")

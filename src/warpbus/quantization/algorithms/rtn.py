@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from warpbus.qtensor import QTensor, Scheme
+from warpbus.qtensor import QTensor, Scheme, pack, packed_words
 from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit, slices
 
 
@@ -23,15 +23,19 @@ def rtn(weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype, name: str =
         SchemeError: if the group size does not divide `in`.
         NumericError: if a weight is NaN or infinite, or too large for `scale_dtype`.
     """
-    columns = weight.shape[1]
+    rows, columns = weight.shape
     count = scheme.groups(columns, name)
     check_weight(weight, name)
-    parts = []
+    # Set aside at once: parts that are joined in the end would leave holes in the heap between them.
+    words = torch.empty(rows, packed_words(columns, scheme.bits), dtype=torch.int32, device=weight.device)
+    scales = torch.empty(rows, count, dtype=scale_dtype, device=weight.device)
+    zeros = None if scheme.symmetric else torch.empty(rows, count, dtype=torch.uint8, device=weight.device)
     for part in slices(weight):
         groups = weight[part].float().unflatten(1, (count, -1))
         grid = fit(groups, scheme, scale_dtype)
-        check_scales(grid.scales, scale_dtype, name)
-        codes = grid.codes(groups, scheme).flatten(1).to(torch.uint8)
-        zeros = None if scheme.symmetric else grid.zeros
-        parts.append(QTensor.from_codes(scheme, codes, grid.scales.to(scale_dtype), zeros))
-    return parts[0] if len(parts) == 1 else QTensor.concatenate(parts)
+        words[part] = pack(grid.codes(groups, scheme).flatten(1).to(torch.uint8), scheme.bits)
+        scales[part] = grid.scales
+        if zeros is not None:
+            zeros[part] = grid.zeros
+    check_scales(scales, name)
+    return QTensor(scheme, words, scales, zeros, (rows, columns))

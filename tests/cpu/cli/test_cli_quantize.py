@@ -1,0 +1,88 @@
+"""`warpbus quantize` as a person uses it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from warpbus.cli.quantize import quantize
+from warpbus.errors import UsageError
+from warpbus.formats import Checkpoint, read_scheme
+
+app = typer.Typer()
+app.command()(quantize)
+RUN = "from warpbus.cli import main; main()"
+
+
+@pytest.fixture(scope="module")
+def model(make_model, tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("quantize") / "tiny", hidden_size=128, intermediate_size=128, head_dim=64)
+
+
+@pytest.fixture
+def texts(tmp_path, write_lines):
+    return write_lines(tmp_path / "texts.jsonl", *({"text": "床前明月光，疑是地上霜。"[index:]} for index in range(8)))
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def test_quantizes_and_shows_a_table(model, texts, tmp_path):
+    found = invoke(model, tmp_path / "out", "--calibration", texts, "--scheme", "w4a16-g64", "--device", "cpu")
+    assert found.exit_code == 0
+    assert "attention.qkv" in found.stdout
+    assert "MB" in found.stdout
+    assert "quantizing" in found.stderr
+    assert "quantizing" not in found.stdout
+    assert str(read_scheme(Checkpoint(tmp_path / "out").config)) == "w4a16-g64"
+
+
+def test_json_and_picture(model, tmp_path):
+    flags = ("--algorithm", "rtn", "--scheme", "w8a16", "--device", "cpu", "--json", "--plot", tmp_path / "errors.png")
+    found = invoke(model, tmp_path / "out", *flags)
+    report = json.loads(found.stdout)
+    assert report["scheme"] == "w8a16"
+    assert len(report["layers"]) == 8
+    assert report == json.loads((tmp_path / "out" / "warpbus-report.json").read_text(encoding="utf-8"))
+    assert (tmp_path / "errors.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_every_flag_arrives(model, texts, tmp_path):
+    flags = ("--samples", "3", "--seqlen", "5", "--seed", "7", "--damping", "0.05", "--device", "cpu", "--json")
+    found = invoke(model, tmp_path / "out", "--calibration", texts, "--scheme", "w3a16-g32-asym", *flags)
+    report = json.loads(found.stdout)
+    expected = {"calibration": str(texts), "samples": 3, "seqlen": 5, "seed": 7, "damping": 0.05}
+    assert report["settings"] == expected
+    assert report["calibration_tokens"] == 15
+    assert report["scheme"] == "w3a16-g32-asym"
+
+
+def test_an_output_is_replaced_only_when_asked(model, tmp_path):
+    flags = (model, tmp_path / "out", "--algorithm", "rtn", "--device", "cpu", "--scheme")
+    assert invoke(*flags, "w8a16").exit_code == 0
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "quantize", *map(str, flags), "w4a16"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "exists and is not empty" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert invoke(*flags, "w4a16", "--overwrite").exit_code == 0
+    assert str(read_scheme(Checkpoint(tmp_path / "out").config)) == "w4a16"
+
+
+def test_gptq_without_calibration_says_what_to_pass(model, tmp_path):
+    with pytest.raises(UsageError, match="--calibration"):
+        invoke(model, tmp_path / "out", "--scheme", "w4a16-g64")
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_out_of_range_are_refused(model, tmp_path):
+    for flags in (("--samples", "0"), ("--seqlen", "0"), ("--damping", "-1")):
+        found = invoke(model, tmp_path / "out", *flags)
+        assert found.exit_code == 2
+        assert flags[0] in found.stderr
