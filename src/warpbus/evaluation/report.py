@@ -3,13 +3,16 @@
 import base64
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from matplotlib import font_manager, rc_context
 from matplotlib.figure import Figure
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +21,12 @@ from warpbus.formats.files import replace_file
 
 _PAGE = Path(__file__).with_name("page.html")
 
+# For names: the first that is installed draws what DejaVu, which comes with matplotlib, has no glyphs for.
+_CHINESE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "SimHei")
+
 Column = tuple[str, Callable[[Evaluation, Evaluation], str]]
+
+_NAME: Column = ("model", lambda e, first: e.name)
 
 
 def to_json(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
@@ -26,12 +34,35 @@ def to_json(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     return [asdict(evaluation) for evaluation in evaluations]
 
 
-def table(evaluations: Sequence[Evaluation], title: str) -> Table:
-    """A table for the terminal; the first row is the reference."""
-    drawn = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
-    columns = _columns(evaluations)
-    for index, (heading, _) in enumerate(columns):
-        drawn.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
+def table(evaluations: Sequence[Evaluation], title: str) -> RenderableType:
+    """A table for the terminal; the first row is the reference. Where it is too wide, two below each other."""
+    quality, cost = _quality_columns(evaluations), _cost_columns(evaluations)
+    return _Fitting(
+        _table([_NAME, *quality, *cost], evaluations, title),
+        Group(_table([_NAME, *quality], evaluations, title), _table([_NAME, *cost], evaluations, None)),
+    )
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """The one of two renderables that fits."""
+
+    wide: Table
+    narrow: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wanted = Measurement.get(console, options.update(max_width=10_000), self.wide).maximum
+        yield self.wide if wanted <= options.max_width else self.narrow
+
+
+def _table(columns: Sequence[Column], evaluations: Sequence[Evaluation], title: str | None) -> Table:
+    drawn = Table(title=title and Text(title, overflow="fold"), title_justify="left", title_style="bold")
+    for heading, _ in columns:
+        # A name may be cut into lines, a number may not.
+        if heading == "model":
+            drawn.add_column(heading, overflow="fold", min_width=6)
+        else:
+            drawn.add_column(heading, justify="left" if heading == "weights" else "right", no_wrap=True)
     for evaluation in evaluations:
         drawn.add_row(*(Text(cell(evaluation, evaluations[0])) for _, cell in columns))
     return drawn
@@ -60,6 +91,12 @@ def figure(evaluations: Sequence[Evaluation]) -> Figure:
     if all(e.tokens_per_second is not None for e in evaluations):
         panels.append(("decoding (tokens/s)", [e.tokens_per_second or 0.0 for e in evaluations], "{:.0f}"))
     rows = -(-len(panels) // 2)
+    installed = set(font_manager.get_font_names())
+    with rc_context({"font.family": ["DejaVu Sans", *[font for font in _CHINESE_FONTS if font in installed][:1]]}):
+        return _bars(names, panels, rows)
+
+
+def _bars(names: list[str], panels: Sequence[tuple[str, list[float], str]], rows: int) -> Figure:
     drawn = Figure(figsize=(10, 0.9 + rows * (0.9 + 0.34 * len(names))))
     axes = drawn.subplots(rows, 2, squeeze=False)
     colors = ["#4c566a"] + [f"C{index}" for index in range(len(names) - 1)]
@@ -99,9 +136,11 @@ def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> Non
 
 
 def _columns(evaluations: Sequence[Evaluation]) -> list[Column]:
+    return [_NAME, *_quality_columns(evaluations), *_cost_columns(evaluations)]
+
+
+def _quality_columns(evaluations: Sequence[Evaluation]) -> list[Column]:
     columns: list[Column] = [
-        ("model", lambda e, first: e.name),
-        ("weights", lambda e, first: e.scheme),
         ("perplexity", lambda e, first: f"{e.perplexity:.3f}"),
         ("change", lambda e, first: "" if e is first else f"{100 * (e.perplexity / first.perplexity - 1):+.2f} %"),
         ("KL", lambda e, first: "" if e is first else f"{e.divergence:.4f}"),
@@ -109,7 +148,12 @@ def _columns(evaluations: Sequence[Evaluation]) -> list[Column]:
     ]
     if any(e.accuracy is not None for e in evaluations):
         columns.append(("choices", lambda e, first: "" if e.accuracy is None else f"{100 * e.accuracy:.1f} %"))
-    columns += [
+    return columns
+
+
+def _cost_columns(evaluations: Sequence[Evaluation]) -> list[Column]:
+    columns: list[Column] = [
+        ("weights", lambda e, first: e.scheme),
         ("disk MB", lambda e, first: f"{e.disk_bytes / 1e6:,.1f}"),
         ("memory MB", lambda e, first: f"{e.weight_bytes / 1e6:,.1f}"),
     ]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from warpbus.errors import StorageError
@@ -21,7 +22,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(written.fileno())
         partial.replace(path)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         # torch.save reports a failed write as a RuntimeError.
         if isinstance(error, OSError | RuntimeError):
             reason = " ".join((getattr(error, "strerror", None) or str(error)).split())

@@ -55,6 +55,7 @@ def feed(state, text):
         ("stop", ("",)),
         ("stop", 5),
         ("stop", (5,)),
+        ("ignore_eos", 1),
     ],
 )
 def test_params_out_of_range_are_refused_by_name(name, value):
@@ -154,3 +155,13 @@ def test_the_seed_decides_the_random_numbers():
     assert draws(7) == draws(7)
     assert draws(7) != draws(8)
     assert draws(None) != draws(None)
+
+
+def test_stop_tokens_are_passed_by_when_they_are_ignored():
+    state = sequence(limit=4, stop_ids=(ord("x"),), ignore_eos=True)
+    feed(state, "axbcd")
+    assert (state.text, state.finish_reason) == ("axbc", "length")
+    # Stop strings still count.
+    state = sequence(stop_ids=(ord("x"),), ignore_eos=True, stop="b")
+    feed(state, "axbcd")
+    assert (state.text, state.finish_reason) == ("ax", "stop")

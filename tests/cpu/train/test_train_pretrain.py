@@ -342,7 +342,8 @@ def test_two_processes_train_as_one(blank_model: Path, tmp_path: Path, data: Pat
     expected, steps = run(blank_model, tmp_path / "one", data, valid=data)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "warpbus"]
     command += ["train", str(blank_model), str(tmp_path / "two"), "--data", str(data), "--valid", str(data), "--json"]
-    command += "--device cpu --steps 6 --length 32 --rows 4 --rows-at-once 1 --learning-rate 5e-3 --warmup 2".split()
+    command += ["--device", "cpu", "--steps", "6", "--length", "32", "--rows", "4", "--rows-at-once", "1"]
+    command += ["--learning-rate", "5e-3", "--warmup", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert finished.returncode == 0, finished.stderr
