@@ -138,12 +138,15 @@ def _gpu(torch: Any, index: int) -> Gpu:
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether code for `arch` runs on a GPU: `sm_86` within its generation, `compute_90` (PTX) on all later ones."""
+    """Whether code for `arch` runs on a GPU: `sm_86` within its generation, `compute_90` (PTX) on all later ones, what
+    ends with "a" on that one alone."""
     kind, _, digits = arch.partition("_")
     number = digits.rstrip("af")
     if not number.isdecimal():
         return False
     built = int(number[:-1]), int(number[-1])
+    if digits.endswith("a"):
+        return built == capability
     if kind == "compute":
         return built <= capability
     return built[0] == capability[0] and built[1] <= capability[1]

@@ -83,7 +83,7 @@ class TrainingSettings:
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} is {value}: expected a number above 0")
         # AdamW moves each weight by about the learning rate: above 1, no weight would survive a step.
-        for name in ("learning_rate", "final_rate", "weight_decay"):
+        for name in ("learning_rate", "final_rate"):
             if getattr(self, name) > 1:
                 raise UsageError(f"{name} is {getattr(self, name)}: expected a number of at most 1")
         if self.dtype not in ("bfloat16", "float32"):

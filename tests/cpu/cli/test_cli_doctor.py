@@ -1,0 +1,206 @@
+"""`warpbus doctor` on machines that are not here: without a GPU, with two, with an old driver."""
+
+import ctypes
+import json
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import warpbus
+from warpbus.cli import app, doctor
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(driver="13.0", build="13.0", gpus=[(name, major, minor), ...], archs=[...])` makes one."""
+
+    def make(driver=None, build=None, gpus=(), archs=("sm_75", "sm_80", "sm_90", "compute_90"), busy=()):
+        def memory(index):
+            if index in busy:
+                raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nfor debugging ...")
+            return 70 * 10**9, 80 * 10**9
+
+        def properties(index):
+            name, major, minor = gpus[index]
+            return SimpleNamespace(
+                name=name, major=major, minor=minor, total_memory=80 * 10**9, multi_processor_count=132
+            )
+
+        monkeypatch.setattr(doctor, "_driver_version", lambda: driver)
+        monkeypatch.setattr(torch.version, "cuda", build)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(archs))
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: abs(one - other) == 1)
+        monkeypatch.setattr(doctor, "_missing", lambda distributions: [])
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+        monkeypatch.setenv("COLUMNS", "160")
+
+    return make
+
+
+def examined():
+    found = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
+    assert found.exit_code == 0
+    return json.loads(found.stdout)
+
+
+def shown():
+    found = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
+    assert found.exit_code == 0
+    return found.stdout
+
+
+def test_this_machine():
+    found = examined()
+    assert list(found) == [
+        *("warpbus", "python", "system", "cores", "memory", "disk", "torch", "driver", "gpus", "missing"),
+        *("runs", "advice"),
+    ]
+    assert found["warpbus"] == warpbus.__version__
+    assert 0 < found["memory"]["available"] <= found["memory"]["total"]
+    assert found["cores"] >= 1
+    assert found["disk"]["free"] > 0
+    assert found["torch"]["version"] == torch.__version__
+    assert set(found["runs"]) == {"chat, eval, demo", "quantize", "train"}
+    assert all(isinstance(text, str) for text in found["advice"])
+    assert found["torch"]["version"] in shown().replace("\n", "")
+
+
+def test_two_gpus(machine):
+    machine("13.0", "13.0", [("NVIDIA H100", 9, 0), ("NVIDIA H100", 9, 0)])
+    found = examined()
+    assert found["gpus"][1] == {
+        "index": 1,
+        "name": "NVIDIA H100",
+        "capability": "9.0",
+        "memory": 80 * 10**9,
+        "free": 70 * 10**9,
+        "problem": None,
+        "compiled": True,
+        "multiprocessors": 132,
+        "links": [0],
+    }
+    assert found["driver"] == {"cuda": "13.0"}
+    assert found["runs"]["quantize"] == "GPU 0 (NVIDIA H100)"
+    assert found["runs"]["train"] == "2 GPUs with --gpus 2"
+    assert found["advice"] == []
+    text = shown()
+    assert "NVIDIA H100, sm_90, 132 multiprocessors, 70.0 of 80.0 GB free, reaches GPU 1 directly" in text
+    assert "Nothing is missing." in text
+    assert "CUDA 13.0" in text
+
+
+@pytest.mark.parametrize(
+    ("driver", "build", "advice"),
+    [
+        (None, None, "No NVIDIA driver was found: everything runs on the CPU. With an NVIDIA GPU, install its driver."),
+        (None, "13.0", "No NVIDIA driver was found"),
+        ("13.0", None, "There is an NVIDIA driver, but this torch is the CPU build: install a CUDA build of torch."),
+        ("12.4", "13.0", "The driver supports CUDA 12.4, torch was built for 13.0: update the driver."),
+        ("9.2", "12.8", "The driver supports CUDA 9.2, torch was built for 12.8: update the driver."),
+        ("12.4", "12.8", "torch sees no GPU although a driver is there: look at nvidia-smi and CUDA_VISIBLE_DEVICES."),
+        ("13.0", "13.0", "torch sees no GPU although a driver is there"),
+    ],
+)
+def test_why_there_is_no_gpu(machine, driver, build, advice):
+    machine(driver, build)
+    found = examined()
+    assert found["gpus"] == []
+    assert len(found["advice"]) == 1
+    assert found["advice"][0].startswith(advice)
+    assert found["runs"]["chat, eval, demo"] == f"CPU, {found['cores']} cores, float32"
+    assert advice in shown()
+
+
+def test_gpus_that_cannot_do_everything(machine):
+    gpus = [("Tesla V100", 7, 0), ("Tesla T4", 7, 5), ("NVIDIA B200", 10, 0), ("NVIDIA H100", 9, 0)]
+    machine("13.0", "13.0", gpus, busy=[3])
+    found = examined()
+    assert [gpu["compiled"] for gpu in found["gpus"]] == [False, True, True, True]
+    assert [gpu["free"] for gpu in found["gpus"]] == [70 * 10**9] * 3 + [None]
+    assert found["advice"] == [
+        "This torch has no code for GPU 0 (Tesla V100, sm_70): install a torch build that has",
+        "GPU 1 (Tesla T4) is older than Ampere: bfloat16 is slow, use --dtype float16",
+        "GPU 3 (NVIDIA H100) cannot be used (CUDA error: all CUDA-capable devices are busy or unavailable): "
+        "see nvidia-smi",
+    ]
+    assert "unknown of 80.0 GB free" in shown()
+
+
+@pytest.mark.parametrize(
+    ("arch", "runs"),
+    [
+        ("sm_86", [(8, 6), (8, 9)]),
+        ("sm_80", [(8, 0), (8, 6), (8, 9)]),
+        ("sm_90a", [(9, 0)]),
+        ("sm_120", [(12, 0)]),
+        ("compute_89", [(8, 9), (9, 0), (10, 0), (12, 0)]),
+        ("compute_90a", [(9, 0)]),
+        ("gfx90a", []),
+        ("", []),
+    ],
+)
+def test_what_code_runs_on(arch, runs):
+    capabilities = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+    assert [capability for capability in capabilities if doctor._runs_on(arch, capability)] == runs
+
+
+def test_what_is_not_installed(machine, monkeypatch):
+    machine("13.0", "13.0", [("NVIDIA H100", 9, 0)])
+    monkeypatch.setattr(doctor, "_missing", lambda distributions: [name for name in distributions if name == "ray"])
+    assert examined()["missing"]["cluster"] == ["ray"]
+    assert examined()["advice"] == ["For several machines: pip install 'warpbus[cluster]' (missing: ray)"]
+    assert "pip install 'warpbus[cluster]'" in shown()
+    # The kernels' extra is of no use without a GPU.
+    machine()
+    monkeypatch.setattr(doctor, "_missing", lambda distributions: list(distributions))
+    assert not any("warpbus[cuda]" in text for text in examined()["advice"])
+
+
+def test_missing_distributions():
+    assert doctor._missing(("pytest", "no-such-thing-at-all")) == ["no-such-thing-at-all"]
+
+
+def test_a_full_disk(machine, monkeypatch, tmp_path):
+    machine("13.0", "13.0", [("NVIDIA H100", 9, 0)])
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 10**9))
+    place = tmp_path / "[red]disk"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    assert examined()["advice"] == [f"{place} has 5 GB free: a 6 B model in 16 bits is 13 GB."]
+    assert "[red]disk" in shown()
+
+
+def test_the_driver_is_asked_for_its_version(monkeypatch):
+    class Library:
+        def cuDriverGetVersion(self, pointer):  # noqa: N802
+            pointer._obj.value = 12040
+            return self.result
+
+    library = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    library.result = 0
+    assert doctor._driver_version() == "12.4"
+    library.result = 3
+    assert doctor._driver_version() is None
+
+    def missing(name):
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert doctor._driver_version() is None
+
+
+def test_extras_are_those_of_the_package():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for name, (_, distributions) in doctor.EXTRAS.items():
+        assert [line.split(">")[0] for line in declared[name]] == list(distributions)

@@ -1,0 +1,106 @@
+"""`warpbus train` as a person uses it."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import warpbus.dist
+from warpbus.cli import app, main
+from warpbus.errors import DeviceError, UsageError
+
+SHORT = ["--device", "cpu", "--steps", "3", "--length", "32", "--rows", "2", "--rows-at-once", "1"]
+SHORT += ["--warmup", "1", "--workers", "1"]
+
+
+@pytest.fixture
+def data(tmp_path, write_lines):
+    turns = [{"role": "user", "content": "写诗"}, {"role": "assistant", "content": "床前明月光"}]
+    return write_lines(tmp_path / "data.jsonl", *[{"messages": turns}] * 8)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["train", *[str(argument) for argument in arguments]], catch_exceptions=False)
+
+
+def test_a_model_is_trained_and_its_losses_shown(blank_model, tmp_path, data):
+    found = invoke(blank_model, tmp_path / "out", "--data", data, "--valid", data, "--valid-every", 2, *SHORT)
+    assert found.exit_code == 0
+    assert found.stdout == ""
+    assert "step 2: loss" in found.stderr
+    assert "training.png" in found.stderr.replace("\n", "")
+    assert "192 tokens in" in found.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_json_is_all_of_stdout(blank_model, tmp_path, data):
+    found = invoke(blank_model, tmp_path / "out", "--data", data, "--clip", 0.5, "--seed", 7, *SHORT, "--json")
+    assert found.exit_code == 0
+    summary = json.loads(found.stdout)
+    assert summary == json.loads((tmp_path / "out" / "training.json").read_text(encoding="utf-8"))
+    expected = {"steps": 3, "length": 32, "rows_per_step": 2, "rows_at_once": 1, "clip": 0.5, "seed": 7}
+    assert {name: summary["settings"][name] for name in expected} == expected
+    assert summary["settings"]["dtype"] == "float32"
+    assert summary["valid_loss"] is None
+
+
+def test_help_names_every_setting():
+    found = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"})
+    assert found.exit_code == 0
+    for flag in ("--data", "--valid", "--steps", "--epochs", "--length", "--rows", "--learning-rate", "--gpus"):
+        assert flag in found.stdout
+    assert "goes on where an interrupted run stopped" in found.stdout
+
+
+def test_what_cannot_be(blank_model, tmp_path, data):
+    given = [blank_model, tmp_path / "out", "--data", data, *SHORT]
+    with pytest.raises(UsageError, match="dtype is 'float16': expected bfloat16 or float32"):
+        invoke(*given, "--dtype", "float16")
+    with pytest.raises(UsageError, match="--gpus 2: this would run on the CPU"):
+        invoke(*given, "--gpus", 2)
+    with pytest.raises(UsageError, match="give auto, cpu, cuda or cuda:N"):
+        invoke(*given, "--device", "tpu")
+    assert invoke(*given, "--length", 1).exit_code == 2
+    assert invoke(*given, "--learning-rate", -1).exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_gpus_start_a_process_each(blank_model, tmp_path, data, monkeypatch):
+    started = []
+
+    def relaunch(processes, arguments):
+        started.append((processes, arguments))
+        raise SystemExit
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(warpbus.dist, "relaunch", relaunch)
+    monkeypatch.setattr(sys, "argv", ["warpbus", "train", "a", "b", "--gpus", "2"])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    invoke(blank_model, tmp_path / "out", "--data", data, "--gpus", 2)
+    assert started == [(2, ["train", "a", "b", "--gpus", "2"])]
+    with pytest.raises(DeviceError, match="--gpus 3: this machine has 2: give fewer"):
+        invoke(blank_model, tmp_path / "out", "--data", data, "--gpus", 3)
+
+
+def test_an_error_is_one_line_and_an_exit_code(blank_model, tmp_path, data, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    for arguments, code, said in (
+        ([blank_model, tmp_path / "[red]out", "--data", tmp_path / "none.jsonl"], 1, "none.jsonl: no such file"),
+        ([blank_model, blank_model, "--data", data], 2, "exists already"),
+    ):
+        words = ["warpbus", "train", *map(str, arguments), *SHORT]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as raised:
+            main()
+        assert raised.value.code == code
+        captured = capsys.readouterr()
+        errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert said in errors[0]
+        assert "Traceback" not in captured.err
+        assert captured.out == ""
+    assert os.listdir(tmp_path) == ["data.jsonl"]
