@@ -81,13 +81,12 @@ def figure(evaluations: Sequence[Evaluation]) -> Figure:
     """What was lost in quality, and what was gained in size and speed, one bar a model."""
     # A dollar sign would begin a formula.
     names = [evaluation.name.replace("$", r"\$") for evaluation in evaluations]
-    panels: list[tuple[str, list[float], str]] = [
-        ("perplexity", [e.perplexity for e in evaluations], "{:.2f}"),
-        ("divergence from the original (nats a token)", [e.divergence for e in evaluations], "{:.4f}"),
-        ("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:.1f}"),
-    ]
+    panels: list[tuple[str, list[float], str]] = [("perplexity", [e.perplexity for e in evaluations], "{:.2f}")]
+    if len(evaluations) > 1:
+        panels.append(("divergence from the first (nats a token)", [e.divergence for e in evaluations], "{:.4f}"))
     if all(e.accuracy is not None for e in evaluations):
-        panels.insert(2, ("right choices (%)", [100 * (e.accuracy or 0.0) for e in evaluations], "{:.1f}"))
+        panels.append(("right choices (%)", [100 * (e.accuracy or 0.0) for e in evaluations], "{:.1f}"))
+    panels.append(("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:.1f}"))
     if all(e.tokens_per_second is not None for e in evaluations):
         panels.append(("decoding (tokens/s)", [e.tokens_per_second or 0.0 for e in evaluations], "{:.0f}"))
     rows = -(-len(panels) // 2)
@@ -140,12 +139,13 @@ def _columns(evaluations: Sequence[Evaluation]) -> list[Column]:
 
 
 def _quality_columns(evaluations: Sequence[Evaluation]) -> list[Column]:
-    columns: list[Column] = [
-        ("perplexity", lambda e, first: f"{e.perplexity:.3f}"),
-        ("change", lambda e, first: "" if e is first else f"{100 * (e.perplexity / first.perplexity - 1):+.2f} %"),
-        ("KL", lambda e, first: "" if e is first else f"{e.divergence:.4f}"),
-        ("agrees", lambda e, first: "" if e is first else f"{100 * e.agreement:.1f} %"),
-    ]
+    columns: list[Column] = [("perplexity", lambda e, first: f"{e.perplexity:.3f}")]
+    if len(evaluations) > 1:
+        columns += [
+            ("change", lambda e, first: "" if e is first else f"{100 * (e.perplexity / first.perplexity - 1):+.2f} %"),
+            ("KL", lambda e, first: "" if e is first else f"{e.divergence:.4f}"),
+            ("agrees", lambda e, first: "" if e is first else f"{100 * e.agreement:.1f} %"),
+        ]
     if any(e.accuracy is not None for e in evaluations):
         columns.append(("choices", lambda e, first: "" if e.accuracy is None else f"{100 * e.accuracy:.1f} %"))
     return columns

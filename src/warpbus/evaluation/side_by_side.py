@@ -114,16 +114,18 @@ def evaluate(
             raise DataError(f"{questions}: questions are conversations, but {first_name} has no chat template")
         asked = read_questions(questions, limit)
     loaded: dict[str, Decoder] = {}
-    for name, checkpoint in checkpoints.items():
-        progress("loading", len(loaded), len(models))
+    for index, (name, checkpoint) in enumerate(checkpoints.items()):
+        progress("loading", index, len(models))
         chosen = dtype or default_dtype(device, checkpoint_dtype(checkpoint))
         loaded[name] = load_model(checkpoint, device=device, dtype=chosen)
+        progress("loading", index + 1, len(models))
     scores = score(loaded, documents, lambda done, total: progress("perplexity and divergence", done, total))
     accuracies: dict[str, float | None] = dict.fromkeys(loaded)
     if template is not None and asked:
         for index, (name, model) in enumerate(loaded.items()):
             progress("choices", index, len(loaded))
             accuracies[name] = choice_accuracy(model, template, asked)
+            progress("choices", index + 1, len(loaded))
     weights = {name: _weight_bytes(model) for name, model in loaded.items()}
     loaded.clear()
     evaluations = []
@@ -133,6 +135,7 @@ def evaluate(
             progress("speed", index, len(models))
             spelled = "auto" if dtype is None else str(dtype).removeprefix("torch.")
             speeds = measure_speed(path, device=str(device), dtype=spelled)
+            progress("speed", index + 1, len(models))
         scheme = read_scheme(checkpoints[name].config)
         result = scores[name]
         evaluations.append(
@@ -151,7 +154,6 @@ def evaluate(
                 peak_bytes=None if speeds is None else speeds.peak_bytes,
             )
         )
-    progress("done", 1, 1)
     return evaluations
 
 

@@ -118,5 +118,5 @@ def test_nothing_to_predict(models: dict[str, Decoder]) -> None:
 def test_a_broken_model_is_named(models: dict[str, Decoder], make_model, tmp_path: Path) -> None:
     broken = load_model(Checkpoint(make_model(tmp_path / "broken")), device=CPU, dtype=torch.float32)
     broken.final_norm.weight.data.fill_(float("nan"))
-    with pytest.raises(NumericError, match="^broken: its scores are NaN or infinite"):
+    with pytest.raises(NumericError, match=r"^broken: its scores are NaN or infinite"):
         score({**models, "broken": broken}, random_documents(3, 9))

@@ -35,7 +35,7 @@ def test_the_peak_is_not_that_of_the_process_that_asks(tmp_path: Path) -> None:
 
 
 def test_a_failure_says_what_the_process_said(tmp_path: Path) -> None:
-    with pytest.raises(WarpbusError, match="the speed could not be measured: .*there is no such directory") as raised:
+    with pytest.raises(WarpbusError, match=r"the speed could not be measured: .*there is no such directory") as raised:
         measure_speed(tmp_path / "none", device="cpu")
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith(str(tmp_path / "none"))
