@@ -23,7 +23,7 @@ def draw_curve(log: Sequence[dict[str, float]], path: Path) -> None:
     if validated:
         above.plot(*zip(*validated, strict=True), color="C1", marker="o", markersize=3, label="validation")
         last = validated[-1][1]
-        above.annotate(f"{last:.3f}", (validated[-1][0], last), textcoords="offset points", xytext=(4, 6))
+        above.annotate(f"{last:.3f}", (validated[-1][0], last), textcoords="offset points", xytext=(0, 6), ha="right")
     above.set_ylabel("loss (nats a token)")
     above.set_ylim(top=min(max(losses), 1.3 * losses[len(losses) // 20]) if losses else None)
     above.grid(alpha=0.3)
