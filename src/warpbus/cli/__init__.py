@@ -3,6 +3,7 @@
 The files import torch and the rooms they use inside their functions, so that `warpbus --help` is instant.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -48,6 +49,9 @@ def command(
 
 def main() -> None:
     """Run the command; a `WarpbusError` becomes one line on stderr and its exit code."""
+    # torch's CPU threads spin while they wait for each other. Where anything else runs on the cores, or they are
+    # virtual, that makes small operations ten times slower. libgomp reads this when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app(prog_name="warpbus")
     except WarpbusError as error:

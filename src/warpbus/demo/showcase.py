@@ -14,8 +14,8 @@ from warpbus.quantization import quantize
 RECIPES = (("rtn", "w4a16-g128"), ("gptq", "w4a16-g128"), ("rtn", "w3a16-g128"), ("gptq", "w3a16-g128"))
 BEST = "w4a16-g128-gptq"
 ORIGINAL = "original"
-CALIBRATION_SAMPLES = 384
-DOCUMENTS = 250
+CALIBRATION_SAMPLES = 256
+DOCUMENTS = 100
 
 Progress = Callable[[str, int, int], None]
 

@@ -91,6 +91,7 @@ def quantize(
     if algorithm == "gptq" and calibration is not None:
         data = _read_data(plan, Path(calibration), samples, min(seqlen, plan.config.max_context), seed)
     if place.type == "cuda":
+        torch.cuda.init()  # the statistics exist from then on
         torch.cuda.reset_peak_memory_stats(place)
     shard = min(max(plan.largest_unit // 4, _SMALLEST_SHARD), _LARGEST_SHARD)
     with CheckpointWriter(output, shard_bytes=shard, overwrite=overwrite, expected_bytes=plan.bytes_after) as writer:

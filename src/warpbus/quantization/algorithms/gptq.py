@@ -10,7 +10,20 @@ from torch import Tensor
 
 from warpbus.errors import NumericError
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms.grid import Grid, check_scales, check_weight, fit, nearest, search, slices
+from warpbus.quantization.algorithms.descent import descend
+from warpbus.quantization.algorithms.grid import (
+    Grid,
+    check_scales,
+    check_weight,
+    column_threads,
+    fit,
+    nearest,
+    search,
+    slices,
+)
+
+# Sweeps of coordinate descent after the columns are rounded: on glm-poet more of them gain little.
+SWEEPS = 3
 
 # Columns whose errors are gathered before they are carried over to all columns that follow.
 BLOCK = 128
@@ -25,6 +38,7 @@ def gptq(
     damping: float = 0.01,
     activation_order: bool = True,
     clip_search: bool = True,
+    sweeps: int = SWEEPS,
     name: str = "weight",
 ) -> QTensor:
     """Quantize a matrix for the inputs that it is going to meet.
@@ -38,6 +52,7 @@ def gptq(
         damping: this share of the mean diagonal is added to the diagonal.
         activation_order: columns with the largest diagonal first; otherwise as they stand.
         clip_search: choose each group's range by its error, weighted by the diagonal; otherwise the full range.
+        sweeps: of coordinate descent afterwards (see `descent`); 0 leaves the result of GPTQ.
         name: the matrix, for messages.
 
     Returns:
@@ -53,17 +68,22 @@ def gptq(
     hessian, diagonal = _damped(hessian, damping, name)
     importance = diagonal.unflatten(0, (count, -1)) if clip_search else None
     grid = _choose_grid(weight, scheme, scale_dtype, count, importance)
-    scales = grid.scales.to(scale_dtype)
-    check_scales(scales, name)
+    check_scales(grid.scales.to(scale_dtype), name)
     order = torch.argsort(diagonal, descending=True, stable=True) if activation_order else torch.arange(columns)
     order = order.to(weight.device)
     hessian = hessian[order][:, order]
     factor = _inverse_factor(hessian, name)
-    del hessian
-    codes = torch.empty(columns, weight.shape[0], dtype=torch.uint8, device=weight.device)
-    codes[order] = _round_columns(weight.float().T[order], factor, grid, (order // (columns // count)).tolist(), scheme)
+    groups = order // (columns // count)
+    turned = weight.float().T[order]
+    with column_threads(turned, BLOCK):
+        ordered = _round_columns(turned.clone(), factor, grid, groups.tolist(), scheme)
+        del factor
+        if sweeps:
+            ordered, grid = descend(turned, hessian, ordered, grid, groups, scheme, scale_dtype, sweeps)
+    codes = torch.empty_like(ordered)
+    codes[order] = ordered
     zeros = None if scheme.symmetric else grid.zeros
-    return QTensor.from_codes(scheme, codes.T.contiguous(), scales, zeros)
+    return QTensor.from_codes(scheme, codes.T.contiguous(), grid.scales.to(scale_dtype), zeros)
 
 
 def _damped(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:

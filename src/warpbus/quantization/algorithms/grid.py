@@ -8,6 +8,7 @@ costs the reader nothing.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from warpbus.qtensor import Scheme
 # Matrices are worked on in slices of rows of about so many weights: enough to keep the device busy, while what is held
 # in float32 at a time stays small (a GPU spends most of a small operation on launching it).
 SLICE_WEIGHTS = {"cpu": 2**18, "cuda": 2**25}
+
+# Blocks of columns with fewer weights than that are worked on in one thread.
+SINGLE_THREAD_WEIGHTS = 2**20
 
 # Shares of the full range that `search` tries, then those about the best of them. Beyond 1 for the sign that `fit`
 # does not choose: its shorter side has to reach the extreme.
@@ -91,6 +95,24 @@ def search(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype, importance:
     for step in FINE_STEPS:
         attempt(factor + step * factor.sign())
     return best
+
+
+@contextmanager
+def column_threads(columns: Tensor, block: int) -> Iterator[None]:
+    """Within it, a loop over the columns `[in, out]` of a small matrix on the CPU runs in one thread.
+
+    Its thousands of tiny operations gain nothing from a second thread, and where something else keeps a core busy,
+    each of them would wait until that thread is scheduled: minutes instead of seconds.
+    """
+    threads = torch.get_num_threads()
+    small = columns.device.type == "cpu" and columns.shape[1] * block < SINGLE_THREAD_WEIGHTS
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if small:
+            torch.set_num_threads(threads)
 
 
 def slices(weight: Tensor) -> Iterator[slice]:
