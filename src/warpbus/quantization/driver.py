@@ -1,5 +1,6 @@
 """`quantize`: a checkpoint in, a quantized checkpoint out, one layer in memory at a time."""
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,20 +9,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import warpbus
 from warpbus.cuda.devices import default_dtype, resolve_device
-from warpbus.errors import CheckpointError, DeviceError, UsageError
-from warpbus.formats import CheckpointWriter, quantization_config, to_tensors
-from warpbus.models import load_layer, tensor_map
+from warpbus.errors import CheckpointError, DeviceError, UsageError, WarpbusError
+from warpbus.formats import Checkpoint, CheckpointWriter, from_tensors, quantization_config, to_tensors
+from warpbus.models import DecoderLayer, load_layer, tensor_map
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import gptq, rtn
 from warpbus.quantization.calibration import Calibration, read_calibration
 from warpbus.quantization.hessian import Hessian
-from warpbus.quantization.layerwise import embed, quantize_layer
+from warpbus.quantization.layerwise import States, embed, pass_through, quantize_layer
 from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.preflight import REPORT_NAME, Matrix, Plan, prepare
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
+from warpbus.quantization.resume import FinishedLayers
 
 ALGORITHMS = ("gptq", "rtn")
 
@@ -53,7 +56,8 @@ def quantize(
     """Quantize the linear layers of a model and write it in the format `pack-quantized` of compressed-tensors.
 
     Embedding, head, norms and biases are copied as they are; tensors keep their names. The output directory is there
-    complete or not at all. The same arguments give the same result on the same device.
+    complete or not at all. The same arguments give the same result on the same device. Layers that gptq has finished
+    are kept in `OUTPUT.quantization` until the model is complete: after an interruption, the same call goes on there.
 
     Args:
         model: a model directory, not quantized.
@@ -94,18 +98,26 @@ def quantize(
         torch.cuda.init()  # the statistics exist from then on
         torch.cuda.reset_peak_memory_stats(place)
     shard = min(max(plan.largest_unit // 4, _SMALLEST_SHARD), _LARGEST_SHARD)
-    with CheckpointWriter(output, shard_bytes=shard, overwrite=overwrite, expected_bytes=plan.bytes_after) as writer:
+    # Finished layers are on the disk twice until the model is complete.
+    needed = plan.bytes_after + (plan.bytes_quantized if data else 0)
+    with CheckpointWriter(output, shard_bytes=shard, overwrite=overwrite, expected_bytes=needed) as writer:
         run = _Run(plan, writer, place, damping, progress)
         run.copy()
+        finished = None
         try:
             if data is None:
                 run.round_to_nearest()
             else:
-                run.calibrate(data)
+                finished = FinishedLayers(Path(output), _identity(plan, data, place, damping))
+                run.calibrate(data, finished)
         except torch.OutOfMemoryError as error:
             raise DeviceError(
                 f"{place}: out of memory: use fewer --samples or a shorter --seqlen, a larger GPU, or --device cpu"
             ) from error
+        except WarpbusError:
+            if finished is not None:
+                finished.remove()
+            raise
         settings = {"calibration": str(calibration), "samples": samples, "seqlen": seqlen, "seed": seed}
         report = Report(
             model=str(model),
@@ -118,6 +130,7 @@ def quantize(
             layers=tuple(run.results),
             bytes_before=plan.checkpoint.total_bytes,
             bytes_after=run.written,
+            resumed_layers=run.resumed,
             seconds=time.perf_counter() - started,
             peak_memory=peak_memory(),
             peak_gpu_memory=torch.cuda.max_memory_allocated(place) if place.type == "cuda" else None,
@@ -125,6 +138,8 @@ def quantize(
         )
         writer.write_json(REPORT_NAME, report.to_json())
         writer.finish()
+    if finished is not None:
+        finished.remove()
     return report
 
 
@@ -139,6 +154,7 @@ class _Run:
     progress: Progress | None
     results: list[LayerResult] = field(default_factory=list)
     written: int = 0
+    resumed: int = 0
 
     def copy(self) -> None:
         """What stays as it is, and the configuration."""
@@ -163,8 +179,8 @@ class _Run:
                 self._write_quantized(source, quantized)
             self._finished(matrix, relative(lost, total), started)
 
-    def calibrate(self, data: Calibration) -> None:
-        """Layer after layer, each on what the quantized layers before it give."""
+    def calibrate(self, data: Calibration, finished: FinishedLayers) -> None:
+        """Layer after layer, each on what the quantized layers before it give; those finished before are read."""
         plan, checkpoint = self.plan, self.plan.checkpoint
         dtype = default_dtype(self.device, plan.scale_dtype)
         batches = list(data.batches(_BATCH_TOKENS[self.device.type]))
@@ -172,20 +188,48 @@ class _Run:
         states = embed(batches, table, plan.config, self.device, dtype)
         del table
         for index in range(plan.config.num_layers):
-            matrices = plan.layer(index)
             layer = load_layer(checkpoint, plan.config, index, device=self.device, dtype=dtype)
+            kept = finished.load(index)
+            if kept is not None:
+                self._restore(index, layer, *kept)
+                pass_through(layer, index, states)
+            else:
+                tensors, results = self._quantize_layer(index, layer, states)
+                finished.save(index, tensors, results)
+
+    def _quantize_layer(
+        self, index: int, layer: DecoderLayer, states: list[States]
+    ) -> tuple[dict[str, Tensor], list[LayerResult]]:
+        """Quantize a layer and move the states past it; gives what was written and how it went."""
+        matrices = self.plan.layer(index)
+        tensors: dict[str, Tensor] = {}
+        started = time.perf_counter()
+
+        def solve(linear: str, module: nn.Linear, hessian: Hessian) -> None:
+            nonlocal started
+            error, stored = self._solve(matrices[linear], module, hessian)
+            tensors.update(stored)
+            self._finished(matrices[linear], error, started)
             started = time.perf_counter()
 
-            def solve(linear: str, module: nn.Linear, hessian: Hessian, matrices: dict[str, Matrix] = matrices) -> None:
-                nonlocal started
-                error = self._solve(matrices[linear], module, hessian)
-                self._finished(matrices[linear], error, started)
-                started = time.perf_counter()
+        quantize_layer(layer, index, states, solve, f"layers.{index}")
+        return tensors, self.results[-len(matrices) :]
 
-            quantize_layer(layer, index, states, solve, f"layers.{index}")
+    def _restore(self, index: int, layer: DecoderLayer, kept: Checkpoint, results: list[LayerResult]) -> None:
+        """Take a layer from an earlier run."""
+        for matrix in self.plan.layer(index).values():
+            prefixes = [source.removesuffix(".weight") for source in matrix.sources]
+            parts = [from_tensors(kept, prefix, self.plan.scheme).to(self.device) for prefix in prefixes]
+            weight = layer.get_submodule(matrix.linear).get_parameter("weight").data
+            weight.copy_(QTensor.concatenate(parts).dequantize(weight.dtype))
+        for name in kept.names():
+            self._write(name, kept.tensor(name).clone())
+        for result in results:
+            self._record(result)
+        self.resumed += 1
 
-    def _solve(self, matrix: Matrix, module: nn.Linear, hessian: Hessian) -> float:
-        """Quantize a matrix and put what it now is into the module; gives its relative error."""
+    def _solve(self, matrix: Matrix, module: nn.Linear, hessian: Hessian) -> tuple[float, dict[str, Tensor]]:
+        """Quantize a matrix and put what it now is into the module; gives its relative error and what was written."""
         plan, moments, weight = self.plan, hessian.matrix(), module.weight.data
         quantized = gptq(
             weight, moments, plan.scheme, scale_dtype=plan.scale_dtype, damping=self.damping, name=matrix.name
@@ -193,20 +237,26 @@ class _Run:
         error = relative(*squared_loss(weight, quantized, moments))
         weight.copy_(quantized.dequantize(weight.dtype))
         start = 0
+        stored: dict[str, Tensor] = {}
         for source, rows in zip(matrix.sources, matrix.rows, strict=True):
-            self._write_quantized(source, quantized.rows(start, start + rows))
+            stored |= self._write_quantized(source, quantized.rows(start, start + rows))
             start += rows
-        return error
+        return error, stored
 
     def _finished(self, matrix: Matrix, error: float, started: float) -> None:
         seconds = time.perf_counter() - started
-        self.results.append(LayerResult(matrix.layer, matrix.linear, str(self.plan.scheme), error, seconds))
-        if self.progress is not None:
-            self.progress(len(self.results), len(self.plan.matrices), matrix.name)
+        self._record(LayerResult(matrix.layer, matrix.linear, str(self.plan.scheme), error, seconds))
 
-    def _write_quantized(self, source: str, weight: QTensor) -> None:
-        for name, tensor in to_tensors(source.removesuffix(".weight"), weight).items():
+    def _record(self, result: LayerResult) -> None:
+        self.results.append(result)
+        if self.progress is not None:
+            self.progress(len(self.results), len(self.plan.matrices), f"layers.{result.layer}.{result.linear}")
+
+    def _write_quantized(self, source: str, weight: QTensor) -> dict[str, Tensor]:
+        tensors = to_tensors(source.removesuffix(".weight"), weight)
+        for name, tensor in tensors.items():
             self._write(name, tensor)
+        return tensors
 
     def _write(self, name: str, tensor: Tensor) -> None:
         self.writer.add(name, tensor)
@@ -240,3 +290,18 @@ def _read_data(plan: Plan, path: Path, samples: int, seqlen: int, seed: int) -> 
             "check that the tokenizer belongs to this model"
         )
     return data
+
+
+def _identity(plan: Plan, data: Calibration, device: torch.device, damping: float) -> dict[str, object]:
+    """All that decides the result of a calibrated run."""
+    files = sorted(file for file in plan.checkpoint.directory.iterdir() if file.suffix in (".safetensors", ".bin"))
+    return {
+        "model": str(plan.checkpoint.directory.resolve()),
+        "weights": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+        "config": plan.checkpoint.config,
+        "scheme": str(plan.scheme),
+        "damping": damping,
+        "tokens": hashlib.sha256(repr(data.sequences).encode()).hexdigest(),
+        "device": device.type,
+        "versions": [warpbus.__version__, torch.__version__],
+    }

@@ -100,6 +100,14 @@ def quantize_layer(layer: DecoderLayer, index: int, states: Sequence[States], so
         state.x = state.x + layer.mlp_output_norm(mlp(layer.mlp_norm(state.x)))
 
 
+@torch.no_grad()
+def pass_through(layer: DecoderLayer, index: int, states: Sequence[States]) -> None:
+    """Move the states past a layer that is quantized already."""
+    context = CausalAttention()
+    for state in states:
+        state.x = layer(state.x, index, state.positions, state.angles, context)
+
+
 @contextmanager
 def _left_out(module: nn.Module, name: str) -> Iterator[None]:
     """Within it, `module` gives what would enter its part `name`."""

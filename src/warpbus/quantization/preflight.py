@@ -67,6 +67,7 @@ class Plan:
         companions: the files that come along.
         unquantized: the linear layers that stay as they are, by the names that the checkpoint has for them.
         scale_dtype: of the quantized matrices' scales: that of the weights.
+        bytes_quantized: of the quantized matrices.
         bytes_after: of all files that are going to be written, to a few kilobytes.
         largest_unit: bytes of the largest of what is held at a time: a layer, the embedding, or the head.
     """
@@ -79,6 +80,7 @@ class Plan:
     companions: tuple[Path, ...]
     unquantized: tuple[str, ...]
     scale_dtype: torch.dtype
+    bytes_quantized: int
     bytes_after: int
     largest_unit: int
 
@@ -131,6 +133,7 @@ def prepare(model: Path, output: Path, scheme: Scheme) -> Plan:
         companions=companions,
         unquantized=(head.removesuffix(".weight"),),
         scale_dtype=scale_dtype,
+        bytes_quantized=int(weights),
         bytes_after=int(weights) + sum(kept) + sum(file.stat().st_size for file in companions),
         largest_unit=max(layers + kept),
     )

@@ -52,7 +52,8 @@ class Report:
         device: what it ran on.
         layers: a row for each matrix, in the order of the computation.
         bytes_before, bytes_after: of all tensors.
-        seconds: in all.
+        resumed_layers: decoder layers that an earlier run, which was cut off, had finished.
+        seconds: in all, this run.
         peak_memory: the greatest resident size of the process, in bytes.
         peak_gpu_memory: the greatest size that torch allocated on the GPU, in bytes; `None` on the CPU.
         versions: of what the result may depend on.
@@ -68,6 +69,7 @@ class Report:
     layers: tuple[LayerResult, ...]
     bytes_before: int
     bytes_after: int
+    resumed_layers: int
     seconds: float
     peak_memory: int
     peak_gpu_memory: int | None
@@ -98,10 +100,11 @@ class Report:
 
     def summary(self) -> str:
         """One line: size, time and memory."""
+        resumed = f", going on after layer {self.resumed_layers - 1}" if self.resumed_layers else ""
         gpu = "" if self.peak_gpu_memory is None else f", {self.peak_gpu_memory / 1e9:.2f} GB on the GPU"
         return (
             f"{self.output}: {self.bytes_before / 1e6:,.1f} MB -> {self.bytes_after / 1e6:,.1f} MB "
-            f"in {self.seconds:.1f} s on {self.device}, peak memory {self.peak_memory / 1e9:.2f} GB{gpu}"
+            f"in {self.seconds:.1f} s on {self.device}{resumed}, peak memory {self.peak_memory / 1e9:.2f} GB{gpu}"
         )
 
     def draw(self, path: Path) -> None:

@@ -1,8 +1,8 @@
 """Finished layers, kept next to the output until the model is complete, so that a run that was cut off can go on.
 
-`OUTPUT.quantization/` holds `run.json`, which says what decides the result, and a small checkpoint for each finished
-layer. Each appears whole or not at all, since `CheckpointWriter` writes it. What was kept for another run, or for
-other settings, is removed.
+`OUTPUT.quantization/` holds `run.json`, which says by a hash what decides the result, and a small checkpoint for each
+finished layer. Each appears whole or not at all, since `CheckpointWriter` writes it. What was kept for other settings
+is removed.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from warpbus.quantization.report import LayerResult
 _RUN, _RESULTS = "run.json", "results.json"
 
 
-class Progressed:
+class FinishedLayers:
     """What a run has finished so far.
 
     Args:
@@ -30,7 +30,7 @@ class Progressed:
         identity: all that decides the result; what was kept for another identity is removed.
 
     Raises:
-        StorageError: if the directory cannot be written.
+        StorageError: if the directory cannot be written, or is there and not a directory of this kind.
     """
 
     def __init__(self, output: Path, identity: Mapping[str, Any]) -> None:
@@ -38,10 +38,13 @@ class Progressed:
         self.directory = resolved.with_name(f"{resolved.name}.quantization")
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         try:
-            if not self._is_of(digest):
-                self.remove()
+            if self.directory.exists() and self._kept_for() != digest:
+                self._discard()
+            if not self.directory.exists():
                 self.directory.mkdir(parents=True)
                 (self.directory / _RUN).write_text(json.dumps({"identity": digest}), encoding="utf-8")
+        except StorageError:
+            raise
         except OSError as error:
             raise StorageError(f"{self.directory}: cannot be written: {error.strerror or error}") from error
 
@@ -75,8 +78,18 @@ class Progressed:
     def _layer(self, index: int) -> Path:
         return self.directory / f"layer-{index:05}"
 
-    def _is_of(self, digest: str) -> bool:
+    def _kept_for(self) -> str | None:
+        """The hash that the directory belongs to; `None` if it is none of ours."""
         try:
-            return json.loads((self.directory / _RUN).read_text(encoding="utf-8"))["identity"] == digest
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+            found = json.loads((self.directory / _RUN).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found.get("identity") if isinstance(found, dict) else None
+
+    def _discard(self) -> None:
+        if self._kept_for() is None and any(self.directory.iterdir()):
+            raise StorageError(
+                f"{self.directory}: is in the way of the finished layers, and holds something else: "
+                "move it, or name another output"
+            )
+        self.remove()

@@ -28,6 +28,7 @@ def make_report(algorithm="gptq"):
         ),
         bytes_before=40_000_000,
         bytes_after=12_000_000,
+        resumed_layers=0,
         seconds=6.5,
         peak_memory=500_000_000,
         peak_gpu_memory=None,
