@@ -34,7 +34,7 @@ class Speed:
     device: str
 
 
-def measure_speed(model: Path, *, device: str = "auto", dtype: str = "auto", tokens: int = 64) -> Speed:
+def measure_speed(model: Path, *, device: str = "auto", dtype: str = "auto", tokens: int = 32) -> Speed:
     """Generate `tokens` tokens, at least 2, in a fresh process.
 
     Raises:

@@ -57,9 +57,13 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
         values = (packed.unsqueeze(-1) >> shifts) & mask
         return values.flatten(-2)[..., :count].to(torch.uint8)
-    position = torch.arange(count, device=packed.device) * bits
-    word, shift = position // 32, position % 32
-    unsigned = packed.to(torch.int64) & 0xFFFFFFFF
-    following = torch.nn.functional.pad(unsigned, (0, 1))[..., 1:]
-    pairs = unsigned | (following << 32)
-    return ((pairs[..., word] >> shift) & mask).to(torch.uint8)
+    # Eight values fill `bits` bytes: gather these into one integer and cut it up.
+    chunks = -(-count // 8)
+    stream = packed.contiguous().view(torch.uint8)
+    padded = torch.nn.functional.pad(stream, (0, max(0, chunks * bits - stream.shape[-1])))
+    wide = torch.int32 if bits < 4 else torch.int64
+    chunk_bytes = padded[..., : chunks * bits].unflatten(-1, (chunks, bits)).to(wide)
+    byte_shifts = torch.arange(0, 8 * bits, 8, dtype=wide, device=packed.device)
+    joined = (chunk_bytes << byte_shifts).sum(-1, keepdim=True, dtype=wide)
+    shifts = torch.arange(0, 8 * bits, bits, dtype=wide, device=packed.device)
+    return ((joined >> shifts) & mask).flatten(-2)[..., :count].to(torch.uint8)
