@@ -23,7 +23,7 @@ TESTED_TORCH = "2.13.0"
 
 
 def main(extras: list[str]) -> int:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - this file has to say so before anything is installed
         return _fail(f"Python 3.11 or later is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 demo")
     if not PYTHON.exists():
         _say("creating .venv")

@@ -1,7 +1,6 @@
 """Classical Chinese verse: what form a poem has, and whether a text keeps to a form."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A poem's form by (characters in a verse, number of verses).
@@ -64,13 +63,13 @@ def _is_han(character: str) -> bool:
 
 def read_poem(record: dict[str, object]) -> Poem | None:
     """A poem from a record of the data set, or `None` where characters are lost or notes stand among the verses."""
-    couplets = record["lines"]
-    if not isinstance(couplets, Sequence) or not couplets:
+    couplets = record.get("lines")
+    if not isinstance(couplets, list) or not couplets:
         return None
     lines = tuple(str(line).strip() for line in couplets)
-    title = re.sub(r"[（(［〔\[].*", "", str(record["title"])).strip()
+    title = re.sub(r"[（(［〔\[].*", "", str(record.get("title", ""))).strip()
     title = re.sub(r"\s+", " ", title)
     marks = set("".join(lines)) - set("，。？！；：、")
     if not title or len(title) > 40 or not all(_is_han(character) for character in marks):
         return None
-    return Poem(str(record["dynasty"]), str(record["author"]), title, lines)
+    return Poem(str(record.get("dynasty", "")), str(record.get("author", "")), title, lines)

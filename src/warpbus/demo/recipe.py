@@ -9,10 +9,12 @@ import argparse
 import json
 import lzma
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from warpbus.demo.poems import Poem, read_poem
+from warpbus.errors import DataError, UsageError, WarpbusError
 from warpbus.models.tokenizers.training import train_sentencepiece
 
 SPECIALS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
@@ -120,11 +122,14 @@ def converse(poem: Poem, rng: random.Random, other: Poem) -> Conversation:
 
 def read_poems(path: Path) -> Iterator[Poem]:
     """The usable poems of an xz-compressed JSONL file."""
-    with lzma.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            poem = read_poem(json.loads(line))
-            if poem is not None:
-                yield poem
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                poem = read_poem(json.loads(line))
+                if poem is not None:
+                    yield poem
+    except (OSError, lzma.LZMAError, EOFError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}): expected xz-compressed JSON, one poem a line") from None
 
 
 def special_id(name: str) -> int:
@@ -241,6 +246,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="use this many poems only, to try the recipe")
     options = parser.parse_args()
 
+    if options.output.exists():
+        raise UsageError(f"--output {options.output}: exists already: choose another directory or remove it")
     poems = list(read_poems(options.train))[: options.limit]
     held_out = list(read_poems(options.valid))
     _write_model(options.output / "model", poems, options.vocab_size)
@@ -265,4 +272,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except WarpbusError as error:
+        sys.exit(f"error: {error}")
