@@ -117,9 +117,10 @@ def largest_unit(checkpoint: Checkpoint) -> int:
 def gptq_bytes(config: ModelConfig) -> int:
     """What gptq holds on the CPU besides the checkpoint's tensors, in float32.
 
-    A layer; the states of all calibration tokens and their attention's outputs; for the widest matrix its moments and
-    four matrices made of them; for the largest one, itself in columns, codes and what they are packed in; for a batch
-    of tokens what the MLP makes of it.
+    A layer, and a copy of it; the states of all calibration tokens and their attention's outputs, in the quantized and
+    in the unquantized model; for the widest matrix its moments, its drift and four matrices made of them; for the
+    largest one, what it aims at, its columns, and twice more what coordinate descent makes of them; for a batch of
+    tokens what the MLP makes of it.
     """
     hidden, ffn = config.hidden_size, config.ffn_size
     qkv, attended = sum(config.qkv_rows), config.qkv_rows[0]
@@ -128,7 +129,7 @@ def gptq_bytes(config: ModelConfig) -> int:
     widest = max(hidden, attended, ffn)
     largest = 2 * hidden * ffn
     batch = 2048 * 5 * ffn
-    return 4 * (layer + states + 5 * widest**2 + 3 * largest + batch)
+    return 4 * (2 * layer + 2 * states + 6 * widest**2 + 4 * largest + batch)
 
 
 def main() -> None:

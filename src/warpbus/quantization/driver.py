@@ -1,5 +1,6 @@
 """`quantize`: a checkpoint in, a quantized checkpoint out, one layer in memory at a time."""
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from warpbus.models import DecoderLayer, load_layer, tensor_map
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms import gptq, rtn
+from warpbus.quantization.algorithms import aim, gptq, rtn
+from warpbus.quantization.algorithms.grid import check_weight
 from warpbus.quantization.calibration import Calibration, read_calibration
 from warpbus.quantization.hessian import Hessian
 from warpbus.quantization.layerwise import States, embed, pass_through, quantize_layer
@@ -191,8 +193,9 @@ class _Run:
             layer = load_layer(checkpoint, plan.config, index, device=self.device, dtype=dtype)
             kept = finished.load(index)
             if kept is not None:
+                unquantized = copy.deepcopy(layer)
                 self._restore(index, layer, *kept)
-                pass_through(layer, index, states)
+                pass_through(layer, unquantized, index, states)
             else:
                 tensors, results = self._quantize_layer(index, layer, states)
                 finished.save(index, tensors, results)
@@ -230,11 +233,13 @@ class _Run:
 
     def _solve(self, matrix: Matrix, module: nn.Linear, hessian: Hessian) -> tuple[float, dict[str, Tensor]]:
         """Quantize a matrix and put what it now is into the module; gives its relative error and what was written."""
-        plan, moments, weight = self.plan, hessian.matrix(), module.weight.data
+        plan, moments, weight = self.plan, hessian.moments(), module.weight.data
+        check_weight(weight, matrix.name)
+        aimed = aim(weight, moments, hessian.drift(), damping=self.damping, name=matrix.name)
         quantized = gptq(
-            weight, moments, plan.scheme, scale_dtype=plan.scale_dtype, damping=self.damping, name=matrix.name
+            aimed, moments, plan.scheme, scale_dtype=plan.scale_dtype, damping=self.damping, name=matrix.name
         )
-        error = relative(*squared_loss(weight, quantized, moments))
+        error = relative(*squared_loss(aimed, quantized, moments))
         weight.copy_(quantized.dequantize(weight.dtype))
         start = 0
         stored: dict[str, Tensor] = {}

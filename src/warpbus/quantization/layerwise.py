@@ -1,9 +1,11 @@
 """One decoder layer quantized for the inputs it meets, and those inputs carried on to the next.
 
 True sequential order (as in GPTQ's code for LLaMA): a linear layer is calibrated on what the layers before it give
-once they are quantized, those of the same block included.
+once they are quantized, those of the same block included. The unquantized model runs alongside, so that a layer can
+make up for what the inputs have become.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ class States:
 
     Attributes:
         x: what enters the next layer, `[batch, tokens, hidden]`.
+        original: what enters it in the unquantized model.
         real: bool `[batch, tokens]`, false where there is padding. Padding is on the right, so causal attention
             keeps it from what is real; it only has to be left out of the moments.
         positions: int64 `[batch, tokens]`.
@@ -33,6 +36,7 @@ class States:
     """
 
     x: Tensor
+    original: Tensor
     real: Tensor
     positions: Tensor
     angles: tuple[Tensor, Tensor]
@@ -47,7 +51,7 @@ def embed(
     for batch in batches:
         positions = torch.arange(batch.ids.shape[1], device=device).expand(batch.ids.shape)
         x = embedding[batch.ids].to(device, dtype)
-        states.append(States(x, batch.real.to(device), positions, rotary(positions, dtype)))
+        states.append(States(x, x, batch.real.to(device), positions, rotary(positions, dtype)))
     return states
 
 
@@ -62,38 +66,45 @@ def quantize_layer(layer: DecoderLayer, index: int, states: Sequence[States], so
         solve: see `Solve`.
         name: the layer, for messages.
     """
-    context = CausalAttention()
+    context, unquantized = CausalAttention(), copy.deepcopy(layer)
     attention, mlp = layer.attention, layer.mlp
 
-    def moments(linear: nn.Linear, path: str) -> Hessian:
+    def attend(which: DecoderLayer, x: Tensor, state: States) -> Tensor:
+        return which.attention(which.attention_norm(x), index, state.positions, state.angles, context)
+
+    def hessian_of(linear: nn.Linear, path: str) -> Hessian:
         return Hessian(linear.in_features, device=states[0].x.device, name=f"{name}.{path}")
 
-    hessian = moments(attention.qkv, "attention.qkv")
+    hessian = hessian_of(attention.qkv, "attention.qkv")
     for state in states:
-        hessian.add(layer.attention_norm(state.x)[state.real])
+        x, original = layer.attention_norm(state.x), layer.attention_norm(state.original)
+        hessian.add(x[state.real], original[state.real])
     solve("attention.qkv", attention.qkv, hessian)
 
-    hessian = moments(attention.o, "attention.o")
+    hessian = hessian_of(attention.o, "attention.o")
     attended = []
-    with _left_out(attention, "o"):
+    with _left_out(attention, "o"), _left_out(unquantized.attention, "o"):
         for state in states:
-            normed = layer.attention_norm(state.x)
-            attended.append(attention(normed, index, state.positions, state.angles, context))
-            hessian.add(attended[-1][state.real])
+            x, original = attend(layer, state.x, state), attend(unquantized, state.original, state)
+            hessian.add(x[state.real], original[state.real])
+            attended.append((x, original))
     solve("attention.o", attention.o, hessian)
 
-    hessian = moments(mlp.gate_up, "mlp.gate_up")
-    for number, state in enumerate(states):
-        state.x = state.x + layer.attention_output_norm(attention.o(attended[number]))
-        attended[number] = state.x  # so that the attention's output is given back at once
-        hessian.add(layer.mlp_norm(state.x)[state.real])
-    attended.clear()
+    hessian = hessian_of(mlp.gate_up, "mlp.gate_up")
+    for state in reversed(states):
+        x, original = attended.pop()  # given back as soon as it is used
+        state.x = state.x + layer.attention_output_norm(attention.o(x))
+        state.original = state.original + layer.attention_output_norm(unquantized.attention.o(original))
+        x, original = layer.mlp_norm(state.x), layer.mlp_norm(state.original)
+        hessian.add(x[state.real], original[state.real])
     solve("mlp.gate_up", mlp.gate_up, hessian)
 
-    hessian = moments(mlp.down, "mlp.down")
-    with _left_out(mlp, "down"):
+    hessian = hessian_of(mlp.down, "mlp.down")
+    with _left_out(mlp, "down"), _left_out(unquantized.mlp, "down") as down:
         for state in states:
-            hessian.add(mlp(layer.mlp_norm(state.x))[state.real])
+            x, original = mlp(layer.mlp_norm(state.x)), unquantized.mlp(layer.mlp_norm(state.original))
+            hessian.add(x[state.real], original[state.real])
+            state.original = state.original + layer.mlp_output_norm(down(original))
     solve("mlp.down", mlp.down, hessian)
 
     for state in states:
@@ -101,19 +112,20 @@ def quantize_layer(layer: DecoderLayer, index: int, states: Sequence[States], so
 
 
 @torch.no_grad()
-def pass_through(layer: DecoderLayer, index: int, states: Sequence[States]) -> None:
+def pass_through(layer: DecoderLayer, unquantized: DecoderLayer, index: int, states: Sequence[States]) -> None:
     """Move the states past a layer that is quantized already."""
     context = CausalAttention()
     for state in states:
         state.x = layer(state.x, index, state.positions, state.angles, context)
+        state.original = unquantized(state.original, index, state.positions, state.angles, context)
 
 
 @contextmanager
-def _left_out(module: nn.Module, name: str) -> Iterator[None]:
-    """Within it, `module` gives what would enter its part `name`."""
+def _left_out(module: nn.Module, name: str) -> Iterator[nn.Module]:
+    """Within it, `module` gives what would enter its part `name`; that part is what it yields."""
     part = getattr(module, name)
     setattr(module, name, nn.Identity())
     try:
-        yield
+        yield part
     finally:
         setattr(module, name, part)

@@ -28,8 +28,9 @@ class LayerResult:
         layer: the number of its decoder layer.
         linear: its name there, for instance "mlp.down".
         scheme: what it was quantized to.
-        error: for gptq sqrt(tr(dW H dW^T) / tr(W H W^T)), the relative error of its outputs on the calibration data;
-            for rtn the relative error of its weights, in the Frobenius norm.
+        error: for gptq sqrt(tr(dW H dW^T) / tr(W H W^T)), the relative error that rounding makes in its outputs on the
+            calibration data, W being the matrix that was rounded (see `aim`); for rtn the relative error of its
+            weights, in the Frobenius norm.
         seconds: what quantizing it took, calibration included.
     """
 

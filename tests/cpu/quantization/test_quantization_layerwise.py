@@ -1,11 +1,13 @@
 """A layer at a time must be what the whole decoder is, and padding must leave no trace."""
 
+import copy
+
 import pytest
 import torch
 
 from warpbus.models import LINEARS, Decoder, DecoderLayer, ModelConfig, RopeConfig
 from warpbus.quantization import Calibration
-from warpbus.quantization.layerwise import embed, quantize_layer
+from warpbus.quantization.layerwise import embed, pass_through, quantize_layer
 
 CPU = torch.device("cpu")
 
@@ -77,7 +79,7 @@ def test_moments_are_those_of_the_inputs_in_the_decoder():
         layer = next(i for i, layer in enumerate(model.layers) if layer.get_submodule(name) is linear)
         x = torch.cat(seen[layer, name])
         order.append((layer, name))
-        found.append(torch.allclose(hessian.matrix(), x.T @ x / len(x), rtol=1e-3, atol=1e-5))
+        found.append(torch.allclose(hessian.moments(), x.T @ x / len(x), rtol=1e-3, atol=1e-5))
         assert hessian.tokens == data.tokens
 
     run(model, data, 16, compare)
@@ -90,7 +92,7 @@ def test_batching_does_not_matter():
     for tokens in (1, 12, 1000):
         model, data = make_decoder(), make_data()
         collected = []
-        run(model, data, tokens, lambda name, linear, hessian, into=collected: into.append(hessian.matrix()))
+        run(model, data, tokens, lambda name, linear, hessian, into=collected: into.append(hessian.moments()))
         moments.append(collected)
     for one, other, all_at_once in zip(*moments, strict=True):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-6)
@@ -104,7 +106,7 @@ def test_later_matrices_see_what_earlier_ones_became():
         model = make_decoder()
 
         def solve(name, linear, hessian, moments=moments, factor=factor):
-            moments.setdefault(name, []).append(hessian.matrix())
+            moments.setdefault(name, []).append(hessian.moments())
             if name == "attention.o":
                 linear.weight.data.mul_(factor)
 
@@ -129,3 +131,38 @@ def test_the_layer_is_whole_again_after_an_error():
     assert isinstance(layer, DecoderLayer)
     assert isinstance(layer.attention.o, torch.nn.Linear)
     assert isinstance(layer.mlp.down, torch.nn.Linear)
+
+
+def test_the_unquantized_model_runs_alongside():
+    """Whatever becomes of the weights, `original` and with it the drift are those of the model that was loaded."""
+    data, model = make_data(), make_decoder(qkv_bias=True, output_norms=True)
+    batches = list(data.batches(16))
+    with torch.no_grad():
+        expected = [model.hidden(batch.ids) for batch in batches]
+    drifts = []
+
+    def solve(name, linear, hessian):
+        drifts.append(float(hessian.drift().norm()))
+        linear.weight.data.mul_(0.5)
+
+    for state, hidden in zip(run(model, data, 16, solve), expected, strict=True):
+        assert torch.allclose(model.final_norm(state.original), hidden, atol=1e-5)
+        assert not torch.allclose(model.final_norm(state.x), hidden, atol=1e-2)
+    assert drifts[0] == 0
+    assert all(drift > 1e-4 for drift in drifts[1:])
+
+
+def test_passing_through_is_what_quantizing_does():
+    data, model = make_data(), make_decoder(qkv_bias=True)
+    unquantized = copy.deepcopy(model)
+
+    def solve(name, linear, hessian):
+        linear.weight.data.mul_(0.9)
+
+    first = run(model, data, 16, solve)
+    second = embed(list(data.batches(16)), model.embedding.weight.data, model.config, CPU, torch.float32)
+    for index, (layer, before) in enumerate(zip(model.layers, unquantized.layers, strict=True)):
+        pass_through(layer, before, index, second)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.x, other.x)
+        assert torch.equal(one.original, other.original)

@@ -1,6 +1,7 @@
 """Algorithms that quantize one matrix: pure functions of tensors, on any device."""
 
+from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.gptq import gptq
 from warpbus.quantization.algorithms.rtn import rtn
 
-__all__ = ["gptq", "rtn"]
+__all__ = ["aim", "gptq", "rtn"]

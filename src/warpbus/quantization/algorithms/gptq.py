@@ -66,11 +66,11 @@ def gptq(
     columns = weight.shape[1]
     count = scheme.groups(columns, name)
     check_weight(weight, name)
-    hessian, diagonal = _damped(hessian, damping, name)
+    hessian, diagonal = damped(hessian, damping, name)
     order = torch.argsort(diagonal, descending=True, stable=True) if activation_order else torch.arange(columns)
     order = order.to(weight.device)
     hessian = hessian[order][:, order]
-    factor = _inverse_factor(hessian, name)
+    factor = inverse_factor(hessian, name)
     importance = torch.empty_like(diagonal)
     importance[order] = factor.square().sum(0).reciprocal_()
     grid = _choose_grid(weight, scheme, scale_dtype, count, importance if clip_search else None)
@@ -88,7 +88,7 @@ def gptq(
     return QTensor.from_codes(scheme, codes.T.contiguous(), grid.scales.to(scale_dtype), zeros)
 
 
-def _damped(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
+def damped(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
     """The damped Hessian, a copy, and its diagonal before damping with 0 replaced where there was no input."""
     hessian = hessian.float().clone()
     if not torch.isfinite(hessian).all():
@@ -102,7 +102,7 @@ def _damped(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]
     return hessian, undamped
 
 
-def _inverse_factor(hessian: Tensor, name: str) -> Tensor:
+def inverse_factor(hessian: Tensor, name: str) -> Tensor:
     """The upper triangular U with U^T U = H^-1.
 
     With the order of rows and columns reversed, H = L L^T gives U as the reversed inverse of L: one factorization
@@ -135,7 +135,7 @@ def _round_columns(columns: Tensor, factor: Tensor, grid: Grid, groups: list[int
 
     Args:
         columns: float32 `[in, out]`, a column of the matrix a row; overwritten.
-        factor: see `_inverse_factor`, in the same order.
+        factor: see `inverse_factor`, in the same order.
         grid: of all groups, `[out, groups]`.
         groups: the group of each column.
 
