@@ -42,7 +42,7 @@ def main(extras: list[str]) -> int:
     _say("some packages could not be downloaded: going on with what is installed")
     if not _pip("install", "--quiet", "--no-build-isolation", "--no-deps", "--editable", str(ROOT)):
         return _fail("warpbus could not be installed: see pip's message above")
-    missing = _missing()
+    missing = [(requirement, extra) for requirement, extra in _missing() if extra in ("", *extras)]
     for requirement, extra in missing:
         _say(f"missing: {requirement}" + (f" (for {extra})" if extra else ""))
     if any(not extra for _, extra in missing):

@@ -1,6 +1,7 @@
 """A tiny model like glm-poet, for the rooms that need a whole model directory."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,9 @@ from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.models import Decoder, read_config
 from warpbus.models.saving import named_tensors
 from warpbus.models.tokenizers.training import train_sentencepiece
+
+# These tests are about the CPU, also on a machine that has a GPU; tests/gpu is run by itself.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 VERSES = "床前明月光，疑是地上霜。\n举头望明月，低头思故乡。春夜为题下一句的写首诗《》：“”"
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16}
