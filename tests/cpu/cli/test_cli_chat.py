@@ -256,6 +256,8 @@ def test_in_a_real_terminal(tiny_glm, tmp_path):
         stderr=theirs,
         env=environment,
         start_new_session=True,
+        # A shell that runs the tests in the background has them ignore SIGINT, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
     try:
