@@ -13,18 +13,16 @@ from warpbus.errors import WarpbusError
 
 if TYPE_CHECKING:
     from warpbus.engine import LLM, Completion, SamplingParams
-    from warpbus.evaluation import evaluate
     from warpbus.quantization import quantize
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Completion", "SamplingParams", "WarpbusError", "evaluate", "quantize"]
+__all__ = ["LLM", "Completion", "SamplingParams", "WarpbusError", "quantize"]
 
 _ROOMS = {
     "LLM": "warpbus.engine",
     "Completion": "warpbus.engine",
     "SamplingParams": "warpbus.engine",
-    "evaluate": "warpbus.evaluation",
     "quantize": "warpbus.quantization",
 }
 

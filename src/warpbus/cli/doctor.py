@@ -18,11 +18,8 @@ from rich.table import Table
 
 import warpbus
 
-# What each extra is for, and the module that shows whether it is there.
+# What each extra that this version uses is for, and what it installs.
 EXTRAS = {
-    "cuda": ("Warpbus's own CUDA kernels", ("cuda-core", "nvidia-ml-py")),
-    "serve": ("the OpenAI-compatible server", ("fastapi", "uvicorn", "pydantic", "prometheus-client")),
-    "cluster": ("several machines", ("ray",)),
     "test": ("make test", ("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil")),
 }
 
@@ -207,7 +204,7 @@ def _advice(found: dict[str, Any]) -> list[str]:
     else:
         advice.append("torch sees no GPU although a driver is there: look at nvidia-smi and CUDA_VISIBLE_DEVICES.")
     for name, missing in found["missing"].items():
-        if missing and not (name == "cuda" and not found["gpus"]):
+        if missing:
             purpose = EXTRAS[name][0]
             advice.append(f"For {purpose}: pip install 'warpbus[{name}]' (missing: {', '.join(missing)})")
     if found["disk"]["free"] < 20e9:

@@ -156,14 +156,10 @@ def test_what_code_runs_on(arch, runs):
 
 def test_what_is_not_installed(machine, monkeypatch):
     machine("13.0", "13.0", [("NVIDIA H100", 9, 0)])
-    monkeypatch.setattr(doctor, "_missing", lambda distributions: [name for name in distributions if name == "ray"])
-    assert examined()["missing"]["cluster"] == ["ray"]
-    assert examined()["advice"] == ["For several machines: pip install 'warpbus[cluster]' (missing: ray)"]
-    assert "pip install 'warpbus[cluster]'" in shown()
-    # The kernels' extra is of no use without a GPU.
-    machine()
-    monkeypatch.setattr(doctor, "_missing", lambda distributions: list(distributions))
-    assert not any("warpbus[cuda]" in text for text in examined()["advice"])
+    monkeypatch.setattr(doctor, "_missing", lambda distributions: [name for name in distributions if name == "psutil"])
+    assert examined()["missing"]["test"] == ["psutil"]
+    assert examined()["advice"] == ["For make test: pip install 'warpbus[test]' (missing: psutil)"]
+    assert "pip install 'warpbus[test]'" in shown()
 
 
 def test_missing_distributions():
