@@ -1,0 +1,254 @@
+"""CUDA C++ to machine code at run time: NVRTC through `cuda.core`, and a cache on disk.
+
+A cache entry is one file, named by the hash of everything that decides about its content: the source with all files it
+includes, the macros, the options, the architecture, and the versions of NVRTC and of CUDA's headers. It appears whole
+(written aside and renamed), one process compiles while others that want the same wait, and an entry whose checksum
+does not match is compiled again. Where the entry is there, no compiler is loaded.
+"""
+
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from warpbus.errors import DeviceError
+
+# Every unit compiles for these in the tests, on machines without a GPU too.
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+
+_FORMAT = 1  # of a cache entry
+_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_FUNCTION = re.compile(r"Compiling entry function '([^']+)'")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_INSTALL = "install it with: pip install 'warpbus[cuda]'"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes: registers a thread; bytes of static shared memory a block; bytes of stack, and of spilled
+    registers stored and loaded, a thread."""
+
+    registers: int
+    shared: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code for one architecture.
+
+    Attributes:
+        resources: of each kernel by its name.
+        remarks: what the assembler warned of, such as wgmma instructions that it had to serialize.
+    """
+
+    code: bytes
+    resources: dict[str, Resources]
+    remarks: tuple[str, ...]
+
+
+def architecture(device: int | torch.device) -> str:
+    """The architecture that code for a GPU is compiled for, with the instructions of its own generation: "sm_90a"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def compile_source(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: str) -> Cubin:
+    """The cubin of a file of CUDA C++, from the cache or compiled.
+
+    Args:
+        source: the file.
+        root: where its `#include "..."` are looked up.
+        macros: names and values.
+        arch: such as "sm_90a".
+
+    Raises:
+        DeviceError: no compiler is installed, or it rejected the source; the message has its first error.
+    """
+    entry = cache_directory() / f"{source.stem}-{arch}-{_key(source, root, macros, arch)}.cubin"
+    found = _read(entry)
+    if found is not None:
+        return found
+    try:
+        with _alone(entry):
+            found = _read(entry)
+            if found is None:
+                found = _compile(source, root, macros, arch)
+                _write(entry, found)
+    except OSError as error:
+        # A cache that cannot be written costs time and nothing else; the kernel is right all the same.
+        warnings.warn(f"the kernel cache {entry.parent} cannot be used ({error}): compiling every time", stacklevel=2)
+        found = _compile(source, root, macros, arch)
+    return found
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: `$XDG_CACHE_HOME/warpbus/kernels`, by default below `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "warpbus" / "kernels"
+
+
+@functools.cache
+def compiler_version() -> str:
+    """The versions of NVRTC and of CUDA's headers, "13.0.88, headers 13.0.96".
+
+    Raises:
+        DeviceError: NVRTC is not installed.
+    """
+    nvrtc = _distribution("nvidia-cuda-nvrtc") or _nvrtc_version()
+    return f"{nvrtc}, headers {_distribution('nvidia-cuda-runtime') or 'of the system'}"
+
+
+def _distribution(name: str) -> str | None:
+    """The version of an installed wheel: a hundred times faster than to load the library and to ask it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nvrtc_version() -> str:
+    try:
+        from cuda.bindings import nvrtc  # heavy, and absent on machines that only run on the CPU
+    except ImportError:
+        raise DeviceError(f"no CUDA compiler (NVRTC) is installed: {_INSTALL}") from None
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # cuda.pathfinder raises its own types where the library is missing
+        raise DeviceError(f"no CUDA compiler (NVRTC) was found ({error}): {_INSTALL}") from None
+    return f"{major}.{minor}"
+
+
+def _key(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: str) -> str:
+    digest = hashlib.sha256(f"{_FORMAT}\n{compiler_version()}\n{arch}\n{macros}\n".encode())
+    for path in _closure(source, root):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(root)} {len(text)}\n".encode())
+        digest.update(text)
+    return digest.hexdigest()[:40]
+
+
+def _closure(source: Path, root: Path) -> list[Path]:
+    """The source and every file that it includes with quotes, directly or not, in a fixed order."""
+    found = {source}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
+            included = root / name
+            if not included.is_file():
+                raise DeviceError(f"{path.relative_to(root)} includes {name}, which is not below {root}")
+            if included not in found:
+                found.add(included)
+                waiting.append(included)
+    return sorted(found)
+
+
+def _read(entry: Path) -> Cubin | None:
+    """A cache entry, or `None` where it is absent or damaged."""
+    try:
+        header, code = entry.read_bytes().split(b"\n", 1)
+        facts = json.loads(header)
+        if facts["sha256"] != hashlib.sha256(code).hexdigest():
+            return None
+        resources = {name: Resources(**values) for name, values in facts["resources"].items()}
+        return Cubin(code, resources, tuple(facts["remarks"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(entry: Path, cubin: Cubin) -> None:
+    facts = {
+        "sha256": hashlib.sha256(cubin.code).hexdigest(),
+        "resources": {name: asdict(values) for name, values in cubin.resources.items()},
+        "remarks": cubin.remarks,
+    }
+    handle, temporary = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(json.dumps(facts).encode() + b"\n" + cubin.code)
+        os.replace(temporary, entry)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def _alone(entry: Path) -> Iterator[None]:
+    """Let one process at a time compile an entry. The lock goes with the process that holds it, however it ends."""
+    locks = entry.parent / "locks"
+    locks.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(locks / entry.stem[-2:], "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: str) -> Cubin:
+    try:
+        from cuda.core import Program, ProgramOptions  # heavy, and absent on machines that only run on the CPU
+    except ImportError:
+        raise DeviceError(f"{source.name} has to be compiled, and cuda-core is not installed: {_INSTALL}") from None
+    options = ProgramOptions(
+        name=str(source.relative_to(root)),
+        arch=arch,
+        std="c++17",
+        define_macro=list(macros) or None,
+        include_path=[str(root), *_headers()],
+        lineinfo=True,
+        ptxas_options=["-v"],
+    )
+    log = io.StringIO()
+    try:
+        code = Program(source.read_text(encoding="utf-8"), "c++", options).compile("cubin", logs=log).code
+    except Exception as error:  # cuda.core raises private types
+        lines = [line.strip() for line in str(error).splitlines()]
+        first = next((line for line in lines if "error" in line and "NVRTC_ERROR" not in line), " ".join(lines))
+        raise DeviceError(f"{source.relative_to(root)} does not compile for {arch}: {first}") from error
+    return Cubin(bytes(code), *_parse(log.getvalue()))
+
+
+@functools.cache
+def _headers() -> tuple[str, ...]:
+    """The folders of CUDA's own headers: those of the wheels, then those of a toolkit."""
+    from cuda.pathfinder import find_nvidia_header_directory, get_cuda_path_or_home  # with cuda.core
+
+    toolkit = get_cuda_path_or_home() or "/usr/local/cuda"
+    candidates = [find_nvidia_header_directory("cudart"), f"{toolkit}/include"]
+    found = tuple(folder for folder in candidates if folder and Path(folder, "cuda_fp16.h").is_file())
+    if not found:
+        raise DeviceError(f"CUDA's headers (cuda_fp16.h) were not found: {_INSTALL}")
+    return found
+
+
+def _parse(log: str) -> tuple[dict[str, Resources], tuple[str, ...]]:
+    """The resources of each kernel, and the warnings, from what the assembler printed."""
+    resources: dict[str, Resources] = {}
+    remarks = []
+    name, stack = "", (0, 0, 0)
+    for line in log.splitlines():
+        if match := _FUNCTION.search(line):
+            name = match[1]
+        elif match := _STACK.search(line):
+            stack = (int(match[1]), int(match[2]), int(match[3]))
+        elif match := _USED.search(line):
+            shared = _SHARED.search(line)
+            resources[name] = Resources(int(match[1]), int(shared[1]) if shared else 0, *stack)
+        elif "warning" in line.lower() or "Potential Performance Loss" in line:
+            remarks.append(line.strip())
+    return resources, tuple(remarks)

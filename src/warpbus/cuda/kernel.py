@@ -1,0 +1,157 @@
+"""Kernels as Python callables: compiled at their first launch on a device, or before it by `Unit.compile`."""
+
+import ctypes
+import re
+import struct
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda import driver
+from warpbus.cuda.jit import Cubin, Resources, architecture, compile_source
+from warpbus.errors import DeviceError
+
+Extent = int | tuple[int, ...]
+
+_LARGEST_WITHOUT_ASKING = 48 * 1024  # bytes of shared memory a block
+_in_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One compilation: a file of CUDA C++ with its macros.
+
+    Attributes:
+        source: the file; `root`: where its includes are looked up.
+        needs: the oldest architecture that it compiles for ("sm_80"), or the only one, where it ends with "a".
+    """
+
+    source: Path
+    root: Path
+    macros: tuple[tuple[str, str], ...] = ()
+    needs: str = "sm_80"
+    _libraries: dict[str, ctypes.c_void_p] = field(default_factory=dict, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        """How messages and tables name it: "gemm/sm80_hgemm.cu STAGES=3"."""
+        return " ".join([str(self.source.relative_to(self.root)), *(f"{name}={text}" for name, text in self.macros)])
+
+    def runs_on(self, arch: str) -> bool:
+        """Whether it compiles for an architecture."""
+        return arch == self.needs if self.needs.endswith("a") else generation(arch) >= generation(self.needs)
+
+    def compile(self, arch: str) -> Cubin:
+        """Its machine code, from the cache or compiled.
+
+        Raises:
+            DeviceError: it needs another architecture; or see `compile_source`.
+        """
+        if not self.runs_on(arch):
+            raise DeviceError(f"{self.label} needs {self.needs}, this GPU is {arch}")
+        return compile_source(self.source, self.root, self.macros, arch)
+
+    def kernel(self, name: str, parameters: str) -> "Kernel":
+        """A kernel of it. See `Kernel` for `parameters`."""
+        return Kernel(self, name, parameters)
+
+    def load(self, arch: str) -> ctypes.c_void_p:
+        """The loaded code; compiled and loaded at the first call."""
+        with self._lock:
+            if arch not in self._libraries:
+                self._libraries[arch] = driver.load(self.compile(arch).code, self.label)
+            return self._libraries[arch]
+
+
+def generation(arch: str) -> int:
+    """80 for "sm_80", 90 for "sm_90a"."""
+    return int(re.sub(r"\D", "", arch))
+
+
+class Kernel:
+    """A `__global__` function, called as `kernel(grid, block, *arguments)`.
+
+    `parameters` has one code of the `struct` module for each parameter in order: `P` a pointer (a tensor, or `None` for
+    null), `i` int, `q` long long, `f` float, `128s` a tensor map, which has to stand before all others so that it is
+    aligned to 64 bytes.
+    """
+
+    def __init__(self, unit: Unit, name: str, parameters: str):
+        self.unit = unit
+        self.name = name
+        self._layout = struct.Struct(f"@{parameters}")
+        self._handles: dict[int, ctypes.c_void_p] = {}
+        self._shared: dict[int, int] = {}
+
+    def __call__(
+        self,
+        grid: Extent,
+        block: Extent,
+        *arguments: object,
+        shared: int = 0,
+        cluster: int = 1,
+        dependent: bool = False,
+    ) -> None:
+        """Launch on torch's current stream of the device of the first tensor among the arguments.
+
+        Args:
+            grid, block: one to three sides.
+            arguments: one for each parameter; tensors have to be on one device.
+            shared: bytes of dynamic shared memory a block.
+            cluster: blocks in a cluster along x.
+            dependent: start early and wait inside (programmatic dependent launch).
+
+        Raises:
+            DeviceError: the launch failed, with the limits of the device; or the kernel could not be compiled.
+        """
+        tensor = next((argument for argument in arguments if isinstance(argument, Tensor)), None)
+        index = torch.cuda.current_device() if tensor is None else tensor.get_device()
+        values = [_value(argument) for argument in arguments]
+        with torch.cuda.device(index):
+            handle = self._prepare(index, shared)
+            sides = _three(grid), _three(block)
+            status = driver.launch(
+                handle,
+                *sides,
+                self._layout.pack(*values),
+                shared=shared,
+                stream=torch.cuda.current_stream(index).cuda_stream,
+                cluster=cluster,
+                dependent=dependent,
+            )
+            if status:
+                raise driver.explain_launch(status, *sides, shared, index, f"{self.unit.label}: {self.name}")
+
+    def resources(self, arch: str) -> Resources:
+        """Registers, shared memory and spills on an architecture. Needs no GPU."""
+        return self.unit.compile(arch).resources[self.name]
+
+    def _prepare(self, index: int, shared: int) -> ctypes.c_void_p:
+        if not getattr(_in_thread, "has_context", False):
+            # A thread that has not called CUDA yet has no context, and a launch by the driver needs one.
+            torch.cuda.set_device(torch.cuda.current_device())
+            _in_thread.has_context = True
+        handle = self._handles.get(index)
+        if handle is None:
+            handle = driver.kernel(self.unit.load(architecture(index)), self.name, self.unit.label)
+            self._handles[index] = handle
+        if shared > self._shared.get(index, _LARGEST_WITHOUT_ASKING):
+            driver.allow_shared_memory(handle, shared, index, f"{self.unit.label}: {self.name}")
+            self._shared[index] = shared
+        return handle
+
+
+def _value(argument: object) -> object:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return 0 if argument is None else argument
+
+
+def _three(sides: Extent) -> tuple[int, int, int]:
+    if isinstance(sides, int):
+        return (sides, 1, 1)
+    return (*sides, 1, 1)[:3]  # type: ignore[return-value]

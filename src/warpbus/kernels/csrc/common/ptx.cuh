@@ -1,0 +1,229 @@
+// One wrapper for each PTX instruction that the kernels use, with its contract.
+//
+// Source: the PTX ISA reference. The names are the instructions' own. A shared-memory address is the 32-bit address that
+// `shared_address` gives. What needs Hopper says so; a kernel that does not call it still compiles for older GPUs.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace ptx {
+
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+
+// The address of an object in shared memory within the shared window.
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+    return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- Copies from global to shared memory by threads (sm_80) ----
+
+// Copy 16 bytes, past L1. Both addresses are multiples of 16. `valid` of the 16 bytes are read and the others are written
+// as zero, so that a thread past the edge copies with 0 and a legal address. Complete after cp_async_wait.
+__device__ __forceinline__ void cp_async_16(uint32 shared, const void* global, int valid = 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
+}
+
+// Close the group of this thread's copies since the last call. A group may be empty.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most `Pending` of this thread's newest groups are under way. Other threads' copies need a barrier after.
+template <int Pending>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// ---- Matrix fragments (sm_75, stmatrix sm_90) ----
+
+// Load four 8x8 matrices of 16-bit elements. Lanes 8i to 8i+7 give the addresses of the rows of matrix i, 16 bytes each
+// and aligned to 16. Lane l gets elements (l/4, 2(l%4)) and (l/4, 2(l%4)+1) of matrix i in `fragment[i]`.
+__device__ __forceinline__ void ldmatrix_x4(uint32 (&fragment)[4], uint32 shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32 (&fragment)[4], uint32 shared) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(shared)
+                 : "memory");
+}
+
+// Store four 8x8 matrices of 16-bit elements: the inverse of ldmatrix_x4. Needs sm_90.
+__device__ __forceinline__ void stmatrix_x4(uint32 shared, uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// D += A B for a warp: A 16x16 (row-major fragments), B 16x8 (column-major fragments), D 16x8 in fp32. With g = lane/4 and
+// t = lane%4, as pairs of columns for A and rows for B: a[0] (g, 2t) a[1] (g+8, 2t) a[2] (g, 2t+8) a[3] (g+8, 2t+8);
+// b[0] (2t, g) b[1] (2t+8, g); d[0..1] (g, 2t..2t+1), d[2..3] (g+8, 2t..2t+1). `Element` says how the bits are read.
+template <typename Element>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+
+template <>
+__device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- Global loads with a cache policy (sm_80) ----
+
+// Load 16 bytes that are read once: not kept in L1, first to leave L2.
+__device__ __forceinline__ uint4 load_streaming(const void* global) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(global));
+    return value;
+}
+
+// ---- Barriers in shared memory that count arrivals and bytes (sm_90 for all that follows) ----
+
+// Prepare a barrier for `arrivals` arrivals a phase. One thread calls it; mbarrier_fence_init makes it visible.
+__device__ __forceinline__ void mbarrier_init(uint32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Make initialised barriers visible to the cluster and to the copy engine. A block or cluster barrier has to follow.
+__device__ __forceinline__ void mbarrier_fence_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrive once and announce `bytes` that asynchronous copies will bring in this phase.
+__device__ __forceinline__ void mbarrier_expect(uint32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrive once at a barrier of this block.
+__device__ __forceinline__ void mbarrier_arrive(uint32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrive once at the barrier that has the same address in block `rank` of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_at(uint32 barrier, int rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// Wait until the phase of parity `parity` has ended. The first phase has parity 0, so a wait for 1 on a fresh barrier
+// returns at once.
+__device__ __forceinline__ void mbarrier_wait(uint32 barrier, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// ---- The copy engine (TMA) ----
+
+// The 128 bytes that describe a tensor to the copy engine, encoded on the host; a __grid_constant__ kernel parameter.
+struct alignas(64) TensorMap {
+    uint64 opaque[16];
+};
+
+// Bring a tensor map into its cache ahead of use.
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copy the box at (x, y), x along the contiguous axis, to shared memory (128-byte swizzle: aligned to 1024 bytes) and
+// count its bytes at `barrier`. Elements outside the tensor arrive as zero and are counted. One thread calls it.
+__device__ __forceinline__ void tma_load(uint32 shared, const TensorMap* map, uint32 barrier, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            shared),
+        "l"(map), "r"(barrier), "r"(x), "r"(y)
+        : "memory");
+}
+
+// The same into every block of the cluster whose bit is set in `blocks`, at the same address and barrier in each.
+__device__ __forceinline__ void tma_load_multicast(uint32 shared, const TensorMap* map, uint32 barrier, int x, int y,
+                                                   unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
+        : "memory");
+}
+
+// Copy a box from shared memory to (x, y); what lies outside the tensor is not written. Part of this thread's bulk group.
+__device__ __forceinline__ void tma_store(const TensorMap* map, uint32 shared, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(shared),
+                 "r"(x), "r"(y)
+                 : "memory");
+}
+
+// Close the group of this thread's stores since the last call.
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Wait until the shared memory of all but the newest `Pending` groups has been read and may be written again.
+template <int Pending>
+__device__ __forceinline__ void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+
+// Order this thread's ordinary writes to shared memory before what the copy engine or wgmma read afterwards.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- Blocks, clusters, warpgroups ----
+
+// Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads, a multiple of 32.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The number of this block within its cluster.
+__device__ __forceinline__ int cluster_rank() {
+    uint32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+}
+
+// Barrier among all threads of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Give registers back, or take more: `Registers` a thread (a multiple of 8), by all warps of a warpgroup. The kernel has
+// a register cap (__launch_bounds__), and the sum over the block stays within the register file.
+template <int Registers>
+__device__ __forceinline__ void setmaxnreg_decrease() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <int Registers>
+__device__ __forceinline__ void setmaxnreg_increase() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// Wait until the kernels ahead in the stream have ended and their writes are visible (programmatic dependent launch).
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Let a dependent kernel start once all blocks have called this or ended.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace ptx

@@ -1,0 +1,114 @@
+// wgmma: a warpgroup (four warps) multiplies tiles that lie in shared memory (sm_90a).
+//
+// D (64 x N, fp32, in registers) += A (64 x 16) B (16 x N), both 16-bit, from shared memory by descriptors. Thread t of the
+// warpgroup holds in d[4 j + 2 h + i] the element at row 16 (t / 32) + (t % 32) / 4 + 8 h and column 8 j + 2 (t % 4) + i.
+// Protocol: wgmma_fence before the first product of a batch, the products, wgmma_commit, wgmma_wait. Until the wait,
+// neither accumulators nor operands may be touched. Source: the PTX ISA reference, "asynchronous warpgroup level".
+#pragma once
+#include "common/ptx.cuh"
+
+namespace ptx {
+
+// Order earlier accesses to the accumulators before the products that follow.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Close the group of products since the last call.
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Wait until at most `Pending` of the newest groups are under way.
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// Describe an operand in shared memory with the 128-byte swizzle, as the copy engine writes boxes 64 elements wide.
+// K-major (rows of 64 k): `stride` is the distance of groups of 8 rows, 1024; `leading` is not used. The next 16 k lie 32
+// bytes on. MN-major (rows of 64 m or n): `stride` is the distance of groups of 8 k, 1024; `leading` the distance of
+// blocks of 64 m or n. The next 16 k lie 2048 bytes on. All in bytes.
+__device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading, int stride) {
+    constexpr uint64 kSwizzle128 = 1ull << 62;
+    return kSwizzle128 | static_cast<uint64>(stride >> 4) << 32 | static_cast<uint64>(leading >> 4) << 16 |
+           ((shared & 0x3FFFF) >> 4);
+}
+
+// What one unit of a descriptor's address field is, in bytes.
+constexpr int kDescriptorUnit = 16;
+
+// The places of the accumulators in the instruction's text (P) and the operands themselves (D), by their number.
+#define WGMMA_P16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_P32                                                                                                      \
+    WGMMA_P16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_P48                                                                                                      \
+    WGMMA_P32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_P64                                                                                                      \
+    WGMMA_P48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_P80                                                                                                      \
+    WGMMA_P64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_P96                                                                                                      \
+    WGMMA_P80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_P112                                                                                                     \
+    WGMMA_P96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_P128                                                                                                     \
+    WGMMA_P112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+#define WGMMA_16(d, i)                                                                                                 \
+    "+f"((d)[(i) + 0]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3]),                                    \
+    "+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]), "+f"((d)[(i) + 7]),                                    \
+    "+f"((d)[(i) + 8]), "+f"((d)[(i) + 9]), "+f"((d)[(i) + 10]), "+f"((d)[(i) + 11]),                                  \
+    "+f"((d)[(i) + 12]), "+f"((d)[(i) + 13]), "+f"((d)[(i) + 14]), "+f"((d)[(i) + 15])
+#define WGMMA_D16(d) WGMMA_16(d, 0)
+#define WGMMA_D32(d) WGMMA_D16(d), WGMMA_16(d, 16)
+#define WGMMA_D48(d) WGMMA_D32(d), WGMMA_16(d, 32)
+#define WGMMA_D64(d) WGMMA_D48(d), WGMMA_16(d, 48)
+#define WGMMA_D80(d) WGMMA_D64(d), WGMMA_16(d, 64)
+#define WGMMA_D96(d) WGMMA_D80(d), WGMMA_16(d, 80)
+#define WGMMA_D112(d) WGMMA_D96(d), WGMMA_16(d, 96)
+#define WGMMA_D128(d) WGMMA_D112(d), WGMMA_16(d, 112)
+
+// One instruction with `R` accumulators a thread; A to TB are the places of what stands behind them.
+#define WGMMA(N, TYPE, R, A, B, ACCUMULATE, TA, TB)                                                                    \
+    asm volatile(                                                                                                      \
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, " ACCUMULATE ", 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_P##R "}, " A ", " B                 \
+        ", keep, 1, 1, " TA ", " TB ";\n}\n"                                                                           \
+        : WGMMA_D##R(d)                                                                                                \
+        : "l"(a), "l"(b), "r"(accumulate), "n"(TransA), "n"(TransB))
+
+template <typename Element>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<__half> = true;
+
+// D = A B, or D += A B with `accumulate`. TransA, TransB: 0 for a K-major operand, 1 for an MN-major one.
+template <typename Element, int N, int TransA, int TransB>
+__device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64 a, uint64 b, int accumulate) {
+    if constexpr (N == 64) {
+        if constexpr (is_half<Element>) WGMMA(64, "f16", 32, "%32", "%33", "%34", "%35", "%36");
+        else WGMMA(64, "bf16", 32, "%32", "%33", "%34", "%35", "%36");
+    } else if constexpr (N == 96) {
+        if constexpr (is_half<Element>) WGMMA(96, "f16", 48, "%48", "%49", "%50", "%51", "%52");
+        else WGMMA(96, "bf16", 48, "%48", "%49", "%50", "%51", "%52");
+    } else if constexpr (N == 128) {
+        if constexpr (is_half<Element>) WGMMA(128, "f16", 64, "%64", "%65", "%66", "%67", "%68");
+        else WGMMA(128, "bf16", 64, "%64", "%65", "%66", "%67", "%68");
+    } else if constexpr (N == 160) {
+        if constexpr (is_half<Element>) WGMMA(160, "f16", 80, "%80", "%81", "%82", "%83", "%84");
+        else WGMMA(160, "bf16", 80, "%80", "%81", "%82", "%83", "%84");
+    } else if constexpr (N == 192) {
+        if constexpr (is_half<Element>) WGMMA(192, "f16", 96, "%96", "%97", "%98", "%99", "%100");
+        else WGMMA(192, "bf16", 96, "%96", "%97", "%98", "%99", "%100");
+    } else if constexpr (N == 224) {
+        if constexpr (is_half<Element>) WGMMA(224, "f16", 112, "%112", "%113", "%114", "%115", "%116");
+        else WGMMA(224, "bf16", 112, "%112", "%113", "%114", "%115", "%116");
+    } else if constexpr (N == 256) {
+        if constexpr (is_half<Element>) WGMMA(256, "f16", 128, "%128", "%129", "%130", "%131", "%132");
+        else WGMMA(256, "bf16", 128, "%128", "%129", "%130", "%131", "%132");
+    } else {
+        static_assert(N == 0, "wgmma: N is a multiple of 32 from 64 to 256");
+    }
+}
+
+#undef WGMMA
+#undef WGMMA_16
+
+}  // namespace ptx
