@@ -1,0 +1,98 @@
+"""What the operators ask of their arguments, and how their kernels cover them with blocks."""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.kernel import Kernel
+from warpbus.errors import TensorError
+from warpbus.kernels.units import unit
+
+ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+HALVES = (torch.float16, torch.bfloat16)
+
+_KINDS = {1: "a vector", 2: "a matrix", 3: "a volume"}
+_BLOCKS_OF_A_MULTIPROCESSOR = 8  # of 256 threads: as many as one can hold
+
+
+def per_dtype(
+    source: str, name: str, parameters: str, dtypes: tuple[torch.dtype, ...] = tuple(ELEMENTS)
+) -> dict[torch.dtype, Kernel]:
+    """A kernel of a file that takes its element type as the macro `ELEMENT`, once for each dtype."""
+    return {dtype: unit(source, ELEMENT=ELEMENTS[dtype]).kernel(name, parameters) for dtype in dtypes}
+
+
+def check_alike(operator: str, dtypes: tuple[torch.dtype, ...] = tuple(ELEMENTS), **tensors: Tensor) -> None:
+    """All tensors have one of `dtypes`, the same one, and are on one device.
+
+    Raises:
+        TensorError: they do not.
+    """
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor.dtype not in dtypes:
+            known = ", ".join(_plain(dtype) for dtype in dtypes)
+            raise TensorError(f"{operator}: {name} is {_plain(tensor.dtype)}, expected {known}: convert it with .to()")
+        if tensor.dtype != first.dtype:
+            raise TensorError(
+                f"{operator}: {name} is {_plain(tensor.dtype)} and {first_name} {_plain(first.dtype)}: "
+                f"convert one of them with .to()"
+            )
+        if tensor.device != first.device:
+            raise TensorError(
+                f"{operator}: {name} is on {tensor.device} and {first_name} on {first.device}: move one with .to()"
+            )
+
+
+def check_rank(operator: str, rank: int, **tensors: Tensor) -> None:
+    """All tensors have `rank` axes.
+
+    Raises:
+        TensorError: one has not.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dim() != rank:
+            raise TensorError(f"{operator}: {name} has shape {list(tensor.shape)}, expected {_KINDS[rank]}: reshape it")
+
+
+def check_shape(operator: str, expected: dict[str, tuple[int, ...]], because: str, **tensors: Tensor) -> None:
+    """Each tensor has the shape expected of its name.
+
+    Raises:
+        TensorError: one has not; the message says `because`.
+    """
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise TensorError(
+                f"{operator}: {name} has shape {list(tensor.shape)}, expected {list(expected[name])}: {because}"
+            )
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether rows of contiguous tensors can be read 16 bytes at a time: each begins at a multiple of 16 bytes."""
+    return all(
+        tensor.data_ptr() % 16 == 0 and (tensor.dim() < 2 or tensor.shape[-1] * tensor.element_size() % 16 == 0)
+        for tensor in tensors
+    )
+
+
+def blocks(*sides: tuple[int, int]) -> int:
+    """How many blocks cover an array: the product over `(extent, what a block covers of it)`."""
+    return prod(-(-extent // covered) for extent, covered in sides)
+
+
+def blocks_in_stride(size: int, block: int, device: torch.device) -> int:
+    """The blocks of a kernel whose threads stride over `size` elements: no more than the GPU holds at once."""
+    resident = multiprocessors(device) * _BLOCKS_OF_A_MULTIPROCESSOR
+    return min(blocks((size, block)), resident)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
