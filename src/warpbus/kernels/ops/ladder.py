@@ -201,21 +201,26 @@ def linear_sigmoid(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return _linear_sigmoid(x, weight, bias)
 
 
-def _rung(name: str, rungs: dict[str, Rung], rung: str) -> Rung:
-    if rung not in rungs:
-        raise UsageError(f"{name}: rung is {rung!r}: give one of {', '.join(rungs)}")
-    return rungs[rung]
+def check_architecture(name: str, rung: Rung, device: torch.device) -> None:
+    """A rung runs on a GPU.
 
-
-def _check_architecture(name: str, rung: Rung, device: torch.device) -> None:
+    Raises:
+        DeviceError: it does not; the message names what it needs and what is there.
+    """
     here = architecture(device)
     fits = here == rung.needs if rung.needs.endswith("a") else generation(here) >= generation(rung.needs)
     if not fits:
         raise DeviceError(f"{name}: rung {rung.name} needs {rung.needs}, {device} is {here}: choose another rung")
 
 
+def _rung(name: str, rungs: dict[str, Rung], rung: str) -> Rung:
+    if rung not in rungs:
+        raise UsageError(f"{name}: rung is {rung!r}: give one of {', '.join(rungs)}")
+    return rungs[rung]
+
+
 def _launch_matmul(a: Tensor, b: Tensor, rung: str) -> Tensor:
-    _check_architecture("ladder.matmul", MATMUL_RUNGS[rung], a.device)
+    check_architecture("ladder.matmul", MATMUL_RUNGS[rung], a.device)
     if a.numel() == 0 or b.numel() == 0:
         return a.new_zeros(a.shape[0], b.shape[1])
     if rung in _GEMM_VARIANTS:
@@ -258,7 +263,7 @@ _MATMUL_LAUNCHERS: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
 
 
 def _launch_gemv(w: Tensor, x: Tensor, rung: str) -> Tensor:
-    _check_architecture("ladder.gemv", GEMV_RUNGS[rung], w.device)
+    check_architecture("ladder.gemv", GEMV_RUNGS[rung], w.device)
     w, x = w.contiguous(), x.contiguous()
     n, k = w.shape
     out = w.new_empty(n)
