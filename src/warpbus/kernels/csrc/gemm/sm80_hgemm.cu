@@ -1,22 +1,24 @@
-// out = activation(a b + bias) on the tensor cores of sm_80 and later: mma.sync m16n8k16, fed by cp.async in several stages.
+// out = activation(a b + bias) on the tensor cores of sm_80 and later: mma.sync m16n8k16, fed by cp.async in several
+// stages.
 //
-// Shapes: a [m, k], b [k, n], bias [n] or null, out [m, n]; any m, n >= 1 and k >= 0. ELEMENT = __half or __nv_bfloat16, summed
-// in float32. out is row-major with rows out_stride elements apart; a and b are row- or column-major (A_LAYOUT, B_LAYOUT =
-// row, column), a_stride and b_stride being the elements from one row, or column, to the next.
+// Shapes: a [m, k], b [k, n], bias [n] or null, out [m, n]; any m, n >= 1 and k >= 0. ELEMENT = __half or
+// __nv_bfloat16, summed in float32. out is row-major with rows out_stride elements apart; a and b are row- or
+// column-major (A_LAYOUT, B_LAYOUT = row, column), a_stride and b_stride being the elements from one row, or column, to
+// the next.
 //
-// Alignment: ALIGN=8: pointers and strides of a and b are multiples of 16 bytes, and tiles are copied 16 bytes a cp.async.
-// ALIGN=1: no condition; tiles are copied element by element, synchronously, into the same places, several times slower.
-// The output is stored 16 bytes a store where its pointer and stride allow, else element by element.
+// Alignment: ALIGN=8: pointers and strides of a and b are multiples of 16 bytes, and tiles are copied 16 bytes a
+// cp.async. ALIGN=1: no condition; tiles are copied element by element, synchronously, into the same places, several
+// times slower. The output is stored 16 bytes a store where its pointer and stride allow, else element by element.
 //
-// Versions: TILE_M x TILE_N elements of the product a block, of which a warp owns WARP_M x WARP_N; TILE_K of k a stage; STAGES
-// tiles of a and b in shared memory, STAGES - 1 of which are on their way while one is multiplied. BLOCK_SWIZZLE: blocks
-// that run at one time should share what they read, so tiles are numbered down groups of BLOCK_SWIZZLE rows of tiles; 1 numbers
-// them row by row. A block sums k_per_split of k (a multiple of TILE_K); where that is less than k, gridDim.y blocks share a
-// tile and each stores float32 sums into partial [gridDim.y, m, n rounded up to 8] for split_k_reduce.cu, which finishes them
-// in fixed order.
+// Versions: TILE_M x TILE_N elements of the product a block, of which a warp owns WARP_M x WARP_N; TILE_K of k a stage;
+// STAGES tiles of a and b in shared memory, STAGES - 1 of which are on their way while one is multiplied.
+// BLOCK_SWIZZLE: blocks that run at one time should share what they read, so tiles are numbered down groups of
+// BLOCK_SWIZZLE rows of tiles; 1 numbers them row by row. A block sums k_per_split of k (a multiple of TILE_K); where
+// that is less than k, gridDim.y blocks share a tile and each stores float32 sums into partial [gridDim.y, m, n rounded
+// up to 8] for split_k_reduce.cu, which finishes them in fixed order.
 //
-// Launch: grid (tiles, splits), kThreads threads, kStages * (TILE_M + TILE_N) * TILE_K * 2 bytes of dynamic shared memory; no
-// configuration takes more than the 99 KB that sm_86 and sm_89 give to a block.
+// Launch: grid (tiles, splits), kThreads threads, kStages * (TILE_M + TILE_N) * TILE_K * 2 bytes of dynamic shared
+// memory; no configuration takes more than the 99 KB that sm_86 and sm_89 give to a block.
 #include "common/tile.cuh"
 #include "gemm/epilogue.cuh"
 
@@ -35,9 +37,11 @@ constexpr int kThreads = kTileM / kWarpM * kWarpsN * 32;
 constexpr int kBlocksM = kWarpM / 16;  // mma products down and along a warp's tile
 constexpr int kBlocksN = kWarpN / 8;
 constexpr int kSteps = kTileK / 16;  // mma products through a stage
+constexpr int kLanesOfRow = kWarpN / 8;  // in the epilogue: 8 columns a lane
 constexpr int kSizeA = kTileM * kTileK;
 constexpr int kSizeB = kTileN * kTileK;
-// Two small blocks on a multiprocessor hide each other's waiting; a block of 256 threads takes all registers for itself.
+// Two small blocks on a multiprocessor hide each other's waiting; a block of 256 threads takes all registers for
+// itself.
 constexpr int kBlocksPerMultiprocessor = kThreads <= 128 ? 2 : 1;
 
 static_assert(ALIGN == 8 || ALIGN == 1, "16-byte copies or single elements");
@@ -45,8 +49,9 @@ static_assert(kStages >= 2 && kSteps % 2 == 0, "two sets of fragments take turns
 static_assert(kWarpM % 16 == 0 && (kWarpN == 32 || kWarpN == 64), "the epilogue gives a row of a warp to 4 or 8 lanes");
 static_assert(kStages * (kSizeA + kSizeB) * 2 <= 99 * 1024, "sm_86 and sm_89 give 99 KB to a block");
 
-// How an operand lies in shared memory: as in global memory, its contiguous direction along the rows. That is k for a row-major
-// a and a column-major b, which ldmatrix reads as they are; of the others it transposes 8 x 8 elements at a time.
+// How an operand lies in shared memory: as in global memory, its contiguous direction along the rows. That is k for a
+// row-major a and a column-major b, which ldmatrix reads as they are; of the others it transposes 8 x 8 elements at a
+// time.
 template <int Tile, bool AlongK>
 struct Operand {
     static constexpr bool kAlongK = AlongK;
@@ -62,7 +67,7 @@ class TileCopy {
     static constexpr int kChunks = Shape::kColumns / kChunk;
     static constexpr int kRowStep = kThreads / kChunks;
     static constexpr int kPasses = Shape::kRows / kRowStep;
-    static_assert(kPasses * kRowStep == Shape::kRows && kRowStep % 8 == 0, "all rows of a thread have the same chunk_key");
+    static_assert(kPasses * kRowStep == Shape::kRows && kRowStep % 8 == 0, "a thread has one chunk_key");
 
 public:
     // The tiles begin at (row0, column0) of a matrix with `rows` rows, `stride` elements apart, of `columns` elements.
@@ -150,16 +155,15 @@ __device__ __forceinline__ void multiply(Sums& sums, const Fragments& fragments)
     }
 }
 
-// Gives each row of 8 neighbouring columns of a warp's sums to `finish(sums, row, column)`, both within the warp's tile. The
-// sums pass through shared memory 16 rows at a time, since a lane has only 2 neighbours of a row. Rows lie 32 bytes further
-// apart than they are long: the 4 rows that half a warp stores at a time then lie in different banks. 4 neighbouring
-// lanes load their first 16 bytes while the next 4 load their second, for the same reason.
+// Gives the rows of a warp's sums to `finish(sums, row)`, 8 columns a lane: those from lane % kLanesOfRow * 8 on. The
+// sums pass through shared memory 16 rows at a time, since a lane has only 2 neighbours of a row. Rows lie 32 bytes
+// further apart than they are long: the 4 rows that half a warp stores at a time then lie in different banks. 4
+// neighbouring lanes load their first 16 bytes while the next 4 load their second, for the same reason.
 template <typename Finish>
 __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Finish finish) {
     constexpr int kPitch = kWarpN + 8;
-    constexpr int kLanes = kWarpN / 8;  // of a row
     const int lane = threadIdx.x % 32;
-    const int column = lane % kLanes * 8;
+    const int column = lane % kLanesOfRow * 8;
     const int half = lane / 4 % 2;
 #pragma unroll
     for (int i = 0; i < kBlocksM; ++i) {
@@ -172,14 +176,14 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
         }
         __syncwarp();  // the patch is complete
 #pragma unroll 1
-        for (int row = lane / kLanes; row < 16; row += 32 / kLanes) {
+        for (int row = lane / kLanesOfRow; row < 16; row += 32 / kLanesOfRow) {
             const float* source = patch + row * kPitch + column;
             const float4 first = *reinterpret_cast<const float4*>(source + half * 4);
             const float4 second = *reinterpret_cast<const float4*>(source + (1 - half) * 4);
             const float4 low = half ? second : first;
             const float4 high = half ? first : second;
             float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-            finish(values, i * 16 + row, column);
+            finish(values, i * 16 + row);
         }
     }
 }
@@ -216,8 +220,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     auto copy_b = OperandB::kAlongK ? TileCopy<OperandB>(b, b_stride, n, k_end, column0, k_begin)
                                     : TileCopy<OperandB>(b, b_stride, k_end, n, k_begin, column0);
 
-    // Every round commits one group of copies, an empty one at the end, so that "all but the last kStages - 2 groups" always
-    // means "the tile that comes next has arrived".
+    // Every round commits one group of copies, an empty one at the end, so that "all but the last kStages - 2 groups"
+    // always means "the tile that comes next has arrived".
     int to_fill = 0;
     const auto fill = [&](bool more) {
         if (more) {
@@ -242,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             if (step == kSteps - 1) {
-                // The fragments of this stage are all in registers. Behind the barrier the next tile is complete, and this
-                // stage, which nobody reads any more, may be filled again.
+                // The fragments of this stage are all in registers. Behind the barrier the next tile is complete, and
+                // this stage, which nobody reads any more, may be filled again.
                 ptx::cp_async_wait<kStages - 2>();
                 __syncthreads();
                 current = current + 1 == kStages ? 0 : current + 1;
@@ -259,11 +263,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     float* patch = reinterpret_cast<float*>(shared) + warp * 16 * (kWarpN + 8);
     const int first_row = row0 + warp_row;
     const int first_column = column0 + warp_column;
-    const int lane_column = first_column + threadIdx.x % (kWarpN / 8) * 8;
+    const int lane_column = first_column + threadIdx.x % kLanesOfRow * 8;
     if (gridDim.y > 1) {
         const long long stride = (n + 7) / 8 * 8;
         float* slice = partial + blockIdx.y * (m * stride) + lane_column;
-        finish_rows(sums, patch, [&](const float(&values)[8], int row, int) {
+        finish_rows(sums, patch, [&](const float(&values)[8], int row) {
             if (first_row + row >= m || lane_column >= n) return;
             float4* target = reinterpret_cast<float4*>(slice + (first_row + row) * stride);
             target[0] = make_float4(values[0], values[1], values[2], values[3]);
@@ -271,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         });
     } else {
         const Epilogue<ELEMENT> epilogue(bias, activation, out, out_stride, n, lane_column);
-        finish_rows(sums, patch, [&](float(&values)[8], int row, int) {
+        finish_rows(sums, patch, [&](float(&values)[8], int row) {
             if (first_row + row < m && lane_column < n) epilogue.store(values, first_row + row);
         });
     }

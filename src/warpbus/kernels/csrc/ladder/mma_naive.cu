@@ -1,14 +1,14 @@
 // out = a b with mma.sync.m16n8k16 in PTX, from plain shared memory.
 //
 // Shapes and layout: a [m, k], b [k, n], out [m, n], all row-major and contiguous; any m, n >= 1 and k >= 0. ELEMENT =
-// __half or __nv_bfloat16, summed in float32. `aligned` says that all rows of a and b begin at multiples of 16 bytes (k and
-// n are multiples of 8 and so are the pointers): tiles are then read 16 bytes a load, otherwise element by element.
+// __half or __nv_bfloat16, summed in float32. `aligned` says that all rows of a and b begin at multiples of 16 bytes (k
+// and n are multiples of 8 and so are the pointers): tiles are then read 16 bytes a load, otherwise element by element.
 //
-// A block of 4 warps computes 128 x 128 elements, 32 of k at a time through shared memory; a warp owns 64 x 64 of them, 4 x 8
-// products of 16 x 8. Against the WMMA rung the layout of the fragments is known here: each lane gathers its own elements
-// and writes its own results, without a detour. Left to be gained: rows of the tiles lie exactly 64 and 256 bytes apart, so
-// that lanes which read one column wait for each other (bank conflicts), and b arrives in single elements. See
-// mma_permuted.cu.
+// A block of 4 warps computes 128 x 128 elements, 32 of k at a time through shared memory; a warp owns 64 x 64 of them,
+// 4 x 8 products of 16 x 8. Against the WMMA rung the layout of the fragments is known here: each lane gathers its own
+// elements and writes its own results, without a detour. Left to be gained: rows of the tiles lie exactly 64 and 256
+// bytes apart, so that lanes which read one column wait for each other (bank conflicts), and b arrives in single
+// elements. See mma_permuted.cu.
 //
 // The fragments, for lane = 4 g + t (PTX ISA, "Matrix fragments for mma.m16n8k16"): two elements a register,
 //   a: rows g, g + 8 at k = 2t, 2t + 1; then the same rows at k = 2t + 8, 2t + 9
@@ -26,8 +26,8 @@ __device__ __forceinline__ ptx::uint32 pair(ELEMENT low, ELEMENT high) {
 extern "C" __global__ void __launch_bounds__(kThreads, 2) mma_naive(
     const ELEMENT* __restrict__ a, const ELEMENT* __restrict__ b, ELEMENT* __restrict__ out, int m, int n, int k,
     int aligned) {
-    __shared__ alignas(16) ELEMENT a_tile[kTileM][kTileK];
-    __shared__ alignas(16) ELEMENT b_tile[kTileK][kTileN];
+    alignas(16) __shared__ ELEMENT a_tile[kTileM][kTileK];
+    alignas(16) __shared__ ELEMENT b_tile[kTileK][kTileN];
 
     const WarpTile place(n);
     const int g = threadIdx.x % 32 / 4;
@@ -35,8 +35,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) mma_naive(
 
     float sums[kBlocksM][kBlocksN][4] = {};
     for (int k0 = 0; k0 < k; k0 += kTileK) {
-        load_tile<kTileM, kTileK>(a, m, k, place.row0, k0, aligned, [&](int row, int column) { return &a_tile[row][column]; });
-        load_tile<kTileK, kTileN>(b, k, n, k0, place.column0, aligned, [&](int row, int column) { return &b_tile[row][column]; });
+        load_tile<kTileM, kTileK>(a, m, k, place.row0, k0, aligned, [&](int row, int column) {
+            return &a_tile[row][column];
+        });
+        load_tile<kTileK, kTileN>(b, k, n, k0, place.column0, aligned, [&](int row, int column) {
+            return &b_tile[row][column];
+        });
         __syncthreads();  // both tiles are complete
 #pragma unroll
         for (int step = 0; step < kTileK; step += 16) {

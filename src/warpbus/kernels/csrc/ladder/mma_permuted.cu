@@ -1,10 +1,10 @@
 // out = a b with mma.sync.m16n8k16 in PTX, from permuted shared memory by ldmatrix.
 //
-// Shapes, layout, tiles and `aligned` as in mma_naive.cu. What is new: the tiles lie in shared memory with each row's chunks of
-// 16 bytes in an order of its own (common/tile.cuh), so that neither storing a tile nor reading a fragment has bank conflicts;
-// and ldmatrix reads four 8 x 8 matrices at a time, transposing b on the way, where mma_naive needs 4 loads for a block of a
-// and 8 for one of b. Left to be gained: the tensor cores wait while a tile travels from global memory, since there is only
-// one; gemm/sm80_hgemm.cu has several.
+// Shapes, layout, tiles and `aligned` as in mma_naive.cu. What is new: the tiles lie in shared memory with each row's
+// chunks of 16 bytes in an order of its own (common/tile.cuh), so that neither storing a tile nor reading a fragment
+// has bank conflicts; and ldmatrix reads four 8 x 8 matrices at a time, transposing b on the way, where mma_naive needs
+// 4 loads for a block of a and 8 for one of b. Left to be gained: the tensor cores wait while a tile travels from
+// global memory, since there is only one; gemm/sm80_hgemm.cu has several.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
@@ -13,8 +13,8 @@
 extern "C" __global__ void __launch_bounds__(kThreads, 2) mma_permuted(
     const ELEMENT* __restrict__ a, const ELEMENT* __restrict__ b, ELEMENT* __restrict__ out, int m, int n, int k,
     int aligned) {
-    __shared__ alignas(128) ELEMENT a_tile[kTileM * kTileK];
-    __shared__ alignas(128) ELEMENT b_tile[kTileK * kTileN];
+    alignas(128) __shared__ ELEMENT a_tile[kTileM * kTileK];
+    alignas(128) __shared__ ELEMENT b_tile[kTileK * kTileN];
 
     const WarpTile place(n);
     float sums[kBlocksM][kBlocksN][4] = {};

@@ -1,5 +1,6 @@
-// What mma_naive.cu and mma_permuted.cu have in common: the division of the product among blocks and warps, the way from
-// global to shared memory, and the way out. Both are launched with a grid of ceil(m / 128) * ceil(n / 128) blocks of 128.
+// What mma_naive.cu and mma_permuted.cu have in common: the division of the product among blocks and warps, the way
+// from global to shared memory, and the way out. Both are launched with a grid of ceil(m / 128) * ceil(n / 128) blocks
+// of 128.
 #pragma once
 
 #include "common/tile.cuh"
@@ -24,8 +25,8 @@ struct WarpTile {
     }
 };
 
-// Copies the tile at (row0, column0) of a [rows, columns] matrix, zeros where there is none, in chunks of 8 elements; `place`
-// says where the chunk that begins at (row, column) of the tile goes.
+// Copies the tile at (row0, column0) of a [rows, columns] matrix, zeros where there is none, in chunks of 8 elements;
+// `place` says where the chunk that begins at (row, column) of the tile goes.
 template <int Rows, int Columns, typename Place>
 __device__ __forceinline__ void load_tile(
     const ELEMENT* __restrict__ matrix, int rows, int columns, int row0, int column0, bool aligned, Place place) {
@@ -41,8 +42,8 @@ __device__ __forceinline__ void load_tile(
     }
 }
 
-// Rounds a warp's sums and stores those that lie inside the product. Lane 4 g + t has row g and columns 2t, 2t + 1 of each
-// 16 x 8 block, and the same of row g + 8.
+// Rounds a warp's sums and stores those that lie inside the product. Lane 4 g + t has row g and columns 2t, 2t + 1 of
+// each 16 x 8 block, and the same of row g + 8.
 __device__ __forceinline__ void store_sums(
     const float (&sums)[kBlocksM][kBlocksN][4], const WarpTile& tile, ELEMENT* __restrict__ out, int m, int n) {
     const int lane = threadIdx.x % 32;

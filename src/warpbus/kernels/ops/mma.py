@@ -1,0 +1,226 @@
+"""Launches of the `mma.sync` kernels, which are behind the rungs `mma_*` and behind `gemm` on sm_80 and later.
+
+Nothing here checks shapes or dtypes: the operators that call it have done so.
+"""
+
+import functools
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.kernel import Kernel
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, multiprocessors, per_dtype
+from warpbus.kernels.units import unit
+
+_PARAMETERS = "PPPPPiiiqqqii"  # of sm80_hgemm
+_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
+_CHUNK = 8  # elements in 16 bytes
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
+class Tiling:
+    """How sm80_hgemm.cu divides a product.
+
+    Attributes:
+        tile_m, tile_n, tile_k: what a block computes, and what of k is one stage in shared memory.
+        warp_m, warp_n: what a warp computes of it.
+        stages: tiles in shared memory.
+        swizzle: rows of tiles that blocks go down before they go on to the next column.
+        align: 8 if all loads are of 16 bytes, 1 if they are of single elements.
+        resident: blocks that a multiprocessor holds at a time.
+        efficiency: the part of the tensor cores' rate that a full multiprocessor reaches, as expected.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    warp_m: int
+    warp_n: int
+    stages: int
+    swizzle: int = 8
+    align: int = 8
+    resident: int = 2
+    efficiency: float = 0.9
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.tile_m // self.warp_m * (self.tile_n // self.warp_n) * 32
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory a block."""
+        return self.stages * (self.tile_m + self.tile_n) * self.tile_k * 2
+
+    def tiles(self, m: int, n: int) -> int:
+        """How many tiles cover a product."""
+        return blocks((m, self.tile_m), (n, self.tile_n))
+
+    def kernel(self, dtype: torch.dtype, layout_a: str, layout_b: str) -> Kernel:
+        """The kernel for operands of two layouts, "row" or "column"."""
+        return unit(
+            "gemm/sm80_hgemm.cu",
+            ELEMENT=ELEMENTS[dtype],
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            TILE_K=self.tile_k,
+            WARP_M=self.warp_m,
+            WARP_N=self.warp_n,
+            STAGES=self.stages,
+            BLOCK_SWIZZLE=self.swizzle,
+            ALIGN=self.align,
+            A_LAYOUT=layout_a,
+            B_LAYOUT=layout_b,
+        ).kernel("sm80_hgemm", _PARAMETERS)
+
+
+WIDE = Tiling(128, 256, 32, 64, 64, stages=3, resident=1, efficiency=0.95)
+SQUARE = Tiling(128, 128, 32, 64, 64, stages=3)
+SMALL = Tiling(64, 64, 64, 32, 32, stages=3, efficiency=0.7)
+UNALIGNED = Tiling(128, 128, 32, 64, 32, stages=2, align=1, resident=1, efficiency=0.3)
+
+
+def _ladder(stages: int, swizzle: int) -> tuple[Tiling, Tiling]:
+    """A rung for aligned and for other operands."""
+    return (
+        Tiling(128, 128, 32, 64, 64, stages=stages, swizzle=swizzle),
+        Tiling(128, 128, 32, 64, 32, stages=stages, swizzle=swizzle, align=1),
+    )
+
+
+RUNGS = {
+    "mma_cp_async": _ladder(2, 1),
+    "mma_stages_3": _ladder(3, 1),
+    "mma_stages_4": _ladder(4, 1),
+    "mma_swizzle": _ladder(4, 8),
+}
+_SINGLE_STAGE = {
+    "mma_naive": per_dtype("ladder/mma_naive.cu", "mma_naive", "PPPiiii", HALVES),
+    "mma_permuted": per_dtype("ladder/mma_permuted.cu", "mma_permuted", "PPPiiii", HALVES),
+}
+_SINGLE_STAGE_TILE = 128  # kTileM, kTileN and kThreads in mma_tile.cuh
+_RUNG_KERNELS = {
+    (tiling, dtype): tiling.kernel(dtype, "row", "row")
+    for pair in RUNGS.values()
+    for tiling in pair
+    for dtype in HALVES
+}
+# Both operands column-major is what nobody's layers ask for: the widest tiling is not compiled for it.
+_KERNELS = {
+    (tiling, dtype, layout_a, layout_b): tiling.kernel(dtype, layout_a, layout_b)
+    for tiling, dtype, layout_a, layout_b in product(
+        (WIDE, SQUARE, SMALL, UNALIGNED), HALVES, ("row", "column"), ("row", "column")
+    )
+    if not (tiling is WIDE and layout_a == layout_b == "column")
+}
+_REDUCE = per_dtype("gemm/split_k_reduce.cu", "split_k_reduce", "PPPiiiqi", HALVES)
+
+
+def launch(a: Tensor, b: Tensor, out: Tensor, rung: str) -> None:
+    """`out = a @ b` by a rung of the ladder.
+
+    Args:
+        a, b, out: `[m, k]`, `[k, n]` and `[m, n]` of at least one element, contiguous, all float16 or all bfloat16.
+        rung: "mma_naive", "mma_permuted", or a name in `RUNGS`.
+    """
+    (m, n), k = out.shape, a.shape[1]
+    if rung in _SINGLE_STAGE:
+        grid = blocks((m, _SINGLE_STAGE_TILE), (n, _SINGLE_STAGE_TILE))
+        _SINGLE_STAGE[rung][a.dtype](grid, _SINGLE_STAGE_TILE, a, b, out, m, n, k, int(aligned(a, b)))
+        return
+    tiling = RUNGS[rung][0 if aligned(a, b) else 1]
+    _RUNG_KERNELS[tiling, a.dtype](
+        tiling.tiles(m, n), tiling.threads, a, b, None, out, None, m, n, k, k, n, n, k, 0, shared=tiling.shared
+    )
+
+
+def sm80_gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor) -> None:
+    """`out = activation(a @ b + bias)`, summed in float32, the same bits every time.
+
+    Args:
+        a, b: `[m, k]` and `[k, n]`, both float16 or both bfloat16, each row- or column-major (one of its strides is 1).
+        bias: `[n]`, contiguous, in their dtype.
+        activation: a number of `Activation` in common/numeric.cuh.
+        out: `[m, n]` in their dtype, row-major.
+    """
+    (m, n), k = out.shape, a.shape[1]
+    if m == 0 or n == 0:
+        return
+    layout_a, stride_a, aligned_a = _layout(a)
+    layout_b, stride_b, aligned_b = _layout(b)
+    tilings: tuple[Tiling, ...] = (UNALIGNED,)
+    if aligned_a and aligned_b:
+        tilings = (SQUARE, SMALL) if layout_a == layout_b == "column" else (WIDE, SQUARE, SMALL)
+    tiling, part = plan(m, n, k, multiprocessors(a.device), tilings)
+    splits = blocks((max(k, 1), part))
+    columns = -(-n // _CHUNK) * _CHUNK
+    partial = torch.empty(splits, m, columns, dtype=torch.float32, device=a.device) if splits > 1 else None
+    _KERNELS[tiling, a.dtype, layout_a, layout_b](
+        (tiling.tiles(m, n), splits),
+        tiling.threads,
+        *(a, b, bias, out, partial),
+        *(m, n, k, stride_a, stride_b, out.stride(0), part, activation),
+        shared=tiling.shared,
+    )
+    if partial is not None:
+        grid = blocks((m * columns // _CHUNK, _REDUCE_BLOCK))
+        _REDUCE[a.dtype](grid, _REDUCE_BLOCK, partial, bias, out, splits, m, n, out.stride(0), activation)
+
+
+def _layout(matrix: Tensor) -> tuple[str, int, bool]:
+    """Whether a matrix is row- or column-major, its stride, and whether all rows, or columns, begin at 16 bytes.
+
+    A matrix of one row or column can be seen in both ways; the stride that nobody uses counts as aligned.
+    """
+    rows, columns = matrix.shape
+    seen = []
+    if matrix.stride(1) == 1 or columns == 1:
+        seen.append(("row", matrix.stride(0) if rows > 1 else 0))
+    if matrix.stride(0) == 1 or rows == 1:
+        seen.append(("column", matrix.stride(1) if columns > 1 else 0))
+    begins = matrix.data_ptr() % 16 == 0
+    views = [(layout, stride, begins and stride % _CHUNK == 0) for layout, stride in seen]
+    return next((view for view in views if view[2]), views[0])
+
+
+# The model of `plan`, in clocks of a multiprocessor. The rates are an A100's; what matters is how they compare.
+_PRODUCTS = 1024  # multiplications and additions a clock
+_BYTES = 40  # from L2 a clock, while all multiprocessors read
+_MEMORY = 10  # from and to global memory a clock
+_LATENCY = 800  # from a copy's start until it is there
+_START = 2000  # of a block: the first tiles, and the results
+_LAUNCH = 4000  # of split_k_reduce
+_LEAST_PART = 256  # of k, below which splitting is not considered
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(m: int, n: int, k: int, multiprocessors: int, tilings: tuple[Tiling, ...]) -> tuple[Tiling, int]:
+    """The tiling of least expected time, and how much of k a block sums.
+
+    Splitting k gives work to multiprocessors that would have none, where the product has few tiles; it costs a second
+    kernel, which reads all partial sums.
+
+    Returns:
+        A tiling of `tilings`, and a multiple of its `tile_k`.
+    """
+    choices = []
+    for tiling in tilings:
+        for splits in range(1, max(1, min(32, k // _LEAST_PART)) + 1):
+            part = blocks((max(k, 1), splits * tiling.tile_k)) * tiling.tile_k
+            choices.append((_clocks(m, n, k, multiprocessors, tiling, part), tiling, part))
+    _, tiling, part = min(choices, key=lambda choice: choice[0])
+    return tiling, part
+
+
+def _clocks(m: int, n: int, k: int, multiprocessors: int, tiling: Tiling, part: int) -> float:
+    """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
+    splits = blocks((max(k, 1), part))
+    share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
+    rounds = blocks((share, tiling.resident))
+    computing = share * part * tiling.tile_m * tiling.tile_n / (_PRODUCTS * tiling.efficiency)
+    reading = share * part * 2 * (min(m, tiling.tile_m) + min(n, tiling.tile_n)) / _BYTES
+    waiting = rounds * part / tiling.tile_k * _LATENCY / (tiling.stages - 1)
+    combining = _LAUNCH + 2 * 4 * splits * m * n / (_MEMORY * multiprocessors) if splits > 1 else 0
+    return max(computing, reading, waiting) + rounds * _START + combining
