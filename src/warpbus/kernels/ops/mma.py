@@ -86,7 +86,7 @@ def _ladder(stages: int, swizzle: int) -> tuple[Tiling, Tiling]:
     """A rung for aligned and for other operands."""
     return (
         Tiling(128, 128, 32, 64, 64, stages=stages, swizzle=swizzle),
-        Tiling(128, 128, 32, 64, 32, stages=stages, swizzle=swizzle, align=1),
+        Tiling(128, 128, 32, 64, 32, stages=stages, swizzle=swizzle, align=1, resident=1),
     )
 
 
