@@ -19,8 +19,15 @@ check: .venv/ready-check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# On the CPU without a GPU; the last three need one.
 bench: .venv/ready
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/warpbus bench vector-add
+	$(BIN)/warpbus bench matmul
+	$(BIN)/warpbus bench linear
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		for name in ladder gemm gemv; do $(BIN)/warpbus bench $$name || exit 1; done; \
+	fi
 
 format: .venv/ready-check
 	$(BIN)/ruff check --fix .

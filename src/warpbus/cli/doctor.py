@@ -17,9 +17,15 @@ from rich.markup import escape
 from rich.table import Table
 
 import warpbus
+from warpbus.cli.compile import compile_all
+from warpbus.errors import DeviceError, UsageError
 
 # What each extra that this version uses is for, and what it installs.
 EXTRAS = {
+    "cuda": (
+        "kernels on a GPU",
+        ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-crt"),
+    ),
     "test": ("make test", ("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil")),
 }
 
@@ -46,9 +52,21 @@ class Gpu:
 
 
 def doctor(
+    compile: Annotated[
+        bool, typer.Option("--compile", help="compile all kernels for the GPUs here, and show what each takes")
+    ] = False,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="with --compile: for this architecture, such as sm_90a; can be given more than once"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
     """Show what this machine has, what will run where, and what to do about what is missing."""
+    if compile:
+        compile_all(arch or [], as_json)
+        return
+    if arch:
+        raise UsageError("--arch needs --compile: it names what to compile for")
     import torch
 
     found = _examine(torch)
@@ -92,6 +110,8 @@ def _examine(torch: Any) -> dict[str, Any]:
         "disk": {"path": str(Path.cwd()), "free": disk.free},
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads()},
         "driver": driver and {"cuda": driver},
+        "compiler": _compiler(),
+        "kernel_cache": _kernel_cache(),
         "gpus": gpus,
         "missing": extras,
     }
@@ -110,6 +130,25 @@ def _driver_version() -> str | None:
     if library.cuDriverGetVersion(ctypes.byref(version)):
         return None
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _compiler() -> str | None:
+    """The version of NVRTC and of its headers, or `None` where it is not installed."""
+    from warpbus.cuda.jit import compiler_version
+
+    try:
+        return compiler_version()
+    except DeviceError:
+        return None
+
+
+def _kernel_cache() -> dict[str, Any]:
+    """Where compiled kernels are kept, how many there are, and their bytes."""
+    from warpbus.cuda.jit import cache_directory
+
+    directory = cache_directory()
+    sizes = [path.stat().st_size for path in directory.glob("*.cubin")]
+    return {"path": str(directory), "entries": len(sizes), "bytes": sum(sizes)}
 
 
 def _gpu(torch: Any, index: int) -> Gpu:
@@ -204,7 +243,8 @@ def _advice(found: dict[str, Any]) -> list[str]:
     else:
         advice.append("torch sees no GPU although a driver is there: look at nvidia-smi and CUDA_VISIBLE_DEVICES.")
     for name, missing in found["missing"].items():
-        if missing:
+        # Nothing is compiled for a GPU that is not there.
+        if missing and (name != "cuda" or found["gpus"]):
             purpose = EXTRAS[name][0]
             advice.append(f"For {purpose}: pip install 'warpbus[{name}]' (missing: {', '.join(missing)})")
     if found["disk"]["free"] < 20e9:
@@ -223,7 +263,7 @@ def _sm(gpu: dict[str, Any]) -> str:
 
 
 def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    memory, torch = found["memory"], found["torch"]
+    memory, torch, cache = found["memory"], found["torch"], found["kernel_cache"]
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU build"
     facts = [
         ("warpbus", found["warpbus"]),
@@ -233,6 +273,8 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("disk", f"{found['disk']['free'] / 1e9:.0f} GB free at {found['disk']['path']}"),
         ("torch", f"{torch['version']} ({build}), {torch['threads']} threads"),
         ("driver", f"CUDA {found['driver']['cuda']}" if found["driver"] else "none"),
+        ("compiler", f"NVRTC {found['compiler']}" if found["compiler"] else "none"),
+        ("kernel cache", f"{cache['entries']:,} entries, {cache['bytes'] / 1e6:,.1f} MB at {cache['path']}"),
     ]
     for gpu in found["gpus"]:
         links = f", reaches GPU {', '.join(map(str, gpu['links']))} directly" if gpu["links"] else ""

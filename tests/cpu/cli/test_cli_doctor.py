@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 import warpbus
 from warpbus.cli import app, doctor
+from warpbus.cuda import jit
+from warpbus.errors import DeviceError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -62,8 +65,8 @@ def shown():
 def test_this_machine():
     found = examined()
     assert list(found) == [
-        *("warpbus", "python", "system", "cores", "memory", "disk", "torch", "driver", "gpus", "missing"),
-        *("runs", "advice"),
+        *("warpbus", "python", "system", "cores", "memory", "disk", "torch", "driver", "compiler"),
+        *("kernel_cache", "gpus", "missing", "runs", "advice"),
     ]
     assert found["warpbus"] == warpbus.__version__
     assert 0 < found["memory"]["available"] <= found["memory"]["total"]
@@ -162,6 +165,42 @@ def test_what_is_not_installed(machine, monkeypatch):
     assert "pip install 'warpbus[test]'" in shown()
 
 
+def test_the_cuda_extra_is_for_those_who_have_a_gpu(machine, monkeypatch):
+    def without_nvrtc(distributions):
+        return [name for name in distributions if name == "nvidia-cuda-nvrtc"]
+
+    machine()
+    monkeypatch.setattr(doctor, "_missing", without_nvrtc)
+    assert examined()["missing"]["cuda"] == ["nvidia-cuda-nvrtc"]
+    assert len(examined()["advice"]) == 1
+    machine("13.0", "13.0", [("NVIDIA H100", 9, 0)])
+    monkeypatch.setattr(doctor, "_missing", without_nvrtc)
+    assert examined()["advice"] == [
+        "For kernels on a GPU: pip install 'warpbus[cuda]' (missing: nvidia-cuda-nvrtc)",
+    ]
+
+
+def test_the_compiler_and_its_cache(machine, monkeypatch, tmp_path):
+    machine()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(jit, "compiler_version", lambda: "13.0.88, headers 13.0.96")
+    place = tmp_path / "warpbus" / "kernels"
+    assert examined()["kernel_cache"] == {"path": str(place), "entries": 0, "bytes": 0}
+    place.mkdir(parents=True)
+    (place / "a-sm_90a-0.cubin").write_bytes(b"x" * 300_000)
+    assert examined()["kernel_cache"] == {"path": str(place), "entries": 1, "bytes": 300_000}
+    assert examined()["compiler"] == "13.0.88, headers 13.0.96"
+    assert "NVRTC 13.0.88" in shown()
+    assert "1 entries, 0.3 MB" in shown()
+
+    def missing():
+        raise DeviceError("no CUDA compiler")
+
+    monkeypatch.setattr(jit, "compiler_version", missing)
+    assert examined()["compiler"] is None
+    assert re.search(r"compiler +none", shown())
+
+
 def test_missing_distributions():
     assert doctor._missing(("pytest", "no-such-thing-at-all")) == ["no-such-thing-at-all"]
 
@@ -199,4 +238,4 @@ def test_the_driver_is_asked_for_its_version(monkeypatch):
 def test_extras_are_those_of_the_package():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for name, (_, distributions) in doctor.EXTRAS.items():
-        assert [line.split(">")[0] for line in declared[name]] == list(distributions)
+        assert [re.split(r"[\[<>=!~; ]", line)[0] for line in declared[name]] == list(distributions)

@@ -1,0 +1,15 @@
+"""How fast the operators are, beside what others offer and what the machine allows.
+
+A benchmark is a list of cases (`cases.py`); its records go into files of one schema (`records.py`). This room knows
+nothing of models.
+"""
+
+from warpbus.bench.cases import Benchmark, Run, geometric_means, run
+from warpbus.bench.dense import GEMM, GEMV, LINEAR
+from warpbus.bench.elementwise import VECTOR_ADD
+from warpbus.bench.matmul import LADDER, MATMUL
+from warpbus.bench.records import Peer, Record
+
+BENCHMARKS = {each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR)}
+
+__all__ = ["BENCHMARKS", "Benchmark", "Peer", "Record", "Run", "geometric_means", "run"]

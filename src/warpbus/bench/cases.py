@@ -1,0 +1,263 @@
+"""What a benchmark consists of, and the one loop that measures all of them."""
+
+import importlib.metadata
+import math
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+import warpbus
+from warpbus.bench.records import Parameter, Peer, Record, now, ratio
+from warpbus.bench.timing import FULL, QUICK, Call, Effort, Inputs, Timing, measure
+from warpbus.errors import DeviceError, UsageError
+
+Progress = Callable[[str, int, int], None]
+
+# The unit of each metric that is derived from a time, and how many of it make one base unit (second, FLOP, byte).
+_UNITS = {"time": ("us", 1e6), "throughput": ("TFLOP/s", 1e-12), "bandwidth": ("GB/s", 1e-9)}
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A peer that is about to be measured.
+
+    Either `call` takes turns with ours on the same inputs, or `alone` gives a timing that was taken without ours, for
+    work that runs on another device.
+    """
+
+    name: str
+    version: str
+    call: Call | None = None
+    alone: Callable[[], Timing] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of work.
+
+    Attributes:
+        parameters: what names it in its records.
+        metric: "time", "throughput" or "bandwidth".
+        work: FLOPs or bytes of one call, for the two rates; any positive number for a time.
+        floor_seconds: the least time that the machine could need, or `None` where none is known.
+        make: see `timing.measure`.
+    """
+
+    parameters: Mapping[str, Parameter]
+    metric: str
+    work: float
+    floor_seconds: float | None
+    make: Callable[[], Inputs]
+    ours: Call
+    rivals: Sequence[Rival]
+
+    def value(self, seconds: float) -> float:
+        """A time of one call in the unit of the metric."""
+        scale = _UNITS[self.metric][1]
+        return seconds * scale if self.metric == "time" else self.work / seconds * scale
+
+
+@dataclass
+class Run:
+    """One run of a benchmark: what was asked for, and what there is to say about it.
+
+    Attributes:
+        sizes, variants, dtype: `None` or empty means the benchmark's own.
+        notes: sentences for the reader of the table.
+    """
+
+    device: torch.device
+    command: str
+    sizes: tuple[int, ...] = ()
+    variants: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    quick: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def effort(self) -> Effort:
+        """How long each case is measured."""
+        return QUICK if self.quick else FULL
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the operators run on a GPU."""
+        return self.device.type == "cuda"
+
+    @cached_property
+    def device_name(self) -> str:
+        """As records have it."""
+        return torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
+
+    def choose_sizes(self, full: Sequence[int], quick: Sequence[int]) -> tuple[int, ...]:
+        """The sizes asked for, or the benchmark's."""
+        return self.sizes or tuple(quick if self.quick else full)
+
+    def choose_variants(self, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
+        """The variants asked for, or the benchmark's.
+
+        Raises:
+            UsageError: one that does not exist.
+        """
+        for name in self.variants:
+            if name not in known:
+                raise UsageError(f"--variant {name}: there is no such variant: choose among {', '.join(known)}")
+        return self.variants or tuple(default)
+
+    def note(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """How the records of a benchmark are drawn.
+
+    Attributes:
+        x: the parameter of a logarithmic axis along which lines are drawn; `None` for one bar a case.
+        x_label: what that axis counts.
+        panels: parameters of which each combination of values gets a picture of its own.
+    """
+
+    x: str | None
+    x_label: str = ""
+    panels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark of `warpbus bench`.
+
+    Attributes:
+        name: the verb's argument.
+        title: what it compares.
+        cases: the cases of a run, each made when its turn comes.
+        needs_gpu: there is nothing to measure on the CPU.
+        means: parameters and values whose cases' ratios are summed up, by the name of the group.
+    """
+
+    name: str
+    title: str
+    cases: Callable[[Run], Sequence[Callable[[], Case]]]
+    plot: Plot
+    needs_gpu: bool = False
+    means: Mapping[str, Callable[[Mapping[str, Parameter]], bool]] = field(default_factory=dict)
+
+
+def run(benchmark: Benchmark, settings: Run, progress: Progress = lambda what, done, total: None) -> list[Record]:
+    """Measure every case of a benchmark.
+
+    Returns:
+        One record for each case and peer, in the order of the cases.
+
+    Raises:
+        DeviceError: the benchmark needs a GPU, or a case more memory than there is.
+        UsageError: a size or variant that cannot be.
+    """
+    if benchmark.needs_gpu and not settings.on_gpu:
+        raise DeviceError(
+            f"bench {benchmark.name}: needs an NVIDIA GPU, and this runs on the CPU: see what warpbus doctor says"
+        )
+    if any(size < 1 for size in settings.sizes):
+        raise UsageError(f"--size {min(settings.sizes)}: a size is a positive number")
+    prepared = benchmark.cases(settings)
+    date, installed = now(), versions()
+    records: list[Record] = []
+    progress(benchmark.name, 0, len(prepared))
+    for done, make in enumerate(prepared, 1):
+        records += _measured(benchmark.name, make(), settings, date, installed)
+        progress(benchmark.name, done, len(prepared))
+    return records
+
+
+def _measured(bench: str, case: Case, settings: Run, date: str, installed: Mapping[str, str]) -> list[Record]:
+    beside = [rival for rival in case.rivals if rival.call is not None]
+    calls = [case.ours, *(rival.call for rival in beside if rival.call is not None)]
+    ours, *timings = measure(calls, case.make, settings.effort)
+    # What is alone is often shared by several cases, and comes from the first of them.
+    by_name = {rival.name: timing for rival, timing in zip(beside, timings, strict=True)}
+    by_name |= {rival.name: rival.alone() for rival in case.rivals if rival.alone is not None}
+    records = []
+    for rival in case.rivals:
+        theirs = by_name[rival.name]
+        value, other = case.value(ours.median), case.value(theirs.median)
+        records.append(
+            Record(
+                bench=bench,
+                case={**case.parameters, "timed": ours.method},
+                metric=case.metric,
+                unit=_UNITS[case.metric][0],
+                ours=value,
+                peer=Peer(rival.name, rival.version, other),
+                ratio=ratio(case.metric, value, other),
+                floor=None if case.floor_seconds is None else case.value(case.floor_seconds),
+                samples={
+                    "ours": [case.value(seconds) for seconds in ours.seconds],
+                    "peer": [case.value(seconds) for seconds in theirs.seconds],
+                },
+                device=settings.device_name,
+                versions=installed,
+                date=date,
+                command=settings.command,
+            )
+        )
+    return records
+
+
+def geometric_means(benchmark: Benchmark, records: Sequence[Record]) -> dict[str, float]:
+    """The geometric mean of the ratios of each group of the benchmark that was measured, for each variant."""
+    variants = list(dict.fromkeys(record.case.get("variant") for record in records))
+    means = {}
+    for group, belongs in benchmark.means.items():
+        for variant in variants:
+            ratios = [each.ratio for each in records if each.case.get("variant") == variant and belongs(each.case)]
+            if ratios:
+                name = f"{group}, {variant}" if len(variants) > 1 else group
+                means[name] = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return means
+
+
+def versions() -> dict[str, str]:
+    """Of everything that has a part in a measurement and is installed."""
+    found = {"warpbus": warpbus.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name, distributions in (
+        ("numpy", ("numpy",)),
+        ("triton", ("triton",)),
+        ("nvrtc", ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")),
+        ("cublas", ("nvidia-cublas", "nvidia-cublas-cu12")),
+    ):
+        version = _distribution(*distributions)
+        if version:
+            found[name] = version
+    return found
+
+
+def torch_rival(call: Call) -> Rival:
+    """torch doing the same elementwise work beside ours."""
+    return Rival("torch", torch.__version__, call)
+
+
+def cublas_rival(call: Call) -> Rival:
+    """cuBLAS, called through torch, beside ours."""
+    version = _distribution("nvidia-cublas", "nvidia-cublas-cu12")
+    return Rival("cuBLAS", version or f"of CUDA {torch.version.cuda}", call)
+
+
+def cpu_rival(alone: Callable[[], Timing]) -> Rival:
+    """torch on the CPU, measured by itself."""
+    return Rival(f"torch, CPU ({torch.get_num_threads()} threads)", torch.__version__, alone=alone)
+
+
+def _distribution(*names: str) -> str | None:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

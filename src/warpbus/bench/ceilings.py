@@ -1,0 +1,47 @@
+"""What this machine can do at most, measured: the floor that the benchmarks hold their times against."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from warpbus.bench.timing import FULL, measure
+
+# Far above every cache.
+_GPU_BYTES = 2**30
+_CPU_BYTES = 2**28
+
+
+@cache
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written ones both counted, of a copy within the device's memory."""
+    source, target = _random(device), _random(device)
+    (timing,) = measure([lambda one, other: other.copy_(one)], lambda: (source, target), FULL)
+    return 2 * source.nbytes / timing.median
+
+
+@cache
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of reading alone: the better of two reductions of a large tensor."""
+    source = _random(device)
+    timings = measure([torch.sum, torch.amax], lambda: (source,), FULL)
+    return source.nbytes / min(timing.median for timing in timings)
+
+
+@cache
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of torch's matrix product, 8192 wide on a GPU and 2048 wide on the CPU.
+
+    It is what the vendor's library reaches, not what the silicon could: a kernel can be above it.
+    """
+    n = 8192 if device.type == "cuda" else 2048
+
+    def make() -> tuple[Tensor, Tensor]:
+        return torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
+
+    (timing,) = measure([torch.matmul], make, FULL)
+    return 2 * n**3 / timing.median
+
+
+def _random(device: torch.device) -> Tensor:
+    return torch.randn((_GPU_BYTES if device.type == "cuda" else _CPU_BYTES) // 4, device=device)

@@ -1,0 +1,159 @@
+"""Records as a picture: ours, the peers, and the limit of the machine."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from warpbus.bench.cases import Plot
+from warpbus.bench.records import LESS_IS_BETTER, Parameter, Record
+from warpbus.bench.report import number, shared_and_varying, shown
+from warpbus.formats.files import replace_file
+
+# Okabe and Ito's colours, which the colour-blind tell apart too.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_LIMIT = "#7f7f7f"
+
+
+def draw(records: Sequence[Record], title: str, plot: Plot, path: Path) -> None:
+    """Write the picture of `figure` as a PNG.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    replace_file(path, lambda partial: figure(records, title, plot).savefig(partial, dpi=130, format="png"))
+
+
+def figure(records: Sequence[Record], title: str, plot: Plot) -> Figure:
+    """Lines along a parameter, or bars for every case, in a panel for each combination of what `plot.panels` names."""
+    panels: dict[tuple[Parameter | None, ...], list[Record]] = {}
+    for record in records:
+        panels.setdefault(tuple(record.case.get(name) for name in plot.panels), []).append(record)
+    ignored = {*plot.panels, "timed"}
+    if plot.x is None:
+        heights = [0.9 + 0.19 * _bars_in(each, ignored) for each in panels.values()]
+        drawn = Figure(figsize=(8.5, 1.1 + sum(heights)), layout="constrained")
+        axes = drawn.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    else:
+        drawn = Figure(figsize=(1.5 + 5.6 * len(panels), 5.2), layout="constrained")
+        axes = drawn.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axis, (values, each) in zip(axes, panels.items(), strict=True):
+        if plot.x is None:
+            _bars(axis, each, ignored)
+        else:
+            _lines(axis, each, plot.x, ignored)
+            axis.set_xlabel(plot.x_label)
+        named = [
+            f"{name}: {shown(value)}" for name, value in zip(plot.panels, values, strict=True) if value is not None
+        ]
+        axis.set_title(", ".join(named), loc="left", fontsize=10)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    if plot.x is not None:
+        # The limit of a tiny case is far below what any launch takes: it may leave the picture.
+        measured = [value for record in records for value in (record.ours, record.peer.value)]
+        axes[0].set_ylim(min(measured) / 2, max(measured) * 2)
+    drawn.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    first = records[0]
+    versions = ", ".join(
+        f"{name} {first.versions[name]}" for name in ("warpbus", "torch", "cuda") if name in first.versions
+    )
+    drawn.supxlabel(f"{first.device}   {first.date[:10]}   {versions}", x=0.01, ha="left", fontsize=8, color="#555555")
+    return drawn
+
+
+def _label(case: Mapping[str, Parameter], names: Sequence[str]) -> str:
+    """What tells a case from others, short: words, then numbers as "4096 x 1024"."""
+    words, numbers = [], []
+    for name in names:
+        value = case.get(name)
+        if isinstance(value, bool):
+            words += [name] * value
+        elif isinstance(value, str):
+            words.append(value)
+        elif value is not None:
+            numbers.append(str(value))
+    return " ".join([*words, " x ".join(numbers)]).strip()
+
+
+def _lines(axis: Axes, records: Sequence[Record], x: str, ignored: set[str]) -> None:
+    _, varying = shared_and_varying(records)
+    names = [name for name in varying if name != x and name not in ignored]
+    ours: dict[str, dict[float, float]] = {}
+    peers: dict[str, dict[float, float]] = {}
+    limits: dict[str, dict[float, float]] = {}
+    # A peer depends on fewer parameters than ours does: one curve for each dtype, not for each of our variants.
+    peer_names = [name for name in names if name == "dtype"]
+    for record in records:
+        at = float(record.case[x])
+        ours.setdefault(" ".join(["warpbus", _label(record.case, names)]).strip(), {})[at] = record.ours
+        # The CPU computes in float32 whatever ours does.
+        label = (
+            record.peer.name if "CPU" in record.peer.name else f"{record.peer.name} {_label(record.case, peer_names)}"
+        )
+        peers.setdefault(label.strip(), {})[at] = record.peer.value
+        if record.floor is not None:
+            limits.setdefault(" ".join(["limit", _label(record.case, peer_names)]).strip(), {})[at] = record.floor
+    colors = cycle(_COLORS)
+    for curves, style, width in ((ours, "o-", 2.0), (peers, "s--", 1.5)):
+        for label, points in curves.items():
+            axis.plot(list(points), list(points.values()), style, label=label, color=next(colors), lw=width, ms=4)
+    for (label, points), style in zip(limits.items(), cycle((":", "-.")), strict=False):
+        axis.plot(list(points), list(points.values()), style, label=label, color=_LIMIT, lw=1.2)
+    powers_of_two = all(math.log2(float(record.case[x])).is_integer() for record in records)
+    axis.set_xscale("log", base=2 if powers_of_two else 10)
+    axis.set_yscale("log")
+    axis.set_ylabel(_axis_label(records[0]))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, frameon=False)
+
+
+def _bars_in(records: Sequence[Record], ignored: set[str]) -> int:
+    _, varying = shared_and_varying(records)
+    names = [name for name in varying if name not in ignored]
+    cases = {_label(record.case, names) for record in records}
+    return len(cases) * (1 + len({record.peer.name for record in records}))
+
+
+def _bars(axis: Axes, records: Sequence[Record], ignored: set[str]) -> None:
+    _, varying = shared_and_varying(records)
+    names = [name for name in varying if name not in ignored]
+    cases: dict[str, list[Record]] = {}
+    for record in records:
+        cases.setdefault(_label(record.case, names), []).append(record)
+    peers = list(dict.fromkeys(record.peer.name for record in records))
+    height = 0.8 / (1 + len(peers))
+    largest = max(max(record.ours, record.peer.value) for record in records)
+    for row, of_case in enumerate(cases.values()):
+        bars = [(0, "warpbus", of_case[0].ours)]
+        bars += [(1 + peers.index(record.peer.name), record.peer.name, record.peer.value) for record in of_case]
+        for at, name, value in bars:
+            y = row - 0.4 + (at + 0.5) * height
+            axis.barh(
+                y,
+                value,
+                0.92 * height,
+                color=_COLORS[at],
+                alpha=1.0 if at == 0 else 0.55,
+                label=name if row == 0 else None,
+            )
+            axis.text(value + 0.008 * largest, y, number(value), va="center", fontsize=7)
+        floor = of_case[0].floor
+        if floor is not None and floor <= 2 * largest:
+            axis.plot(
+                [floor, floor], [row - 0.42, row + 0.42], ":", color=_LIMIT, lw=1.5, label="limit" if row == 0 else None
+            )
+    axis.set_yticks(range(len(cases)), list(cases), fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(_axis_label(records[0]))
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _axis_label(record: Record) -> str:
+    better = "less" if LESS_IS_BETTER[record.metric] else "more"
+    return f"{record.metric} ({record.unit}), {better} is better"

@@ -1,0 +1,206 @@
+"""`warpbus bench`: how fast the operators are on this machine, beside what others offer."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from warpbus.cli.progress import progress_bar
+from warpbus.errors import UsageError
+
+Size = Annotated[list[int] | None, typer.Option(help="measure this size; can be given more than once")]
+Variant = Annotated[list[str] | None, typer.Option(help="measure this variant; can be given more than once")]
+Dtype = Annotated[str | None, typer.Option(help="float16 or bfloat16")]
+Quick = Annotated[bool, typer.Option("--quick", help="few cases and few samples")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+Output = Annotated[
+    Path | None, typer.Option(help="the directory of the records, in place of ./benchmarks/results", show_default=False)
+]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="draw the PNG here, not beside the records")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the records as JSON")]
+
+# What does not change the figures is no part of the command that measures them again.
+_NOT_RECORDED = {"output", "plot", "as_json"}
+
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="""Measure the operators beside torch, cuBLAS and the limits of this machine.
+
+    Each prints a table, and writes its records and a picture to ./benchmarks/results in place of those of an earlier
+    run; docs/benchmarks.md says what is in them.""",
+)
+
+
+@bench.command("vector-add")
+def vector_add(
+    context: typer.Context,
+    size: Size = None,
+    variant: Variant = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Vector addition by size, CPU against GPU, with and without the transfers.
+
+    Without a GPU: the operator's CPU path beside numpy.
+    """
+    _measure(context, device, output, plot, as_json, size, variant, quick=quick)
+
+
+@bench.command("matmul")
+def matmul(
+    context: typer.Context,
+    size: Size = None,
+    variant: Variant = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Square matrix products by size, CPU against GPU, with and without the transfers.
+
+    Variants are rungs of the ladder; naive, tiled and wmma unless others are named. Without a GPU: the operator's CPU
+    path beside numpy.
+    """
+    _measure(context, device, output, plot, as_json, size, variant, quick=quick)
+
+
+@bench.command("ladder")
+def ladder(
+    context: typer.Context,
+    size: Size = None,
+    variant: Variant = None,
+    dtype: Dtype = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Every rung of the ladder beside cuBLAS: what each step gains. Needs a GPU.
+
+    Without --dtype, rungs that know no 16 bits are measured in float32.
+    """
+    _measure(context, device, output, plot, as_json, size, variant, dtype, quick=quick)
+
+
+@bench.command("gemm")
+def gemm(
+    context: typer.Context,
+    size: Size = None,
+    variant: Variant = None,
+    dtype: Dtype = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Matrix products beside cuBLAS: squares, and prompts through the layers of ChatGLM2-6B. Needs a GPU.
+
+    With --size, squares of these sizes alone.
+    """
+    _measure(context, device, output, plot, as_json, size, variant, dtype, quick=quick)
+
+
+@bench.command("gemv")
+def gemv(
+    context: typer.Context,
+    size: Size = None,
+    dtype: Dtype = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """One token through the layers of ChatGLM2-6B, whole or shared by 2 or 4 GPUs, beside cuBLAS. Needs a GPU.
+
+    With --size, square matrices of these sizes alone.
+    """
+    _measure(context, device, output, plot, as_json, size, None, dtype, quick=quick)
+
+
+@bench.command("linear")
+def linear(
+    context: typer.Context,
+    size: Size = None,
+    variant: Variant = None,
+    dtype: Dtype = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """A layer sigmoid(Wx + b) in one kernel, beside torch and torch.compile.
+
+    Without a GPU: the operator's CPU path.
+    """
+    _measure(context, device, output, plot, as_json, size, variant, dtype, quick=quick)
+
+
+def _measure(
+    context: typer.Context,
+    device: str,
+    output: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    sizes: Sequence[int] | None,
+    variants: Sequence[str] | None = None,
+    dtype: str | None = None,
+    *,
+    quick: bool,
+) -> None:
+    from warpbus.bench import BENCHMARKS, Run, geometric_means, run
+    from warpbus.bench.plots import draw
+    from warpbus.bench.records import RESULTS, results_path, to_json, write
+    from warpbus.bench.report import table
+    from warpbus.cuda.devices import resolve_device, resolve_dtype
+
+    if dtype not in (None, "float16", "bfloat16"):
+        raise UsageError(f"--dtype {dtype}: give float16 or bfloat16")
+    benchmark = BENCHMARKS[str(context.info_name)]
+    settings = Run(
+        resolve_device(device),
+        _command(context),
+        sizes=tuple(sizes or ()),
+        variants=tuple(variants or ()),
+        dtype=resolve_dtype(dtype) if dtype else None,
+        quick=quick,
+    )
+    with progress_bar() as show:
+        records = run(benchmark, settings, show)
+    path = write(records, output or RESULTS)
+    picture = plot or results_path(path.parent, benchmark.name, settings.device_name).with_suffix(".png")
+    draw(records, benchmark.title, benchmark.plot, picture)
+    if as_json:
+        print(json.dumps(to_json(records), ensure_ascii=False))
+        return
+    console = Console()
+    console.print(table(records, benchmark.title, geometric_means(benchmark, records), settings.notes))
+    console.print(f"records: {path}\npicture: {picture}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _command(context: typer.Context) -> str:
+    """What was typed, as a command that measures the same again."""
+    words = ["warpbus", "bench", str(context.info_name)]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or name in _NOT_RECORDED:
+            continue
+        value = context.params[name]
+        if value is True:
+            words.append(parameter.opts[0])
+        else:
+            for each in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(each)]
+    return shlex.join(words)

@@ -1,0 +1,147 @@
+"""Records as a table and as a picture."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from warpbus.bench import BENCHMARKS
+from warpbus.bench.cases import Plot
+from warpbus.bench.plots import draw, figure
+from warpbus.bench.records import Peer, Record, ratio
+from warpbus.bench.report import number, shared_and_varying, table
+from warpbus.errors import StorageError
+
+
+def record(case, ours, value, peer="cuBLAS", metric="throughput", unit="TFLOP/s", floor=700.0):
+    return Record(
+        bench="gemm",
+        case={**case, "timed": "graph"},
+        metric=metric,
+        unit=unit,
+        ours=ours,
+        peer=Peer(peer, "13.1", value),
+        ratio=ratio(metric, ours, value),
+        floor=floor,
+        samples={"ours": [ours], "peer": [value]},
+        device="NVIDIA H100",
+        versions={"warpbus": "0.1.0", "torch": "2.11"},
+        date="2026-01-31T12:00:00Z",
+        command="warpbus bench gemm",
+    )
+
+
+BARS = [record({"shape": name, "m": 1024, "dtype": "float16"}, ours, 600) for name, ours in (("qkv", 660), ("o", 588))]
+LINES = [
+    record({"n": n, "transfers": moved}, n / 50 + 100 * moved, value, peer, "time", "us", None if moved else n / 100)
+    for moved in (False, True)
+    for n in (1000, 10_000, 100_000)
+    for peer, value in (("torch", n / 40), ("torch, CPU (2 threads)", n / 3))
+]
+
+
+def shown(records, means=None, notes=(), color=False):
+    console = Console(file=io.StringIO(), width=120, force_terminal=color, color_system="standard" if color else None)
+    console.print(table(records, "Products [16]", means or {}, notes))
+    return console.file.getvalue()
+
+
+def test_the_table_has_what_differs_in_columns_and_what_does_not_below():
+    text = shown(BARS, {"all": 1.0383}, ["Said once."])
+    title, _, headings, _, *rows = text.splitlines()
+    assert title.strip() == "Products [16], NVIDIA H100"
+    names = [cell.strip() for cell in headings.split("┃")[1:-1]]
+    assert names == ["shape", "ours (TFLOP/s)", "peer", "its value", "ratio", "of limit"]
+    cells = [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows[:2]]
+    assert cells == [["qkv", "660", "cuBLAS", "600", "1.10x", "94 %"], ["o", "588", "cuBLAS", "600", "0.98x", "84 %"]]
+    assert "m: 1,024, dtype: float16" in text
+    assert "geometric mean, all: 1.038x" in text
+    assert "Said once." in text
+    assert "timed" not in text
+
+
+def test_a_case_is_named_once_for_all_its_peers():
+    rows = shown(LINES).splitlines()[4:]
+    cells = [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows[:2]]
+    assert cells[0][:4] == ["1,000", "no", "20.0", "torch"]
+    assert cells[1][:4] == ["", "", "", "torch, CPU (2 threads)"]
+
+
+def test_units_stand_with_the_numbers_where_they_differ():
+    text = shown([BARS[0], record({"shape": "x", "m": 1024, "dtype": "float16"}, 2000, 1900, unit="GB/s", floor=None)])
+    assert "660 TFLOP/s" in text
+    assert "2,000 GB/s" in text
+
+
+@pytest.mark.parametrize(("ours", "code"), [(660, "32"), (598, "32"), (571, "33"), (500, "31")])
+def test_colours(ours, code):
+    text = shown([record({"n": 1}, ours, 600)], color=True)
+    assert f"\x1b[{code}m" in text
+    assert not any(f"\x1b[{other}m" in text for other in {"31", "32", "33"} - {code})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(123456.7, "123,457"), (100, "100"), (99.94, "99.9"), (9.994, "9.99"), (0.5, "0.50"), (0.0123, "0.012")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert number(value) == text
+
+
+def test_what_cases_share():
+    shared, varying = shared_and_varying(BARS)
+    assert shared == {"m": 1024, "dtype": "float16", "timed": "graph"}
+    assert varying == ["shape"]
+
+
+def test_bars_are_as_long_as_the_values():
+    drawn = figure(BARS, "Products", Plot(x=None))
+    (axis,) = drawn.axes
+    assert sorted(bar.get_width() for bar in axis.patches) == [588, 600, 600, 660]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["qkv", "o"]
+    assert axis.get_xlabel() == "throughput (TFLOP/s), more is better"
+    assert {text.get_text() for text in axis.get_legend().get_texts()} == {"warpbus", "cuBLAS", "limit"}
+    assert drawn._suptitle.get_text() == "Products"
+    assert drawn._supxlabel.get_text() == "NVIDIA H100   2026-01-31   warpbus 0.1.0, torch 2.11"
+
+
+def test_lines_in_a_panel_for_each_kind():
+    drawn = figure(LINES, "Sums", BENCHMARKS["vector-add"].plot)
+    without, moved = drawn.axes
+    assert (without.get_title(loc="left"), moved.get_title(loc="left")) == ("transfers: no", "transfers: yes")
+    assert without.get_xscale() == without.get_yscale() == "log"
+    curves = {line.get_label(): list(line.get_ydata()) for line in without.get_lines()}
+    assert curves == {
+        "warpbus": [20, 200, 2000],
+        "torch": [25, 250, 2500],
+        "torch, CPU (2 threads)": [n / 3 for n in (1000, 10_000, 100_000)],
+        "limit": [10, 100, 1000],
+    }
+    assert without.get_ylabel() == "time (us), less is better"
+    assert without.get_xlabel() == "elements"
+    assert "limit" not in {line.get_label() for line in moved.get_lines()}
+
+
+def test_the_picture_is_a_png_with_something_on_it(tmp_path):
+    for name, records, plot in (("a", BARS, Plot(None)), ("b", LINES, Plot("n", "n", ("transfers",)))):
+        path = tmp_path / "new" / f"{name}.png"
+        draw(records, "Title", plot, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        pixels = imread(path)[..., :3]
+        assert pixels.shape[0] > 200
+        assert pixels.shape[1] > 600
+        assert 0.005 < (pixels.min(axis=2) < 0.9).mean() < 0.5
+
+
+def test_a_picture_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(StorageError, match="cannot be written"):
+        draw(BARS, "Title", Plot(None), tmp_path / "file" / "a.png")
+
+
+def test_names_with_signs_of_formulas(tmp_path):
+    path = tmp_path / "a.png"
+    draw([replace(BARS[0], case={"shape": "$x$ [b]"}), BARS[1]], "Cost $", Plot(None), path)
+    assert path.stat().st_size > 5000
