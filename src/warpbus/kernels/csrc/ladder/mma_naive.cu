@@ -19,7 +19,7 @@
 #include "ladder/mma_tile.cuh"
 
 __device__ __forceinline__ ptx::uint32 pair(ELEMENT low, ELEMENT high) {
-    ELEMENT both[2] = {low, high};
+    alignas(4) ELEMENT both[2] = {low, high};
     return *reinterpret_cast<ptx::uint32*>(both);
 }
 
