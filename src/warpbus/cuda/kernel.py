@@ -84,6 +84,9 @@ class Kernel:
         self.unit = unit
         self.name = name
         self._layout = struct.Struct(f"@{parameters}")
+        codes = re.findall(r"\d*\D", parameters)
+        ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
+        self._offsets = tuple(end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
         self._handles: dict[int, ctypes.c_void_p] = {}
         self._shared: dict[int, int] = {}
 
@@ -118,6 +121,7 @@ class Kernel:
                 handle,
                 *sides,
                 self._layout.pack(*values),
+                self._offsets,
                 shared=shared,
                 stream=torch.cuda.current_stream(index).cuda_stream,
                 cluster=cluster,

@@ -17,10 +17,10 @@ _BLOCKS_OF_A_MULTIPROCESSOR = 8  # of 256 threads: as many as one can hold
 
 
 def per_dtype(
-    source: str, name: str, parameters: str, dtypes: tuple[torch.dtype, ...] = tuple(ELEMENTS)
+    source: str, name: str, parameters: str, dtypes: tuple[torch.dtype, ...] = tuple(ELEMENTS), needs: str = "sm_80"
 ) -> dict[torch.dtype, Kernel]:
     """A kernel of a file that takes its element type as the macro `ELEMENT`, once for each dtype."""
-    return {dtype: unit(source, ELEMENT=ELEMENTS[dtype]).kernel(name, parameters) for dtype in dtypes}
+    return {dtype: unit(source, needs=needs, ELEMENT=ELEMENTS[dtype]).kernel(name, parameters) for dtype in dtypes}
 
 
 def check_alike(operator: str, dtypes: tuple[torch.dtype, ...] = tuple(ELEMENTS), **tensors: Tensor) -> None:

@@ -83,12 +83,12 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---- Global loads with a cache policy (sm_80) ----
+// ---- Global loads past L1 (sm_80) ----
 
-// Load 16 bytes that are read once: not kept in L1, first to leave L2.
+// Load 16 bytes that are read once and not written while the kernel runs: not kept in L1, 256 bytes at a time into L2.
 __device__ __forceinline__ uint4 load_streaming(const void* global) {
     uint4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::evict_first.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(global));
     return value;
@@ -116,12 +116,14 @@ __device__ __forceinline__ void mbarrier_arrive(uint32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrive once at the barrier that has the same address in block `rank` of the cluster.
+// Arrive once at the barrier that has the same address in block `rank` of the cluster. It says that a buffer was read and
+// hands no data over: with the order of the whole cluster asked for (.release.cluster), each arrival would cost a fence of
+// some thousand clocks.
 __device__ __forceinline__ void mbarrier_arrive_at(uint32 barrier, int rank) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
         "r"(rank)
         : "memory");
 }
@@ -131,7 +133,7 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint32 barrier, int rank) {
 __device__ __forceinline__ void mbarrier_wait(uint32 barrier, int parity) {
     asm volatile(
         "{\n.reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n}\n" ::"r"(barrier),
         "r"(parity)
         : "memory");
@@ -204,7 +206,7 @@ __device__ __forceinline__ int cluster_rank() {
 
 // Barrier among all threads of the cluster.
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // Give registers back, or take more: `Registers` a thread (a multiple of 8), by all warps of a warpgroup. The kernel has

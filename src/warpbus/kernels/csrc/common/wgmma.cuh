@@ -35,35 +35,42 @@ __device__ __forceinline__ uint64 wgmma_descriptor(uint32 shared, int leading, i
 constexpr int kDescriptorUnit = 16;
 
 // The places of the accumulators in the instruction's text (P) and the operands themselves (D), by their number.
-#define WGMMA_P16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define WGMMA_P32                                                                                                      \
-    WGMMA_P16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_P48                                                                                                      \
-    WGMMA_P32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define WGMMA_P64                                                                                                      \
-    WGMMA_P48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_P80                                                                                                      \
-    WGMMA_P64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define WGMMA_P96                                                                                                      \
-    WGMMA_P80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA_P112                                                                                                     \
-    WGMMA_P96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define WGMMA_P128                                                                                                     \
-    WGMMA_P112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_P8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WGMMA_P16 WGMMA_P8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_P24 WGMMA_P16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WGMMA_P32 WGMMA_P24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_P40 WGMMA_P32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_P48 WGMMA_P40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_P56 WGMMA_P48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define WGMMA_P64 WGMMA_P56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_P72 WGMMA_P64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WGMMA_P80 WGMMA_P72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_P88 WGMMA_P80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define WGMMA_P96 WGMMA_P88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_P104 WGMMA_P96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define WGMMA_P112 WGMMA_P104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_P120 WGMMA_P112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define WGMMA_P128 WGMMA_P120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define WGMMA_16(d, i)                                                                                                 \
+#define WGMMA_8(d, i)                                                                                                  \
     "+f"((d)[(i) + 0]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3]),                                    \
-    "+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]), "+f"((d)[(i) + 7]),                                    \
-    "+f"((d)[(i) + 8]), "+f"((d)[(i) + 9]), "+f"((d)[(i) + 10]), "+f"((d)[(i) + 11]),                                  \
-    "+f"((d)[(i) + 12]), "+f"((d)[(i) + 13]), "+f"((d)[(i) + 14]), "+f"((d)[(i) + 15])
-#define WGMMA_D16(d) WGMMA_16(d, 0)
-#define WGMMA_D32(d) WGMMA_D16(d), WGMMA_16(d, 16)
-#define WGMMA_D48(d) WGMMA_D32(d), WGMMA_16(d, 32)
-#define WGMMA_D64(d) WGMMA_D48(d), WGMMA_16(d, 48)
-#define WGMMA_D80(d) WGMMA_D64(d), WGMMA_16(d, 64)
-#define WGMMA_D96(d) WGMMA_D80(d), WGMMA_16(d, 80)
-#define WGMMA_D112(d) WGMMA_D96(d), WGMMA_16(d, 96)
-#define WGMMA_D128(d) WGMMA_D112(d), WGMMA_16(d, 112)
+    "+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]), "+f"((d)[(i) + 7])
+#define WGMMA_D8(d) WGMMA_8(d, 0)
+#define WGMMA_D16(d) WGMMA_D8(d), WGMMA_8(d, 8)
+#define WGMMA_D24(d) WGMMA_D16(d), WGMMA_8(d, 16)
+#define WGMMA_D32(d) WGMMA_D24(d), WGMMA_8(d, 24)
+#define WGMMA_D40(d) WGMMA_D32(d), WGMMA_8(d, 32)
+#define WGMMA_D48(d) WGMMA_D40(d), WGMMA_8(d, 40)
+#define WGMMA_D56(d) WGMMA_D48(d), WGMMA_8(d, 48)
+#define WGMMA_D64(d) WGMMA_D56(d), WGMMA_8(d, 56)
+#define WGMMA_D72(d) WGMMA_D64(d), WGMMA_8(d, 64)
+#define WGMMA_D80(d) WGMMA_D72(d), WGMMA_8(d, 72)
+#define WGMMA_D88(d) WGMMA_D80(d), WGMMA_8(d, 80)
+#define WGMMA_D96(d) WGMMA_D88(d), WGMMA_8(d, 88)
+#define WGMMA_D104(d) WGMMA_D96(d), WGMMA_8(d, 96)
+#define WGMMA_D112(d) WGMMA_D104(d), WGMMA_8(d, 104)
+#define WGMMA_D120(d) WGMMA_D112(d), WGMMA_8(d, 112)
+#define WGMMA_D128(d) WGMMA_D120(d), WGMMA_8(d, 120)
 
 // One instruction with `R` accumulators a thread; A to TB are the places of what stands behind them.
 #define WGMMA(N, TYPE, R, A, B, ACCUMULATE, TA, TB)                                                                    \
@@ -85,30 +92,48 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64 a, uint64 b, int
     if constexpr (N == 64) {
         if constexpr (is_half<Element>) WGMMA(64, "f16", 32, "%32", "%33", "%34", "%35", "%36");
         else WGMMA(64, "bf16", 32, "%32", "%33", "%34", "%35", "%36");
+    } else if constexpr (N == 80) {
+        if constexpr (is_half<Element>) WGMMA(80, "f16", 40, "%40", "%41", "%42", "%43", "%44");
+        else WGMMA(80, "bf16", 40, "%40", "%41", "%42", "%43", "%44");
     } else if constexpr (N == 96) {
         if constexpr (is_half<Element>) WGMMA(96, "f16", 48, "%48", "%49", "%50", "%51", "%52");
         else WGMMA(96, "bf16", 48, "%48", "%49", "%50", "%51", "%52");
+    } else if constexpr (N == 112) {
+        if constexpr (is_half<Element>) WGMMA(112, "f16", 56, "%56", "%57", "%58", "%59", "%60");
+        else WGMMA(112, "bf16", 56, "%56", "%57", "%58", "%59", "%60");
     } else if constexpr (N == 128) {
         if constexpr (is_half<Element>) WGMMA(128, "f16", 64, "%64", "%65", "%66", "%67", "%68");
         else WGMMA(128, "bf16", 64, "%64", "%65", "%66", "%67", "%68");
+    } else if constexpr (N == 144) {
+        if constexpr (is_half<Element>) WGMMA(144, "f16", 72, "%72", "%73", "%74", "%75", "%76");
+        else WGMMA(144, "bf16", 72, "%72", "%73", "%74", "%75", "%76");
     } else if constexpr (N == 160) {
         if constexpr (is_half<Element>) WGMMA(160, "f16", 80, "%80", "%81", "%82", "%83", "%84");
         else WGMMA(160, "bf16", 80, "%80", "%81", "%82", "%83", "%84");
+    } else if constexpr (N == 176) {
+        if constexpr (is_half<Element>) WGMMA(176, "f16", 88, "%88", "%89", "%90", "%91", "%92");
+        else WGMMA(176, "bf16", 88, "%88", "%89", "%90", "%91", "%92");
     } else if constexpr (N == 192) {
         if constexpr (is_half<Element>) WGMMA(192, "f16", 96, "%96", "%97", "%98", "%99", "%100");
         else WGMMA(192, "bf16", 96, "%96", "%97", "%98", "%99", "%100");
+    } else if constexpr (N == 208) {
+        if constexpr (is_half<Element>) WGMMA(208, "f16", 104, "%104", "%105", "%106", "%107", "%108");
+        else WGMMA(208, "bf16", 104, "%104", "%105", "%106", "%107", "%108");
     } else if constexpr (N == 224) {
         if constexpr (is_half<Element>) WGMMA(224, "f16", 112, "%112", "%113", "%114", "%115", "%116");
         else WGMMA(224, "bf16", 112, "%112", "%113", "%114", "%115", "%116");
+    } else if constexpr (N == 240) {
+        if constexpr (is_half<Element>) WGMMA(240, "f16", 120, "%120", "%121", "%122", "%123", "%124");
+        else WGMMA(240, "bf16", 120, "%120", "%121", "%122", "%123", "%124");
     } else if constexpr (N == 256) {
         if constexpr (is_half<Element>) WGMMA(256, "f16", 128, "%128", "%129", "%130", "%131", "%132");
         else WGMMA(256, "bf16", 128, "%128", "%129", "%130", "%131", "%132");
     } else {
-        static_assert(N == 0, "wgmma: N is a multiple of 32 from 64 to 256");
+        static_assert(N == 0, "wgmma: N is a multiple of 16 from 64 to 256");
     }
 }
 
 #undef WGMMA
-#undef WGMMA_16
+#undef WGMMA_8
 
 }  // namespace ptx

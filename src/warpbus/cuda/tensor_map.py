@@ -1,0 +1,71 @@
+"""Tensor maps: how the copy engine of Hopper and later (TMA) is told where a matrix lies and which box to copy.
+
+Source: the CUDA driver API reference, "tensor map object management".
+"""
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda import driver
+from warpbus.errors import TensorError
+
+ALIGNMENT = 16  # bytes: of the address, and of the distance between rows
+
+_ELEMENT = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_SWIZZLE_128 = 3
+_PROMOTION_256 = 3  # fetch 256 bytes into L2 at a time
+
+
+def fits(matrix: Tensor) -> bool:
+    """Whether the copy engine can address a matrix [rows, columns] that is contiguous along its columns."""
+    size = matrix.element_size()
+    aligned = matrix.data_ptr() % ALIGNMENT == 0 and matrix.stride(0) * size % ALIGNMENT == 0
+    return aligned and (matrix.stride(1) == 1 or matrix.shape[1] == 1)
+
+
+def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+    """The 128 bytes for a matrix [rows, columns], contiguous along its columns, copied box by box.
+
+    The box lies in shared memory with the 128-byte swizzle: `box_columns` elements are at most 128 bytes.
+
+    Raises:
+        TensorError: the matrix is not aligned as `fits` says.
+        DeviceError: the driver rejects it.
+    """
+    if not fits(matrix):
+        raise TensorError(
+            f"a matrix of shape {tuple(matrix.shape)}, strides {matrix.stride()} at address {matrix.data_ptr():#x} cannot "
+            f"be copied by TMA: address and rows have to be aligned to {ALIGNMENT} bytes"
+        )
+    rows, columns = matrix.shape
+    stride = matrix.stride(0) if rows > 1 else max(columns, ALIGNMENT)
+    pitch = -(-stride * matrix.element_size() // ALIGNMENT) * ALIGNMENT
+    return _encode(matrix.data_ptr(), _ELEMENT[matrix.dtype], rows, columns, pitch, box_rows, box_columns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(
+    address: int, element: int, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int
+) -> bytes:
+    # A map only says where and how, so the same matrix at the same place has the same map, whatever it holds.
+    storage = (ctypes.c_uint64 * 24)()
+    target = -(-ctypes.addressof(storage) // 64) * 64  # the driver wants 64-byte alignment
+    status = driver.library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(target),
+        element,
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(pitch),
+        (ctypes.c_uint32 * 2)(box_columns, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,  # not interleaved
+        _SWIZZLE_128,
+        _PROMOTION_256,
+        0,  # zeros outside
+    )
+    driver.check(status, f"tensor map of {rows} rows of {columns} elements, box {box_rows} x {box_columns}")
+    return ctypes.string_at(target, 128)

@@ -1,0 +1,270 @@
+// HGEMM for Hopper: out [m, n] = activation(a [m, k] b [k, n] + bias [n]), 16-bit elements, fp32 accumulation (sm_90a).
+//
+// Macros
+//   ELEMENT           __half or __nv_bfloat16
+//   TILE_M, TILE_N    the tile of `out` that a block computes: 64, 128 or 256 by a multiple of 16 from 64 to 256
+//   STAGES            tiles of a and b in flight
+//   BUFFERS           64 by 64 staging buffers of a consumer, through which its part of the tile is written: 1 or 2
+//   CLUSTER           1, or 2: two blocks on neighbouring tiles along m share each tile of b (multicast)
+//   A_MAJOR, B_MAJOR  0 where k is the contiguous axis of the operand, 1 where m or n is; an N-major b needs TILE_N / CLUSTER
+//                     to be a multiple of 64
+//   ACTIVATION        a number of numeric.cuh
+// Operands come through tensor maps, so every leading dimension is a multiple of 8 elements and every pointer of 16 bytes.
+// Any m, n, k >= 1: the copy engine fills with zeros past the edges and does not write there.
+//
+// Who does what: warpgroup 0 gives its registers away, and one of its threads feeds a ring of STAGES buffers by TMA. The
+// other warpgroups multiply by wgmma, each its rows of the tile. A full barrier counts the bytes that arrive in a stage, an
+// empty one the consumers that have read it, those of the other block of the cluster too. Blocks are persistent: as many
+// as there are multiprocessors, each takes every gridDim-th tile, so that the ring is being filled for the next tile while
+// this one is written. Tiles go through staging buffers (stmatrix, then TMA) to the output.
+#include "common/numeric.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int kTileK = 64;  // one row of the 128-byte swizzle
+constexpr int kConsumers = TILE_M == 64 ? 1 : 2;
+constexpr int kRows = TILE_M / kConsumers;  // of the tile, for one consumer
+constexpr int kProducts = kRows / 64;       // wgmma has 64 rows
+constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kBytesA = TILE_M * kTileK * 2;
+constexpr int kBytesB = TILE_N * kTileK * 2;
+constexpr int kBlock64 = 64 * kTileK * 2;  // 64 by 64 elements: what one box of an MN-major operand or of the output takes
+constexpr int kStaged = TILE_N / 64 * 64;  // columns that leave by the copy engine; the others by ordinary stores
+
+// The register file holds 64 K: what the producer does not need goes to the consumers.
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 56;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 200;
+
+struct Problem {
+    int m, n, k;
+    int group;       // cluster rows of tiles that are walked together, so that a wave of blocks shares what L2 holds
+    int direct;      // write by ordinary stores: the output has no tensor map
+};
+
+struct Tile {
+    int row, column;  // of the first element
+};
+
+// The tile that a cluster takes as its `index`-th, for the block `rank` of it.
+__device__ __forceinline__ Tile tile_at(int index, int rank, const Problem& p) {
+    const int rows = (p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
+    const int columns = (p.n + TILE_N - 1) / TILE_N;
+    const int first = index / (p.group * columns) * p.group;
+    const int height = min(p.group, rows - first);
+    const int within = index % (p.group * columns);
+    return {((first + within % height) * CLUSTER + rank) * TILE_M, within / height * TILE_N};
+}
+
+__device__ __forceinline__ int tiles(const Problem& p) {
+    return ((p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)) * ((p.n + TILE_N - 1) / TILE_N);
+}
+
+// A position in the ring: a stage, and the parity of the phase its barriers are in.
+struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::uint32 full, const ptx::TensorMap* map_a,
+                                           const ptx::TensorMap* map_b, Tile tile, int depth, int rank) {
+    ptx::mbarrier_expect(full, kBytesA + kBytesB);
+    if constexpr (A_MAJOR == 0) {
+        ptx::tma_load(a, map_a, full, depth, tile.row);
+    } else {
+        for (int i = 0; i < TILE_M / 64; ++i) ptx::tma_load(a + i * kBlock64, map_a, full, tile.row + 64 * i, depth);
+    }
+    // Each block of the cluster brings its share of b to all of them.
+    constexpr int kShare = TILE_N / CLUSTER;
+    const int first = rank * kShare;
+    constexpr int kBoxes = B_MAJOR == 0 ? 1 : kShare / 64;
+    for (int i = 0; i < kBoxes; ++i) {
+        const ptx::uint32 target = b + first * kTileK * 2 + i * kBlock64;
+        const int x = B_MAJOR == 0 ? depth : tile.column + first + 64 * i;
+        const int y = B_MAJOR == 0 ? tile.column + first : depth;
+        if constexpr (CLUSTER == 1) {
+            ptx::tma_load(target, map_b, full, x, y);
+        } else {
+            ptx::tma_load_multicast(target, map_b, full, x, y, (1 << CLUSTER) - 1);
+        }
+    }
+}
+
+// The products of one stage: TILE_K deep, for the rows of one consumer.
+__device__ __forceinline__ void multiply_stage(float (&d)[kProducts][TILE_N / 2], ptx::uint32 a, ptx::uint32 b, int keep) {
+    // One step of 16 along k: 32 bytes within a row, or 16 rows of 128 bytes.
+    constexpr int kStepA = (A_MAJOR == 0 ? 32 : 2048) / ptx::kDescriptorUnit;
+    constexpr int kStepB = (B_MAJOR == 0 ? 32 : 2048) / ptx::kDescriptorUnit;
+    const ptx::uint64 from_a = ptx::wgmma_descriptor(a, kBlock64, 1024);
+    const ptx::uint64 from_b = ptx::wgmma_descriptor(b, kBlock64, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step) {
+#pragma unroll
+        for (int i = 0; i < kProducts; ++i) {
+            // 64 rows are 64 * 128 bytes in both layouts.
+            ptx::wgmma<ELEMENT, TILE_N, A_MAJOR, B_MAJOR>(
+                d[i], from_a + i * (kBlock64 / ptx::kDescriptorUnit) + step * kStepA, from_b + step * kStepB,
+                step > 0 ? 1 : keep);
+        }
+    }
+    ptx::wgmma_commit();
+}
+
+// Bias and activation on the accumulators of 64 rows, in place.
+__device__ __forceinline__ void finish(float (&d)[TILE_N / 2], const ELEMENT* bias, int column, const Problem& p) {
+    if (bias == nullptr && ACTIVATION == kNone) return;
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int at = column + 8 * j + i;
+            const float shift = bias != nullptr && at < p.n ? to_float(bias[at]) : 0.0f;
+            d[4 * j + i] = activate(ACTIVATION, d[4 * j + i] + shift);
+            d[4 * j + 2 + i] = activate(ACTIVATION, d[4 * j + 2 + i] + shift);
+        }
+    }
+}
+
+// Write columns of 64 rows, from the tile's column `From` on, by ordinary stores: pairs where rows begin on them.
+template <int From>
+__device__ __forceinline__ void store_direct(const float (&d)[TILE_N / 2], ELEMENT* out, int row, int column,
+                                             const Problem& p) {
+#pragma unroll
+    for (int j = From / 2; j < TILE_N / 2; j += 2) {
+        const int y = row + (j & 2 ? 8 : 0);
+        const int x = column + 8 * (j / 4);
+        if (y >= p.m || x >= p.n) continue;
+        ELEMENT* target = out + static_cast<long long>(y) * p.n + x;
+        if (p.n % 2 == 0) {
+            *reinterpret_cast<ptx::uint32*>(target) = pack_pair<ELEMENT>(d[j], d[j + 1]);
+        } else {
+            target[0] = from_float<ELEMENT>(d[j]);
+            if (x + 1 < p.n) target[1] = from_float<ELEMENT>(d[j + 1]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    sm90_hgemm(const __grid_constant__ ptx::TensorMap map_a, const __grid_constant__ ptx::TensorMap map_b,
+               const __grid_constant__ ptx::TensorMap map_out, const ELEMENT* bias, ELEMENT* out, const Problem p) {
+    extern __shared__ unsigned char memory[];
+    // The swizzle pattern repeats every 1024 bytes of address.
+    const ptx::uint32 base = (ptx::shared_address(memory) + 1023) & ~1023u;
+    const ptx::uint32 ring_a = base;
+    const ptx::uint32 ring_b = ring_a + STAGES * kBytesA;
+    const ptx::uint32 staging = ring_b + STAGES * kBytesB;
+    const ptx::uint32 full = staging + kConsumers * BUFFERS * kBlock64;
+    const ptx::uint32 empty = full + 8 * STAGES;
+
+    const int rank = CLUSTER == 1 ? 0 : ptx::cluster_rank();
+    const int warpgroup = threadIdx.x / 128;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            ptx::mbarrier_init(full + 8 * i, 1);
+            ptx::mbarrier_init(empty + 8 * i, kConsumers * CLUSTER);
+        }
+        ptx::mbarrier_fence_init();
+    }
+    if constexpr (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        ptx::cluster_sync();
+    }
+
+    // The kernel after this one may set itself up on multiprocessors that this one has left. This one has to wait for what
+    // the kernel before it wrote.
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+
+    const int clusters = gridDim.x / CLUSTER;
+    const int blocks_k = (p.k + kTileK - 1) / kTileK;
+    Ring ring;
+    if (warpgroup == 0) {
+        ptx::setmaxnreg_decrease<kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
+                const Tile tile = tile_at(index, rank, p);
+                for (int block = 0; block < blocks_k; ++block, ring.advance()) {
+                    ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+                    load_stage(ring_a + ring.stage * kBytesA, ring_b + ring.stage * kBytesB, full + 8 * ring.stage, &map_a,
+                               &map_b, tile, block * kTileK, rank);
+                }
+            }
+        }
+    } else {
+        ptx::setmaxnreg_increase<kConsumerRegisters>();
+        const int consumer = warpgroup - 1;
+        const int thread = threadIdx.x % 128;
+        const int lane = thread % 32;
+        const int warp = thread / 32;
+        const ptx::uint32 mine = staging + consumer * BUFFERS * kBlock64;
+        // Where this lane's row of stmatrix lies in a 64 by 64 buffer: 16-byte column c of row r stands at c ^ (r % 8).
+        const int staged_row = 16 * warp + lane % 16;
+        int buffer = 0;
+        auto release = [&](int stage) {
+            if constexpr (CLUSTER == 1) {
+                if (thread == 0) ptx::mbarrier_arrive(empty + 8 * stage);
+            } else {
+                if (thread < CLUSTER) ptx::mbarrier_arrive_at(empty + 8 * stage, thread);
+            }
+        };
+        float d[kProducts][TILE_N / 2];
+        for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
+            const Tile tile = tile_at(index, rank, p);
+            int before = 0;  // the stage whose products may still be under way
+            for (int block = 0; block < blocks_k; ++block, ring.advance()) {
+                ptx::mbarrier_wait(full + 8 * ring.stage, ring.parity);
+                multiply_stage(d, ring_a + ring.stage * kBytesA + consumer * kRows * kTileK * 2,
+                               ring_b + ring.stage * kBytesB, block > 0);
+                if (block > 0) {
+                    ptx::wgmma_wait<1>();
+                    release(before);
+                }
+                before = ring.stage;
+            }
+            ptx::wgmma_wait<0>();
+            release(before);
+
+#pragma unroll
+            for (int i = 0; i < kProducts; ++i) {
+                const int row = tile.row + consumer * kRows + 64 * i;
+                const int mine_row = row + 16 * warp + lane / 4;
+                const int mine_column = tile.column + 2 * (lane % 4);
+                finish(d[i], bias, mine_column, p);
+                if (p.direct) {
+                    store_direct<0>(d[i], out, mine_row, mine_column, p);
+                    continue;
+                }
+#pragma unroll
+                for (int chunk = 0; chunk < kStaged / 64; ++chunk) {
+                    if (thread == 0) ptx::tma_store_wait_read<BUFFERS - 1>();
+                    ptx::named_barrier(1 + consumer, 128);
+                    const ptx::uint32 target = mine + buffer * kBlock64;
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const float* pairs = &d[i][32 * chunk + 8 * j];
+                        ptx::stmatrix_x4(target + staged_row * 128 + (((2 * j + lane / 16) ^ (staged_row & 7)) << 4),
+                                         pack_pair<ELEMENT>(pairs[0], pairs[1]), pack_pair<ELEMENT>(pairs[2], pairs[3]),
+                                         pack_pair<ELEMENT>(pairs[4], pairs[5]), pack_pair<ELEMENT>(pairs[6], pairs[7]));
+                    }
+                    ptx::fence_proxy_async();
+                    ptx::named_barrier(1 + consumer, 128);
+                    if (thread == 0) {
+                        ptx::tma_store(&map_out, target, tile.column + 64 * chunk, row);
+                        ptx::tma_store_commit();
+                    }
+                    if (BUFFERS == 2) buffer ^= 1;
+                }
+                store_direct<kStaged>(d[i], out, mine_row, mine_column, p);
+            }
+        }
+        // The staging buffers have to outlive the stores that read them.
+        if (thread == 0) ptx::tma_store_wait_read<0>();
+    }
+    // The other block may still arrive at this one's barriers.
+    if constexpr (CLUSTER > 1) ptx::cluster_sync();
+}

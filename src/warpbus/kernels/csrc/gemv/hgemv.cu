@@ -1,0 +1,117 @@
+// HGEMV: y [n] = activation(weight [n, k] x [k] + bias [n]), 16-bit elements, fp32 accumulation.
+//
+// Macros
+//   ELEMENT     __half or __nv_bfloat16
+//   ACTIVATION  a number of numeric.cuh
+//   WARPS       of a block
+//   ROWS        rows of the weight that a warp computes at a time: each load of x serves all of them
+//   SPLIT       warps that share the same rows, each a part of k; a divisor of WARPS
+//   UNROLL      16-byte loads of each row in flight in one lane
+//   VECTOR      8: k is a multiple of 8 and the weight and x are aligned to 16 bytes; 1: any
+//
+// A matrix-vector product reads each weight once and does two operations with it, so the only thing that counts is how
+// many bytes are under way: UNROLL * ROWS loads a lane, issued before the first is used. Weights pass by L1 and leave L2
+// first; x stays in L1. Sums are formed in a fixed order: the result is the same at every run.
+#include "common/numeric.cuh"
+#include "common/ptx.cuh"
+
+constexpr int kGroups = WARPS / SPLIT;  // of warps, each with its own rows
+
+struct Chunk {
+    unsigned int pair[4];
+};
+
+__device__ __forceinline__ Chunk load_weight(const ELEMENT* row, int chunk, int k) {
+    Chunk value;
+    if constexpr (VECTOR == 8) {
+        *reinterpret_cast<uint4*>(&value) = ptx::load_streaming(row + 8 * chunk);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int at = 8 * chunk + 2 * i;
+            value.pair[i] = pack_pair<ELEMENT>(at < k ? to_float(row[at]) : 0.0f, at + 1 < k ? to_float(row[at + 1]) : 0.0f);
+        }
+    }
+    return value;
+}
+
+__device__ __forceinline__ Chunk load_x(const ELEMENT* x, int chunk, int k) {
+    if constexpr (VECTOR == 8) {
+        Chunk value;
+        *reinterpret_cast<uint4*>(&value) = __ldg(reinterpret_cast<const uint4*>(x + 8 * chunk));
+        return value;
+    } else {
+        return load_weight(x, chunk, k);
+    }
+}
+
+__device__ __forceinline__ void accumulate(float2& sum, const Chunk& weight, const Chunk& x) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 w = unpack_pair<ELEMENT>(weight.pair[i]);
+        const float2 v = unpack_pair<ELEMENT>(x.pair[i]);
+        sum.x = fmaf(w.x, v.x, sum.x);
+        sum.y = fmaf(w.y, v.y, sum.y);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    hgemv(const ELEMENT* __restrict__ weight, const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ bias,
+          ELEMENT* __restrict__ y, int n, int k) {
+#if __CUDA_ARCH__ >= 900
+    // The kernel after this one may start where this one has left room; this one waits for what the one before it wrote.
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+#endif
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int part = warp % SPLIT;
+    const int first = (blockIdx.x * kGroups + warp / SPLIT) * ROWS;
+
+    const ELEMENT* row[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) row[r] = weight + static_cast<long long>(min(first + r, n - 1)) * k;
+
+    const int chunks = (k + 7) / 8;
+    constexpr int kStride = 32 * SPLIT;
+    float2 sum[ROWS] = {};
+    int chunk = part * 32 + lane;
+    for (; chunk + (UNROLL - 1) * kStride < chunks; chunk += UNROLL * kStride) {
+        Chunk w[UNROLL][ROWS];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) w[u][r] = load_weight(row[r], chunk + u * kStride, k);
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const Chunk v = load_x(x, chunk + u * kStride, k);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) accumulate(sum[r], w[u][r], v);
+        }
+    }
+    for (; chunk < chunks; chunk += kStride) {
+        const Chunk v = load_x(x, chunk, k);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) accumulate(sum[r], load_weight(row[r], chunk, k), v);
+    }
+
+    __shared__ float partial[WARPS][ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+        float total = sum[r].x + sum[r].y;
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffff, total, offset);
+        if (lane == 0) partial[warp][r] = total;
+    }
+    if constexpr (SPLIT > 1) __syncthreads();
+    else __syncwarp();
+
+    if (part == 0 && lane < ROWS && first + lane < n) {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SPLIT; ++i) total += partial[warp + i][lane];
+        if (bias != nullptr) total += to_float(bias[first + lane]);
+        y[first + lane] = from_float<ELEMENT>(activate(ACTIVATION, total));
+    }
+}

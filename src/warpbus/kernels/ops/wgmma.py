@@ -1,0 +1,147 @@
+"""Launching the products that Hopper's own instructions compute: which tiles, which tensor maps, how many blocks."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.tensor_map import fits, tensor_map
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, multiprocessors, per_dtype
+from warpbus.kernels.units import unit
+
+_TILE_K = 64
+_BOX = 64  # elements: one row of the 128-byte swizzle
+_NO_MAP = bytes(128)
+_ROWS_OF_TILES = 2048  # of the output that are walked together: with as many columns, about what one wave covers
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How `gemm/sm90_hgemm.cu` cuts a product.
+
+    Attributes:
+        m, n: the tile of a block.
+        stages: tiles of the operands in flight.
+        buffers: staging buffers of a consumer.
+        cluster: blocks along m that share the tiles of b.
+        efficiency: share of the tensor cores' rate that it reaches in the steady state, measured.
+    """
+
+    m: int
+    n: int
+    stages: int
+    buffers: int
+    cluster: int
+    efficiency: float
+
+    @property
+    def threads(self) -> int:
+        """Of a block: the producer's warpgroup and one or two that multiply."""
+        return 256 if self.m == 64 else 384
+
+    @property
+    def shared(self) -> int:
+        """Bytes: the ring, the staging buffers of each consumer, the barriers, and room to align."""
+        consumers = self.threads // 128 - 1
+        return (self.m + self.n) * _TILE_K * 2 * self.stages + consumers * self.buffers * _BOX * _BOX * 2 + 16 * self.stages + 1024
+
+
+TILINGS = (
+    Tiling(128, 256, 4, 2, 1, 1.0),
+    Tiling(256, 128, 4, 2, 1, 1.0),
+    Tiling(128, 192, 5, 1, 1, 0.95),
+    Tiling(128, 128, 6, 1, 1, 0.85),
+    Tiling(64, 256, 5, 1, 1, 0.75),
+    Tiling(64, 128, 8, 1, 1, 0.6),
+)
+
+_WGMMA = per_dtype("ladder/matmul_wgmma.cu", "matmul_wgmma", "128s128sPiii", HALVES, needs="sm_90a")
+_WGMMA_TILE = 128
+_WGMMA_SHARED = 3 * 2 * _WGMMA_TILE * _TILE_K * 2 + 24 + 1024
+
+
+def matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """The ladder's rung "wgmma": `a [m, k] @ b [k, n]`, both contiguous, any sizes."""
+    (m, k), n = a.shape, b.shape[1]
+    rows_a, rows_b = addressable(a), addressable(b)  # held until the launch: copies that are given back are overwritten
+    maps = tensor_map(rows_a, _WGMMA_TILE, _BOX), tensor_map(rows_b, _TILE_K, _BOX)
+    grid = blocks((n, _WGMMA_TILE)), blocks((m, _WGMMA_TILE))
+    _WGMMA[a.dtype](grid, 256, *maps, out, m, n, k, shared=_WGMMA_SHARED)
+
+
+def gemm(
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor, tiling: Tiling | None = None
+) -> None:
+    """`out = activation(a @ b + bias)` on an sm_90a GPU.
+
+    Args:
+        a, b: `[m, k]` and `[k, n]`, each contiguous along one of its axes.
+        bias: `[n]`, contiguous.
+        out: `[m, n]`, contiguous.
+        tiling: one of `TILINGS`; by default the one that should be fastest.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    a_major, b_major = int(a.stride(1) != 1), int(b.stride(1) == 1)
+    tiling = tiling or choose(m, n, k, b_major, multiprocessors(a.device))
+    rows_a = addressable(a.T if a_major else a)
+    rows_b = addressable(b if b_major else b.T)
+    map_a = tensor_map(rows_a, _TILE_K if a_major else tiling.m, _BOX)
+    map_b = tensor_map(rows_b, _TILE_K if b_major else tiling.n // tiling.cluster, _BOX)
+    direct = not fits(out)
+    map_out = _NO_MAP if direct else tensor_map(out, _BOX, _BOX)
+    clusters = blocks((m, tiling.m * tiling.cluster), (n, tiling.n))
+    resident = multiprocessors(a.device) // tiling.cluster
+    group = max(_ROWS_OF_TILES // (tiling.m * tiling.cluster), 1)
+    _kernel(a.dtype, tiling, a_major, b_major, activation)(
+        min(clusters, resident) * tiling.cluster,
+        tiling.threads,
+        *(map_a, map_b, map_out, bias, out, m, n, k, group, int(direct)),
+        shared=tiling.shared,
+        cluster=tiling.cluster,
+        dependent=True,
+    )
+
+
+def addressable(matrix: Tensor) -> Tensor:
+    """The matrix itself, or a copy with padded rows where the copy engine cannot address it."""
+    if fits(matrix):
+        return matrix
+    rows, columns = matrix.shape
+    return matrix.new_empty(rows, blocks((columns, 8)) * 8)[:, :columns].copy_(matrix)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(m: int, n: int, k: int, b_major: int, processors: int) -> Tiling:
+    """The tiling with the least estimated time: full waves of tiles, each as long as its share of the rate allows."""
+
+    def cost(tiling: Tiling) -> float:
+        clusters = blocks((m, tiling.m * tiling.cluster), (n, tiling.n))
+        waves = blocks((clusters, processors // tiling.cluster))
+        return waves * (tiling.m * tiling.n * (k / tiling.efficiency + _EPILOGUE))
+
+    # The blocks of a cluster share b in boxes of 64 columns where n is its contiguous axis.
+    possible = [tiling for tiling in TILINGS if not b_major or tiling.n // tiling.cluster % _BOX == 0]
+    return min(possible, key=cost)
+
+
+_EPILOGUE = 192  # what writing a tile takes, in elements of k, measured
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, tiling: Tiling, a_major: int, b_major: int, activation: int) -> Kernel:
+    declared = unit(
+        "gemm/sm90_hgemm.cu",
+        needs="sm_90a",
+        ELEMENT=ELEMENTS[dtype],
+        TILE_M=tiling.m,
+        TILE_N=tiling.n,
+        STAGES=tiling.stages,
+        BUFFERS=tiling.buffers,
+        CLUSTER=tiling.cluster,
+        A_MAJOR=a_major,
+        B_MAJOR=b_major,
+        ACTIVATION=activation,
+    )
+    return declared.kernel("sm90_hgemm", "128s128s128sPPiiiii")
