@@ -12,6 +12,7 @@
 #include "ladder/warp_dot.cuh"
 
 constexpr int kBlock = 256;
+constexpr int kBlocks = 4;  // on a multiprocessor: leaves 64 registers a thread for the loads under way
 constexpr int kRowsInBlock = kBlock / kWarp;
 
 extern "C" __global__ void __launch_bounds__(kBlock) gemv_thread(
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kBlock) gemv_warp(
     if (lane == 0) out[row] = from_float<ELEMENT>(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(kBlock) gemv_vectorised(
+extern "C" __global__ void __launch_bounds__(kBlock, kBlocks) gemv_vectorised(
     const ELEMENT* __restrict__ w, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ out, long long n, long long k,
     int aligned) {
     const long long row = warp_row();
@@ -49,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kBlock) gemv_vectorised(
 }
 
 // blockIdx.y is the part of k that this warp adds up: `part` elements, a multiple of kLanes, the last part fewer.
-extern "C" __global__ void __launch_bounds__(kBlock) gemv_split_k(
+extern "C" __global__ void __launch_bounds__(kBlock, kBlocks) gemv_split_k(
     const ELEMENT* __restrict__ w, const ELEMENT* __restrict__ x, float* __restrict__ partial, long long n, long long k,
     long long part, int aligned) {
     const long long row = warp_row();

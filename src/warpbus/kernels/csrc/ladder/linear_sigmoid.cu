@@ -16,7 +16,7 @@ __device__ __forceinline__ ELEMENT epilogue(float sum, ELEMENT bias) {
     return from_float<ELEMENT>(sigmoid(sum + to_float(bias)));
 }
 
-extern "C" __global__ void __launch_bounds__(256) linear_sigmoid_vector(
+extern "C" __global__ void __launch_bounds__(256, 4) linear_sigmoid_vector(
     const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ weight, const ELEMENT* __restrict__ bias,
     ELEMENT* __restrict__ out, long long n, long long k, int aligned) {
     const long long row = static_cast<long long>(blockIdx.x) * kRowsInBlock + threadIdx.x / kWarp;
