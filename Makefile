@@ -19,7 +19,7 @@ check: .venv/ready-check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# On the CPU without a GPU; the last three need one.
+# Where there is no GPU, what needs one is left out.
 bench: .venv/ready
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/warpbus bench vector-add

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch.nn import functional as F
 
 import warpbus
 from warpbus.bench.records import Parameter, Peer, Record, now, ratio
@@ -178,6 +179,10 @@ def _measured(bench: str, case: Case, settings: Run, date: str, installed: Mappi
     beside = [rival for rival in case.rivals if rival.call is not None]
     calls = [case.ours, *(rival.call for rival in beside if rival.call is not None)]
     ours, *timings = measure(calls, case.make, settings.effort)
+    if ours.method == "events":
+        settings.note(
+            "timed = events: a peer of that case waits for the GPU, so nothing of it was put into a CUDA graph."
+        )
     # What is alone is often shared by several cases, and comes from the first of them.
     by_name = {rival.name: timing for rival, timing in zip(beside, timings, strict=True)}
     by_name |= {rival.name: rival.alone() for rival in case.rivals if rival.alone is not None}
@@ -247,6 +252,11 @@ def cublas_rival(call: Call) -> Rival:
     """cuBLAS, called through torch, beside ours."""
     version = _distribution("nvidia-cublas", "nvidia-cublas-cu12")
     return Rival("cuBLAS", version or f"of CUDA {torch.version.cuda}", call)
+
+
+def cublas_vector_rival() -> Rival:
+    """cuBLAS multiplying a weight with one row, as a model does that calls `F.linear` on one token."""
+    return cublas_rival(lambda weight, x: F.linear(x[None], weight))
 
 
 def cpu_rival(alone: Callable[[], Timing]) -> Rival:

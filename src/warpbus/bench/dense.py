@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cublas_rival, torch_rival
+from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cublas_rival, cublas_vector_rival, torch_rival
 from warpbus.bench.ceilings import copy_bandwidth, matrix_rate, read_bandwidth
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.records import Parameter
@@ -109,7 +109,7 @@ def _decode(run: Run, name: str, n: int, k: int, parts: int) -> Case:
         floor_seconds=moved / read_bandwidth(run.device),
         make=make,
         ours=gemv,
-        rivals=[cublas_rival(lambda weight, x: F.linear(x, weight))],
+        rivals=[cublas_vector_rival()],
     )
 
 

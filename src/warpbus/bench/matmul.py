@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cpu_rival, cublas_rival
+from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cpu_rival, cublas_rival, cublas_vector_rival
 from warpbus.bench.ceilings import matrix_rate, read_bandwidth
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.timing import Inputs, Timing, measure
@@ -115,7 +115,7 @@ def _vector(run: Run, rung: Rung, n: int) -> Case:
         floor_seconds=moved / read_bandwidth(run.device),
         make=make,
         ours=partial(gemv, rung=rung.name),
-        rivals=[cublas_rival(torch.mv)],
+        rivals=[cublas_vector_rival()],
     )
 
 

@@ -9,6 +9,7 @@
 import math
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,23 +101,27 @@ def measure(contenders: Sequence[Call], make: Callable[[], Inputs], effort: Effo
         raise
 
 
-def number_of_sets(set_bytes: int, cache_bytes: int, free_bytes: int) -> int:
-    """Sets of buffers that together are twice the cache, or what half of the free memory holds."""
-    wanted = math.ceil(2 * cache_bytes / max(set_bytes, 1))
-    affordable = int(free_bytes / 2 / max(set_bytes, 1))
+def number_of_sets(touched: int, held: int, cache_bytes: int, free_bytes: int) -> int:
+    """Sets of buffers of which a contender's part is twice the cache, or as many as half of the free memory holds.
+
+    Args:
+        touched: bytes that one call reads and writes.
+        held: bytes that a set takes in all, with the outputs of every contender.
+    """
+    wanted = math.ceil(2 * cache_bytes / max(touched, 1))
+    affordable = int(free_bytes / 2 / max(held, 1))
     return max(1, min(max(wanted, 2), affordable, MAX_SETS))
 
 
 def _by_clock(contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs], effort: Effort) -> list[Timing]:
-    made = 0
-    estimates = []
+    outputs, estimates = [], []
     for call in contenders:
         start = time.perf_counter()
-        made = max(made, _bytes(call(*first)))
+        outputs.append(_bytes(call(*first)))
         estimates.append(time.perf_counter() - start)
-    made += _bytes(first)
+    touched, cache = _bytes(first) + min(outputs), cpu_cache_bytes()
     # Data that do not fit the cache twice are cold without a second set.
-    sets = 1 if made > 2 * cpu_cache_bytes() else number_of_sets(made, cpu_cache_bytes(), _available_bytes())
+    sets = 1 if touched > 2 * cache else number_of_sets(touched, touched, cache, _available_bytes())
     buffers = [first, *(make() for _ in range(sets - 1))]
     plan = []
     for call, estimate in zip(contenders, estimates, strict=True):
@@ -141,22 +146,19 @@ def _clocked(call: Call, buffers: Sequence[Inputs], repeats: int) -> float:
 
 def _on_gpu(contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs], effort: Effort) -> list[Timing]:
     # What is compiled or tuned at a first call happens here.
-    made = _bytes(first) + len(contenders) * max(_bytes(call(*first)) for call in contenders)
+    outputs = [_bytes(call(*first)) for call in contenders]
     torch.cuda.synchronize()
+    # Else what earlier cases have left in torch's own cache would count as taken.
+    torch.cuda.empty_cache()
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    touched, held = _bytes(first) + min(outputs), _bytes(first) + sum(outputs)
     buffers = [first]
-    buffers += [make() for _ in range(number_of_sets(made, cache, torch.cuda.mem_get_info()[0]) - 1)]
+    buffers += [make() for _ in range(number_of_sets(touched, held, cache, torch.cuda.mem_get_info()[0]) - 1)]
     repeats = [_gpu_repeats(call, buffers, effort) for call in contenders]
-    try:
-        runs = [_captured(call, buffers, count) for call, count in zip(contenders, repeats, strict=True)]
-        method = "graph"
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        # One that cannot be captured puts all of them on the slower footing: they stay comparable.
-        torch.cuda.synchronize()
-        runs = [_looped(call, buffers, count) for call, count in zip(contenders, repeats, strict=True)]
-        method = "events"
+    # One that cannot be captured puts all of them on the slower footing: they stay comparable.
+    method = "events" if any(_waits(call, first) for call in contenders) else "graph"
+    prepare = _captured if method == "graph" else _looped
+    runs = [prepare(call, buffers, count) for call, count in zip(contenders, repeats, strict=True)]
     spans = [_timed(run) for run in runs]
     rounds = min(effort.rounds(span) for span in spans)
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
@@ -177,13 +179,32 @@ def _on_gpu(contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs
 
 
 def _gpu_repeats(call: Call, buffers: Sequence[Inputs], effort: Effort) -> int:
-    _timed(_looped(call, buffers, 1))
-    estimate = min(_timed(_looped(call, buffers, 3)) / 3 for _ in range(2))
+    estimate = _timed(_looped(call, buffers, 1))
+    if estimate < effort.sample_seconds:
+        estimate = min(_timed(_looped(call, buffers, 3)) / 3 for _ in range(2))
     wanted = effort.repeats(estimate)
     if wanted == 1:
         return 1
     # Whole rounds over the buffers, so that each is used equally often.
     return math.ceil(wanted / len(buffers)) * len(buffers)
+
+
+def _waits(call: Call, inputs: Inputs) -> bool:
+    """Whether a call waits for the GPU, which cannot be captured. Found out before, since a capture that fails leaves
+    torch's allocator and generators as if it still went on."""
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode calls itself a prototype
+            torch.cuda.set_sync_debug_mode("error")
+            call(*inputs)
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return False
 
 
 def _timed(run: Callable[[], object]) -> float:

@@ -64,18 +64,19 @@ def test_slow_calls_get_fewer_samples():
 
 
 @pytest.mark.parametrize(
-    ("each", "cache", "free", "sets"),
+    ("touched", "held", "cache", "free", "sets"),
     [
-        (10, 100, 10**6, 20),  # twice the cache
-        (300, 100, 10**6, 2),  # larger than that: still two
-        (300, 100, 700, 1),  # unless half of the memory holds only one
-        (10, 100, 100, 5),
-        (1, 10**6, 10**9, timing.MAX_SETS),
-        (0, 100, 100, 50),
+        (10, 10, 100, 10**6, 20),  # twice the cache
+        (10, 15, 100, 10**6, 20),
+        (300, 400, 100, 10**6, 2),  # larger than that: still two
+        (300, 400, 100, 1000, 1),  # unless half of the memory holds only one
+        (10, 20, 100, 200, 5),
+        (1, 1, 10**6, 10**9, timing.MAX_SETS),
+        (0, 0, 100, 100, 50),
     ],
 )
-def test_how_many_sets(each, cache, free, sets):
-    assert number_of_sets(each, cache, free) == sets
+def test_how_many_sets(touched, held, cache, free, sets):
+    assert number_of_sets(touched, held, cache, free) == sets
 
 
 def test_the_cache_is_found_or_assumed():

@@ -13,6 +13,7 @@ from warpbus.bench.records import read
 from warpbus.bench.timing import QUICK, measure
 from warpbus.cli import app
 from warpbus.cuda.jit import architecture
+from warpbus.errors import DeviceError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -93,8 +94,14 @@ def test_buffers_are_rotated_beyond_the_cache():
 
     def call(x):
         seen.add(x.data_ptr())
-        return x
+        return x.neg()
 
     measure([call], lambda: (torch.randn(2**20, device=DEVICE),), QUICK)
-    assert len(seen) * 2**22 >= cache
-    assert len(seen) == timing.number_of_sets(2 * 2**22, cache, 10**12)
+    assert 2 * len(seen) * 2**22 >= 2 * cache
+    assert len(seen) == timing.number_of_sets(2 * 2**22, 2 * 2**22, cache, 10**12)
+
+
+def test_what_does_not_fit_the_memory():
+    with pytest.raises(DeviceError, match="the memory of the GPU does not hold this case"):
+        run(BENCHMARKS["gemv"], settings(sizes=(2**20,)))
+    check(run(BENCHMARKS["gemv"], settings()), DEVICE)
