@@ -13,7 +13,9 @@ from warpbus.cli.progress import progress_bar
 from warpbus.errors import UsageError
 
 Size = Annotated[list[int] | None, typer.Option(help="measure this size; can be given more than once")]
-Variant = Annotated[list[str] | None, typer.Option(help="measure this variant; can be given more than once")]
+Variant = Annotated[
+    list[str] | None, typer.Option(help="measure this variant (a wrong name lists them); can be given more than once")
+]
 Dtype = Annotated[str | None, typer.Option(help="float16 or bfloat16")]
 Quick = Annotated[bool, typer.Option("--quick", help="few cases and few samples")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
