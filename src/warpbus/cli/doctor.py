@@ -26,7 +26,7 @@ EXTRAS = {
         "kernels on a GPU",
         ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-crt"),
     ),
-    "test": ("make test", ("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil")),
+    "test": ("make test", ("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil", "scikit-learn")),
 }
 
 

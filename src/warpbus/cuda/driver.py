@@ -1,8 +1,8 @@
 """The CUDA driver: load machine code, launch it, ask a device for its limits.
 
-`ctypes` on `libcuda.so.1` and nothing else: a launch costs a few microseconds from Python, and the parameters of a kernel,
-tensor maps among them, are packed at once by `struct`. Source: the
-CUDA driver API reference (library management, execution control, tensor map object access).
+`ctypes` on `libcuda.so.1` and nothing else: a launch costs a few microseconds from Python, and the parameters of a
+kernel, tensor maps among them, are packed at once by `struct`. Source: the CUDA driver API reference, the chapters on
+library management and execution control.
 """
 
 import ctypes
@@ -143,7 +143,8 @@ def launch(
         attributes[count].value[0] = 1
         count += 1
     configuration = _Configuration(grid, block, shared, stream, attributes, count)
-    base = ctypes.cast(parameters, ctypes.c_void_p).value or 0
+    packed = ctypes.create_string_buffer(parameters, len(parameters))
+    base = ctypes.addressof(packed)
     # One pointer a parameter: passed as one buffer, tensor maps arrive where the copy engine cannot read them.
     places = (ctypes.c_void_p * len(offsets))(*[base + offset for offset in offsets])
     status: int = library().cuLaunchKernelEx(ctypes.byref(configuration), handle, places, None)

@@ -9,17 +9,20 @@ does not match is compiled again. Where the entry is there, no compiler is loade
 import fcntl
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import io
 import json
 import os
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -28,6 +31,7 @@ from warpbus.errors import DeviceError
 # Every unit compiles for these in the tests, on machines without a GPU too.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
+_importing = threading.Lock()
 _FORMAT = 1  # of a cache entry
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _FUNCTION = re.compile(r"Compiling entry function '([^']+)'")
@@ -192,19 +196,17 @@ def _write(entry: Path, cubin: Cubin) -> None:
 @contextmanager
 def _alone(entry: Path) -> Iterator[None]:
     """Let one process at a time compile an entry. The lock goes with the process that holds it, however it ends."""
+    entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     locks = entry.parent / "locks"
-    locks.mkdir(mode=0o700, parents=True, exist_ok=True)
+    locks.mkdir(exist_ok=True)
     with open(locks / entry.stem[-2:], "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _compile(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: str) -> Cubin:
-    try:
-        from cuda.core import Program, ProgramOptions  # heavy, and absent on machines that only run on the CPU
-    except ImportError:
-        raise DeviceError(f"{source.name} has to be compiled, and cuda-core is not installed: {_INSTALL}") from None
-    options = ProgramOptions(
+    core = _compiler()
+    options = core.ProgramOptions(
         name=str(source.relative_to(root)),
         arch=arch,
         std="c++17",
@@ -215,12 +217,21 @@ def _compile(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch
     )
     log = io.StringIO()
     try:
-        code = Program(source.read_text(encoding="utf-8"), "c++", options).compile("cubin", logs=log).code
+        code = core.Program(source.read_text(encoding="utf-8"), "c++", options).compile("cubin", logs=log).code
     except Exception as error:  # cuda.core raises private types
         lines = [line.strip() for line in str(error).splitlines()]
         first = next((line for line in lines if "error" in line and "NVRTC_ERROR" not in line), " ".join(lines))
         raise DeviceError(f"{source.relative_to(root)} does not compile for {arch}: {first}") from error
     return Cubin(bytes(code), *_parse(log.getvalue()))
+
+
+def _compiler() -> ModuleType:
+    """`cuda.core`, imported when it is needed: it is heavy, and absent on machines that only run on the CPU."""
+    with _importing:  # its first import is not safe in several threads at once
+        try:
+            return importlib.import_module("cuda.core")
+        except ImportError as error:
+            raise DeviceError(f"a kernel has to be compiled, and cuda-core is missing ({error}): {_INSTALL}") from None
 
 
 @functools.cache

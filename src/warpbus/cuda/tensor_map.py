@@ -37,8 +37,8 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
     """
     if not fits(matrix):
         raise TensorError(
-            f"a matrix of shape {tuple(matrix.shape)}, strides {matrix.stride()} at address {matrix.data_ptr():#x} cannot "
-            f"be copied by TMA: address and rows have to be aligned to {ALIGNMENT} bytes"
+            f"a matrix of shape {tuple(matrix.shape)}, strides {matrix.stride()} at address {matrix.data_ptr():#x} "
+            f"cannot be copied by TMA: address and rows have to be aligned to {ALIGNMENT} bytes"
         )
     rows, columns = matrix.shape
     stride = matrix.stride(0) if rows > 1 else max(columns, ALIGNMENT)
@@ -47,9 +47,7 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _encode(
-    address: int, element: int, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int
-) -> bytes:
+def _encode(address: int, element: int, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int) -> bytes:
     # A map only says where and how, so the same matrix at the same place has the same map, whatever it holds.
     storage = (ctypes.c_uint64 * 24)()
     target = -(-ctypes.addressof(storage) // 64) * 64  # the driver wants 64-byte alignment

@@ -238,4 +238,5 @@ def test_the_driver_is_asked_for_its_version(monkeypatch):
 def test_extras_are_those_of_the_package():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for name, (_, distributions) in doctor.EXTRAS.items():
-        assert [re.split(r"[\[<>=!~; ]", line)[0] for line in declared[name]] == list(distributions)
+        names = [re.split(r"[\[<>=!~; ]", line)[0] for line in declared[name]]
+        assert [found for found in names if found != "warpbus"] == list(distributions)

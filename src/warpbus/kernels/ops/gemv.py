@@ -1,30 +1,20 @@
 """`gemv`: the product of a 16-bit matrix with one vector, as fast as the memory gives the matrix."""
 
 import functools
-from dataclasses import dataclass
+import itertools
 
 import torch
 from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, check_alike, check_rank, check_shape
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
 from warpbus.kernels.ops.gemm import ACTIVATIONS, check_epilogue
 from warpbus.kernels.reference import gemm as reference
 from warpbus.kernels.units import unit
 
-
-@dataclass(frozen=True)
-class Cut:
-    """How `gemv/hgemv.cu` cuts a product: warps of a block, rows of a warp, warps that share rows, loads in flight."""
-
-    warps: int
-    rows: int
-    split: int
-    unroll: int
-
-
-CUTS = (Cut(4, 2, 1, 4), Cut(4, 2, 2, 4), Cut(4, 2, 4, 4))
+_WARPS = 4  # that share a row, each a part of k
+_UNROLL = 2  # 16-byte loads in flight in a lane; 16 blocks of a multiprocessor have 64 KB under way
 
 
 def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, activation: str = "none") -> Tensor:
@@ -50,32 +40,17 @@ def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, activation: s
     return _gemv(weight, x, bias, activation)
 
 
-def launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: int, out: Tensor, cut: Cut) -> None:
-    """`out = activation(weight @ x + bias)` for contiguous CUDA tensors."""
-    n, k = weight.shape
-    vector = 8 if aligned(weight, x) else 1
-    grid = blocks((n, cut.rows * cut.warps // cut.split))
-    _kernel(weight.dtype, cut, vector, activation)(grid, 32 * cut.warps, weight, x, bias, out, n, k, dependent=True)
-
-
-def choose(n: int, k: int) -> Cut:
-    """The cut for a shape: rows are shared by more warps where there are few of them."""
-    return CUTS[0]
-
-
 @functools.cache
-def _kernel(dtype: torch.dtype, cut: Cut, vector: int, activation: int) -> Kernel:
+def _kernel(dtype: torch.dtype, vector: int, activation: int) -> Kernel:
     declared = unit(
         "gemv/hgemv.cu",
         ELEMENT=ELEMENTS[dtype],
-        WARPS=cut.warps,
-        ROWS=cut.rows,
-        SPLIT=cut.split,
-        UNROLL=cut.unroll,
+        WARPS=_WARPS,
+        UNROLL=_UNROLL,
         VECTOR=vector,
         ACTIVATION=activation,
     )
-    return declared.kernel("hgemv", "PPPPii")
+    return declared.kernel("hgemv", "PPPPi")
 
 
 def _launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -83,8 +58,10 @@ def _launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> 
         return reference.gemv(weight, x, bias, activation)
     out = weight.new_empty(weight.shape[0])
     bias = None if bias is None else bias.contiguous()
-    cut = choose(*weight.shape)
-    launch(weight.contiguous(), x.contiguous(), bias, ACTIVATIONS[activation], out, cut)
+    weight, x = weight.contiguous(), x.contiguous()
+    vector = 8 if aligned(weight, x) else 1
+    kernel = _kernel(weight.dtype, vector, ACTIVATIONS[activation])
+    kernel(weight.shape[0], 32 * _WARPS, weight, x, bias, out, weight.shape[1], dependent=True)
     return out
 
 
@@ -95,3 +72,7 @@ _gemv = operator(
     fake=lambda weight, x, bias, activation: weight.new_empty(weight.shape[0]),
     autocast=True,
 )
+
+
+for _dtype, _vector, _activation in itertools.product(HALVES, (8, 1), ACTIVATIONS.values()):
+    _kernel(_dtype, _vector, _activation)

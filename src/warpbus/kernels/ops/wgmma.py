@@ -1,6 +1,7 @@
 """Launching the products that Hopper's own instructions compute: which tiles, which tensor maps, how many blocks."""
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from warpbus.kernels.units import unit
 _TILE_K = 64
 _BOX = 64  # elements: one row of the 128-byte swizzle
 _NO_MAP = bytes(128)
-_ROWS_OF_TILES = 2048  # of the output that are walked together: with as many columns, about what one wave covers
+_ROWS_OF_TILES = 1024  # of the output that are walked together: wide enough that L2 serves a wave of tiles
+_L2 = 50e6  # bytes
+_EPILOGUE = 350  # what a tile costs beside its products, in elements of k: filling the ring, writing the result
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Tiling:
         stages: tiles of the operands in flight.
         buffers: staging buffers of a consumer.
         cluster: blocks along m that share the tiles of b.
-        efficiency: share of the tensor cores' rate that it reaches in the steady state, measured.
+        efficiency: share of the fastest tiling's rate, measured on an H100 for some thirty shapes.
+        variety: what it is compiled for beyond operands that both have k as their contiguous axis: 0 nothing, 1 other
+            layouts or an activation, 2 both at once.
     """
 
     m: int
@@ -35,6 +40,7 @@ class Tiling:
     buffers: int
     cluster: int
     efficiency: float
+    variety: int = 0
 
     @property
     def threads(self) -> int:
@@ -45,17 +51,31 @@ class Tiling:
     def shared(self) -> int:
         """Bytes: the ring, the staging buffers of each consumer, the barriers, and room to align."""
         consumers = self.threads // 128 - 1
-        return (self.m + self.n) * _TILE_K * 2 * self.stages + consumers * self.buffers * _BOX * _BOX * 2 + 16 * self.stages + 1024
+        ring = (self.m + self.n) * _TILE_K * 2 * self.stages
+        return ring + consumers * self.buffers * _BOX * _BOX * 2 + 16 * self.stages + 1024
+
+    def fits(self, a_major: int, b_major: int, activation: int) -> bool:
+        """Whether it is compiled for a product."""
+        # The blocks of a cluster share b in boxes of 64 columns where n is its contiguous axis.
+        boxes = not b_major or self.n // self.cluster % _BOX == 0
+        return boxes and bool(a_major or b_major) + bool(activation) <= self.variety
 
 
 TILINGS = (
-    Tiling(128, 256, 4, 2, 1, 1.0),
-    Tiling(256, 128, 4, 2, 1, 1.0),
-    Tiling(128, 192, 5, 1, 1, 0.95),
-    Tiling(128, 128, 6, 1, 1, 0.85),
-    Tiling(64, 256, 5, 1, 1, 0.75),
-    Tiling(64, 128, 8, 1, 1, 0.6),
+    Tiling(128, 256, 4, 2, 1, 1.0, variety=1),
+    Tiling(256, 128, 4, 2, 1, 0.99),
+    Tiling(256, 144, 4, 1, 1, 0.98),
+    Tiling(128, 208, 4, 2, 1, 0.97),
+    Tiling(128, 192, 5, 1, 2, 0.975),
+    Tiling(128, 144, 6, 1, 1, 0.98),
+    Tiling(128, 128, 6, 2, 1, 0.97, variety=2),
+    Tiling(128, 80, 8, 1, 1, 0.78),
+    Tiling(128, 64, 8, 2, 1, 0.70),
+    Tiling(64, 128, 8, 2, 1, 0.73, variety=1),
 )
+
+_LARGEST = TILINGS[0]
+_MANY_WAVES = 8  # from which on a last one that is not full does not count
 
 _WGMMA = per_dtype("ladder/matmul_wgmma.cu", "matmul_wgmma", "128s128sPiii", HALVES, needs="sm_90a")
 _WGMMA_TILE = 128
@@ -71,9 +91,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
     _WGMMA[a.dtype](grid, 256, *maps, out, m, n, k, shared=_WGMMA_SHARED)
 
 
-def gemm(
-    a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor, tiling: Tiling | None = None
-) -> None:
+def gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor, tiling: Tiling | None = None) -> None:
     """`out = activation(a @ b + bias)` on an sm_90a GPU.
 
     Args:
@@ -84,7 +102,7 @@ def gemm(
     """
     (m, k), n = a.shape, b.shape[1]
     a_major, b_major = int(a.stride(1) != 1), int(b.stride(1) == 1)
-    tiling = tiling or choose(m, n, k, b_major, multiprocessors(a.device))
+    tiling = tiling or choose(m, n, k, a_major, b_major, activation, multiprocessors(a.device))
     rows_a = addressable(a.T if a_major else a)
     rows_b = addressable(b if b_major else b.T)
     map_a = tensor_map(rows_a, _TILE_K if a_major else tiling.m, _BOX)
@@ -113,20 +131,22 @@ def addressable(matrix: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, b_major: int, processors: int) -> Tiling:
-    """The tiling with the least estimated time: full waves of tiles, each as long as its share of the rate allows."""
+def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, processors: int) -> Tiling:
+    """The tiling with the least estimated time: as many waves of tiles as it takes, a last one as long as a full one.
+
+    Where L2 does not hold the operands, small tiles would fetch them too often.
+    """
 
     def cost(tiling: Tiling) -> float:
         clusters = blocks((m, tiling.m * tiling.cluster), (n, tiling.n))
         waves = blocks((clusters, processors // tiling.cluster))
-        return waves * (tiling.m * tiling.n * (k / tiling.efficiency + _EPILOGUE))
+        return waves * tiling.m * tiling.n * (k + _EPILOGUE) / tiling.efficiency
 
-    # The blocks of a cluster share b in boxes of 64 columns where n is its contiguous axis.
-    possible = [tiling for tiling in TILINGS if not b_major or tiling.n // tiling.cluster % _BOX == 0]
+    possible = [tiling for tiling in TILINGS if tiling.fits(a_major, b_major, activation)]
+    many = m * n > _LARGEST.m * _LARGEST.n * processors * _MANY_WAVES
+    if many and 2 * k * (m + n) > _L2 and _LARGEST in possible:
+        return _LARGEST
     return min(possible, key=cost)
-
-
-_EPILOGUE = 192  # what writing a tile takes, in elements of k, measured
 
 
 @functools.cache
@@ -145,3 +165,8 @@ def _kernel(dtype: torch.dtype, tiling: Tiling, a_major: int, b_major: int, acti
         ACTIVATION=activation,
     )
     return declared.kernel("sm90_hgemm", "128s128s128sPPiiiii")
+
+
+for _dtype, _tiling, _a, _b, _activation in itertools.product(HALVES, TILINGS, (0, 1), (0, 1), range(5)):
+    if _tiling.fits(_a, _b, _activation):
+        _kernel(_dtype, _tiling, _a, _b, _activation)

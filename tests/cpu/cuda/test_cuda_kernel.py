@@ -1,0 +1,25 @@
+"""What can be known of a kernel without a GPU: where its parameters lie."""
+
+from pathlib import Path
+
+import pytest
+
+from warpbus.cuda.kernel import Unit
+
+
+@pytest.mark.parametrize(
+    ("parameters", "offsets"),
+    [
+        ("P", (0,)),
+        ("PiPf", (0, 8, 16, 24)),
+        ("iqi", (0, 8, 16)),
+        ("128s128sPii", (0, 128, 256, 264, 268)),
+    ],
+)
+def test_parameters_lie_where_c_puts_them(parameters, offsets):
+    kernel = Unit(Path("/source/x.cu"), Path("/source")).kernel("x", parameters)
+    assert kernel._offsets == offsets
+
+
+def test_label_names_file_and_macros():
+    assert Unit(Path("/source/gemm/x.cu"), Path("/source"), (("TILE", "64"),)).label == "gemm/x.cu TILE=64"

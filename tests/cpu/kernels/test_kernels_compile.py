@@ -1,0 +1,35 @@
+"""Every kernel compiles for every architecture that it runs on, without a GPU, and keeps its registers."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from warpbus.cuda.jit import ARCHITECTURES
+from warpbus.kernels.units import CSRC, all_units
+
+pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_all_units_compile_without_spills(arch):
+    units = [unit for unit in all_units() if unit.runs_on(arch)]
+    with ThreadPoolExecutor() as pool:
+        cubins = list(pool.map(lambda unit: unit.compile(arch), units))
+    assert units
+    for unit, cubin in zip(units, cubins, strict=True):
+        assert cubin.code.startswith(b"\x7fELF"), unit.label
+        assert cubin.resources, unit.label
+        assert not cubin.remarks, (unit.label, cubin.remarks)
+        for name, taken in cubin.resources.items():
+            assert taken.spill_stores == taken.spill_loads == 0, (unit.label, name, taken)
+            assert 0 < taken.registers <= 255, (unit.label, name, taken)
+
+
+def test_every_source_belongs_to_a_unit():
+    assert set(CSRC.rglob("*.cu")) == {unit.source for unit in all_units()}
+
+
+def test_hopper_units_are_for_hopper_alone():
+    hopper = [unit for unit in all_units() if unit.needs == "sm_90a"]
+    assert hopper
+    assert all(unit.runs_on("sm_90a") and not unit.runs_on("sm_100a") and not unit.runs_on("sm_89") for unit in hopper)
