@@ -28,6 +28,8 @@ ODD = [
     (1, 8, 8),
     (7, 17, 63),
     (64, 64, 64),
+    (64, 200, 1),
+    (300, 72, 5),
     (129, 257, 255),
     (300, 200, 72),
     (515, 1032, 1000),
@@ -125,7 +127,7 @@ def test_large_sums_do_not_overflow(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gemv(dtype):
-    for n, k in [*GLM, (1, 1), (3, 7), (33, 8), (100, 129), (65024, 4096), (5, 13697)]:
+    for n, k in [*GLM, (1, 1), (3, 7), (33, 8), (4096, 1024), (100, 129), (65024, 4096), (5, 13697)]:
         weight, x, bias = random(n, k, dtype=dtype), random(k, dtype=dtype), random(n, dtype=dtype)
         check(gemv(weight, x, bias), weight.double() @ x.double() + bias.double())
     for activation, function in EXPECTED.items():

@@ -14,6 +14,7 @@ from warpbus.kernels.reference import gemm as reference
 from warpbus.kernels.units import unit
 
 _WARPS = 4  # that share a row, each a part of k
+_WARPS_OF_SHORT_ROWS, _SHORT = 2, 2048  # for rows with fewer elements
 _UNROLL = 2  # 16-byte loads in flight in a lane; 16 blocks of a multiprocessor have 64 KB under way
 
 
@@ -41,11 +42,11 @@ def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, activation: s
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, vector: int, activation: int) -> Kernel:
+def _kernel(dtype: torch.dtype, warps: int, vector: int, activation: int) -> Kernel:
     declared = unit(
         "gemv/hgemv.cu",
         ELEMENT=ELEMENTS[dtype],
-        WARPS=_WARPS,
+        WARPS=warps,
         UNROLL=_UNROLL,
         VECTOR=vector,
         ACTIVATION=activation,
@@ -60,8 +61,9 @@ def _launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> 
     bias = None if bias is None else bias.contiguous()
     weight, x = weight.contiguous(), x.contiguous()
     vector = 8 if aligned(weight, x) else 1
-    kernel = _kernel(weight.dtype, vector, ACTIVATIONS[activation])
-    kernel(weight.shape[0], 32 * _WARPS, weight, x, bias, out, weight.shape[1], dependent=True)
+    warps = _WARPS if weight.shape[1] >= _SHORT else _WARPS_OF_SHORT_ROWS
+    kernel = _kernel(weight.dtype, warps, vector, ACTIVATIONS[activation])
+    kernel(weight.shape[0], 32 * warps, weight, x, bias, out, weight.shape[1], dependent=True)
     return out
 
 
@@ -75,4 +77,5 @@ _gemv = operator(
 
 
 for _dtype, _vector, _activation in itertools.product(HALVES, (8, 1), ACTIVATIONS.values()):
-    _kernel(_dtype, _vector, _activation)
+    _kernel(_dtype, _WARPS, _vector, _activation)
+    _kernel(_dtype, _WARPS_OF_SHORT_ROWS, _vector, _activation)

@@ -14,6 +14,7 @@ from warpbus.kernels.units import unit
 
 _TILE_K = 64
 _BOX = 64  # elements: one row of the 128-byte swizzle
+_SHORTEST = 8  # elements in 16 bytes
 _NO_MAP = bytes(128)
 _ROWS_OF_TILES = 1024  # of the output that are walked together: wide enough that L2 serves a wave of tiles
 _L2 = 50e6  # bytes
@@ -123,10 +124,18 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor
 
 
 def addressable(matrix: Tensor) -> Tensor:
-    """The matrix itself, or a copy with padded rows where the copy engine cannot address it."""
+    """The matrix itself, or a copy with padded rows where the copy engine cannot address it.
+
+    Rows of less than 16 bytes are filled up with zeros, which change no product: of a matrix with a single column some
+    boxes never arrive (seen on an H100 with 144 and 208 rows).
+    """
+    rows, columns = matrix.shape
+    if columns < _SHORTEST:
+        padded = matrix.new_zeros(rows, _SHORTEST)
+        padded[:, :columns].copy_(matrix)
+        return padded
     if fits(matrix):
         return matrix
-    rows, columns = matrix.shape
     return matrix.new_empty(rows, blocks((columns, 8)) * 8)[:, :columns].copy_(matrix)
 
 
