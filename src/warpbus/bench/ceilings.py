@@ -5,7 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from warpbus.bench.timing import FULL, measure
+from warpbus.bench.timing import FULL, Call, measure
+from warpbus.kernels.ops.gemv import gemv
 
 # Far above every cache.
 _GPU_BYTES = 2**30
@@ -22,9 +23,14 @@ def copy_bandwidth(device: torch.device) -> float:
 
 @cache
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second of reading alone: the better of two reductions of a large tensor."""
+    """Bytes a second of reading alone: the best of two reductions by torch and, on a GPU, two matrix-vector products."""
     source = _random(device)
-    timings = measure([torch.sum, torch.amax], lambda: (source,), FULL)
+    readers: list[Call] = [torch.sum, torch.amax]
+    if device.type == "cuda":
+        matrix = source.view(torch.float16).normal_().view(-1, 8192)
+        x = torch.randn(8192, device=device, dtype=torch.float16)
+        readers += [lambda _: torch.mv(matrix, x), lambda _: gemv(matrix, x)]
+    timings = measure(readers, lambda: (source,), FULL)
     return source.nbytes / min(timing.median for timing in timings)
 
 

@@ -36,18 +36,24 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
     for name in varying:
         drawn.add_column(name, justify="left" if isinstance(records[0].case.get(name), str) else "right", no_wrap=True)
     units = list(dict.fromkeys(record.unit for record in records))
-    heading = f"ours ({units[0]})" if len(units) == 1 else "ours"
-    for name in (heading, "peer", "its value", "ratio"):
-        drawn.add_column(name, justify="left" if name == "peer" else "right", no_wrap=name != "peer", overflow="fold")
+    peers = list(dict.fromkeys(record.peer.name for record in records))
+    # Narrow enough for 80 columns: what all rows share stands in the heading.
+    unit = f"\n{units[0]}" if len(units) == 1 else ""
+    drawn.add_column(f"ours{unit}", justify="right", no_wrap=True)
+    if len(peers) > 1:
+        drawn.add_column("peer", overflow="fold")
+    drawn.add_column(f"{peers[0] if len(peers) == 1 else 'its value'}{unit}", justify="right", no_wrap=True)
+    drawn.add_column("ratio", justify="right", no_wrap=True)
     floors = any(record.floor is not None for record in records)
     if floors:
-        drawn.add_column("of limit", justify="right", no_wrap=True)
+        drawn.add_column("of\nlimit", justify="right", no_wrap=True)
     last: object = None
     for record in records:
         cells = [Text("" if record.case == last else shown(record.case.get(name))) for name in varying]
         unit = "" if len(units) == 1 else f" {record.unit}"
         cells.append(Text("" if record.case == last else number(record.ours) + unit))
-        cells += [Text(record.peer.name), Text(number(record.peer.value) + unit)]
+        cells += [Text(record.peer.name)] * (len(peers) > 1)
+        cells.append(Text(number(record.peer.value) + unit))
         cells.append(Text(f"{number(record.ratio)}x", style=_style(record.ratio)))
         if floors and record.case != last:
             share = record.share_of_floor
