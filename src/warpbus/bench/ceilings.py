@@ -23,7 +23,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 @cache
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second of reading alone: the best of two reductions by torch and, on a GPU, two matrix-vector products."""
+    """Bytes a second of reading alone: the best of two reductions and, on a GPU, two matrix-vector products."""
     source = _random(device)
     readers: list[Call] = [torch.sum, torch.amax]
     if device.type == "cuda":

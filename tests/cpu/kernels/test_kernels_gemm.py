@@ -5,7 +5,8 @@ import torch
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops import wgmma
-from warpbus.kernels.ops.gemm import ACTIVATIONS, VARIANTS, gemm, linear
+from warpbus.kernels.ops.arguments import ACTIVATIONS
+from warpbus.kernels.ops.gemm import VARIANTS, gemm, linear
 from warpbus.kernels.ops.gemv import gemv
 
 EXPECTED = {

@@ -7,7 +7,8 @@ import torch
 
 from warpbus.cuda.jit import architecture
 from warpbus.kernels.ops import wgmma
-from warpbus.kernels.ops.gemm import ACTIVATIONS, gemm, linear
+from warpbus.kernels.ops.arguments import ACTIVATIONS
+from warpbus.kernels.ops.gemm import gemm, linear
 from warpbus.kernels.ops.gemv import gemv
 from warpbus.kernels.ops.ladder import MATMUL_RUNGS, matmul
 

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
-from warpbus.errors import TensorError
+from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.units import unit
 
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 HALVES = (torch.float16, torch.bfloat16)
+ACTIVATIONS = {"none": 0, "sigmoid": 1, "relu": 2, "gelu": 3, "silu": 4}  # as in csrc/common/numeric.cuh
 
 _KINDS = {1: "a vector", 2: "a matrix", 3: "a volume"}
 _BLOCKS_OF_A_MULTIPROCESSOR = 8  # of 256 threads: as many as one can hold
@@ -67,6 +68,18 @@ def check_shape(operator: str, expected: dict[str, tuple[int, ...]], because: st
             raise TensorError(
                 f"{operator}: {name} has shape {list(tensor.shape)}, expected {list(expected[name])}: {because}"
             )
+
+
+def check_epilogue(operator: str, n: int, bias: Tensor | None, activation: str) -> None:
+    """A bias has one element for each column, and the activation is known.
+
+    Raises:
+        TensorError, UsageError: they are not.
+    """
+    if bias is not None:
+        check_shape(operator, {"bias": (n,)}, f"one element for each of the {n} columns", bias=bias)
+    if activation not in ACTIVATIONS:
+        raise UsageError(f"{operator}: activation is {activation!r}: give one of {', '.join(ACTIVATIONS)}")
 
 
 def aligned(*tensors: Tensor) -> bool:

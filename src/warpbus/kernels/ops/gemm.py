@@ -9,13 +9,12 @@ from torch import Tensor
 from warpbus.cuda.jit import architecture
 from warpbus.errors import DeviceError, TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import mma, wgmma
-from warpbus.kernels.ops.arguments import HALVES, check_alike, check_rank, check_shape
+from warpbus.kernels.ops import gemv, mma, wgmma
+from warpbus.kernels.ops.arguments import ACTIVATIONS, HALVES, check_alike, check_epilogue, check_rank, check_shape
 from warpbus.kernels.reference import gemm as reference
 
-ACTIVATIONS = {"none": 0, "sigmoid": 1, "relu": 2, "gelu": 3, "silu": 4}  # as in csrc/common/numeric.cuh
 VARIANTS = {
-    "auto": "the fastest that the GPU has",
+    "auto": "the fastest for the shape and the GPU; a single row goes to `gemv`",
     "sm80_hgemm": "mma.sync and cp.async, Ampere and later",
     "sm90_hgemm": "wgmma and TMA, warp-specialised and persistent, Hopper",
     "sm90_wgmma": "wgmma and TMA, one tile a block, Hopper: a step of the ladder",
@@ -67,23 +66,13 @@ def linear(
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def check_epilogue(operator: str, n: int, bias: Tensor | None, activation: str) -> None:
-    """A bias has one element for each column, and the activation is known.
-
-    Raises:
-        TensorError, UsageError: they are not.
-    """
-    if bias is not None:
-        check_shape(operator, {"bias": (n,)}, f"one element for each of the {n} columns", bias=bias)
-    if activation not in ACTIVATIONS:
-        raise UsageError(f"{operator}: activation is {activation!r}: give one of {', '.join(ACTIVATIONS)}")
-
-
 def _launch(a: Tensor, b: Tensor, bias: Tensor | None, activation: str, variant: str) -> Tensor:
     if 0 in (a.shape[0], a.shape[1], b.shape[1]):
         return reference.gemm(a, b, bias, activation)
     here = architecture(a.device)
     if variant == "auto":
+        if a.shape[0] == 1 and b.stride(0) == 1:
+            return gemv.launch(b.T, a[0], bias, activation)[None]
         variant = "sm90_hgemm" if here == "sm_90a" else "sm80_hgemm"
     if variant.startswith("sm90") and here != "sm_90a":
         raise DeviceError(f"gemm: variant {variant} needs sm_90a, {a.device} is {here}: use sm80_hgemm or auto")

@@ -8,8 +8,16 @@ from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
-from warpbus.kernels.ops.gemm import ACTIVATIONS, check_epilogue
+from warpbus.kernels.ops.arguments import (
+    ACTIVATIONS,
+    ELEMENTS,
+    HALVES,
+    aligned,
+    check_alike,
+    check_epilogue,
+    check_rank,
+    check_shape,
+)
 from warpbus.kernels.reference import gemm as reference
 from warpbus.kernels.units import unit
 
@@ -23,7 +31,7 @@ def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, activation: s
 
     Args:
         weight, x, bias: `[n, k]`, `[k]` and `[n]`, float16 or bfloat16, any sizes; copied where not contiguous.
-        activation: one of `gemm.ACTIVATIONS`, applied in float32.
+        activation: one of `arguments.ACTIVATIONS`, applied in float32.
 
     Returns:
         `[n]` in the dtype of `weight`; summed in float32 and rounded once. The same bits at every run.
@@ -54,7 +62,8 @@ def _kernel(dtype: torch.dtype, warps: int, vector: int, activation: int) -> Ker
     return declared.kernel("hgemv", "PPPPi")
 
 
-def _launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The operator on a GPU; its arguments are checked."""
     if weight.numel() == 0:
         return reference.gemv(weight, x, bias, activation)
     out = weight.new_empty(weight.shape[0])
@@ -69,7 +78,7 @@ def _launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> 
 
 _gemv = operator(
     "gemv(Tensor weight, Tensor x, Tensor? bias, str activation) -> Tensor",
-    cuda=_launch,
+    cuda=launch,
     reference=reference.gemv,
     fake=lambda weight, x, bias, activation: weight.new_empty(weight.shape[0]),
     autocast=True,

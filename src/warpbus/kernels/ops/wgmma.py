@@ -50,10 +50,10 @@ class Tiling:
 
     @property
     def shared(self) -> int:
-        """Bytes: the ring, the staging buffers of each consumer, the barriers, and room to align."""
+        """Bytes: the ring and its barriers, staging buffers and bias of each consumer, and room to align."""
         consumers = self.threads // 128 - 1
-        ring = (self.m + self.n) * _TILE_K * 2 * self.stages
-        return ring + consumers * self.buffers * _BOX * _BOX * 2 + 16 * self.stages + 1024
+        ring = ((self.m + self.n) * _TILE_K * 2 + 16) * self.stages
+        return ring + consumers * (self.buffers * _BOX * _BOX + self.n) * 2 + 1024
 
     def fits(self, a_major: int, b_major: int, activation: int) -> bool:
         """Whether it is compiled for a product."""

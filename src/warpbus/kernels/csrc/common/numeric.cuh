@@ -55,10 +55,11 @@ struct alignas(16) Vector16 {
     T element[kSize];
 };
 
-// The numbers are those of `ACTIVATIONS` in kernels/ops/gemm.py.
+// The numbers are those of `ACTIVATIONS` in kernels/ops/arguments.py.
 enum Activation { kNone = 0, kSigmoid = 1, kRelu = 2, kGelu = 3, kSilu = 4 };
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+// By the special function unit (2 ulp): an exact division would cost more than everything else in an epilogue.
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 // An activation in fp32; gelu is the exact one, by the error function. The choice is the same for a whole grid, so the
 // branch costs nothing beside the product in front of it.

@@ -114,18 +114,18 @@ __device__ __forceinline__ void multiply_stage(float (&d)[kProducts][TILE_N / 2]
     ptx::wgmma_commit();
 }
 
-// Bias and activation on the accumulators of 64 rows, in place.
-__device__ __forceinline__ void finish(float (&d)[TILE_N / 2], const ELEMENT* bias, int column, const Problem& p) {
-    if (bias == nullptr && ACTIVATION == kNone) return;
+// Bias and activation on the accumulators of 64 rows, in place. `shift` is the tile's bias in shared memory.
+__device__ __forceinline__ void finish(float (&d)[TILE_N / 2], const ELEMENT* shift, bool has_bias) {
+    const int column = 2 * (threadIdx.x % 4);
+    if (!has_bias && ACTIVATION == kNone) return;
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int at = column + 8 * j + i;
-            const float shift = bias != nullptr && at < p.n ? to_float(bias[at]) : 0.0f;
-            d[4 * j + i] = activate(ACTIVATION, d[4 * j + i] + shift);
-            d[4 * j + 2 + i] = activate(ACTIVATION, d[4 * j + 2 + i] + shift);
-        }
+        float2 pair = make_float2(0.0f, 0.0f);
+        if (has_bias) pair = unpack_pair<ELEMENT>(*reinterpret_cast<const ptx::uint32*>(shift + column + 8 * j));
+        d[4 * j] = activate(ACTIVATION, d[4 * j] + pair.x);
+        d[4 * j + 1] = activate(ACTIVATION, d[4 * j + 1] + pair.y);
+        d[4 * j + 2] = activate(ACTIVATION, d[4 * j + 2] + pair.x);
+        d[4 * j + 3] = activate(ACTIVATION, d[4 * j + 3] + pair.y);
     }
 }
 
@@ -159,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const ptx::uint32 staging = ring_b + STAGES * kBytesB;
     const ptx::uint32 full = staging + kConsumers * BUFFERS * kBlock64;
     const ptx::uint32 empty = full + 8 * STAGES;
+    const ptx::uint32 shifts = empty + 8 * STAGES;  // the bias of the tile, once for each consumer
 
     const int rank = CLUSTER == 1 ? 0 : ptx::cluster_rank();
     const int warpgroup = threadIdx.x / 128;
@@ -204,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const ptx::uint32 mine = staging + consumer * BUFFERS * kBlock64;
         // Where this lane's row of stmatrix lies in a 64 by 64 buffer: 16-byte column c of row r stands at c ^ (r % 8).
         const int staged_row = 16 * warp + lane % 16;
+        ELEMENT* shift = reinterpret_cast<ELEMENT*>(memory + (shifts - ptx::shared_address(memory))) + consumer * TILE_N;
         int buffer = 0;
         auto release = [&](int stage) {
             if constexpr (CLUSTER == 1) {
@@ -215,6 +217,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         float d[kProducts][TILE_N / 2];
         for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
             const Tile tile = tile_at(index, rank, p);
+            if (bias != nullptr) {
+                // Fetched here, the bias arrives while the products run. The barrier: all are done with the last one.
+                ptx::named_barrier(1 + consumer, 128);
+                for (int i = thread; i < TILE_N; i += 128) {
+                    const int at = tile.column + i;
+                    shift[i] = at < p.n ? bias[at] : from_float<ELEMENT>(0.0f);
+                }
+                ptx::named_barrier(1 + consumer, 128);
+            }
             int before = 0;  // the stage whose products may still be under way
             for (int block = 0; block < blocks_k; ++block, ring.advance()) {
                 ptx::mbarrier_wait(full + 8 * ring.stage, ring.parity);
@@ -234,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 const int row = tile.row + consumer * kRows + 64 * i;
                 const int mine_row = row + 16 * warp + lane / 4;
                 const int mine_column = tile.column + 2 * (lane % 4);
-                finish(d[i], bias, mine_column, p);
+                finish(d[i], shift, bias != nullptr);
                 if (p.direct) {
                     store_direct<0>(d[i], out, mine_row, mine_column, p);
                     continue;
