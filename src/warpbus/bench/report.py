@@ -26,47 +26,52 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
         means: the geometric mean of the ratios, by group.
         notes: what else has to be said.
     """
-    shared, varying = shared_and_varying(records)
+    shared, _ = shared_and_varying(records)
     # How a case was timed is for the file.
     shared.pop("timed", None)
-    varying = [name for name in varying if name != "timed"]
-    drawn = Table(
-        title=Text(f"{title}, {records[0].device}", overflow="fold"), title_justify="left", title_style="bold"
-    )
-    for name in varying:
-        drawn.add_column(name, justify="left" if isinstance(records[0].case.get(name), str) else "right", no_wrap=True)
+    heading = Text(f"{title}, {records[0].device}", style="bold", overflow="fold")
+    # What has another unit is another table: its numbers cannot be compared.
     units = list(dict.fromkeys(record.unit for record in records))
-    peers = list(dict.fromkeys(record.peer.name for record in records))
-    # Narrow enough for 80 columns: what all rows share stands in the heading.
-    unit = f"\n{units[0]}" if len(units) == 1 else ""
-    drawn.add_column(f"ours{unit}", justify="right", no_wrap=True)
-    if len(peers) > 1:
-        drawn.add_column("peer", overflow="fold")
-    drawn.add_column(f"{peers[0] if len(peers) == 1 else 'its value'}{unit}", justify="right", no_wrap=True)
-    drawn.add_column("ratio", justify="right", no_wrap=True)
-    floors = any(record.floor is not None for record in records)
-    if floors:
-        drawn.add_column("of\nlimit", justify="right", no_wrap=True)
-    last: object = None
-    for record in records:
-        cells = [Text("" if record.case == last else shown(record.case.get(name))) for name in varying]
-        unit = "" if len(units) == 1 else f" {record.unit}"
-        cells.append(Text("" if record.case == last else number(record.ours) + unit))
-        cells += [Text(record.peer.name)] * (len(peers) > 1)
-        cells.append(Text(number(record.peer.value) + unit))
-        cells.append(Text(f"{number(record.ratio)}x", style=_style(record.ratio)))
-        if floors and record.case != last:
-            share = record.share_of_floor
-            cells.append(Text("" if share is None else f"{100 * share:.0f} %"))
-        drawn.add_row(*cells)
-        last = record.case
+    tables = [_rows([record for record in records if record.unit == unit], set(shared)) for unit in units]
     lines = [f"{name}: {shown(value)}" for name, value in shared.items()]
     below = [Text(", ".join(lines), style="dim")] if lines else []
     below += [
         Text.assemble(f"geometric mean, {group}: ", (f"{mean:.3f}x", _style(mean))) for group, mean in means.items()
     ]
     below += [Text(note, style="dim") for note in notes]
-    return Group(drawn, *below)
+    return Group(heading, *tables, *below)
+
+
+def _rows(records: Sequence[Record], shared: set[str]) -> Table:
+    """Records of one unit; narrow enough for 80 columns, so what all rows have in common stands in a heading."""
+    names = list(dict.fromkeys(name for record in records for name in record.case))
+    varying = [name for name in names if name not in shared and name != "timed"]
+    peers = list(dict.fromkeys(record.peer.name for record in records))
+    unit = records[0].unit
+    drawn = Table()
+    for name in varying:
+        drawn.add_column(name, justify="left" if isinstance(records[0].case.get(name), str) else "right", no_wrap=True)
+    drawn.add_column(f"ours\n{unit}", justify="right", no_wrap=True)
+    if len(peers) > 1:
+        drawn.add_column("peer", overflow="fold")
+    drawn.add_column(f"{peers[0] if len(peers) == 1 else 'its value'}\n{unit}", justify="right", no_wrap=True)
+    drawn.add_column("ratio", justify="right", no_wrap=True)
+    floors = any(record.floor is not None for record in records)
+    if floors:
+        drawn.add_column("of\nlimit", justify="right", no_wrap=True)
+    last: object = None
+    for record in records:
+        repeated = record.case == last
+        cells = [Text("" if repeated else shown(record.case.get(name))) for name in varying]
+        cells.append(Text("" if repeated else number(record.ours)))
+        cells += [Text(record.peer.name)] * (len(peers) > 1)
+        cells += [Text(number(record.peer.value)), Text(f"{number(record.ratio)}x", style=_style(record.ratio))]
+        if floors and not repeated:
+            share = record.share_of_floor
+            cells.append(Text("" if share is None else f"{100 * share:.0f} %"))
+        drawn.add_row(*cells)
+        last = record.case
+    return drawn
 
 
 def number(value: float) -> str:
