@@ -261,7 +261,7 @@ def cublas_vector_rival() -> Rival:
 
 def cpu_rival(alone: Callable[[], Timing]) -> Rival:
     """torch on the CPU, measured by itself."""
-    return Rival(f"torch, CPU ({torch.get_num_threads()} threads)", torch.__version__, alone=alone)
+    return Rival("torch CPU", f"{torch.__version__}, {torch.get_num_threads()} threads", alone=alone)
 
 
 def _distribution(*names: str) -> str | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cublas_rival, cublas_vector_rival, torch_rival
-from warpbus.bench.ceilings import copy_bandwidth, matrix_rate, read_bandwidth
+from warpbus.bench.ceilings import matrix_rate, read_bandwidth
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.records import Parameter
 from warpbus.bench.timing import Call
@@ -145,7 +145,7 @@ def _sigmoid_layer(run: Run, n: int, m: int, variant: str) -> Case:
         parameters={"m": m, "n": n, "k": n, "dtype": dtype_name(dtype), "variant": variant},
         metric="time",
         work=2 * m * n * n,
-        floor_seconds=max(moved / copy_bandwidth(run.device), 2 * m * n * n / matrix_rate(run.device, dtype)),
+        floor_seconds=max(moved / read_bandwidth(run.device), 2 * m * n * n / matrix_rate(run.device, dtype)),
         make=make,
         ours=partial(linear, activation="sigmoid", variant=variant),
         rivals=rivals,

@@ -53,7 +53,7 @@ def _rows(records: Sequence[Record], shared: set[str]) -> Table:
         drawn.add_column(name, justify="left" if isinstance(records[0].case.get(name), str) else "right", no_wrap=True)
     drawn.add_column(f"ours\n{unit}", justify="right", no_wrap=True)
     if len(peers) > 1:
-        drawn.add_column("peer", overflow="fold")
+        drawn.add_column("peer", min_width=9)
     drawn.add_column(f"{peers[0] if len(peers) == 1 else 'its value'}\n{unit}", justify="right", no_wrap=True)
     drawn.add_column("ratio", justify="right", no_wrap=True)
     floors = any(record.floor is not None for record in records)

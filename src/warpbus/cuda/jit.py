@@ -67,6 +67,7 @@ class Cubin:
     remarks: tuple[str, ...]
 
 
+@functools.cache
 def architecture(device: int | torch.device) -> str:
     """The architecture that code for a GPU is compiled for, with the instructions of its own generation: "sm_90a"."""
     major, minor = torch.cuda.get_device_capability(device)

@@ -114,21 +114,29 @@ class Kernel:
         tensor = next((argument for argument in arguments if isinstance(argument, Tensor)), None)
         index = torch.cuda.current_device() if tensor is None else tensor.get_device()
         values = [_value(argument) for argument in arguments]
-        with torch.cuda.device(index):
-            handle = self._prepare(index, shared)
-            sides = _three(grid), _three(block)
-            status = driver.launch(
-                handle,
-                *sides,
-                self._layout.pack(*values),
-                self._offsets,
-                shared=shared,
-                stream=torch.cuda.current_stream(index).cuda_stream,
-                cluster=cluster,
-                dependent=dependent,
-            )
-            if status:
-                raise driver.explain_launch(status, *sides, shared, index, f"{self.unit.label}: {self.name}")
+        if index == torch.cuda.current_device():
+            self._launch(index, grid, block, values, shared, cluster, dependent)
+        else:
+            with torch.cuda.device(index):
+                self._launch(index, grid, block, values, shared, cluster, dependent)
+
+    def _launch(
+        self, index: int, grid: Extent, block: Extent, values: list[object], shared: int, cluster: int, dependent: bool
+    ) -> None:
+        handle = self._prepare(index, shared)
+        sides = _three(grid), _three(block)
+        status = driver.launch(
+            handle,
+            *sides,
+            self._layout.pack(*values),
+            self._offsets,
+            shared=shared,
+            stream=torch.cuda.current_stream(index).cuda_stream,
+            cluster=cluster,
+            dependent=dependent,
+        )
+        if status:
+            raise driver.explain_launch(status, *sides, shared, index, f"{self.unit.label}: {self.name}")
 
     def resources(self, arch: str) -> Resources:
         """Registers, shared memory and spills on an architecture. Needs no GPU."""

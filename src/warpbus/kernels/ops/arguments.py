@@ -1,5 +1,6 @@
 """What the operators ask of their arguments, and how their kernels cover them with blocks."""
 
+import functools
 from math import prod
 
 import torch
@@ -101,6 +102,7 @@ def blocks_in_stride(size: int, block: int, device: torch.device) -> int:
     return min(blocks((size, block)), resident)
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors a GPU has."""
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

@@ -13,6 +13,7 @@ from warpbus.kernels.ops.arguments import (
     ELEMENTS,
     HALVES,
     aligned,
+    blocks,
     check_alike,
     check_epilogue,
     check_rank,
@@ -21,9 +22,11 @@ from warpbus.kernels.ops.arguments import (
 from warpbus.kernels.reference import gemm as reference
 from warpbus.kernels.units import unit
 
-_WARPS = 4  # that share a row, each a part of k
-_WARPS_OF_SHORT_ROWS, _SHORT = 2, 2048  # for rows with fewer elements
-_UNROLL = 2  # 16-byte loads in flight in a lane; 16 blocks of a multiprocessor have 64 KB under way
+_UNROLL = 2  # 16-byte loads in flight in a lane
+_SHORT = 2048  # elements: up to here a row is shared by fewer warps
+# Warps of a block, and warps that share a row. Either way a multiprocessor has 64 KB of loads in flight, in no more
+# blocks than that takes: each costs time to start.
+_LONG_ROWS, _SHORT_ROWS = (4, 4), (8, 2)
 
 
 def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, activation: str = "none") -> Tensor:
@@ -50,16 +53,17 @@ def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, activation: s
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, warps: int, vector: int, activation: int) -> Kernel:
+def _kernel(dtype: torch.dtype, warps: int, split: int, vector: int, activation: int) -> Kernel:
     declared = unit(
         "gemv/hgemv.cu",
         ELEMENT=ELEMENTS[dtype],
         WARPS=warps,
+        SPLIT=split,
         UNROLL=_UNROLL,
         VECTOR=vector,
         ACTIVATION=activation,
     )
-    return declared.kernel("hgemv", "PPPPi")
+    return declared.kernel("hgemv", "PPPPii")
 
 
 def launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -70,9 +74,10 @@ def launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> T
     bias = None if bias is None else bias.contiguous()
     weight, x = weight.contiguous(), x.contiguous()
     vector = 8 if aligned(weight, x) else 1
-    warps = _WARPS if weight.shape[1] >= _SHORT else _WARPS_OF_SHORT_ROWS
-    kernel = _kernel(weight.dtype, warps, vector, ACTIVATIONS[activation])
-    kernel(weight.shape[0], 32 * warps, weight, x, bias, out, weight.shape[1], dependent=True)
+    n, k = weight.shape
+    warps, split = _SHORT_ROWS if k <= _SHORT else _LONG_ROWS
+    kernel = _kernel(weight.dtype, warps, split, vector, ACTIVATIONS[activation])
+    kernel(blocks((n, warps // split)), 32 * warps, weight, x, bias, out, n, k, dependent=True)
     return out
 
 
@@ -86,5 +91,5 @@ _gemv = operator(
 
 
 for _dtype, _vector, _activation in itertools.product(HALVES, (8, 1), ACTIVATIONS.values()):
-    _kernel(_dtype, _WARPS, _vector, _activation)
-    _kernel(_dtype, _WARPS_OF_SHORT_ROWS, _vector, _activation)
+    _kernel(_dtype, *_LONG_ROWS, _vector, _activation)
+    _kernel(_dtype, *_SHORT_ROWS, _vector, _activation)

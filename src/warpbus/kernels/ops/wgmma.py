@@ -14,7 +14,6 @@ from warpbus.kernels.units import unit
 
 _TILE_K = 64
 _BOX = 64  # elements: one row of the 128-byte swizzle
-_SHORTEST = 8  # elements in 16 bytes
 _NO_MAP = bytes(128)
 _ROWS_OF_TILES = 1024  # of the output that are walked together: wide enough that L2 serves a wave of tiles
 _L2 = 50e6  # bytes
@@ -102,7 +101,8 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor
         tiling: one of `TILINGS`; by default the one that should be fastest.
     """
     (m, k), n = a.shape, b.shape[1]
-    a_major, b_major = int(a.stride(1) != 1), int(b.stride(1) == 1)
+    # A vector counts as having k as its contiguous axis, for which every tiling is compiled.
+    a_major, b_major = int(a.stride(1) != 1), int(b.stride(0) != 1)
     tiling = tiling or choose(m, n, k, a_major, b_major, activation, multiprocessors(a.device))
     rows_a = addressable(a.T if a_major else a)
     rows_b = addressable(b if b_major else b.T)
@@ -124,18 +124,10 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor
 
 
 def addressable(matrix: Tensor) -> Tensor:
-    """The matrix itself, or a copy with padded rows where the copy engine cannot address it.
-
-    Rows of less than 16 bytes are filled up with zeros, which change no product: of a matrix with a single column some
-    boxes never arrive (seen on an H100 with 144 and 208 rows).
-    """
-    rows, columns = matrix.shape
-    if columns < _SHORTEST:
-        padded = matrix.new_zeros(rows, _SHORTEST)
-        padded[:, :columns].copy_(matrix)
-        return padded
+    """The matrix itself, or a copy with padded rows where the copy engine cannot address it."""
     if fits(matrix):
         return matrix
+    rows, columns = matrix.shape
     return matrix.new_empty(rows, blocks((columns, 8)) * 8)[:, :columns].copy_(matrix)
 
 

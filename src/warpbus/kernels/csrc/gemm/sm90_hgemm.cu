@@ -79,6 +79,7 @@ __device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::ui
     }
     // Each block of the cluster brings its share of b to all of them.
     constexpr int kShare = TILE_N / CLUSTER;
+    static_assert(B_MAJOR == 0 || kShare % 64 == 0, "an N-major b comes in boxes of 64 columns");
     const int first = rank * kShare;
     constexpr int kBoxes = B_MAJOR == 0 ? 1 : kShare / 64;
     for (int i = 0; i < kBoxes; ++i) {

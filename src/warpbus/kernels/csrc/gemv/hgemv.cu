@@ -3,19 +3,21 @@
 // Macros
 //   ELEMENT     __half or __nv_bfloat16
 //   ACTIVATION  a number of numeric.cuh
-//   WARPS       of a block, all on one row of the weight, each on a part of k
+//   WARPS       of a block
+//   SPLIT       warps that share a row of the weight, each a part of k; a divisor of WARPS
 //   UNROLL      16-byte loads in flight in one lane
 //   VECTOR      8: k is a multiple of 8 and the weight and x are aligned to 16 bytes; 1: any
 //
 // A matrix-vector product reads each weight once and does two operations with it, so the only thing that counts is how
 // many bytes are under way: UNROLL loads a lane, issued before the first is used, in as many small blocks as fit on a
-// multiprocessor. A block is one row: when it ends the next takes its place, so there is no last wave to wait for. (More
-// rows a warp would reuse x, which L1 serves anyway, and measured slower.) Weights pass by L1; x stays in it. Sums are
+// multiprocessor. When a block ends the next takes its place, so there is no last wave to wait for. (Several rows a warp
+// would reuse x, which L1 serves anyway, and measured slower.) Weights pass by L1; x stays in it. Sums are
 // formed in a fixed order: the result is the same at every run.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 
 constexpr int kThreads = 32 * WARPS;
+constexpr int kStride = 32 * SPLIT;  // lanes that share a row
 
 struct Chunk {
     unsigned int pair[4];
@@ -57,7 +59,7 @@ __device__ __forceinline__ void accumulate(float2& sum, const Chunk& weight, con
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     hgemv(const ELEMENT* __restrict__ weight, const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ bias,
-          ELEMENT* __restrict__ y, int k) {
+          ELEMENT* __restrict__ y, int n, int k) {
 #if __CUDA_ARCH__ >= 900
     // The kernel after this one may start where this one has left room; this one waits for what the one before it wrote.
     ptx::griddepcontrol_launch_dependents();
@@ -65,30 +67,35 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #endif
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const ELEMENT* row = weight + static_cast<long long>(blockIdx.x) * k;
+    const int index = blockIdx.x * (WARPS / SPLIT) + warp / SPLIT;
+    const ELEMENT* row = weight + static_cast<long long>(min(index, n - 1)) * k;
     const int chunks = (k + 7) / 8;
     float2 sum = {};
-    int chunk = threadIdx.x;
-    for (; chunk + (UNROLL - 1) * kThreads < chunks; chunk += UNROLL * kThreads) {
+    int chunk = threadIdx.x % kStride;
+    for (; chunk + (UNROLL - 1) * kStride < chunks; chunk += UNROLL * kStride) {
         Chunk w[UNROLL];
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) w[u] = load_weight(row, chunk + u * kThreads, k);
+        for (int u = 0; u < UNROLL; ++u) w[u] = load_weight(row, chunk + u * kStride, k);
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) accumulate(sum, w[u], load_x(x, chunk + u * kThreads, k));
+        for (int u = 0; u < UNROLL; ++u) accumulate(sum, w[u], load_x(x, chunk + u * kStride, k));
     }
-    for (; chunk < chunks; chunk += kThreads) accumulate(sum, load_weight(row, chunk, k), load_x(x, chunk, k));
+    for (; chunk < chunks; chunk += kStride) accumulate(sum, load_weight(row, chunk, k), load_x(x, chunk, k));
 
-    __shared__ float partial[WARPS];
     float total = sum.x + sum.y;
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffff, total, offset);
-    if (lane == 0) partial[warp] = total;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        total = partial[0];
+    if constexpr (SPLIT > 1) {
+        __shared__ float partial[WARPS];
+        if (lane == 0) partial[warp] = total;
+        __syncthreads();
+        total = partial[warp];
+        if (warp % SPLIT == 0) {
 #pragma unroll
-        for (int i = 1; i < WARPS; ++i) total += partial[i];
-        if (bias != nullptr) total += to_float(bias[blockIdx.x]);
-        y[blockIdx.x] = from_float<ELEMENT>(activate(ACTIVATION, total));
+            for (int i = 1; i < SPLIT; ++i) total += partial[warp + i];
+        }
+    }
+    if (lane == 0 && warp % SPLIT == 0 && index < n) {
+        if (bias != nullptr) total += to_float(bias[index]);
+        y[index] = from_float<ELEMENT>(activate(ACTIVATION, total));
     }
 }
