@@ -78,13 +78,36 @@ def test_registered_as_operators():
 
 
 def test_autocast():
-    x, weight = torch.randn(4, 8), torch.randn(3, 8)
+    x, weight, bias = torch.randn(4, 8), torch.randn(3, 8), torch.randn(3)
     with pytest.raises(TensorError, match="float32"):
-        linear(x, weight)
+        linear(x, weight, bias)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = torch.ops.warpbus.gemm(x, weight.T, None, "none", "auto")
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), x @ weight.T, rtol=0.05, atol=0.05)
+        found, vector = linear(x, weight, bias), gemv(weight, x[1], bias)
+        compiled = torch.compile(linear, backend="eager", fullgraph=True)(x, weight, bias)
+    assert found.dtype == vector.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), x @ weight.T + bias, rtol=0.05, atol=0.05)
+    assert torch.equal(vector, found[1])
+    assert torch.equal(compiled, found)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_gradients(biased):
+    x, weight = torch.randn(2, 3, 8), torch.randn(5, 8)
+    ours = [t.bfloat16().requires_grad_() for t in (x, weight, torch.randn(5))]
+    theirs = [t.detach().float().requires_grad_() for t in ours]
+    pull = torch.randn(2, 3, 5)
+    linear(ours[0], ours[1], ours[2] if biased else None).backward(pull.bfloat16())
+    torch.nn.functional.linear(theirs[0], theirs[1], theirs[2] if biased else None).backward(pull)
+    for mine, other in zip(ours[: 2 + biased], theirs, strict=False):
+        torch.testing.assert_close(mine.grad.float(), other.grad, rtol=0.03, atol=0.06)
+
+
+def test_no_gradient_through_an_activation():
+    x, weight = half(2, 3).requires_grad_(), half(5, 3)
+    with pytest.raises(UsageError, match="no gradient through activation 'silu'"):
+        linear(x, weight, activation="silu")
+    with torch.no_grad():
+        assert linear(x, weight, activation="silu").shape == (2, 5)
 
 
 def test_every_variant_is_the_reference_on_the_cpu():

@@ -158,6 +158,7 @@ def test_in_a_graph_and_on_another_stream():
         found = gemm(a, b)
     stream.synchronize()
     check(found, expected)
+    gemv(b.T, a[1])  # loaded before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, vector = gemm(a, b), gemv(b.T, a[1])
@@ -174,8 +175,20 @@ def test_compiled_and_under_autocast():
     compiled = torch.compile(lambda x, w: linear(x.half(), w.half()).relu(), fullgraph=True)
     check(compiled(x, weight), (x.half().double() @ weight.half().double().T).relu())
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        found = torch.ops.warpbus.gemm(x, weight.T, None, "none", "auto")
+        found = linear(x, weight)
     check(found, x.bfloat16().double() @ weight.bfloat16().double().T)
+
+
+def test_gradients():
+    x, weight, bias = (
+        random(*shape, dtype=torch.bfloat16).requires_grad_() for shape in ((3, 70, 64), (40, 64), (40,))
+    )
+    pull = random(3, 70, 40, dtype=torch.bfloat16)
+    linear(x, weight, bias).backward(pull)
+    flat = pull.double().reshape(-1, 40)
+    check(x.grad.reshape(-1, 64), flat @ weight.detach().double())
+    check(weight.grad, flat.T @ x.detach().double().reshape(-1, 64))
+    assert bias.grad.shape == (40,)
 
 
 @needs_hopper

@@ -4,11 +4,13 @@ Two kernels do the work, and both sum in float32: `gemm/sm90_hgemm.cu` (wgmma, T
 (mma.sync, cp.async) on every GPU since Ampere. Each chooses its tiles by the shape.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from warpbus.cuda.jit import architecture
 from warpbus.errors import DeviceError, TensorError, UsageError
-from warpbus.kernels.operators import operator
+from warpbus.kernels.operators import autocast, differentiable, operator
 from warpbus.kernels.ops import gemv, mma, wgmma
 from warpbus.kernels.ops.arguments import ACTIVATIONS, HALVES, check_alike, check_epilogue, check_rank, check_shape
 from warpbus.kernels.reference import gemm as reference
@@ -27,21 +29,23 @@ def gemm(
     """`activation(a @ b + bias)`.
 
     Args:
-        a, b: `[m, k]` and `[k, n]`, float16 or bfloat16, any sizes; row- or column-major without a copy, other strides
-            are copied first.
+        a, b: `[m, k]` and `[k, n]` of any sizes, float16 or bfloat16, or any under `torch.autocast`; row- or column-major
+            without a copy, other strides are copied first.
         bias: `[n]` in the same dtype.
         activation: one of `ACTIVATIONS`, applied in float32; gelu is the exact one.
         variant: one of `VARIANTS`.
 
     Returns:
         `[m, n]`, contiguous, in the dtype of `a`; summed in float32 and rounded once. The same bits at every run.
+        Without an activation it can be differentiated.
 
     Raises:
         TensorError: other shapes, dtypes or devices.
-        UsageError: no such activation or variant.
+        UsageError: no such activation or variant, or a gradient is wanted through an activation.
         DeviceError: the variant needs another GPU.
     """
     check_rank("gemm", 2, a=a, b=b)
+    a, b, bias = autocast(a), autocast(b), None if bias is None else autocast(bias)
     check_alike("gemm", HALVES, a=a, b=b, **({} if bias is None else {"bias": bias}))
     check_shape("gemm", {"b": (a.shape[1], b.shape[1])}, f"a has {a.shape[1]} columns, and b needs as many rows", b=b)
     check_epilogue("gemm", b.shape[1], bias, activation)
@@ -112,5 +116,30 @@ _gemm = operator(
     cuda=_launch,
     reference=_reference,
     fake=_fake,
-    autocast=True,
 )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, bias, activation, _ = inputs
+    if activation != "none":
+        raise UsageError(
+            f"gemm: there is no gradient through activation {activation!r}: apply it after the product, or compute "
+            "under torch.no_grad()"
+        )
+    ctx.save_for_backward(a, b)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    a, b = ctx.saved_tensors
+    of_a, of_b, of_bias = ctx.needs_input_grad[:3]
+    return (
+        _gemm(gradient, b.T, None, "none", "auto") if of_a else None,
+        _gemm(a.T, gradient, None, "none", "auto") if of_b else None,
+        gradient.sum(0) if of_bias and ctx.has_bias else None,
+        None,
+        None,
+    )
+
+
+differentiable("gemm", setup=_setup, backward=_backward)

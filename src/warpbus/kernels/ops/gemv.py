@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
-from warpbus.kernels.operators import operator
+from warpbus.kernels.operators import autocast, operator
 from warpbus.kernels.ops.arguments import (
     ACTIVATIONS,
     ELEMENTS,
@@ -33,11 +33,13 @@ def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, activation: s
     """`activation(weight @ x + bias)`.
 
     Args:
-        weight, x, bias: `[n, k]`, `[k]` and `[n]`, float16 or bfloat16, any sizes; copied where not contiguous.
+        weight, x, bias: `[n, k]`, `[k]` and `[n]`, float16 or bfloat16 (or any under
+            `torch.autocast`), any sizes; copied where not contiguous.
         activation: one of `arguments.ACTIVATIONS`, applied in float32.
 
     Returns:
-        `[n]` in the dtype of `weight`; summed in float32 and rounded once. The same bits at every run.
+        `[n]` in the dtype of `weight`; summed in float32 and rounded once. The same bits at every run. For a
+        gradient use `gemm.linear`.
 
     Raises:
         TensorError: other shapes, dtypes or devices.
@@ -45,6 +47,7 @@ def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, activation: s
     """
     check_rank("gemv", 2, weight=weight)
     check_rank("gemv", 1, x=x)
+    weight, x, bias = autocast(weight), autocast(x), None if bias is None else autocast(bias)
     check_alike("gemv", HALVES, weight=weight, x=x, **({} if bias is None else {"bias": bias}))
     n, k = weight.shape
     check_shape("gemv", {"x": (k,)}, f"weight has {k} columns, and x needs as many elements", x=x)
@@ -86,7 +89,6 @@ _gemv = operator(
     cuda=launch,
     reference=reference.gemv,
     fake=lambda weight, x, bias, activation: weight.new_empty(weight.shape[0]),
-    autocast=True,
 )
 
 
