@@ -29,8 +29,8 @@ def gemm(
     """`activation(a @ b + bias)`.
 
     Args:
-        a, b: `[m, k]` and `[k, n]` of any sizes, float16 or bfloat16, or any under `torch.autocast`; row- or column-major
-            without a copy, other strides are copied first.
+        a, b: `[m, k]` and `[k, n]` of any sizes, float16 or bfloat16, or any dtype under `torch.autocast`; row- or
+            column-major without a copy, other strides are copied first.
         bias: `[n]` in the same dtype.
         activation: one of `ACTIVATIONS`, applied in float32; gelu is the exact one.
         variant: one of `VARIANTS`.
