@@ -123,12 +123,16 @@ class Kernel:
     def _launch(
         self, index: int, grid: Extent, block: Extent, values: list[object], shared: int, cluster: int, dependent: bool
     ) -> None:
+        try:
+            packed = self._layout.pack(*values)
+        except struct.error as error:
+            raise DeviceError(f"{self.label}: an argument does not fit its parameter ({error})") from None
         handle = self._prepare(index, shared)
         sides = _three(grid), _three(block)
         status = driver.launch(
             handle,
             *sides,
-            self._layout.pack(*values),
+            packed,
             self._offsets,
             shared=shared,
             stream=torch.cuda.current_stream(index).cuda_stream,
@@ -136,7 +140,12 @@ class Kernel:
             dependent=dependent,
         )
         if status:
-            raise driver.explain_launch(status, *sides, shared, index, f"{self.unit.label}: {self.name}")
+            raise driver.explain_launch(status, *sides, shared, index, self.label)
+
+    @property
+    def label(self) -> str:
+        """How messages name it: its unit and its name."""
+        return f"{self.unit.label}: {self.name}"
 
     def resources(self, arch: str) -> Resources:
         """Registers, shared memory and spills on an architecture. Needs no GPU."""
@@ -152,7 +161,7 @@ class Kernel:
             handle = driver.kernel(self.unit.load(architecture(index)), self.name, self.unit.label)
             self._handles[index] = handle
         if shared > self._shared.get(index, _LARGEST_WITHOUT_ASKING):
-            driver.allow_shared_memory(handle, shared, index, f"{self.unit.label}: {self.name}")
+            driver.allow_shared_memory(handle, shared, index, self.label)
             self._shared[index] = shared
         return handle
 
