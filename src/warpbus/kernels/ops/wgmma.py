@@ -9,7 +9,7 @@ from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.tensor_map import fits, tensor_map
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, multiprocessors, per_dtype
+from warpbus.kernels.ops.arguments import ACTIVATIONS, ELEMENTS, HALVES, blocks, multiprocessors, per_dtype
 from warpbus.kernels.units import unit
 
 _TILE_K = 64
@@ -17,6 +17,7 @@ _BOX = 64  # elements: one row of the 128-byte swizzle
 _NO_MAP = bytes(128)
 _ROWS_OF_TILES = 1024  # of the output that are walked together: wide enough that L2 serves a wave of tiles
 _L2 = 50e6  # bytes
+_LARGEST_FOR_SILU = 128 * 128  # elements of a tile: with more, the registers of a thread do not suffice
 _EPILOGUE = 350  # what a tile costs beside its products, in elements of k: filling the ring, writing the result
 
 
@@ -56,6 +57,8 @@ class Tiling:
 
     def fits(self, a_major: int, b_major: int, activation: int) -> bool:
         """Whether it is compiled for a product."""
+        if activation == ACTIVATIONS["silu"] and self.m * self.n > _LARGEST_FOR_SILU:
+            return False
         # The blocks of a cluster share b in boxes of 64 columns where n is its contiguous axis.
         boxes = not b_major or self.n // self.cluster % _BOX == 0
         return boxes and bool(a_major or b_major) + bool(activation) <= self.variety
@@ -168,6 +171,6 @@ def _kernel(dtype: torch.dtype, tiling: Tiling, a_major: int, b_major: int, acti
     return declared.kernel("sm90_hgemm", "128s128s128sPPiiiii")
 
 
-for _dtype, _tiling, _a, _b, _activation in itertools.product(HALVES, TILINGS, (0, 1), (0, 1), range(5)):
+for _dtype, _tiling, _a, _b, _activation in itertools.product(HALVES, TILINGS, (0, 1), (0, 1), ACTIVATIONS.values()):
     if _tiling.fits(_a, _b, _activation):
         _kernel(_dtype, _tiling, _a, _b, _activation)
