@@ -137,6 +137,7 @@ class Benchmark:
         name: the verb's argument.
         title: what it compares.
         cases: the cases of a run, each made when its turn comes.
+        takes: what of a run it looks at besides sizes: "variants", "dtype".
         needs_gpu: there is nothing to measure on the CPU.
         means: parameters and values whose cases' ratios are summed up, by the name of the group.
     """
@@ -145,6 +146,7 @@ class Benchmark:
     title: str
     cases: Callable[[Run], Sequence[Callable[[], Case]]]
     plot: Plot
+    takes: tuple[str, ...] = ("variants", "dtype")
     needs_gpu: bool = False
     means: Mapping[str, Callable[[Mapping[str, Parameter]], bool]] = field(default_factory=dict)
 
@@ -157,8 +159,11 @@ def run(benchmark: Benchmark, settings: Run, progress: Progress = lambda what, d
 
     Raises:
         DeviceError: the benchmark needs a GPU, or a case more memory than there is.
-        UsageError: a size or variant that cannot be.
+        UsageError: a size or variant that cannot be, or something that the benchmark does not look at.
     """
+    for name, given in (("variants", settings.variants), ("dtype", settings.dtype)):
+        if given and name not in benchmark.takes:
+            raise UsageError(f"bench {benchmark.name} has no --{name.removesuffix('s')}: leave it away")
     if benchmark.needs_gpu and not settings.on_gpu:
         raise DeviceError(
             f"bench {benchmark.name}: needs an NVIDIA GPU, and this runs on the CPU: see what warpbus doctor says"

@@ -198,6 +198,7 @@ GEMV = Benchmark(
     title="Matrix times vector, 16 bits: one token through ChatGLM2-6B",
     cases=_gemv_cases,
     plot=Plot(x=None, panels=("tp",)),
+    takes=("dtype",),
     needs_gpu=True,
     means={f"ChatGLM2-6B on {gpus} GPU{'s' * (gpus > 1)}": _decoding_on(gpus) for gpus in (1, 2, 4)},
 )

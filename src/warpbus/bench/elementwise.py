@@ -79,4 +79,5 @@ VECTOR_ADD = Benchmark(
     title="Vector addition, float32",
     cases=_cases,
     plot=Plot(x="n", x_label="elements", panels=("transfers",)),
+    takes=("variants",),
 )

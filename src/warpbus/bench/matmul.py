@@ -149,6 +149,7 @@ MATMUL = Benchmark(
     title="Square matrix product, CPU against GPU",
     cases=_matmul_cases,
     plot=Plot(x="n", x_label="rows and columns", panels=("transfers",)),
+    takes=("variants",),
 )
 LADDER = Benchmark(
     name="ladder",

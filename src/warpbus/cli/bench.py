@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -37,45 +36,7 @@ bench = typer.Typer(
 )
 
 
-@bench.command("vector-add")
-def vector_add(
-    context: typer.Context,
-    size: Size = None,
-    variant: Variant = None,
-    quick: Quick = False,
-    device: Device = "auto",
-    output: Output = None,
-    plot: PlotFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """Vector addition by size, CPU against GPU, with and without the transfers.
-
-    Without a GPU: the operator's CPU path beside numpy.
-    """
-    _measure(context, device, output, plot, as_json, size, variant, quick=quick)
-
-
-@bench.command("matmul")
-def matmul(
-    context: typer.Context,
-    size: Size = None,
-    variant: Variant = None,
-    quick: Quick = False,
-    device: Device = "auto",
-    output: Output = None,
-    plot: PlotFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """Square matrix products by size, CPU against GPU, with and without the transfers.
-
-    Variants are rungs of the ladder; naive, tiled and wmma unless others are named. Without a GPU: the operator's CPU
-    path beside numpy.
-    """
-    _measure(context, device, output, plot, as_json, size, variant, quick=quick)
-
-
-@bench.command("ladder")
-def ladder(
+def measure(
     context: typer.Context,
     size: Size = None,
     variant: Variant = None,
@@ -86,81 +47,7 @@ def ladder(
     plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Every rung of the ladder beside cuBLAS: what each step gains. Needs a GPU.
-
-    Without --dtype, rungs that know no 16 bits are measured in float32.
-    """
-    _measure(context, device, output, plot, as_json, size, variant, dtype, quick=quick)
-
-
-@bench.command("gemm")
-def gemm(
-    context: typer.Context,
-    size: Size = None,
-    variant: Variant = None,
-    dtype: Dtype = None,
-    quick: Quick = False,
-    device: Device = "auto",
-    output: Output = None,
-    plot: PlotFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """Matrix products beside cuBLAS: squares, and prompts through the layers of ChatGLM2-6B. Needs a GPU.
-
-    With --size, squares of these sizes alone.
-    """
-    _measure(context, device, output, plot, as_json, size, variant, dtype, quick=quick)
-
-
-@bench.command("gemv")
-def gemv(
-    context: typer.Context,
-    size: Size = None,
-    dtype: Dtype = None,
-    quick: Quick = False,
-    device: Device = "auto",
-    output: Output = None,
-    plot: PlotFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """One token through the layers of ChatGLM2-6B, whole or shared by 2 or 4 GPUs, beside cuBLAS. Needs a GPU.
-
-    With --size, square matrices of these sizes alone.
-    """
-    _measure(context, device, output, plot, as_json, size, None, dtype, quick=quick)
-
-
-@bench.command("linear")
-def linear(
-    context: typer.Context,
-    size: Size = None,
-    variant: Variant = None,
-    dtype: Dtype = None,
-    quick: Quick = False,
-    device: Device = "auto",
-    output: Output = None,
-    plot: PlotFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """A layer sigmoid(Wx + b) in one kernel, beside torch and torch.compile.
-
-    Without a GPU: the operator's CPU path.
-    """
-    _measure(context, device, output, plot, as_json, size, variant, dtype, quick=quick)
-
-
-def _measure(
-    context: typer.Context,
-    device: str,
-    output: Path | None,
-    plot: Path | None,
-    as_json: bool,
-    sizes: Sequence[int] | None,
-    variants: Sequence[str] | None = None,
-    dtype: str | None = None,
-    *,
-    quick: bool,
-) -> None:
+    """Measure the benchmark that has the command's name."""
     from warpbus.bench import BENCHMARKS, Run, geometric_means, run
     from warpbus.bench.plots import draw
     from warpbus.bench.records import RESULTS, results_path, to_json, write
@@ -173,8 +60,8 @@ def _measure(
     settings = Run(
         resolve_device(device),
         _command(context),
-        sizes=tuple(sizes or ()),
-        variants=tuple(variants or ()),
+        sizes=tuple(size or ()),
+        variants=tuple(variant or ()),
         dtype=resolve_dtype(dtype) if dtype else None,
         quick=quick,
     )
@@ -189,6 +76,37 @@ def _measure(
     console = Console()
     console.print(table(records, benchmark.title, geometric_means(benchmark, records), settings.notes))
     console.print(f"records: {path}\npicture: {picture}", highlight=False, markup=False, soft_wrap=True)
+
+
+# Their own description stands with the commands: to import the benchmarks takes a second.
+for _name, _help in {
+    "vector-add": """Vector addition by size, CPU against GPU, with and without the transfers.
+
+    In float32. Without a GPU: the operator's CPU path beside numpy.
+    """,
+    "matmul": """Square matrix products by size, CPU against GPU, with and without the transfers.
+
+    Variants are rungs of the ladder; naive, tiled and wmma unless others are named. Without a GPU: the operator's CPU
+    path beside numpy.
+    """,
+    "ladder": """Every rung of the ladder beside cuBLAS: what each step gains. Needs a GPU.
+
+    Without --dtype, rungs that know no 16 bits are measured in float32.
+    """,
+    "gemm": """Matrix products beside cuBLAS: squares, and prompts through the layers of ChatGLM2-6B. Needs a GPU.
+
+    With --size, squares of these sizes alone.
+    """,
+    "gemv": """One token through the layers of ChatGLM2-6B, whole or shared by 2 or 4 GPUs, beside cuBLAS. Needs a GPU.
+
+    With --size, square matrices of these sizes alone.
+    """,
+    "linear": """A layer sigmoid(Wx + b) in one kernel, beside torch and torch.compile.
+
+    Without a GPU: the operator's CPU path.
+    """,
+}.items():
+    bench.command(_name, help=_help)(measure)
 
 
 def _command(context: typer.Context) -> str:
