@@ -39,7 +39,10 @@ def operator(
 def autocast(tensor: Tensor) -> Tensor:
     """The tensor in the dtype of an enclosing `torch.autocast`, or as it is."""
     device = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+    # torch knows autocast for devices that compute; "meta" is none of them.
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def differentiable(name: str, *, setup: Callable[..., None], backward: Callable[..., Any]) -> None:

@@ -77,6 +77,12 @@ def test_registered_as_operators():
     assert compiled(half(2, 3), half(5, 3)).tolist() == [[6.0] * 5] * 2
 
 
+def test_shapes_without_data():
+    x, weight = half(4, 2, 3).to("meta"), half(5, 3).to("meta")
+    assert linear(x, weight).shape == (4, 2, 5)
+    assert gemv(weight, x[0, 0]).shape == (5,)
+
+
 def test_autocast():
     x, weight, bias = torch.randn(4, 8), torch.randn(3, 8), torch.randn(3)
     with pytest.raises(TensorError, match="float32"):
