@@ -12,7 +12,7 @@ from warpbus.bench.ceilings import matrix_rate, read_bandwidth
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.timing import Inputs, Timing, measure
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import generation
+from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError
 from warpbus.kernels.ops.ladder import GEMV_RUNGS, MATMUL_RUNGS, Rung, gemv, matmul
 
@@ -125,7 +125,7 @@ def _runnable(run: Run, rungs: dict[str, Rung], names: Sequence[str]) -> list[Ru
     runnable = []
     for name in names:
         rung = rungs[name]
-        if arch != rung.needs if rung.needs.endswith("a") else generation(arch) < generation(rung.needs):
+        if not runs_on(arch, rung.needs):
             run.note(f"{name} was left out: it needs {rung.needs}.")
         elif run.dtype is not None and run.dtype not in rung.dtypes:
             run.note(f"{name} was left out: it does not take {dtype_name(run.dtype)}.")

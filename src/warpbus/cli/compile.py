@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +69,6 @@ def _targets(archs: Sequence[str]) -> list[str]:
 
 def _compile(work: Sequence[tuple["Unit", str]]) -> list[dict[str, Any]]:
     """What came of each unit, in the order given. NVRTC works outside Python's lock, so threads are enough."""
-    # Imported by several threads at once for the first time, it fails. That it is not installed, units will say.
-    with suppress(ImportError):
-        import cuda.core  # noqa: F401
     found: dict[int, dict[str, Any]] = {}
     with progress_bar() as show, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         show("compiling", 0, len(work))

@@ -43,7 +43,7 @@ class Unit:
 
     def runs_on(self, arch: str) -> bool:
         """Whether it compiles for an architecture."""
-        return arch == self.needs if self.needs.endswith("a") else generation(arch) >= generation(self.needs)
+        return runs_on(arch, self.needs)
 
     def compile(self, arch: str) -> Cubin:
         """Its machine code, from the cache or compiled.
@@ -67,9 +67,11 @@ class Unit:
             return self._libraries[arch]
 
 
-def generation(arch: str) -> int:
-    """80 for "sm_80", 90 for "sm_90a"."""
-    return int(re.sub(r"\D", "", arch))
+def runs_on(arch: str, needs: str) -> bool:
+    """Whether what needs an architecture runs on `arch`: on the same alone if that ends with "a", else from there on."""
+    if needs.endswith("a"):
+        return arch == needs
+    return int(re.sub(r"\D", "", arch)) >= int(re.sub(r"\D", "", needs))
 
 
 class Kernel:

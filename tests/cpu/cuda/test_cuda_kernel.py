@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from warpbus.cuda.kernel import Unit
+from warpbus.cuda.kernel import Unit, runs_on
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,22 @@ from warpbus.cuda.kernel import Unit
 def test_parameters_lie_where_c_puts_them(parameters, offsets):
     kernel = Unit(Path("/source/x.cu"), Path("/source")).kernel("x", parameters)
     assert kernel._offsets == offsets
+
+
+@pytest.mark.parametrize(
+    ("arch", "needs", "expected"),
+    [
+        ("sm_80", "sm_80", True),
+        ("sm_86", "sm_80", True),
+        ("sm_120a", "sm_89", True),
+        ("sm_80", "sm_89", False),
+        ("sm_90a", "sm_90a", True),
+        ("sm_100a", "sm_90a", False),
+        ("sm_89", "sm_90a", False),
+    ],
+)
+def test_what_runs_on_which_architecture(arch, needs, expected):
+    assert runs_on(arch, needs) is expected
 
 
 def test_label_names_file_and_macros():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import generation
+from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops import mma
@@ -97,8 +97,8 @@ MATMUL_RUNGS: dict[str, Rung] = _rungs(
         "wgmma_persistent",
         "sm_90a",
         HALVES,
-        "warp-specialised and persistent, clusters share what they fetch",
-        "线程束分工、常驻内核，簇内共享取来的数据",
+        "warp-specialised and persistent, tiles chosen to fill the GPU",
+        "线程束分工、常驻内核，按 GPU 选取分块",
     ),
 )
 
@@ -208,8 +208,7 @@ def check_architecture(name: str, rung: Rung, device: torch.device) -> None:
         DeviceError: it does not; the message names what it needs and what is there.
     """
     here = architecture(device)
-    fits = here == rung.needs if rung.needs.endswith("a") else generation(here) >= generation(rung.needs)
-    if not fits:
+    if not runs_on(here, rung.needs):
         raise DeviceError(f"{name}: rung {rung.name} needs {rung.needs}, {device} is {here}: choose another rung")
 
 

@@ -117,8 +117,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32 barrier) {
 }
 
 // Arrive once at the barrier that has the same address in block `rank` of the cluster. It says that a buffer was read and
-// hands no data over: with the order of the whole cluster asked for (.release.cluster), each arrival would cost a fence of
-// some thousand clocks.
+// hands no data over: with the order of the whole cluster asked for (.release.cluster), each arrival would cost a fence.
 __device__ __forceinline__ void mbarrier_arrive_at(uint32 barrier, int rank) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
