@@ -68,7 +68,7 @@ class Unit:
 
 
 def runs_on(arch: str, needs: str) -> bool:
-    """Whether what needs an architecture runs on `arch`: on the same alone if that ends with "a", else from there on."""
+    """Whether what needs an architecture runs on `arch`: on the same alone if it ends with "a", else from there on."""
     if needs.endswith("a"):
         return arch == needs
     return int(re.sub(r"\D", "", arch)) >= int(re.sub(r"\D", "", needs))
