@@ -1,0 +1,166 @@
+"""`PackedWeight`: a `QTensor` in the order in which the tensor cores take it.
+
+The codes of a tile of 16 rows lie so that 16 bytes a lane, once dequantized, are the A fragments of `mma.m16n8k16` (and of
+`wgmma` with A in registers). Lane 4 g + t holds the rows g and g + 8 of the tile and of every 16 columns 2 t, 2 t + 1,
+2 t + 8 and 2 t + 9.
+
+4 bits: tiles of 16 rows by 64 columns, `[ceil(n / 16)][ceil(k / 64)][lane][word]`; word s covers the columns 16 s to
+16 s + 15. Its nibbles, from the lowest bits up: column 2 t of rows g and g + 8, column 2 t + 8 of both, then the same of
+the columns 2 t + 1 and 2 t + 9 in the upper half: a mask picks a pair that is one register of the fragment.
+
+8 bits: tiles of 16 rows by 32 columns; words 2 s and 2 s + 1 cover the columns 16 s to 16 s + 15: column 2 t of rows g and
+g + 8, column 2 t + 1 of both, then the same 8 columns on.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from warpbus.errors import TensorError
+from warpbus.kernels.ops.arguments import HALVES, blocks
+from warpbus.qtensor import QTensor, Scheme
+
+TILE_ROWS = 16
+TILE_COLUMNS = 64
+_ROWS_AT_ONCE = 1024  # packed at a time, so that the wide integers in between stay small
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A quantized matrix `[n, k]` for the kernels `wna16`.
+
+    Attributes:
+        codes: int32, flat; see the module.
+        scales: `[tiles of rows, groups, 8, 2]`, float16 or bfloat16: of the rows g and g + 8. Groups past k are zero.
+        zeros: like `scales`, whole numbers, or `None` where the scheme is symmetric.
+        scheme: of the `QTensor` that it was made from.
+        shape: `(n, k)`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    scheme: Scheme
+    shape: tuple[int, int]
+
+    @property
+    def bits(self) -> int:
+        """What a code takes: 4 or 8. Codes of 2 and 3 bits are stored in 4."""
+        return stored_bits(self.scheme)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the scales, and of the activations that it can be multiplied with."""
+        return self.scales.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes, the scales and the zero points together."""
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+
+def stored_bits(scheme: Scheme) -> int:
+    """The bits that a packed code takes: 4 or 8."""
+    return 8 if scheme.bits == 8 else 4
+
+
+def packed_shapes(scheme: Scheme, n: int, k: int) -> tuple[int, tuple[int, int, int, int]]:
+    """The number of int32 words of the codes, and the shape of the scales, of a matrix `[n, k]`."""
+    rows, columns = blocks((n, TILE_ROWS)), blocks((k, TILE_COLUMNS))
+    groups = 1 if scheme.group_size is None else blocks((columns * TILE_COLUMNS, scheme.group_size))
+    words = rows * TILE_ROWS * columns * TILE_COLUMNS * stored_bits(scheme) // 32
+    return words, (rows, groups, 8, 2)
+
+
+def pack(weight: QTensor, dtype: torch.dtype) -> PackedWeight:
+    """Reorder a quantized matrix, on the device where it is.
+
+    Args:
+        dtype: float16 or bfloat16: of the activations; the scales are rounded to it.
+
+    Raises:
+        TensorError: another dtype.
+    """
+    if dtype not in HALVES:
+        raise TensorError(f"pack: dtype is {dtype}, expected float16 or bfloat16, the dtype of the activations")
+    n, k = weight.shape
+    scheme = weight.scheme
+    words, shape = packed_shapes(scheme, n, k)
+    codes = torch.empty(words, dtype=torch.int32, device=weight.device)
+    arrange = _arrange_8 if stored_bits(scheme) == 8 else _arrange_4
+    padding = -k % TILE_COLUMNS, -n % TILE_ROWS
+    per_row = words // (n + padding[1])
+    for start, part in _pieces(weight):
+        rows = F.pad(part.codes(), (0, padding[0], 0, -part.shape[0] % TILE_ROWS))
+        arranged = arrange(rows.to(torch.int32))
+        codes[start * per_row : start * per_row + arranged.numel()] = arranged
+    zeros = None if weight.zeros is None else _by_tile(weight.zeros.to(dtype), shape)
+    return PackedWeight(codes, _by_tile(weight.scales.to(dtype), shape), zeros, scheme, (n, k))
+
+
+def unpack(packed: PackedWeight) -> QTensor:
+    """The quantized matrix that was packed: the same codes, the scales as they were rounded."""
+    n, k = packed.shape
+    columns = blocks((k, TILE_COLUMNS)) * TILE_COLUMNS
+    restore = _restore_8 if packed.bits == 8 else _restore_4
+    codes = restore(packed.codes, columns)[:n, :k]
+    groups = packed.scheme.groups(k)
+    zeros = None if packed.zeros is None else _by_row(packed.zeros, n, groups).to(torch.uint8)
+    return QTensor.from_codes(packed.scheme, codes, _by_row(packed.scales, n, groups), zeros)
+
+
+def _pieces(weight: QTensor) -> Iterator[tuple[int, QTensor]]:
+    n = weight.shape[0]
+    for start in range(0, n, _ROWS_AT_ONCE):
+        yield start, weight.rows(start, min(start + _ROWS_AT_ONCE, n))
+
+
+# Axes of a matrix [rows, columns] cut up: tile of rows, half h, row g; tile of columns, step s, half p of 16 columns,
+# t, one e of two neighbours.
+
+
+def _arrange_4(codes: Tensor) -> Tensor:
+    cut = codes.view(-1, 2, 8, codes.shape[1] // 64, 4, 2, 4, 2)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+    ordered = cut.permute(0, 3, 2, 6, 4, 7, 5, 1).flatten(-3)  # ..., (e, p, h)
+    return (ordered << shifts).sum(-1, dtype=torch.int32).flatten()
+
+
+def _restore_4(words: Tensor, columns: int) -> Tensor:
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    nibbles = ((words[:, None] >> shifts) & 15).to(torch.uint8)
+    cut = nibbles.view(-1, columns // 64, 8, 4, 4, 2, 2, 2)  # tile, tile, g, t, s, e, p, h
+    return cut.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(-1, columns)
+
+
+def _arrange_8(codes: Tensor) -> Tensor:
+    cut = codes.view(-1, 2, 8, codes.shape[1] // 32, 2, 2, 4, 2)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=codes.device)
+    ordered = cut.permute(0, 3, 2, 6, 4, 5, 7, 1).flatten(-2)  # ..., (e, h)
+    return (ordered << shifts).sum(-1, dtype=torch.int32).flatten()
+
+
+def _restore_8(words: Tensor, columns: int) -> Tensor:
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
+    octets = ((words[:, None] >> shifts) & 255).to(torch.uint8)
+    cut = octets.view(-1, columns // 32, 8, 4, 2, 2, 2, 2)  # tile, tile, g, t, s, p, e, h
+    return cut.permute(0, 7, 2, 1, 4, 5, 3, 6).reshape(-1, columns)
+
+
+def _by_tile(values: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """`[n, groups]` as `[tiles, groups, 8, 2]`, zero where there is no row or group."""
+    tiles, groups = shape[:2]
+    padded = F.pad(values, (0, groups - values.shape[1], 0, tiles * TILE_ROWS - values.shape[0]))
+    return padded.view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
+
+
+def _by_row(values: Tensor, n: int, groups: int) -> Tensor:
+    """The inverse of `_by_tile`."""
+    return values.permute(0, 3, 2, 1).reshape(-1, values.shape[1])[:n, :groups].contiguous()
