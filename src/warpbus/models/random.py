@@ -1,0 +1,121 @@
+"""Models of a given shape with random weights, made on the device in seconds: for benchmarks and tests.
+
+Activations stay finite: a projection of inputs of variance 1 has outputs of variance 1, roughly, and every sublayer
+norms its input first.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
+from warpbus.models.config import ModelConfig
+from warpbus.models.decoder import Decoder
+from warpbus.models.layers import QuantizedLinear
+from warpbus.qtensor import QTensor, Scheme, packed_words
+
+_WORDS = 2**31
+
+
+@torch.no_grad()
+def random_model(
+    config: ModelConfig,
+    scheme: Scheme | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    *,
+    head: Scheme | None = None,
+    embedding: torch.device | str | None = None,
+) -> Decoder:
+    """A decoder with random weights; nothing is made that it does not keep.
+
+    Args:
+        config: its shape; `warpbus.models.SHAPES` has those of well-known models.
+        scheme: of the layers' matrices, whose codes are drawn at random; None: they are in `dtype`.
+        device, dtype: where it lies, and of what is not quantized.
+        seed: the same one draws the same model on the same kind of device.
+        head: the scheme of the head; None: it is in `dtype`. A tied head cannot have one.
+        embedding: where the embedding lies, if not on `device`.
+
+    Returns:
+        the decoder in eval mode, its parameters without gradients.
+    """
+    draw = _Draw(torch.device(device), dtype, seed)
+    with torch.device("meta"):
+        model = Decoder(config)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            if module is model.head and config.tie_embeddings:
+                continue
+            chosen = head if module is model.head else scheme
+            if chosen is None:
+                module.weight = _fixed(draw.normal(*module.weight.shape, std=module.in_features**-0.5))
+                module.bias = None if module.bias is None else _fixed(draw.bias(module))
+            else:
+                bias = None if module.bias is None else draw.bias(module)
+                parent, _, leaf = name.rpartition(".")
+                quantized = QuantizedLinear(draw.weight(chosen, module), bias, dtype=dtype)
+                setattr(model.get_submodule(parent), leaf, quantized)
+        elif isinstance(module, nn.Embedding):
+            module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
+        elif hasattr(module, "weight"):
+            module.weight = _fixed(torch.ones(module.weight.shape, dtype=dtype, device=device))
+    if config.tie_embeddings:
+        model.head.weight = model.embedding.weight
+    if embedding is not None:
+        model.embedding.to(embedding)
+    return model.eval()
+
+
+class _Draw:
+    """Random tensors on a device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, std: float) -> Tensor:
+        empty = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return empty.normal_(0.0, std, generator=self._generator)
+
+    def bias(self, linear: nn.Linear) -> Tensor:
+        return self.normal(linear.out_features, std=0.1)
+
+    def weight(self, scheme: Scheme, linear: nn.Linear) -> QTensor | PackedWeight:
+        """Uniform codes, and scales that vary by a factor of 3."""
+        n, k = linear.out_features, linear.in_features
+        # Codes that are equally likely spread by (levels / sqrt(12)) scales.
+        scale = 12**0.5 / (scheme.max_code + 1) * k**-0.5
+        if self._device.type != "cuda" or self._dtype not in HALVES:
+            return self._plain(scheme, n, k, scale)
+        words, shape = packed_shapes(scheme, n, k)
+        codes = self._words(words)
+        if scheme.bits < 4:
+            codes &= 0x11111111 * scheme.max_code
+        scales = self._scales(shape, scale)
+        scales[:, scheme.groups(k) :] = 0
+        zeros = None if scheme.symmetric else torch.full_like(scales, scheme.middle_code)
+        return PackedWeight(codes, scales, zeros, scheme, (n, k))
+
+    def _plain(self, scheme: Scheme, n: int, k: int, scale: float) -> QTensor:
+        shape = n, scheme.groups(k)
+        zeros = None
+        if not scheme.symmetric:
+            zeros = torch.full(shape, scheme.middle_code, dtype=torch.uint8, device=self._device)
+        words = self._words(n, packed_words(k, scheme.bits))
+        if spare := -k * scheme.bits % 32:  # bits of a row's last word that hold no code
+            words[:, -1] &= (1 << (32 - spare)) - 1
+        return QTensor(scheme, words, self._scales(shape, scale), zeros, (n, k))
+
+    def _words(self, *shape: int) -> Tensor:
+        return torch.randint(-_WORDS, _WORDS, shape, dtype=torch.int32, device=self._device, generator=self._generator)
+
+    def _scales(self, shape: tuple[int, ...], scale: float) -> Tensor:
+        empty = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return empty.uniform_(0.5 * scale, 1.5 * scale, generator=self._generator)
+
+
+def _fixed(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,44 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from warpbus.models import SHAPES, random_model
+from warpbus.models.layers import QuantizedLinear
+from warpbus.qtensor import Scheme
+
+SMALL = replace(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, head_dim=32)
+SMALL = replace(SMALL, num_kv_heads=2, ffn_size=224, rope=replace(SMALL.rope, rotary_dim=16))
+TOKENS = torch.arange(40)[None]
+
+
+@pytest.mark.parametrize("scheme", [None, "w4a16-g32", "w3a16", "w8a16-g32-asym", "w2a16-g32"])
+@torch.no_grad()
+def test_outputs_are_finite_and_of_moderate_size(scheme):
+    chosen = scheme and Scheme.parse(scheme)
+    model = random_model(SMALL, chosen, "cpu", torch.float32, head=chosen)
+    logits = model(TOKENS)
+    assert logits.shape == (1, 40, 300)
+    assert 0.2 < logits.std() < 5
+    assert isinstance(model.layers[1].mlp.down, QuantizedLinear) == (scheme is not None)
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
+
+
+@torch.no_grad()
+def test_a_seed_draws_a_model():
+    first, again, other = (
+        random_model(SMALL, Scheme.parse("w4a16-g32"), "cpu", torch.float32, seed)(TOKENS) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@torch.no_grad()
+def test_a_tied_head_is_the_embedding():
+    model = random_model(replace(SMALL, tie_embeddings=True), None, "cpu", torch.float32)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_sizes_of_the_known_shapes():
+    sizes = {name: round(config.num_parameters / 1e9, 2) for name, config in SHAPES.items()}
+    assert sizes == {"chatglm2-6b": 6.24, "glm-4-9b": 9.4, "llama-3-8b": 8.03}
