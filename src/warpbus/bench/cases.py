@@ -1,6 +1,7 @@
 """What a benchmark consists of, and the one loop that measures all of them."""
 
 import importlib.metadata
+import itertools
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,13 @@ from warpbus.errors import DeviceError, UsageError
 
 Progress = Callable[[str, int, int], None]
 
-# The unit of each metric that is derived from a time, and how many of it make one base unit (second, FLOP, byte).
-_UNITS = {"time": ("us", 1e6), "throughput": ("TFLOP/s", 1e-12), "bandwidth": ("GB/s", 1e-9)}
+# The unit of each metric that is derived from a time, and how many of it make one base unit: second, FLOP, byte, token.
+_UNITS = {
+    "time": ("us", 1e6),
+    "throughput": ("TFLOP/s", 1e-12),
+    "bandwidth": ("GB/s", 1e-9),
+    "speed": ("tokens/s", 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,10 @@ class Case:
 
     Attributes:
         parameters: what names it in its records.
-        metric: "time", "throughput" or "bandwidth".
-        work: FLOPs or bytes of one call, for the two rates; any positive number for a time.
+        metric: "time", "throughput", "bandwidth" or "speed".
+        work: FLOPs, bytes or tokens of one call, for the three rates; any positive number for a time.
         floor_seconds: the least time that the machine could need, or `None` where none is known.
-        make: see `timing.measure`.
+        make, touched: see `timing.measure`.
     """
 
     parameters: Mapping[str, Parameter]
@@ -54,6 +60,7 @@ class Case:
     make: Callable[[], Inputs]
     ours: Call
     rivals: Sequence[Rival]
+    touched: int | None = None
 
     def value(self, seconds: float) -> float:
         """A time of one call in the unit of the metric."""
@@ -183,7 +190,7 @@ def run(benchmark: Benchmark, settings: Run, progress: Progress = lambda what, d
 def _measured(bench: str, case: Case, settings: Run, date: str, installed: Mapping[str, str]) -> list[Record]:
     beside = [rival for rival in case.rivals if rival.call is not None]
     calls = [case.ours, *(rival.call for rival in beside if rival.call is not None)]
-    ours, *timings = measure(calls, case.make, settings.effort)
+    ours, *timings = measure(calls, case.make, settings.effort, case.touched)
     if ours.method == "events":
         settings.note(
             "timed = events: a peer of that case waits for the GPU, so nothing of it was put into a CUDA graph."
@@ -219,15 +226,18 @@ def _measured(bench: str, case: Case, settings: Run, date: str, installed: Mappi
 
 
 def geometric_means(benchmark: Benchmark, records: Sequence[Record]) -> dict[str, float]:
-    """The geometric mean of the ratios of each group of the benchmark that was measured, for each variant."""
+    """The geometric mean of the ratios of each group of the benchmark that was measured, for each variant and peer."""
     variants = list(dict.fromkeys(record.case.get("variant") for record in records))
+    peers = list(dict.fromkeys(record.peer.name for record in records))
     means = {}
-    for group, belongs in benchmark.means.items():
-        for variant in variants:
-            ratios = [each.ratio for each in records if each.case.get("variant") == variant and belongs(each.case)]
-            if ratios:
-                name = f"{group}, {variant}" if len(variants) > 1 else group
-                means[name] = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    for group, variant, peer in itertools.product(benchmark.means, variants, peers):
+        belongs = benchmark.means[group]
+        of_variant = [each for each in records if each.case.get("variant") == variant and each.peer.name == peer]
+        ratios = [each.ratio for each in of_variant if belongs(each.case)]
+        if ratios:
+            name = f"{group}, {variant}" if len(variants) > 1 else group
+            name = f"{name}, against {peer}" if len(peers) > 1 else name
+            means[name] = math.exp(sum(map(math.log, ratios)) / len(ratios))
     return means
 
 
@@ -241,8 +251,10 @@ def versions() -> dict[str, str]:
         ("triton", ("triton",)),
         ("nvrtc", ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")),
         ("cublas", ("nvidia-cublas", "nvidia-cublas-cu12")),
+        ("humming", ("humming-kernels",)),
+        ("transformers", ("transformers",)),
     ):
-        version = _distribution(*distributions)
+        version = distribution(*distributions)
         if version:
             found[name] = version
     return found
@@ -255,7 +267,7 @@ def torch_rival(call: Call) -> Rival:
 
 def cublas_rival(call: Call) -> Rival:
     """cuBLAS, called through torch, beside ours."""
-    version = _distribution("nvidia-cublas", "nvidia-cublas-cu12")
+    version = distribution("nvidia-cublas", "nvidia-cublas-cu12")
     return Rival("cuBLAS", version or f"of CUDA {torch.version.cuda}", call)
 
 
@@ -269,7 +281,8 @@ def cpu_rival(alone: Callable[[], Timing]) -> Rival:
     return Rival("torch CPU", f"{torch.__version__}, {torch.get_num_threads()} threads", alone=alone)
 
 
-def _distribution(*names: str) -> str | None:
+def distribution(*names: str) -> str | None:
+    """The version of the first of these packages that is installed."""
     for name in names:
         try:
             return importlib.metadata.version(name)

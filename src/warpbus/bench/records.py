@@ -21,6 +21,7 @@ LESS_IS_BETTER = {
     "memory": True,
     "throughput": False,
     "bandwidth": False,
+    "speed": False,
 }
 
 Parameter = str | int | float | bool

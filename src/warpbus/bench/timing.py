@@ -12,7 +12,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,9 @@ class Timing:
         return statistics.median(self.seconds)
 
 
-def measure(contenders: Sequence[Call], make: Callable[[], Inputs], effort: Effort = FULL) -> list[Timing]:
+def measure(
+    contenders: Sequence[Call], make: Callable[[], Inputs], effort: Effort = FULL, touched: int | None = None
+) -> list[Timing]:
     """Time contenders that do the same work.
 
     Args:
@@ -80,6 +82,8 @@ def measure(contenders: Sequence[Call], make: Callable[[], Inputs], effort: Effo
         make: a new set of random inputs. If the first tensor among them is on a GPU, the GPU is timed; otherwise the
             host's clock is read, which is right for the CPU and for calls that end by copying from a GPU.
         effort: how long to measure.
+        touched: bytes that the contender which needs least of a set reads and writes in a call; all of the inputs and
+            the smallest output where it is `None`.
 
     Raises:
         DeviceError: if the inputs and outputs do not fit the device's memory.
@@ -90,7 +94,7 @@ def measure(contenders: Sequence[Call], make: Callable[[], Inputs], effort: Effo
         if device.type != "cuda":
             return _by_clock(contenders, first, make, effort)
         with torch.cuda.device(device):
-            return _on_gpu(contenders, first, make, effort)
+            return _on_gpu(contenders, first, make, effort, touched)
     except RuntimeError as error:
         # On the CPU torch has no type for it.
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
@@ -144,14 +148,17 @@ def _clocked(call: Call, buffers: Sequence[Inputs], repeats: int) -> float:
     return max(time.perf_counter() - start, 1e-9) / repeats
 
 
-def _on_gpu(contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs], effort: Effort) -> list[Timing]:
+def _on_gpu(
+    contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs], effort: Effort, touched: int | None
+) -> list[Timing]:
     # What is compiled or tuned at a first call happens here.
     outputs = [_bytes(call(*first)) for call in contenders]
     torch.cuda.synchronize()
     # Else what earlier cases have left in torch's own cache would count as taken.
     torch.cuda.empty_cache()
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    touched, held = _bytes(first) + min(outputs), _bytes(first) + sum(outputs)
+    held = _bytes(first) + sum(outputs)
+    touched = _bytes(first) + min(outputs) if touched is None else touched
     buffers = [first]
     buffers += [make() for _ in range(number_of_sets(touched, held, cache, torch.cuda.mem_get_info()[0]) - 1)]
     repeats = [_gpu_repeats(call, buffers, effort) for call in contenders]
@@ -235,8 +242,11 @@ def _captured(call: Call, buffers: Sequence[Inputs], repeats: int) -> Callable[[
 
 
 def _bytes(made: Any) -> int:
+    """Of the tensors in it, also in tuples and dataclasses."""
     if isinstance(made, Tensor):
         return made.nbytes
+    if is_dataclass(made):
+        return sum(_bytes(getattr(made, field.name)) for field in fields(made))
     return sum(_bytes(each) for each in made) if isinstance(made, tuple) else 0
 
 

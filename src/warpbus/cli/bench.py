@@ -105,6 +105,11 @@ for _name, _help in {
 
     Without a GPU: the operator's CPU path.
     """,
+    "wna16": """Weights of few bits in the layers of ChatGLM2-6B, beside cuBLAS, tinygemm and humming. Needs a GPU.
+
+    Variants are quantization schemes; w4a16-g128 unless others are named. With --size, these numbers of tokens alone.
+    humming takes part if the package humming-kernels is installed.
+    """,
 }.items():
     bench.command(_name, help=_help)(measure)
 

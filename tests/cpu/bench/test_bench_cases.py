@@ -29,7 +29,7 @@ def settings(**changes):
 
 
 def test_every_benchmark_has_its_name():
-    assert list(BENCHMARKS) == ["vector-add", "matmul", "ladder", "gemm", "gemv", "linear"]
+    assert list(BENCHMARKS) == ["vector-add", "matmul", "ladder", "gemm", "gemv", "linear", "wna16"]
     assert all(benchmark.title for benchmark in BENCHMARKS.values())
 
 
@@ -74,7 +74,7 @@ def test_a_compiler_that_does_not_work_is_left_out_and_said_so(monkeypatch):
     assert asked.notes[-1] == "torch.compile was left out: it does not work here (OSError)."
 
 
-@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv"])
+@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16"])
 def test_some_need_a_gpu(name):
     with pytest.raises(DeviceError, match=f"bench {name}: needs an NVIDIA GPU") as raised:
         run(BENCHMARKS[name], settings())
@@ -109,7 +109,7 @@ def made_up(metric="time", floor=1e-6):
 
 @pytest.fixture
 def instant(monkeypatch):
-    def measure(calls, make, effort):
+    def measure(calls, make, effort, touched=None):
         return [Timing((2e-6, 2e-6, 9e-6), "graph"), Timing((3e-6, 3e-6, 1e-6), "graph")][: len(calls)]
 
     monkeypatch.setattr(cases, "measure", measure)
@@ -162,6 +162,23 @@ def test_geometric_means_by_group_and_variant(instant):
     ]
 
 
+def test_geometric_means_by_peer(instant):
+    def case(n):
+        calls = [Rival("a", "1", str), Rival("b", "1", alone=lambda: Timing((8e-6,), "graph"))]
+        return Case({"n": n}, "time", 1, None, tuple, str, calls)
+
+    benchmark = Benchmark("x", "X", lambda run: [partial(case, 1)], Plot(None), means={"all": lambda case: True})
+    means = geometric_means(benchmark, run(benchmark, settings()))
+    assert means == pytest.approx({"all, against a": 1.5, "all, against b": 4.0})
+
+
+def test_a_speed_is_tokens_a_second(instant):
+    case = partial(Case, {"n": 1}, "speed", 8, 1e-6, tuple, str, [Rival("a", "1", str)])
+    (record,) = run(Benchmark("x", "X", lambda run: [case], Plot(None)), settings())
+    assert (record.unit, record.ours, record.ratio) == ("tokens/s", pytest.approx(4e6), pytest.approx(1.5))
+    assert record.share_of_floor == pytest.approx(0.5)
+
+
 def test_the_decode_shapes_and_their_tensor_parallel_parts():
     shapes = decode_shapes()
     assert len(shapes) == 15
@@ -198,9 +215,17 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
     asked = on_hopper(monkeypatch)
     counts = {name: len(benchmark.cases(asked)) for name, benchmark in BENCHMARKS.items()}
     rungs = len(matmul.MATMUL_RUNGS) + len(matmul.GEMV_RUNGS)
-    assert counts == {"vector-add": 12, "matmul": 48, "ladder": 2 * rungs, "gemm": 15, "gemv": 15, "linear": 8}
+    assert counts == {
+        "vector-add": 12,
+        "matmul": 48,
+        "ladder": 2 * rungs,
+        "gemm": 15,
+        "gemv": 15,
+        "linear": 8,
+        "wna16": 36,
+    }
     asked.quick = True
     fewer = {name: len(benchmark.cases(asked)) for name, benchmark in BENCHMARKS.items()}
-    assert fewer == {"vector-add": 6, "matmul": 18, "ladder": rungs, "gemm": 6, "gemv": 5, "linear": 2}
+    assert fewer == {"vector-add": 6, "matmul": 18, "ladder": rungs, "gemm": 6, "gemv": 5, "linear": 2, "wna16": 12}
     asked.sizes = (128,)
     assert len(BENCHMARKS["gemm"].cases(asked)) == len(BENCHMARKS["gemv"].cases(asked)) == 1

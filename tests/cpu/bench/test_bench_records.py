@@ -33,7 +33,8 @@ def test_more_than_one_is_better_whatever_the_metric():
     assert ratio("bandwidth", 1, 2) == pytest.approx(0.5)
     assert ratio("time", 20, 30) == pytest.approx(1.5)
     assert ratio("memory", 30, 20) == pytest.approx(2 / 3)
-    assert set(LESS_IS_BETTER) == {"time", "latency", "memory", "throughput", "bandwidth"}
+    assert ratio("speed", 600, 400) == pytest.approx(1.5)
+    assert set(LESS_IS_BETTER) == {"time", "latency", "memory", "throughput", "bandwidth", "speed"}
 
 
 def test_share_of_the_limit():
@@ -47,7 +48,7 @@ def test_share_of_the_limit():
     [
         ({"bench": ""}, "bench must be a text"),
         ({"command": ""}, "command must be a text"),
-        ({"metric": "speed"}, "metric is 'speed': expected one of time"),
+        ({"metric": "pace"}, "metric is 'pace': expected one of time"),
         ({"ours": float("nan")}, "ours is nan"),
         ({"ours": 0.0}, "ours is 0.0: expected a positive number"),
         ({"peer": Peer("cuBLAS", "13", float("inf"))}, "peer.value is inf"),

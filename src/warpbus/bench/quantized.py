@@ -1,0 +1,168 @@
+"""`wna16` and `w8a8`: the linear operators on quantized weights, on the layers of ChatGLM2-6B, beside their peers."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cublas_rival, distribution
+from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
+from warpbus.bench.data import dtype_name, normal
+from warpbus.bench.dense import LAYERS
+from warpbus.bench.peers import TINYGEMM_ROWS, Humming, Tinygemm
+from warpbus.bench.records import Parameter
+from warpbus.kernels.ops.packed import PackedWeight, pack
+from warpbus.kernels.ops.wna16 import wna16_linear
+from warpbus.qtensor import QTensor, Scheme
+
+_ROWS = (1, 4, 8, 16, 64, 128, 256, 1024, 4096)
+_QUICK_ROWS = (1, 16, 256)
+_SCHEME = "w4a16-g128"
+_WIDE = ("gate_up", "down")
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """One random matrix in every contender's form."""
+
+    packed: PackedWeight
+    dense: Tensor
+    tinygemm: Tinygemm | None
+    humming: Humming | None
+
+
+class _Shelf:
+    """The weights of one layer, in as many copies as its cases ask for, kept from case to case: to make them takes
+    longer than to measure one. Those of another layer take their place."""
+
+    def __init__(self) -> None:
+        self._label: object = None
+        self._copies: list[Any] = []
+
+    def supplier(self, label: object, make: Callable[[], Any]) -> Callable[[], Any]:
+        """A function that gives another copy at every call, old ones first."""
+        if label != self._label:
+            self._label, self._copies = label, []
+        numbers = itertools.count()
+
+        def supply() -> Any:
+            number = next(numbers)
+            if number == len(self._copies):
+                self._copies.append(make())
+            return self._copies[number]
+
+        return supply
+
+
+def _wna16_cases(run: Run) -> list[Callable[[], Case]]:
+    schemes = [Scheme.parse(name) for name in run.variants or (_SCHEME,)]
+    for scheme, (name, (_, k, _)) in itertools.product(schemes, LAYERS.items()):
+        scheme.groups(k, name)
+    rows = run.choose_sizes(_ROWS, _QUICK_ROWS)
+    shelf, left_out = _Shelf(), set[str]()
+    return [
+        partial(_layer, run, scheme, name, m, rows, shelf, left_out)
+        for scheme in schemes
+        for name in LAYERS
+        for m in rows
+    ]
+
+
+def _layer(
+    run: Run, scheme: Scheme, name: str, m: int, rows: tuple[int, ...], shelf: _Shelf, left_out: set[str]
+) -> Case:
+    dtype = run.dtype or torch.float16
+    n, k, _ = LAYERS[name]
+
+    def weights() -> _Weights:
+        weight = random_weight(scheme, n, k, run.device)
+        humming = None
+        if "humming" not in left_out:
+            try:
+                humming = Humming.of(weight, dtype, rows)
+            except Exception as error:  # not installed, or whatever its compiler raises
+                left_out.add("humming")
+                run.note(f"humming was left out: {_reason(error)}")
+        return _Weights(
+            pack(weight, dtype),
+            weight.dequantize(dtype),
+            Tinygemm.of(weight) if Tinygemm.takes(scheme, n, k) else None,
+            humming,
+        )
+
+    supply = shelf.supplier((scheme, name, dtype), weights)
+    first = supply()
+    supply = shelf.supplier((scheme, name, dtype), weights)
+
+    def make() -> tuple[Tensor, Tensor, _Weights]:
+        x = normal(m, k, run.device, dtype)
+        return x, x.bfloat16(), supply()
+
+    rivals = [cublas_rival(lambda x, _, each: F.linear(x, each.dense))]
+    if first.tinygemm is not None and m <= TINYGEMM_ROWS:
+        rivals.append(Rival("tinygemm", torch.__version__, lambda _, x, each: each.tinygemm(x)))
+    if first.humming is not None:
+        version = distribution("humming-kernels") or "unknown"
+        rivals.append(Rival("humming", version, lambda x, _, each: each.humming(x)))
+    moved = int(scheme.bits_per_weight(k) * n * k / 8) + m * (n + k) * dtype.itemsize
+    return Case(
+        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": str(scheme)},
+        metric="time",
+        work=moved,
+        floor_seconds=max(moved / copy_bandwidth(run.device), 2 * m * n * k / matrix_rate(run.device, dtype)),
+        make=make,
+        ours=lambda x, _, each: wna16_linear(x, each.packed),
+        rivals=rivals,
+        touched=moved,
+    )
+
+
+def random_weight(scheme: Scheme, n: int, k: int, device: torch.device) -> QTensor:
+    """Codes of every value alike, and scales for which a product with normal numbers is about normal again."""
+    codes = torch.randint(scheme.max_code + 1, (n, k), device=device, dtype=torch.uint8)
+    groups = scheme.groups(k)
+    deviation = scheme.max_code / 12**0.5  # of codes of every value alike
+    scales = torch.rand(n, groups, device=device).add_(0.5) * (k**-0.5 / deviation)
+    zeros = None
+    if not scheme.symmetric:
+        zeros = torch.randint(scheme.max_code + 1, (n, groups), device=device, dtype=torch.uint8)
+    return QTensor.from_codes(scheme, codes, scales, zeros)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("humming"):
+        return "the package humming-kernels is not installed."
+    said = str(error).strip().splitlines() or [""]
+    return f"it does not work here ({type(error).__name__}: {said[0][:200]})."
+
+
+def _at(rows: tuple[int, ...], layers: tuple[str, ...]) -> Callable[[Mapping[str, Parameter]], bool]:
+    return lambda case: case["m"] in rows and case["shape"] in layers
+
+
+def _any_of(*groups: Callable[[Mapping[str, Parameter]], bool]) -> Callable[[Mapping[str, Parameter]], bool]:
+    return lambda case: any(belongs(case) for belongs in groups)
+
+
+_FEW_WIDE, _FEW_OTHERS = _at((1, 4, 8, 16), _WIDE), _at((1, 4, 8, 16), ("qkv", "o"))
+_MIDDLE, _MANY = _at((64, 128), _WIDE), _at((256, 1024, 4096), _WIDE)
+
+WNA16 = Benchmark(
+    name="wna16",
+    title="A linear layer with weights of few bits",
+    cases=_wna16_cases,
+    plot=Plot(x="m", x_label="rows of x", panels=("shape",)),
+    needs_gpu=True,
+    means={
+        "m 1 to 16, gate_up and down": _FEW_WIDE,
+        "m 1 to 16, qkv and o": _FEW_OTHERS,
+        "m 64 and 128, gate_up and down": _MIDDLE,
+        "m 256 to 4096, gate_up and down": _MANY,
+        "all of these": _any_of(_FEW_WIDE, _FEW_OTHERS, _MIDDLE, _MANY),
+    },
+)
