@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
-from warpbus.cuda.tensor_map import fits, tensor_map
+from warpbus.cuda.tensor_map import ALIGNMENT, fits, tensor_map
 from warpbus.kernels.ops.arguments import ACTIVATIONS, ELEMENTS, HALVES, blocks, multiprocessors, per_dtype
 from warpbus.kernels.units import unit
 
@@ -131,7 +131,8 @@ def addressable(matrix: Tensor) -> Tensor:
     if fits(matrix):
         return matrix
     rows, columns = matrix.shape
-    return matrix.new_empty(rows, blocks((columns, 8)) * 8)[:, :columns].copy_(matrix)
+    step = ALIGNMENT // matrix.element_size()
+    return matrix.new_empty(rows, blocks((columns, step)) * step)[:, :columns].copy_(matrix)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -83,6 +83,40 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// D += A B for a warp with 8-bit operands: A 16x32, B 32x8, D 16x8. The registers hold four elements where those of
+// mma_m16n8k16 hold two: a[0] (g, 4t..4t+3) a[1] (g+8, 4t..) a[2] (g, 4t+16..) a[3] (g+8, 4t+16..); b[0] (4t.., g)
+// b[1] (4t+16.., g); d as there. The type of D chooses: int for s8, exact; float for e4m3, which needs sm_89.
+__device__ __forceinline__ void mma_m16n8k32(int (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_m16n8k32(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- Rounding to 8 bits (e4m3: sm_89) ----
+
+// Two floats rounded to nearest even as e4m3, beyond +-448 to +-448; `low` lies first in memory.
+__device__ __forceinline__ unsigned short pack_e4m3(float low, float high) {
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// A float rounded to nearest even as an integer of -128 to 127.
+__device__ __forceinline__ signed char round_s8(float x) {
+    int rounded;
+    asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+    return static_cast<signed char>(rounded);
+}
+
 // ---- Global loads past L1 (sm_80) ----
 
 // Load 16 bytes that are read once and not written while the kernel runs: not kept in L1, 256 bytes at a time into L2.
@@ -158,6 +192,12 @@ __device__ __forceinline__ void tma_load(uint32 shared, const TensorMap* map, ui
             shared),
         "l"(map), "r"(barrier), "r"(x), "r"(y)
         : "memory");
+}
+
+// Bring the box at (x, y) into L2 ahead of its tma_load. It changes nothing that could be seen, so that it may stand
+// before griddepcontrol_wait.
+__device__ __forceinline__ void tma_prefetch(const TensorMap* map, int x, int y) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
 
 // The same into every block of the cluster whose bit is set in `blocks`, at the same address and barrier in each.

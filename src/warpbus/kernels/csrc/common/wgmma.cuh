@@ -52,25 +52,26 @@ constexpr int kDescriptorUnit = 16;
 #define WGMMA_P120 WGMMA_P112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define WGMMA_P128 WGMMA_P120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define WGMMA_8(d, i)                                                                                                  \
-    "+f"((d)[(i) + 0]), "+f"((d)[(i) + 1]), "+f"((d)[(i) + 2]), "+f"((d)[(i) + 3]),                                    \
-    "+f"((d)[(i) + 4]), "+f"((d)[(i) + 5]), "+f"((d)[(i) + 6]), "+f"((d)[(i) + 7])
-#define WGMMA_D8(d) WGMMA_8(d, 0)
-#define WGMMA_D16(d) WGMMA_D8(d), WGMMA_8(d, 8)
-#define WGMMA_D24(d) WGMMA_D16(d), WGMMA_8(d, 16)
-#define WGMMA_D32(d) WGMMA_D24(d), WGMMA_8(d, 24)
-#define WGMMA_D40(d) WGMMA_D32(d), WGMMA_8(d, 32)
-#define WGMMA_D48(d) WGMMA_D40(d), WGMMA_8(d, 40)
-#define WGMMA_D56(d) WGMMA_D48(d), WGMMA_8(d, 48)
-#define WGMMA_D64(d) WGMMA_D56(d), WGMMA_8(d, 56)
-#define WGMMA_D72(d) WGMMA_D64(d), WGMMA_8(d, 64)
-#define WGMMA_D80(d) WGMMA_D72(d), WGMMA_8(d, 72)
-#define WGMMA_D88(d) WGMMA_D80(d), WGMMA_8(d, 80)
-#define WGMMA_D96(d) WGMMA_D88(d), WGMMA_8(d, 88)
-#define WGMMA_D104(d) WGMMA_D96(d), WGMMA_8(d, 96)
-#define WGMMA_D112(d) WGMMA_D104(d), WGMMA_8(d, 104)
-#define WGMMA_D120(d) WGMMA_D112(d), WGMMA_8(d, 112)
-#define WGMMA_D128(d) WGMMA_D120(d), WGMMA_8(d, 120)
+// C is the constraint of a register: "+f" for float, "+r" for int.
+#define WGMMA_8(C, d, i)                                                                                               \
+    C((d)[(i) + 0]), C((d)[(i) + 1]), C((d)[(i) + 2]), C((d)[(i) + 3]),                                                \
+    C((d)[(i) + 4]), C((d)[(i) + 5]), C((d)[(i) + 6]), C((d)[(i) + 7])
+#define WGMMA_D8(C, d) WGMMA_8(C, d, 0)
+#define WGMMA_D16(C, d) WGMMA_D8(C, d), WGMMA_8(C, d, 8)
+#define WGMMA_D24(C, d) WGMMA_D16(C, d), WGMMA_8(C, d, 16)
+#define WGMMA_D32(C, d) WGMMA_D24(C, d), WGMMA_8(C, d, 24)
+#define WGMMA_D40(C, d) WGMMA_D32(C, d), WGMMA_8(C, d, 32)
+#define WGMMA_D48(C, d) WGMMA_D40(C, d), WGMMA_8(C, d, 40)
+#define WGMMA_D56(C, d) WGMMA_D48(C, d), WGMMA_8(C, d, 48)
+#define WGMMA_D64(C, d) WGMMA_D56(C, d), WGMMA_8(C, d, 56)
+#define WGMMA_D72(C, d) WGMMA_D64(C, d), WGMMA_8(C, d, 64)
+#define WGMMA_D80(C, d) WGMMA_D72(C, d), WGMMA_8(C, d, 72)
+#define WGMMA_D88(C, d) WGMMA_D80(C, d), WGMMA_8(C, d, 80)
+#define WGMMA_D96(C, d) WGMMA_D88(C, d), WGMMA_8(C, d, 88)
+#define WGMMA_D104(C, d) WGMMA_D96(C, d), WGMMA_8(C, d, 96)
+#define WGMMA_D112(C, d) WGMMA_D104(C, d), WGMMA_8(C, d, 104)
+#define WGMMA_D120(C, d) WGMMA_D112(C, d), WGMMA_8(C, d, 112)
+#define WGMMA_D128(C, d) WGMMA_D120(C, d), WGMMA_8(C, d, 120)
 
 // One instruction with `R` accumulators a thread; A to TB are the places of what stands behind them.
 #define WGMMA(N, TYPE, R, A, B, ACCUMULATE, TA, TB)                                                                    \
@@ -78,7 +79,7 @@ constexpr int kDescriptorUnit = 16;
         "{\n.reg .pred keep;\nsetp.ne.b32 keep, " ACCUMULATE ", 0;\n"                                                  \
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_P##R "}, " A ", " B                 \
         ", keep, 1, 1, " TA ", " TB ";\n}\n"                                                                           \
-        : WGMMA_D##R(d)                                                                                                \
+        : WGMMA_D##R("+f", d)                                                                                          \
         : "l"(a), "l"(b), "r"(accumulate), "n"(TransA), "n"(TransB))
 
 template <typename Element>
@@ -133,7 +134,55 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64 a, uint64 b, int
     }
 }
 
+// The same with 8-bit operands, K-major both: D (64 x N) += A (64 x 32) B (32 x N), four elements where two of 16 bits
+// would lie, so that the next 32 k lie 32 bytes on in a tile with the 128-byte swizzle (rows of 128 k). The type of the
+// accumulators chooses: float for e4m3, which are added up with about 14 bits, so that long sums have to be carried over
+// to registers of one's own now and then; int for s8, exact.
+#define WGMMA_E4M3(N, R, A, B, ACCUMULATE)                                                                             \
+    asm volatile(                                                                                                      \
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, " ACCUMULATE ", 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" WGMMA_P##R "}, " A ", " B ", keep, 1, 1;\n}\n"    \
+        : WGMMA_D##R("+f", d)                                                                                          \
+        : "l"(a), "l"(b), "r"(accumulate))
+
+#define WGMMA_S8(N, R, A, B, ACCUMULATE)                                                                               \
+    asm volatile(                                                                                                      \
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, " ACCUMULATE ", 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" WGMMA_P##R "}, " A ", " B ", keep;\n}\n"              \
+        : WGMMA_D##R("+r", d)                                                                                          \
+        : "l"(a), "l"(b), "r"(accumulate))
+
+template <int N>
+__device__ __forceinline__ void wgmma_k32(float (&d)[N / 2], uint64 a, uint64 b, int accumulate) {
+    static_assert(N == 128 || N == 176 || N == 192, "wgmma_k32: of e4m3, with N = 128, 176 or 192");
+    if constexpr (N == 128) WGMMA_E4M3(128, 64, "%64", "%65", "%66");
+    else if constexpr (N == 176) WGMMA_E4M3(176, 88, "%88", "%89", "%90");
+    else WGMMA_E4M3(192, 96, "%96", "%97", "%98");
+}
+
+template <int N>
+__device__ __forceinline__ void wgmma_k32(int (&d)[N / 2], uint64 a, uint64 b, int accumulate) {
+    static_assert(N == 128 || N == 256, "wgmma_k32: of s8, with N = 128 or 256");
+    if constexpr (N == 128) WGMMA_S8(128, 64, "%64", "%65", "%66");
+    else WGMMA_S8(256, 128, "%128", "%129", "%130");
+}
+
+// The compiler does not know that the products still write `d` after their instruction: behind a wait, this keeps it
+// from reading `d` before.
+template <int Count>
+__device__ __forceinline__ void wgmma_arrived(float (&d)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int Count>
+__device__ __forceinline__ void wgmma_arrived(int (&d)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+
 #undef WGMMA
+#undef WGMMA_E4M3
+#undef WGMMA_S8
 #undef WGMMA_8
 
 }  // namespace ptx

@@ -1,0 +1,294 @@
+// out [m, n] = a_scale [m] * (a [m, k] b [n, k]^T) * b_scale [n] + bias [n] for Hopper: 8-bit operands (sm_90a).
+//
+// Macros
+//   ELEMENT  of bias and out: __half or __nv_bfloat16
+//   SUM      float: a and b are e4m3; int: they are int8
+//   TILE_N   columns of `out` that a block computes at a time, for 128 rows
+//   STAGES   tiles of a and b in flight
+//   BUFFERS  64 by 64 staging buffers of a consumer, through which its part of the tile is written: 1 to TILE_N / 64
+// a, b and out come through tensor maps, so rows begin at multiples of 16 bytes; `direct` says that those of out do not.
+// The scales are float32, bias is null or as long as the rows of out. Any m, n, k >= 1.
+//
+// Where there are fewer tiles than multiprocessors, `splits` blocks share a tile, each `part` of k (a multiple of 128,
+// the last one what is left), and write scaled float32 sums into partial [splits, m, n rounded up to 8], which
+// gemm/split_k_reduce.cu adds up in the order of the splits. int32 holds up to 131071 of k.
+//
+// Who does what is as in gemm/sm90_hgemm.cu: a thread of warpgroup 0 feeds a ring of STAGES buffers by TMA, the other
+// two warpgroups multiply 64 rows each; blocks are persistent. What is different: the tensor cores add e4m3 products up
+// with about 14 bits and cut off the rest, which after 13696 of k has taken a hundredth of the result. So the consumers
+// carry their sums over to float32 registers every 256 of k, after which the loss is below 0.0004. While one of them
+// adds, the other one's products keep the tensor cores busy: they take turns, half an interval apart.
+#include "common/numeric.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int kTileM = 128;
+constexpr int kTileK = 128;  // one row of the 128-byte swizzle
+constexpr int kConsumers = 2;
+constexpr int kRows = kTileM / kConsumers;  // of the tile, for one consumer: those of one wgmma
+constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kBytesA = kTileM * kTileK;
+constexpr int kBytesB = TILE_N * kTileK;
+constexpr int kBox = 64 * 64 * 2;               // bytes of the output that leave by one copy
+constexpr int kStaged = TILE_N / 64 * 64;       // columns that leave by the copy engine; the others by ordinary stores
+constexpr int kRegisters = TILE_N / 2;          // that hold the sums of a thread
+constexpr bool kRounds = SUM(0.5f) != SUM(0);   // float: sums are carried over
+constexpr int kCarry = 2;                       // stages that are summed in the tensor cores' precision
+constexpr int kProducerRegisters = 40;          // what the producer does not need goes to the consumers
+constexpr int kConsumerRegisters = 232;
+
+struct Problem {
+    int m, n, k;
+    int part, splits;
+    int group;   // rows of tiles that are walked together, so that a wave of blocks shares what L2 holds
+    int direct;  // write by ordinary stores: the output has no tensor map
+};
+
+// What a block does at a time: a part of k of one tile.
+struct Work {
+    int row, column;  // of the tile's first element
+    int split;
+    int depth, blocks;  // the first of k, and how many kTileK
+
+    __device__ __forceinline__ Work(int index, const Problem& p) {
+        const int tile = index / p.splits;
+        split = index % p.splits;
+        const int rows = (p.m + kTileM - 1) / kTileM;
+        const int columns = (p.n + TILE_N - 1) / TILE_N;
+        const int first = tile / (p.group * columns) * p.group;
+        const int height = min(p.group, rows - first);
+        const int within = tile % (p.group * columns);
+        row = (first + within % height) * kTileM;
+        column = within / height * TILE_N;
+        depth = split * p.part;
+        blocks = (min(p.part, p.k - depth) + kTileK - 1) / kTileK;
+    }
+};
+
+__device__ __forceinline__ int works(const Problem& p) {
+    return (p.m + kTileM - 1) / kTileM * ((p.n + TILE_N - 1) / TILE_N) * p.splits;
+}
+
+// A position in the ring: a stage, and the parity of the phase its barriers are in.
+struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// The products of one stage: kTileK deep, for the rows of one consumer.
+__device__ __forceinline__ void multiply_stage(SUM (&d)[kRegisters], ptx::uint32 a, ptx::uint32 b, int keep) {
+    const ptx::uint64 from_a = ptx::wgmma_descriptor(a, 0, 1024);
+    const ptx::uint64 from_b = ptx::wgmma_descriptor(b, 0, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileK / 32; ++step) {
+        constexpr int kStep = 32 / ptx::kDescriptorUnit;  // 32 of k are 32 bytes within a row
+        ptx::wgmma_k32<TILE_N>(d, from_a + step * kStep, from_b + step * kStep, step > 0 ? 1 : keep);
+    }
+    ptx::wgmma_commit();
+}
+
+// What belongs to two neighbouring columns of a tile.
+struct alignas(16) Columns {
+    float scale0, bias0, scale1, bias1;
+};
+
+// Eight elements of a thread's result: columns 16 `group` + {0, 1, 8, 9} of two rows, row by row within 8 columns.
+template <typename Sum>
+__device__ __forceinline__ void finish(float (&value)[8], const Sum* sums, int group, float2 scale,
+                                       const Columns* columns) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const Columns of = columns[8 * group + 4 * half];
+        const Sum* sum = sums + 8 * group + 4 * half;
+        float* target = value + 4 * half;
+        target[0] = fmaf(static_cast<float>(sum[0]) * scale.x, of.scale0, of.bias0);
+        target[1] = fmaf(static_cast<float>(sum[1]) * scale.x, of.scale1, of.bias1);
+        target[2] = fmaf(static_cast<float>(sum[2]) * scale.y, of.scale0, of.bias0);
+        target[3] = fmaf(static_cast<float>(sum[3]) * scale.y, of.scale1, of.bias1);
+    }
+}
+
+// Write eight elements as `finish` gives them by ordinary stores: pairs, where rows begin on them.
+template <typename T>
+__device__ __forceinline__ void store_direct(const float (&value)[8], T* out, long long stride, int row, int column,
+                                             const Problem& p) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+        const int y = row + (i & 2 ? 8 : 0);
+        const int x = column + (i & 4 ? 8 : 0);
+        if (y >= p.m || x >= p.n) continue;
+        T* target = out + y * stride + x;
+        if constexpr (sizeof(T) == 4) {
+            *reinterpret_cast<float2*>(target) = make_float2(value[i], value[i + 1]);
+        } else if (p.n % 2 == 0) {
+            *reinterpret_cast<ptx::uint32*>(target) = pack_pair<T>(value[i], value[i + 1]);
+        } else {
+            target[0] = from_float<T>(value[i]);
+            if (x + 1 < p.n) target[1] = from_float<T>(value[i + 1]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    sm90_w8a8(const __grid_constant__ ptx::TensorMap map_a, const __grid_constant__ ptx::TensorMap map_b,
+              const __grid_constant__ ptx::TensorMap map_out, const float* a_scale, const float* b_scale,
+              const ELEMENT* bias, ELEMENT* out, float* partial, const Problem p) {
+    extern __shared__ unsigned char memory[];
+    // The swizzle pattern repeats every 1024 bytes of address.
+    const ptx::uint32 base = (ptx::shared_address(memory) + 1023) & ~1023u;
+    const ptx::uint32 ring_a = base;
+    const ptx::uint32 ring_b = ring_a + STAGES * kBytesA;
+    const ptx::uint32 staging = ring_b + STAGES * kBytesB;
+    const ptx::uint32 scales = staging + kConsumers * BUFFERS * kBox;  // and bias of the tile, once for each consumer
+    const ptx::uint32 full = scales + kConsumers * TILE_N * 8;
+    const ptx::uint32 empty = full + 8 * STAGES;
+
+    // From one lane, so that the assembler knows that a warp agrees on it.
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            ptx::mbarrier_init(full + 8 * i, 1);
+            ptx::mbarrier_init(empty + 8 * i, kConsumers);
+        }
+        ptx::mbarrier_fence_init();
+        // The weight begins its way while the kernel before this one still works on the activations.
+        const Work work(blockIdx.x, p);
+        for (int block = 0; block < min(work.blocks, STAGES); ++block) {
+            ptx::tma_prefetch(&map_b, work.depth + block * kTileK, work.column);
+        }
+    }
+    __syncthreads();
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+
+    Ring ring;
+    if (warpgroup == 0) {
+        ptx::setmaxnreg_decrease<kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            for (int index = blockIdx.x; index < works(p); index += gridDim.x) {
+                const Work work(index, p);
+                for (int block = 0; block < work.blocks; ++block, ring.advance()) {
+                    ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+                    const ptx::uint32 arrived = full + 8 * ring.stage;
+                    const int depth = work.depth + block * kTileK;
+                    ptx::mbarrier_expect(arrived, kBytesA + kBytesB);
+                    ptx::tma_load(ring_a + ring.stage * kBytesA, &map_a, arrived, depth, work.row);
+                    ptx::tma_load(ring_b + ring.stage * kBytesB, &map_b, arrived, depth, work.column);
+                }
+            }
+        }
+    } else {
+        ptx::setmaxnreg_increase<kConsumerRegisters>();
+        const int consumer = warpgroup - 1;
+        const int thread = threadIdx.x % 128;
+        const int lane = thread % 32;
+        const int warp = thread / 32;
+        const ptx::uint32 mine = staging + consumer * BUFFERS * kBox;
+        // Where this lane's row of stmatrix lies in a 64 by 64 buffer: 16-byte column c of row r stands at c ^ (r % 8).
+        const int staged_row = 16 * warp + lane % 16;
+        float2* of_columns = reinterpret_cast<float2*>(memory + (scales - ptx::shared_address(memory))) + consumer * TILE_N;
+        const Columns* of_mine = reinterpret_cast<const Columns*>(of_columns) + lane % 4;
+        int buffer = 0;
+        auto release = [&](int stage) {
+            if (thread == 0) ptx::mbarrier_arrive(empty + 8 * stage);
+        };
+        SUM d[kRegisters];
+        float carried[kRounds ? kRegisters : 1];
+        for (int index = blockIdx.x; index < works(p); index += gridDim.x) {
+            const Work work(index, p);
+            const int row = work.row + consumer * kRows + 16 * warp + lane / 4;
+            const int column = work.column + 2 * (lane % 4);
+            // Fetched here, the scales arrive while the products run. The barrier: all are done with the last ones.
+            ptx::named_barrier(1 + consumer, 128);
+            for (int i = thread; i < TILE_N; i += 128) {
+                const int at = work.column + i;
+                const bool adds = at < p.n && bias != nullptr && partial == nullptr;
+                of_columns[i] = make_float2(at < p.n ? b_scale[at] : 0.0f, adds ? to_float(bias[at]) : 0.0f);
+            }
+            ptx::named_barrier(1 + consumer, 128);
+            const float2 scale =
+                make_float2(row < p.m ? a_scale[row] : 0.0f, row + 8 < p.m ? a_scale[row + 8] : 0.0f);
+
+            if constexpr (kRounds) {
+#pragma unroll
+                for (int i = 0; i < kRegisters; ++i) carried[i] = 0.0f;
+            }
+            int interval = kRounds ? kCarry - consumer * (kCarry / 2) : work.blocks;
+            for (int block = 0; block < work.blocks;) {
+                const int end = min(block + interval, work.blocks);
+                int before = 0;  // the stage whose products may still be under way
+                for (int i = block; i < end; ++i, ring.advance()) {
+                    ptx::mbarrier_wait(full + 8 * ring.stage, ring.parity);
+                    multiply_stage(d, ring_a + ring.stage * kBytesA + consumer * kRows * kTileK,
+                                   ring_b + ring.stage * kBytesB, i > block);
+                    if (i > block) {
+                        ptx::wgmma_wait<1>();
+                        release(before);
+                    }
+                    before = ring.stage;
+                }
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_arrived(d);
+                release(before);
+                if constexpr (kRounds) {
+#pragma unroll
+                    for (int i = 0; i < kRegisters; ++i) carried[i] += d[i];
+                }
+                block = end;
+                interval = kCarry;
+            }
+
+            const auto finished = [&](float(&value)[8], int group) {
+                if constexpr (kRounds) {
+                    finish(value, carried, group, scale, of_mine);
+                } else {
+                    finish(value, d, group, scale, of_mine);
+                }
+            };
+            float value[8];
+            if (partial != nullptr || p.direct) {
+                const long long stride = (p.n + 7) / 8 * 8;
+                float* slice = partial + work.split * (p.m * stride);
+#pragma unroll
+                for (int group = 0; group < TILE_N / 16; ++group) {
+                    finished(value, group);
+                    if (partial != nullptr) store_direct(value, slice, stride, row, column + 16 * group, p);
+                    else store_direct(value, out, p.n, row, column + 16 * group, p);
+                }
+                continue;
+            }
+#pragma unroll
+            for (int chunk = 0; chunk < kStaged / 64; ++chunk) {
+                if (thread == 0) ptx::tma_store_wait_read<BUFFERS - 1>();
+                ptx::named_barrier(1 + consumer, 128);
+                const ptx::uint32 target = mine + buffer * kBox;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    finished(value, 4 * chunk + j);
+                    ptx::stmatrix_x4(target + staged_row * 128 + (((2 * j + lane / 16) ^ (staged_row & 7)) << 4),
+                                     pack_pair<ELEMENT>(value[0], value[1]), pack_pair<ELEMENT>(value[2], value[3]),
+                                     pack_pair<ELEMENT>(value[4], value[5]), pack_pair<ELEMENT>(value[6], value[7]));
+                }
+                ptx::fence_proxy_async();
+                ptx::named_barrier(1 + consumer, 128);
+                if (thread == 0) {
+                    ptx::tma_store(&map_out, target, work.column + 64 * chunk, work.row + consumer * kRows);
+                    ptx::tma_store_commit();
+                }
+                buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+            }
+#pragma unroll
+            for (int group = kStaged / 16; group < TILE_N / 16; ++group) {
+                finished(value, group);
+                store_direct(value, out, p.n, row, column + 16 * group, p);
+            }
+        }
+        // The staging buffers have to outlive the stores that read them.
+        if (thread == 0) ptx::tma_store_wait_read<0>();
+    }
+}

@@ -1,0 +1,364 @@
+"""`w8a8`: linear layers whose weights and activations both have 8 bits, on the tensor cores' 8-bit instructions.
+
+Codes are int8 or float8_e4m3fn with one float32 scale a row: a weight has them from its file, activations get them on
+the way, token by token. The product is summed in int32 or float32 and scaled on its way out. Two kernels compute it:
+`w8a8/sm90_w8a8.cu` (wgmma, TMA) on Hopper and `w8a8/sm80_w8a8.cu` (mma.sync, cp.async) elsewhere; e4m3 needs sm_89.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.jit import architecture
+from warpbus.cuda.kernel import Kernel, runs_on
+from warpbus.cuda.tensor_map import fits, tensor_map
+from warpbus.errors import DeviceError, TensorError
+from warpbus.kernels.operators import operator
+from warpbus.kernels.ops.arguments import (
+    ELEMENTS,
+    HALVES,
+    aligned,
+    blocks,
+    check_alike,
+    check_rank,
+    check_shape,
+    multiprocessors,
+    per_dtype,
+)
+from warpbus.kernels.ops.wgmma import addressable
+from warpbus.kernels.reference import w8a8 as reference
+from warpbus.kernels.units import unit
+
+CODES = tuple(reference.LARGEST)
+_NEEDS = {torch.int8: "sm_80", torch.float8_e4m3fn: "sm_89"}
+_SUMS = {torch.int8: "int", torch.float8_e4m3fn: "float"}
+
+
+def quantize_tokens(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """8-bit codes of activations, each token with a scale of its own: its largest magnitude over the largest code.
+
+    Args:
+        x: `[..., k]`, float16 or bfloat16, any sizes.
+        dtype: of the codes, int8 (-127 to 127) or float8_e4m3fn (to 448).
+
+    Returns:
+        Codes `[..., k]` and float32 scales `[...]`; `codes * scales[..., None]` is `x` again, as good as 8 bits can. A
+        token of zeros has scale 0; one with NaN or infinity a scale that shows it.
+
+    Raises:
+        TensorError: other shapes or dtypes.
+        DeviceError: float8_e4m3fn on a GPU older than sm_89.
+    """
+    _check_rows("quantize_tokens", x, HALVES, dtype)
+    return _quantize(x, dtype)
+
+
+def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """8-bit codes of a weight, each output row with a scale of its own; see `quantize_tokens`.
+
+    Args:
+        weight: `[n, k]`, float32, float16 or bfloat16.
+
+    Returns:
+        Codes `[n, k]` and float32 scales `[n]`.
+    """
+    check_rank("quantize_rows", 2, weight=weight)
+    _check_rows("quantize_rows", weight, tuple(ELEMENTS), dtype)
+    # Done once, when a model is loaded: float32 has no kernel of its own.
+    return reference.quantize(weight, dtype) if weight.dtype == torch.float32 else _quantize(weight, dtype)
+
+
+def w8a8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ (weight_scale[:, None] * weight).T + bias`, with `x` quantized token by token to the dtype of `weight`.
+
+    Args:
+        x: `[..., k]`, float16 or bfloat16, any sizes.
+        weight: `[n, k]`, int8 or float8_e4m3fn; copied at each call if its rows do not begin at multiples of 16 bytes.
+        weight_scale: float32 `[n]`.
+        bias: `[n]` in the dtype of `x`.
+
+    Returns:
+        `[..., n]` in the dtype of `x`; the same bits at every run.
+
+    Raises:
+        TensorError: other shapes, dtypes or devices.
+        DeviceError: float8_e4m3fn on a GPU older than sm_89.
+    """
+    check_rank("w8a8_linear", 2, weight=weight)
+    _check_rows("w8a8_linear", x, HALVES, weight.dtype)
+    n, k = weight.shape
+    if x.shape[-1] != k:
+        raise TensorError(f"w8a8_linear: x has {x.shape[-1]} features, weight expects {k}: give x [..., {k}]")
+    if x.device != weight.device:
+        raise TensorError(f"w8a8_linear: weight is on {weight.device} and x on {x.device}: move one with .to()")
+    codes, scales = _quantize(x.reshape(prod(x.shape[:-1]), k), weight.dtype)
+    return scaled_gemm(codes, scales, weight, weight_scale, bias, x.dtype).reshape(*x.shape[:-1], n)
+
+
+def scaled_gemm(
+    a_codes: Tensor, a_scales: Tensor, b_codes: Tensor, b_scales: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """`a_scales[:, None] * (a_codes @ b_codes.T) * b_scales + bias`.
+
+    Args:
+        a_codes, b_codes: `[m, k]` and `[n, k]`, both int8 or both float8_e4m3fn, any sizes.
+        a_scales, b_scales: float32 `[m]` and `[n]`.
+        bias: `[n]` in `out_dtype`.
+        out_dtype: float16 or bfloat16.
+
+    Returns:
+        `[m, n]`, rounded once. Codes of int8 are summed exactly (in parts of 130944 of k), those of
+        float8_e4m3fn in float32, on Hopper 256 of k at a time with 14 bits before.
+
+    Raises:
+        TensorError: other shapes, dtypes or devices.
+        DeviceError: float8_e4m3fn on a GPU older than sm_89.
+    """
+    name = "scaled_gemm"
+    check_rank(name, 2, a_codes=a_codes, b_codes=b_codes)
+    check_alike(name, CODES, a_codes=a_codes, b_codes=b_codes)
+    (m, k), n = a_codes.shape, b_codes.shape[0]
+    check_shape(name, {"b_codes": (n, k)}, f"a_codes has {k} columns, and b_codes needs as many", b_codes=b_codes)
+    check_alike(name, (torch.float32,), a_scales=a_scales, b_scales=b_scales)
+    check_shape(
+        name, {"a_scales": (m,), "b_scales": (n,)}, "one a row of the codes", a_scales=a_scales, b_scales=b_scales
+    )
+    if out_dtype not in HALVES:
+        raise TensorError(
+            f"{name}: out_dtype is {out_dtype}, expected torch.float16 or torch.bfloat16: give one of them"
+        )
+    if bias is not None:
+        check_alike(name, (out_dtype,), bias=bias)
+        check_shape(name, {"bias": (n,)}, f"one element for each of the {n} columns", bias=bias)
+    for other, tensor in {"a_scales": a_scales, "bias": bias}.items():
+        if tensor is not None and tensor.device != a_codes.device:
+            raise TensorError(
+                f"{name}: {other} is on {tensor.device} and a_codes on {a_codes.device}: move one with .to()"
+            )
+    return _scaled_gemm(a_codes, a_scales, b_codes, b_scales, bias, out_dtype)
+
+
+def _check_rows(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], codes: torch.dtype) -> None:
+    what = "weight" if name == "quantize_rows" else "x"
+    if x.dim() == 0:
+        raise TensorError(f"{name}: {what} is a scalar, expected [..., k]: reshape it")
+    check_alike(name, dtypes, **{what: x})
+    if codes not in CODES:
+        raise TensorError(f"{name}: codes of {codes} are not known: use torch.int8 or torch.float8_e4m3fn")
+
+
+def _check_device(name: str, codes: torch.dtype, device: torch.device) -> None:
+    if not _reaches(device, _NEEDS[codes]):
+        here = architecture(device)
+        raise DeviceError(f"{name}: {codes} needs {_NEEDS[codes]} or later, {device} is {here}: use torch.int8")
+
+
+@functools.cache
+def _reaches(device: torch.device, arch: str) -> bool:
+    return runs_on(architecture(device), arch)
+
+
+# ---- Rounding to codes ----
+
+_QUANTIZE_BLOCK = 256  # kThreads in quantize.cu
+_QUANTIZE = {
+    (dtype, codes): unit(
+        "w8a8/quantize.cu", needs=_NEEDS[codes], ELEMENT=ELEMENTS[dtype], E4M3=int(codes == torch.float8_e4m3fn)
+    ).kernel("quantize", "PPPii")
+    for dtype, codes in itertools.product(HALVES, CODES)
+}
+
+
+def _launch_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    _check_device("quantize_tokens", dtype, x.device)
+    if x.numel() == 0:
+        return reference.quantize(x, dtype)
+    x = x.contiguous()
+    codes, scales = _fake_quantize(x, dtype)
+    k = x.shape[-1]
+    arguments = x, codes, scales, k, int(aligned(x))
+    dependent = _reaches(x.device, "sm_90")
+    _QUANTIZE[x.dtype, dtype](x.numel() // k, _QUANTIZE_BLOCK, *arguments, dependent=dependent)
+    return codes, scales
+
+
+def _fake_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return codes, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
+_quantize = operator(
+    "quantize_tokens(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
+    cuda=_launch_quantize,
+    reference=reference.quantize,
+    fake=_fake_quantize,
+)
+
+
+# ---- The product on Hopper ----
+
+_TILE_M, _TILE_K = 128, 128
+_BOX = 64  # elements of the output: one row of the 128-byte swizzle
+_NO_MAP = bytes(128)
+_ROWS_OF_TILES = 2048  # of the output that are walked together, so that L2 serves a wave of tiles
+_EXACT = 131072 - _TILE_K  # of k: as many products of 8 bits fit into int32
+_LEAST_PART = 512  # of k, below which splitting is not considered
+_MOST_SPLITS = 16
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How `w8a8/sm90_w8a8.cu` cuts a product: 128 rows by `n` columns.
+
+    Attributes:
+        codes: the dtype that it is compiled for.
+        stages: tiles of the operands in flight.
+        buffers: staging buffers of a consumer.
+        efficiency: the expected share of the tensor cores' rate.
+    """
+
+    codes: torch.dtype
+    n: int
+    stages: int
+    buffers: int
+    efficiency: float
+
+    @property
+    def shared(self) -> int:
+        """Bytes: the ring and its barriers, staging buffers, scales and bias of two consumers, and room to align."""
+        ring = ((_TILE_M + self.n) * _TILE_K + 16) * self.stages
+        return ring + 2 * (self.buffers * _BOX * _BOX * 2 + self.n * 8) + 1024
+
+
+# float8_e4m3fn needs a second set of sums in registers, which 128 x 256 has no room for.
+TILINGS = (
+    Tiling(torch.float8_e4m3fn, 192, 4, 3, 0.9),
+    Tiling(torch.float8_e4m3fn, 128, 6, 1, 0.8),
+    Tiling(torch.int8, 256, 4, 1, 0.95),
+    Tiling(torch.int8, 128, 6, 1, 0.8),
+)
+
+# The model of `choose`, in clocks of a multiprocessor.
+_PRODUCTS = 4096  # multiplications and additions a clock
+_MEMORY = 1750  # bytes a clock from and to global memory, for all of them
+_TILE = 1500  # a tile beside its products: filling the ring, writing the result
+_REDUCTION = 5000  # launching split_k_reduce
+
+
+@functools.cache
+def _hopper_kernel(tiling: Tiling, dtype: torch.dtype) -> Kernel:
+    declared = unit(
+        "w8a8/sm90_w8a8.cu",
+        needs="sm_90a",
+        ELEMENT=ELEMENTS[dtype],
+        SUM=_SUMS[tiling.codes],
+        TILE_N=tiling.n,
+        STAGES=tiling.stages,
+        BUFFERS=tiling.buffers,
+    )
+    return declared.kernel("sm90_w8a8", "128s128s128sPPPPPiiiiiii")
+
+
+for _tiling, _dtype in itertools.product(TILINGS, HALVES):
+    _hopper_kernel(_tiling, _dtype)
+_REDUCE = per_dtype("gemm/split_k_reduce.cu", "split_k_reduce", "PPPiiiqi", HALVES)
+_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(m: int, n: int, k: int, codes: torch.dtype, processors: int) -> tuple[Tiling, int]:
+    """The tiling with the least estimated time, and how much of k a block sums (a multiple of 128)."""
+    best: tuple[float, Tiling, int] | None = None
+    least = blocks((k, _EXACT)) if codes == torch.int8 else 1
+    for tiling in (tiling for tiling in TILINGS if tiling.codes == codes):
+        for splits in range(least, max(least, min(_MOST_SPLITS, k // _LEAST_PART)) + 1):
+            part = blocks((k, splits * _TILE_K)) * _TILE_K
+            splits = blocks((k, part))
+            waves = blocks((blocks((m, _TILE_M), (n, tiling.n)) * splits, processors))
+            computing = waves * (part * _TILE_M * tiling.n / (_PRODUCTS * tiling.efficiency) + _TILE)
+            cost = max(computing, (m + n) * k / _MEMORY)
+            if splits > 1:
+                cost += _REDUCTION + 8 * splits * m * n / _MEMORY
+            if best is None or cost < best[0]:
+                best = cost, tiling, part
+    assert best is not None
+    return best[1], best[2]
+
+
+def hopper(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    plan: tuple[Tiling, int] | None = None,
+) -> None:
+    """`scaled_gemm` into `out` on an sm_90a GPU; scales and bias are contiguous, no side is 0.
+
+    Args:
+        plan: what `choose` returns, which is the default.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    tiling, part = plan or choose(m, n, k, a.dtype, multiprocessors(a.device))
+    rows_a, rows_b = addressable(a), addressable(b)  # held until the launch: copies that are given back are overwritten
+    map_a, map_b = tensor_map(rows_a, _TILE_M, _TILE_K), tensor_map(rows_b, tiling.n, _TILE_K)
+    splits = blocks((k, part))
+    partial = _partial(splits, out)
+    direct = partial is not None or not fits(out)
+    map_out = _NO_MAP if direct else tensor_map(out, _BOX, _BOX)
+    works = blocks((m, _TILE_M), (n, tiling.n)) * splits
+    _hopper_kernel(tiling, out.dtype)(
+        min(works, multiprocessors(a.device)),
+        384,
+        *(map_a, map_b, map_out, a_scales, b_scales, bias, out, partial),
+        *(m, n, k, part, splits, _ROWS_OF_TILES // _TILE_M, int(direct)),
+        shared=tiling.shared,
+        dependent=True,
+    )
+    if partial is not None:
+        _reduce(partial, bias, out)
+
+
+def _partial(splits: int, out: Tensor) -> Tensor | None:
+    """Room for the sums of parts of k, as split_k_reduce.cu reads them."""
+    m, n = out.shape
+    return torch.empty(splits, m, blocks((n, 8)) * 8, dtype=torch.float32, device=out.device) if splits > 1 else None
+
+
+def _reduce(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    m, n = out.shape
+    grid = blocks((partial[0].numel() // 8, _REDUCE_BLOCK))
+    _REDUCE[out.dtype](grid, _REDUCE_BLOCK, partial, bias, out, partial.shape[0], m, n, out.stride(0), 0)
+
+
+def _launch(
+    a_codes: Tensor, a_scales: Tensor, b_codes: Tensor, b_scales: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    _check_device("scaled_gemm", a_codes.dtype, a_codes.device)
+    (m, k), n = a_codes.shape, b_codes.shape[0]
+    if 0 in (m, n, k):
+        return reference.scaled_gemm(a_codes, a_scales, b_codes, b_scales, bias, out_dtype)
+    out = torch.empty(m, n, dtype=out_dtype, device=a_codes.device)
+    bias = None if bias is None else bias.contiguous()
+    hopper(a_codes, a_scales.contiguous(), b_codes, b_scales.contiguous(), bias, out)
+    return out
+
+
+def _fake(
+    a_codes: Tensor, a_scales: Tensor, b_codes: Tensor, b_scales: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return torch.empty(a_codes.shape[0], b_codes.shape[0], dtype=out_dtype, device=a_codes.device)
+
+
+_scaled_gemm = operator(
+    "scaled_gemm(Tensor a_codes, Tensor a_scales, Tensor b_codes, Tensor b_scales, Tensor? bias, "
+    "ScalarType out_dtype) -> Tensor",
+    cuda=_launch,
+    reference=reference.scaled_gemm,
+    fake=_fake,
+)
