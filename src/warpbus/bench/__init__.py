@@ -8,9 +8,9 @@ from warpbus.bench.cases import Benchmark, Run, geometric_means, run
 from warpbus.bench.dense import GEMM, GEMV, LINEAR
 from warpbus.bench.elementwise import VECTOR_ADD
 from warpbus.bench.matmul import LADDER, MATMUL
-from warpbus.bench.quantized import WNA16
+from warpbus.bench.quantized import W8A8, WNA16
 from warpbus.bench.records import Peer, Record
 
-BENCHMARKS = {each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16)}
+BENCHMARKS = {each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16, W8A8)}
 
 __all__ = ["BENCHMARKS", "Benchmark", "Peer", "Record", "Run", "geometric_means", "run"]

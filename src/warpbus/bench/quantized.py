@@ -17,6 +17,7 @@ from warpbus.bench.dense import LAYERS
 from warpbus.bench.peers import TINYGEMM_ROWS, Humming, Tinygemm
 from warpbus.bench.records import Parameter
 from warpbus.kernels.ops.packed import PackedWeight, pack
+from warpbus.kernels.ops.w8a8 import quantize_rows, quantize_tokens, w8a8_linear
 from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.qtensor import QTensor, Scheme
 
@@ -24,6 +25,10 @@ _ROWS = (1, 4, 8, 16, 64, 128, 256, 1024, 4096)
 _QUICK_ROWS = (1, 16, 256)
 _SCHEME = "w4a16-g128"
 _WIDE = ("gate_up", "down")
+_8_BIT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_8_BIT_ROWS = (16, 256, 1024, 4096)
+_8_BIT_RATE = 2  # of the tensor cores' rate for 16 bits
+_INT_MM_ROWS = 17  # at least, in torch's integer product
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,60 @@ def _reason(error: Exception) -> str:
     return f"it does not work here ({type(error).__name__}: {said[0][:200]})."
 
 
+def _w8a8_cases(run: Run) -> list[Callable[[], Case]]:
+    variants = run.choose_variants(tuple(_8_BIT), tuple(_8_BIT))
+    shelf = _Shelf()
+    return [
+        partial(_8_bit_layer, run, variant, name, m, shelf)
+        for variant in variants
+        for name in _WIDE
+        for m in run.choose_sizes(_8_BIT_ROWS, _8_BIT_ROWS[1:2])
+    ]
+
+
+def _8_bit_layer(run: Run, variant: str, name: str, m: int, shelf: _Shelf) -> Case:
+    dtype, codes = run.dtype or torch.bfloat16, _8_BIT[variant]
+    n, k, _ = LAYERS[name]
+
+    def weights() -> tuple[Tensor, Tensor, Tensor]:
+        dense = normal(n, k, run.device, dtype, k**-0.5)
+        return dense, *quantize_rows(dense, codes)
+
+    supply = shelf.supplier((variant, name, dtype), weights)
+
+    def make() -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+        x = normal(m, k, run.device, dtype)
+        return x, quantize_tokens(x, codes), supply()
+
+    rivals = [cublas_rival(lambda x, _, weight: F.linear(x, weight[0]))]
+    # What torch offers takes activations that are quantized already.
+    if codes == torch.float8_e4m3fn and dtype == torch.bfloat16:
+        rivals.append(Rival("torch._scaled_mm", torch.__version__, partial(_scaled_mm, dtype)))
+    elif codes == torch.int8 and m >= _INT_MM_ROWS:
+        rivals.append(Rival("torch._int_mm", torch.__version__, lambda _, x, weight: torch._int_mm(x[0], weight[1].T)))
+    moved = n * k + m * (n + k) * dtype.itemsize
+    flops = 2 * m * n * k
+    return Case(
+        parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": variant},
+        metric="time",
+        work=flops,
+        floor_seconds=max(moved / copy_bandwidth(run.device), flops / (_8_BIT_RATE * matrix_rate(run.device, dtype))),
+        make=make,
+        ours=lambda x, _, weight: w8a8_linear(x, weight[1], weight[2]),
+        rivals=rivals,
+        touched=moved,
+    )
+
+
+def _scaled_mm(
+    dtype: torch.dtype, _: Tensor, x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    product: Tensor = torch._scaled_mm(
+        x[0], weight[1].T, x[1][:, None], weight[2][None], out_dtype=dtype, use_fast_accum=True
+    )
+    return product
+
+
 def _at(rows: tuple[int, ...], layers: tuple[str, ...]) -> Callable[[Mapping[str, Parameter]], bool]:
     return lambda case: case["m"] in rows and case["shape"] in layers
 
@@ -165,4 +224,13 @@ WNA16 = Benchmark(
         "m 256 to 4096, gate_up and down": _MANY,
         "all of these": _any_of(_FEW_WIDE, _FEW_OTHERS, _MIDDLE, _MANY),
     },
+)
+
+W8A8 = Benchmark(
+    name="w8a8",
+    title="A linear layer in 8 bits, activations quantized on the way",
+    cases=_w8a8_cases,
+    plot=Plot(x="m", x_label="rows of x", panels=("variant", "shape")),
+    needs_gpu=True,
+    means={f"m {m}": _at((m,), _WIDE) for m in _8_BIT_ROWS},
 )

@@ -110,6 +110,10 @@ for _name, _help in {
     Variants are quantization schemes; w4a16-g128 unless others are named. With --size, these numbers of tokens alone.
     humming takes part if the package humming-kernels is installed.
     """,
+    "w8a8": """Weights and activations of 8 bits, beside cuBLAS in 16 bits and torch's 8-bit products. Needs a GPU.
+
+    Variants are fp8 and int8. With --size, these numbers of tokens alone.
+    """,
 }.items():
     bench.command(_name, help=_help)(measure)
 

@@ -29,7 +29,7 @@ def settings(**changes):
 
 
 def test_every_benchmark_has_its_name():
-    assert list(BENCHMARKS) == ["vector-add", "matmul", "ladder", "gemm", "gemv", "linear", "wna16"]
+    assert list(BENCHMARKS) == ["vector-add", "matmul", "ladder", "gemm", "gemv", "linear", "wna16", "w8a8"]
     assert all(benchmark.title for benchmark in BENCHMARKS.values())
 
 
@@ -74,7 +74,7 @@ def test_a_compiler_that_does_not_work_is_left_out_and_said_so(monkeypatch):
     assert asked.notes[-1] == "torch.compile was left out: it does not work here (OSError)."
 
 
-@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16"])
+@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8"])
 def test_some_need_a_gpu(name):
     with pytest.raises(DeviceError, match=f"bench {name}: needs an NVIDIA GPU") as raised:
         run(BENCHMARKS[name], settings())
@@ -226,6 +226,15 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
     }
     asked.quick = True
     fewer = {name: len(benchmark.cases(asked)) for name, benchmark in BENCHMARKS.items()}
-    assert fewer == {"vector-add": 6, "matmul": 18, "ladder": rungs, "gemm": 6, "gemv": 5, "linear": 2, "wna16": 12}
+    assert fewer == {
+        "vector-add": 6,
+        "matmul": 18,
+        "ladder": rungs,
+        "gemm": 6,
+        "gemv": 5,
+        "linear": 2,
+        "wna16": 12,
+        "w8a8": 4,
+    }
     asked.sizes = (128,)
     assert len(BENCHMARKS["gemm"].cases(asked)) == len(BENCHMARKS["gemv"].cases(asked)) == 1

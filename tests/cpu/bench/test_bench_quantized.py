@@ -1,4 +1,4 @@
-"""The cases of `wna16` on the CPU: what is compared with what, and on which bytes."""
+"""The cases of `wna16` and `w8a8` on the CPU: what is compared with what, and on which bytes."""
 
 import sys
 import types
@@ -6,12 +6,12 @@ import types
 import pytest
 import torch
 
-from warpbus.bench import ceilings, quantized
+from warpbus.bench import cases, quantized, timing
 from warpbus.bench.cases import Run, geometric_means, run
 from warpbus.bench.peers import Humming, Tinygemm
-from warpbus.bench.quantized import WNA16, random_weight
+from warpbus.bench.quantized import W8A8, WNA16, random_weight
 from warpbus.bench.timing import Effort
-from warpbus.errors import SchemeError
+from warpbus.errors import SchemeError, UsageError
 from warpbus.kernels.ops.packed import unpack
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.qtensor.packing import unpack as unpack_bits
@@ -27,8 +27,10 @@ def settings(**changes):
 @pytest.fixture
 def small(monkeypatch):
     """Little layers on the CPU, where there is no tinygemm."""
-    monkeypatch.setattr(ceilings, "FULL", Effort(samples=1, sample_seconds=1e-6, seconds=0.1))
-    monkeypatch.setattr(ceilings, "_CPU_BYTES", 2**16)
+    monkeypatch.setattr(quantized, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(quantized, "matrix_rate", lambda device, dtype: 1e11)
+    monkeypatch.setattr(cases, "QUICK", Effort(samples=2, sample_seconds=1e-6, seconds=0.1))
+    monkeypatch.setattr(timing, "cpu_cache_bytes", lambda: 2**12)
     monkeypatch.setattr(quantized, "LAYERS", SMALL)
     monkeypatch.setattr(Tinygemm, "takes", staticmethod(lambda scheme, n, k: False))
 
@@ -169,3 +171,25 @@ def test_tinygemm_means_the_same_numbers(monkeypatch):
     assert made.group_size == 32
     assert (found - expected).norm() / expected.norm() < 1e-2
     assert isinstance(weight, QTensor)
+
+
+def test_w8a8_quantizes_on_the_way_and_its_peers_do_not(small, monkeypatch):
+    monkeypatch.setattr(quantized, "_WIDE", ("gate_up",))
+    assert len(W8A8.cases(settings(quick=False))) == 2 * 4
+    for variant, peer in (("fp8", "torch._scaled_mm"), ("int8", "torch._int_mm")):
+        for prepare, m in zip(W8A8.cases(settings(sizes=(4, 32), variants=(variant,))), (4, 32), strict=True):
+            case = prepare()
+            assert case.parameters["variant"] == variant
+            assert case.parameters["dtype"] == "bfloat16"
+            assert case.touched == 64 * 256 + 2 * m * (64 + 256)
+            names = [rival.name for rival in case.rivals]
+            assert names == (["cuBLAS"] if (variant, m) == ("int8", 4) else ["cuBLAS", peer])
+            inputs = case.make()
+            product = case.ours(*inputs).float()
+            dense = case.rivals[0].call(*inputs).float()
+            assert (product - dense).norm() / dense.norm() < 0.05
+
+
+def test_what_w8a8_cannot_be_asked_for():
+    with pytest.raises(UsageError, match="--variant int4: there is no such variant: choose among fp8, int8"):
+        W8A8.cases(settings(variants=("int4",)))

@@ -7,7 +7,7 @@ import torch
 
 from warpbus.bench import Run
 from warpbus.bench.peers import Humming, Tinygemm
-from warpbus.bench.quantized import WNA16, random_weight
+from warpbus.bench.quantized import W8A8, WNA16, random_weight
 from warpbus.qtensor import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -47,3 +47,18 @@ def test_ours_multiplies_the_same_matrix():
         for rival in case.rivals:
             assert off(rival.call(*inputs), expected) < 2e-2
         assert {"cuBLAS", "tinygemm"} <= {rival.name for rival in case.rivals}
+
+
+def test_products_of_8_bits():
+    settings = Run(DEVICE, "warpbus bench w8a8", sizes=(32,), quick=True)
+    for prepare in W8A8.cases(settings):
+        case = prepare()
+        x, quantized, weight = inputs = case.make()
+        expected = x.double() @ weight[0].double().T
+        assert off(case.ours(*inputs), expected) < 5e-2
+        cublas, torch_8_bit = case.rivals
+        assert off(cublas.call(*inputs), expected) < 1e-2
+        product = torch_8_bit.call(*inputs)
+        if torch_8_bit.name == "torch._int_mm":
+            product = product * quantized[1][:, None] * weight[2]
+        assert off(product, expected) < 5e-2
