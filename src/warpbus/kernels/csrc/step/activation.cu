@@ -1,0 +1,58 @@
+// SwiGLU and GELU of the rows of a matrix, in float32, rounded once.
+//
+//   swiglu: out[r, c] = silu(x[r, c]) * x[r, width + c]        x [rows, 2 width], out [rows, width]
+//   gelu:   out[r, c] = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))    x, out [rows, width]; Hendrycks, Gimpel, 2016
+//
+// Shapes and layout: contiguous; ELEMENT = float, __half or __nv_bfloat16. A thread takes a chunk of 8 elements of a row and
+// strides over all `chunks` (rows * ceil(width / 8)) by the size of the grid. `vectorised`: width is a multiple of 8 and
+// everything is aligned to 16 bytes.
+#include "common/ptx.cuh"
+#include "step/chunk.cuh"
+
+using step::Chunk;
+using step::kChunk;
+
+constexpr int kBlock = 256;
+
+__device__ __forceinline__ float swiglu_of(float gate, float up) { return gate * sigmoid(gate) * up; }
+
+// (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+__device__ __forceinline__ float gelu_of(float x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
+
+template <bool Gated>
+__device__ __forceinline__ void apply(const ELEMENT* x, ELEMENT* out, long long chunks, int width, bool vectorised) {
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+#endif
+    const int chunks_of_row = (width + kChunk - 1) / kChunk;
+    const long long stride = static_cast<long long>(gridDim.x) * kBlock;
+    for (long long i = static_cast<long long>(blockIdx.x) * kBlock + threadIdx.x; i < chunks; i += stride) {
+        // No memory holds 2^32 chunks, and a division of 32 bits costs a third of one of 64.
+        const unsigned int row = static_cast<unsigned int>(i) / chunks_of_row;
+        const int chunk = static_cast<int>(i - static_cast<long long>(row) * chunks_of_row);
+        const ELEMENT* source = x + static_cast<long long>(row) * (Gated ? 2 : 1) * width;
+        Chunk<ELEMENT> value = step::load_chunk(source, chunk, width, vectorised);
+        if constexpr (Gated) {
+            const Chunk<ELEMENT> up = step::load_chunk(source + width, chunk, width, vectorised);
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) {
+                value.element[e] = from_float<ELEMENT>(swiglu_of(to_float(value.element[e]), to_float(up.element[e])));
+            }
+        } else {
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) value.element[e] = from_float<ELEMENT>(gelu_of(to_float(value.element[e])));
+        }
+        step::store_chunk(out + static_cast<long long>(row) * width, chunk, width, vectorised, value);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kBlock)
+    swiglu(const ELEMENT* __restrict__ x, ELEMENT* __restrict__ out, long long chunks, int width, int vectorised) {
+    apply<true>(x, out, chunks, width, vectorised);
+}
+
+extern "C" __global__ void __launch_bounds__(kBlock)
+    gelu(const ELEMENT* __restrict__ x, ELEMENT* __restrict__ out, long long chunks, int width, int vectorised) {
+    apply<false>(x, out, chunks, width, vectorised);
+}

@@ -1,0 +1,193 @@
+// The rotary position embedding of a prompt's queries and keys, and the write of its keys and values into the cache.
+//
+// Shapes and layout
+//   qkv     [batch, tokens, (heads + 2 kv_heads) * size], contiguous: the queries of all heads, then keys, then values;
+//           ELEMENT = float, __half or __nv_bfloat16
+//   table   float [positions, rotary]: for each position rotary / 2 cosines, then as many sines
+//   q       [batch, tokens, heads, size]; k [batch, tokens, kv_heads, size]: rotated, contiguous
+//   keys, values    [rows >= batch, kv_heads, capacity, size], the last stride 1, the others any (in elements)
+//   key_scales, value_scales    float [rows, kv_heads, capacity], the last stride 1; null unless `code` has scales
+// Token t of every row stands at position start + t, in the table and in the cache.
+// The first `rotary` dimensions of a head rotate, as pairs (2i, 2i+1) where `interleaved`, else (i, i + rotary / 2).
+// `code`: 0 ELEMENT, 1 int8, 2 fp8 e4m3. The scale is the largest magnitude of the token's head vector / 127 or / 448; the
+// code is the vector over the scale, rounded to nearest even. A vector of zeros has scale 0 and codes 0, and one with NaN
+// the scale NaN.
+// Launch: one block a token. `lanes` (a power of two, at most 32) threads share a head, 8 elements each, and a block takes
+// kBlock / lanes heads at a time. `vectorised`: size and rotary / 2 are multiples of 8, all is aligned to 16 bytes (codes
+// to 8).
+//
+// A thread has the same dimensions in all its heads, so it keeps its cosines and sines in registers. What its elements are
+// paired with is read a second time, from L1: the other half of the head has been asked for by the same warp.
+#include "common/ptx.cuh"
+#include "step/chunk.cuh"
+
+using step::Chunk;
+using step::kChunk;
+
+constexpr int kBlock = 128;
+
+enum Code { kElement = 0, kInt8 = 1, kFp8 = 2 };
+
+struct alignas(8) Codes {
+    unsigned char code[kChunk];
+};
+
+// One of the two caches, at the first row and the position of the block's token.
+struct Cache {
+    void* data;
+    float* scales;
+    long long head_stride, scale_head_stride;
+};
+
+// How a thread's eight dimensions turn: out = x * cosine + partner * sine, where the sine has the sign of the pair's side.
+struct Rotation {
+    float cosine[kChunk];
+    float sine[kChunk];
+    int partner;  // where the partners begin, in halves: a multiple of kChunk away
+};
+
+__device__ __forceinline__ Rotation rotation_of(const float* angles, int first, int rotary, bool interleaved) {
+    const int half = rotary / 2;
+    Rotation turn;
+    turn.partner = first < half ? first + half : first - half;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+        const int at = first + i;
+        const bool rotates = at < rotary;
+        const int pair = interleaved ? at / 2 : (at < half ? at : at - half);
+        const bool leads = interleaved ? at % 2 == 0 : at < half;
+        turn.cosine[i] = rotates ? angles[pair] : 1.0f;
+        turn.sine[i] = rotates ? (leads ? -angles[half + pair] : angles[half + pair]) : 0.0f;
+    }
+    return turn;
+}
+
+// The partners of a thread's elements, from the head that begins at `head`; what does not rotate gets itself.
+__device__ __forceinline__ Chunk<ELEMENT> partners(const ELEMENT* head, const Chunk<ELEMENT>& value, int first, int rotary,
+                                                   int partner, bool interleaved, bool vectorised) {
+    Chunk<ELEMENT> other = value;
+    if (interleaved) {
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) other.element[i] = value.element[i ^ 1];
+    } else if (vectorised) {
+        if (first < rotary) other = *reinterpret_cast<const Chunk<ELEMENT>*>(head + partner);
+    } else {
+        const int half = rotary / 2;
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            const int at = first + i;
+            if (at < rotary) other.element[i] = head[at < half ? at + half : at - half];
+        }
+    }
+    return other;
+}
+
+// Rounded to nearest even; in software, for GPUs that have no instruction for it (before sm_89).
+__device__ __forceinline__ unsigned char to_e4m3(float x) {
+    const unsigned int bits = __float_as_uint(x);
+    const unsigned int sign = bits >> 24 & 0x80;
+    const float magnitude = fminf(fabsf(x), 448.0f);
+    if (x != x) return sign | 0x7F;
+    if (magnitude < 0.015625f) return sign | __float2int_rn(magnitude * 512.0f);  // subnormal: multiples of 2^-9
+    const unsigned int wide = __float_as_uint(magnitude);
+    // 3 of 23 bits of the mantissa stay; the exponent's bias goes from 127 to 7.
+    return sign | (((wide + 0x7FFFF + (wide >> 20 & 1)) >> 20) - (120 << 3));
+}
+
+__device__ __forceinline__ unsigned char to_int8(float x) {
+    return static_cast<unsigned char>(max(-127, min(127, __float2int_rn(x))));
+}
+
+// Quantize a head's vector, spread over `lanes` threads, and write codes and scale. Threads of a head that is not there
+// come along to the shuffles and do not store.
+__device__ __forceinline__ void store_codes(const Cache& cache, int head, int chunk, int size, int lanes, int code,
+                                            bool vectorised, bool stores, const Chunk<ELEMENT>& value) {
+    // Magnitudes are ordered as their bits are, and NaN stands above all.
+    unsigned int largest = 0;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) largest = max(largest, __float_as_uint(fabsf(to_float(value.element[i]))));
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+        largest = max(largest, __shfl_xor_sync(0xffffffff, largest, offset));
+    }
+    if (!stores) return;
+    const float scale = __uint_as_float(largest) / (code == kInt8 ? 127.0f : 448.0f);
+    Codes codes = {};
+    if (scale != 0.0f) {
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            const float x = to_float(value.element[i]) / scale;
+            codes.code[i] = code == kInt8 ? to_int8(x) : to_e4m3(x);
+        }
+    }
+    unsigned char* row = static_cast<unsigned char*>(cache.data) + head * cache.head_stride;
+    if (vectorised) {
+        reinterpret_cast<Codes*>(row)[chunk] = codes;
+    } else {
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            if (kChunk * chunk + i < size) row[kChunk * chunk + i] = codes.code[i];
+        }
+    }
+    if (chunk == 0) cache.scales[head * cache.scale_head_stride] = scale;
+}
+
+extern "C" __global__ void __launch_bounds__(kBlock)
+    rope_and_cache(const ELEMENT* __restrict__ qkv, const float* __restrict__ table, ELEMENT* __restrict__ q,
+                   ELEMENT* __restrict__ k, void* __restrict__ keys, void* __restrict__ values,
+                   float* __restrict__ key_scales, float* __restrict__ value_scales, long long key_row_stride,
+                   long long key_head_stride, long long key_token_stride, long long value_row_stride,
+                   long long value_head_stride, long long value_token_stride, long long key_scale_row_stride,
+                   long long key_scale_head_stride, long long value_scale_row_stride, long long value_scale_head_stride,
+                   int tokens, int start, int heads, int kv_heads, int size, int rotary, int lanes, int code,
+                   int interleaved, int vectorised) {
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+#endif
+    const long long token = blockIdx.x;
+    const long long row = token / tokens;
+    const int position = start + static_cast<int>(token - row * tokens);
+    const int chunk = threadIdx.x % lanes;
+    const int first = kChunk * chunk;
+    const Rotation turn = rotation_of(table + static_cast<long long>(position) * rotary, first, rotary, interleaved);
+
+    const int bytes = code == kElement ? sizeof(ELEMENT) : 1;
+    const long long key_begin = row * key_row_stride + position * key_token_stride;
+    const long long value_begin = row * value_row_stride + position * value_token_stride;
+    const Cache key_cache = {static_cast<char*>(keys) + key_begin * bytes,
+                             key_scales + (row * key_scale_row_stride + position), key_head_stride,
+                             key_scale_head_stride};
+    const Cache value_cache = {static_cast<char*>(values) + value_begin * bytes,
+                               value_scales + (row * value_scale_row_stride + position), value_head_stride,
+                               value_scale_head_stride};
+    const ELEMENT* source = qkv + token * (heads + 2 * kv_heads) * size;
+    const int all = heads + 2 * kv_heads;
+    for (int slot = threadIdx.x / lanes; slot - static_cast<int>(threadIdx.x) / lanes < all; slot += kBlock / lanes) {
+        const bool stores = slot < all && first < size;
+        const int index = min(slot, all - 1);
+        const ELEMENT* head = source + static_cast<long long>(index) * size;
+        Chunk<ELEMENT> value = {};
+        if (first < size) value = step::load_chunk(head, chunk, size, vectorised);
+        if (index < heads + kv_heads) {
+            if (first < rotary) {
+                const Chunk<ELEMENT> other = partners(head, value, first, rotary, turn.partner, interleaved, vectorised);
+#pragma unroll
+                for (int i = 0; i < kChunk; ++i) {
+                    value.element[i] = from_float<ELEMENT>(to_float(value.element[i]) * turn.cosine[i] +
+                                                           to_float(other.element[i]) * turn.sine[i]);
+                }
+            }
+            ELEMENT* out = index < heads ? q + (token * heads + index) * size : k + (token * kv_heads + index - heads) * size;
+            if (stores) step::store_chunk(out, chunk, size, vectorised, value);
+        }
+        const bool is_value = index >= heads + kv_heads;
+        const Cache cache = is_value ? value_cache : key_cache;
+        const int kv_head = max(0, index - heads - (is_value ? kv_heads : 0));
+        if (code != kElement) {
+            store_codes(cache, kv_head, chunk, size, lanes, code, vectorised, stores && index >= heads, value);
+        } else if (stores && index >= heads) {
+            step::store_chunk(static_cast<ELEMENT*>(cache.data) + kv_head * cache.head_stride, chunk, size, vectorised,
+                              value);
+        }
+    }
+}

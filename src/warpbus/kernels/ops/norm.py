@@ -1,0 +1,153 @@
+"""`rms_norm` and `layer_norm` over the last axis, with the residual's addition in the same pass."""
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import TensorError
+from warpbus.kernels.operators import operator
+from warpbus.kernels.ops.arguments import ELEMENTS, aligned, blocks, check_alike, check_shape, per_dtype
+from warpbus.kernels.reference import norm as reference
+
+_RMS_NORM = per_dtype("step/norm.cu", "rms_norm", "PPPPPqiifi")
+_LAYER_NORM = per_dtype("step/norm.cu", "layer_norm", "PPPPPPqiifi")
+
+_CHUNK = 8  # elements: kChunk in step/chunk.cuh
+_CHUNKS_OF_A_THREAD = 2
+_WARPS_OF_A_BLOCK = 8  # where a row takes no more
+_MOST_WARPS = 32
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Root-mean-square normalization (Zhang and Sennrich, 2019): `x / sqrt(mean(x^2) + eps) * weight`.
+
+    The mean and the normalized values are computed in float32; these are rounded to the dtype of `x` and then
+    multiplied by the weight.
+
+    Args:
+        x, weight: `[..., d]` and `[d]`, float32, float16 or bfloat16, any sizes; copied where not contiguous.
+        residual: in the shape of `x`. With it, `x + residual` (rounded to the dtype) is normalized.
+
+    Returns:
+        `[..., d]`, contiguous, in the dtype of `x`; with a residual, that and the sum `x + residual`. The same bits
+        at every run, and for a row among any others.
+
+    Raises:
+        TensorError: other shapes, dtypes or devices.
+    """
+    _check("rms_norm", x, weight, None, residual)
+    if residual is None:
+        return _rms_norm(x, weight, eps)
+    return _add_rms_norm(x, residual, weight, eps)
+
+
+@overload
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor
+) -> tuple[Tensor, Tensor]: ...
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Layer normalization (Ba et al., 2016): `(x - mean) / sqrt(variance + eps) * weight + bias`.
+
+    Args:
+        x, weight, bias: `[..., d]`, `[d]` and `[d]` or none, float32, float16 or bfloat16, any sizes; copied where not
+            contiguous.
+        residual: in the shape of `x`. With it, `x + residual` (rounded to the dtype) is normalized.
+
+    Returns:
+        `[..., d]`, contiguous, in the dtype of `x`, computed in float32 and rounded once; with a residual, that and
+        the sum `x + residual`. The same bits at every run, and for a row among any others.
+
+    Raises:
+        TensorError: other shapes, dtypes or devices.
+    """
+    _check("layer_norm", x, weight, bias, residual)
+    if residual is None:
+        return _layer_norm(x, weight, bias, eps)
+    return _add_layer_norm(x, residual, weight, bias, eps)
+
+
+def _check(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    if x.dim() == 0:
+        raise TensorError(f"{operator}: x is a scalar, expected [..., d]: reshape it")
+    others = {"weight": weight, "bias": bias, "residual": residual}
+    given = {name: tensor for name, tensor in others.items() if tensor is not None}
+    check_alike(operator, tuple(ELEMENTS), x=x, **given)
+    expected = {"weight": (x.shape[-1],), "bias": (x.shape[-1],), "residual": tuple(x.shape)}
+    check_shape(operator, expected, f"x has shape {list(x.shape)}", **given)
+
+
+def warps_of_row(width: int) -> int:
+    """How many warps share a row of `width` elements: a power of two, so that each thread has two chunks or fewer."""
+    warps = 1
+    while warps < _MOST_WARPS and 32 * warps * _CHUNKS_OF_A_THREAD * _CHUNK < width:
+        warps *= 2
+    return warps
+
+
+def _launch_rms(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x, weight, residual = x.contiguous(), weight.contiguous(), None if residual is None else residual.contiguous()
+    out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    if x.numel():
+        grid, block, shape = _geometry(x, residual, weight)
+        kernel = _RMS_NORM[x.dtype]
+        kernel(grid, block, x, residual, weight, out, total, *shape[:3], eps, shape[3], dependent=True)
+    return out, total
+
+
+def _launch_layer(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    x, weight, residual = x.contiguous(), weight.contiguous(), None if residual is None else residual.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    if x.numel():
+        grid, block, shape = _geometry(x, residual, weight, bias)
+        kernel = _LAYER_NORM[x.dtype]
+        kernel(grid, block, x, residual, weight, bias, out, total, *shape[:3], eps, shape[3], dependent=True)
+    return out, total
+
+
+def _geometry(x: Tensor, *others: Tensor | None) -> tuple[int, int, tuple[int, int, int, int]]:
+    """Blocks, threads of a block, and rows, width, warps of a row and whether 16 bytes are read at a time."""
+    width = x.shape[-1]
+    rows = x.numel() // width
+    warps = warps_of_row(width)
+    warps_of_block = max(warps, _WARPS_OF_A_BLOCK)
+    vectorised = width % _CHUNK == 0 and aligned(x, *(tensor for tensor in others if tensor is not None))
+    grid = blocks((rows, warps_of_block // warps))
+    return grid, 32 * warps_of_block, (rows, width, warps, int(vectorised))
+
+
+_rms_norm = operator(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    cuda=lambda x, weight, eps: _launch_rms(x, None, weight, eps)[0],
+    reference=reference.rms_norm,
+    fake=lambda x, weight, eps: x.new_empty(x.shape),
+)
+_add_rms_norm = operator(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    cuda=_launch_rms,
+    reference=reference.add_rms_norm,
+    fake=lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
+)
+_layer_norm = operator(
+    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor",
+    cuda=lambda x, weight, bias, eps: _launch_layer(x, None, weight, bias, eps)[0],
+    reference=reference.layer_norm,
+    fake=lambda x, weight, bias, eps: x.new_empty(x.shape),
+)
+_add_layer_norm = operator(
+    "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
+    cuda=_launch_layer,
+    reference=reference.add_layer_norm,
+    fake=lambda x, residual, weight, bias, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
+)
