@@ -1,0 +1,362 @@
+// out [m, n] = x [m, k] weight [n, k]^T + bias [n] for many rows of x: quantized weights, 16-bit activations, on the
+// tensor cores of sm_80 and later by mma.sync.
+//
+// Shapes: any m, n >= 1 and k >= 0. ELEMENT = __half or __nv_bfloat16: of x, the scales, the zero points, bias and out.
+// Rows of x are x_stride elements apart, those of out out_stride; columns are contiguous. x and its rows begin at
+// multiples of 16 bytes; out is stored 16 bytes a store where its place allows, else element by element. `codes`,
+// `scales` and `zeros` lie as in kernels/ops/packed.py, in codes of BITS = 4 or 8 bits; zeros is null where all zero
+// points are `middle`. Column c belongs to group c >> group_shift of `groups`; a group has 32 columns or more. bias may
+// be null.
+//
+// Each weight becomes (code - zero) * scale, rounded to ELEMENT as QTensor.dequantize does; products are summed in
+// float32. The sums are those of out^T = weight x^T: a dequantized register is a fragment of the operand A, rows of
+// which are rows of the weight, and ldmatrix reads the rows of x as the fragments of B.
+//
+// Versions: TILE_N rows of the weight by TILE_M rows of x a block, of which a warp owns WARP_N by WARP_M; RESIDENT blocks
+// share the registers of a multiprocessor. A stage in shared memory is 64 columns of both; kStages - 1 are on their way
+// while one is multiplied. A block sums k_per_split of k (a multiple of 64); where that is less than k, gridDim.y blocks
+// share a tile and each stores float32 sums into partial [gridDim.y, m, n rounded up to 8] for gemm/split_k_reduce.cu,
+// which finishes them in fixed order.
+//
+// Launch: grid (tiles, splits), kThreads threads, kStages * kStageBytes of dynamic shared memory; no configuration takes
+// more than the 99 KB that sm_86 and sm_89 give to a block. On sm_90 and later it may start before the kernel ahead of it
+// has ended: it asks for weights before it waits.
+#include "common/tile.cuh"
+#include "gemm/epilogue.cuh"
+#include "wna16/dequantize.cuh"
+
+using Packed = Codes<ELEMENT, BITS>;
+
+constexpr int kTileM = TILE_M, kTileN = TILE_N, kTileK = 64;
+constexpr int kWarpM = WARP_M, kWarpN = WARP_N;
+constexpr int kStages = 3;
+constexpr int kBand = 8;  // tiles of x that blocks go down before they go on to the next rows of the weight
+
+constexpr int kWarpsM = kTileM / kWarpM;
+constexpr int kThreads = kTileN / kWarpN * kWarpsM * 32;
+constexpr int kBlocksN = kWarpN / 16;  // mma products along a warp's rows of the weight
+constexpr int kBlocksM = kWarpM / 8;   // and along its rows of x
+constexpr int kSteps = kTileK / 16;    // mma products through a stage
+
+constexpr int kRowTiles = kTileN / 16;          // packed tiles in a stage
+constexpr int kLoads = BITS / 4;                // of 16 bytes, a lane's codes of 16 rows and 64 columns
+constexpr int kStepsOfLoad = kSteps / kLoads;   // steps that one of them lasts
+constexpr int kCodeChunks = kRowTiles * kLoads * 32;  // of 16 bytes, in a stage
+// A stage has a scale for each 32 columns, the smallest group: two for each row.
+constexpr int kHalves = 2;
+constexpr int kStepsOfHalf = kSteps / kHalves;
+constexpr int kScaleChunks = kRowTiles * kHalves * 2;
+
+// Where the parts of a stage begin, in bytes.
+constexpr int kCodesAt = kTileM * kTileK * 2;
+constexpr int kScalesAt = kCodesAt + kCodeChunks * 16;
+constexpr int kZerosAt = kScalesAt + kScaleChunks * 16;
+constexpr int kStageBytes = kZerosAt + kScaleChunks * 16;
+
+static_assert(kSteps % 2 == 0 && kBlocksN % 2 == 0, "two sets of fragments take turns");
+static_assert(kWarpM % 16 == 0 && (kWarpN == 32 || kWarpN == 64), "the epilogue gives a row of out to 4 or 8 lanes");
+static_assert(2 * kScaleChunks <= kThreads, "a thread copies one chunk of scales or of zero points");
+static_assert(kStages * kStageBytes <= 99 * 1024, "sm_86 and sm_89 give 99 KB to a block");
+
+struct Weight {
+    const uint4* codes;
+    const ELEMENT* scales;
+    const ELEMENT* zeros;  // or null
+    int row_tiles, k_tiles, groups, group_shift;
+};
+
+// Starts copying the codes, scales and zero points of a block's rows and of one tile of columns into a stage. In place of
+// rows past the last tile it copies that tile: what is computed from them is not stored.
+__device__ __forceinline__ void copy_weight(unsigned char* stage, const Weight& weight, int row_tile0, int k_tile) {
+    constexpr int kChunksOfTile = kLoads * 32;
+    const int last = weight.row_tiles - 1;
+#pragma unroll
+    for (int pass = 0; pass < kCodeChunks / kThreads; ++pass) {
+        const int chunk = threadIdx.x + pass * kThreads;
+        const int tile = min(row_tile0 + chunk / kChunksOfTile, last);
+        const long long place = static_cast<long long>(tile) * weight.k_tiles + k_tile;
+        const uint4* source = weight.codes + place * kChunksOfTile + chunk % kChunksOfTile;
+        ptx::cp_async_16(ptx::shared_address(stage + kCodesAt + chunk * 16), source);
+    }
+    const int chunk = threadIdx.x;
+    const ELEMENT* values = chunk < kScaleChunks ? weight.scales : weight.zeros;
+    if (chunk < 2 * kScaleChunks && values != nullptr) {
+        const int tile = min(row_tile0 + chunk % kScaleChunks / 4, last);
+        const int group = (k_tile * kTileK + chunk / 2 % 2 * (kTileK / kHalves)) >> weight.group_shift;
+        const long long place = static_cast<long long>(tile) * weight.groups + group;
+        const ELEMENT* source = values + place * 16 + chunk % 2 * kChunk;
+        ptx::cp_async_16(ptx::shared_address(stage + kScalesAt + chunk * 16), source);
+    }
+}
+
+// A thread's share in copying tiles of x: one column of chunks, every kRowStep-th row. In place of rows past the last it
+// copies that one: what is computed from them is not stored.
+class InputCopy {
+    static constexpr int kChunks = kTileK / kChunk;
+    static constexpr int kRowStep = kThreads / kChunks;
+    static_assert(kTileM % kRowStep == 0 && kRowStep % 8 == 0, "a thread has one chunk_key");
+
+public:
+    __device__ InputCopy(const ELEMENT* x, int stride, int m, int k, int row0, int column0) : x_(x), stride_(stride) {
+        const int row = threadIdx.x / kChunks;
+        const int chunk = threadIdx.x % kChunks;
+        const int first = min(row0 + row, m - 1);
+        source_ = x + static_cast<long long>(first) * stride + column0 + chunk * kChunk;
+        rows_below_ = m - 1 - first;
+        columns_left_ = k - column0 - chunk * kChunk;
+        target_ = chunk_offset<kTileK>(row, chunk);
+    }
+
+    // Starts copying a tile into a stage, zeros where the columns of x end, and goes on to the next columns.
+    __device__ __forceinline__ void next(unsigned char* stage) {
+        ELEMENT* target = reinterpret_cast<ELEMENT*>(stage) + target_;
+        const int valid = max(0, min(columns_left_, kChunk)) * static_cast<int>(sizeof(ELEMENT));
+        // cp.async wants a legal address even where it reads nothing.
+        const ELEMENT* source = valid > 0 ? source_ : x_;
+        const int stride = valid > 0 ? stride_ : 0;
+#pragma unroll
+        for (int pass = 0; pass < kTileM / kRowStep; ++pass) {
+            const long long down = static_cast<long long>(min(pass * kRowStep, rows_below_)) * stride;
+            ptx::cp_async_16(ptx::shared_address(target + pass * kRowStep * kTileK), source + down, valid);
+        }
+        source_ += kTileK;
+        columns_left_ -= kTileK;
+    }
+
+private:
+    const ELEMENT* x_;
+    const ELEMENT* source_;
+    int stride_, rows_below_, columns_left_;
+    int target_;
+};
+
+// A warp's rows of the weight in one step of 16 columns. Codes are loaded for several steps at once and scales for half a
+// stage: `load` brings what the next step needs anew, and `advance` goes on to it.
+class WeightFragments {
+public:
+    // `stage` and `step` are those of the next step; `tile` is the first of the warp's packed tiles in a stage.
+    __device__ __forceinline__ void load(const unsigned char* stage, int tile, int step, bool symmetric) {
+        const int lane = threadIdx.x % 32;
+        if (step % kStepsOfLoad == 0) {
+#pragma unroll
+            for (int i = 0; i < kBlocksN; ++i) {
+                const int chunk = ((tile + i) * kLoads + step / kStepsOfLoad) * 32 + lane;
+                loaded_[i] = *reinterpret_cast<const uint4*>(stage + kCodesAt + chunk * 16);
+            }
+        }
+        if (step % kStepsOfHalf == 0) {
+#pragma unroll
+            for (int i = 0; i < kBlocksN; ++i) {
+                const int pair = ((tile + i) * kHalves + step / kStepsOfHalf) * 32 + lane / 4 * 4;
+                scale_pairs_[i] = *reinterpret_cast<const ptx::uint32*>(stage + kScalesAt + pair);
+                if (!symmetric) zero_pairs_[i] = *reinterpret_cast<const ptx::uint32*>(stage + kZerosAt + pair);
+            }
+        }
+    }
+
+    // `middle`: a pair of the zero point of a symmetric weight.
+    __device__ __forceinline__ void advance(int step, bool symmetric, ptx::uint32 middle) {
+#pragma unroll
+        for (int i = 0; i < kBlocksN; ++i) {
+            if (step % kStepsOfLoad == 0) {
+                words_[i][0] = loaded_[i].x;
+                words_[i][1] = loaded_[i].y;
+                words_[i][2] = loaded_[i].z;
+                words_[i][3] = loaded_[i].w;
+            }
+            if (step % kStepsOfHalf == 0) {
+                scales_[i] = spread_rows(scale_pairs_[i]);
+                zeros_[i] = Packed::zeros(symmetric ? middle : zero_pairs_[i]);
+            }
+        }
+    }
+
+    // The fragment of 16 rows for ptx::mma_m16n8k16.
+    __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4], int i, int step) const {
+        Packed::integers(a, &words_[i][step % kStepsOfLoad * Packed::kWords], zeros_[i]);
+        scale_fragment<ELEMENT>(a, scales_[i]);
+    }
+
+private:
+    uint4 loaded_[kBlocksN];
+    ptx::uint32 scale_pairs_[kBlocksN], zero_pairs_[kBlocksN];
+    ptx::uint32 words_[kBlocksN][4];
+    RowPairs scales_[kBlocksN];
+    typename Packed::Zeros zeros_[kBlocksN];
+};
+
+// A warp's rows of x in one step of 16 columns; each register block for 16 rows.
+struct InputFragments {
+    ptx::uint32 b[kBlocksM / 2][4];
+
+    __device__ __forceinline__ void load(const unsigned char* stage, int warp_row, int step) {
+#pragma unroll
+        for (int j = 0; j < kBlocksM / 2; ++j) {
+            load_block<kTileK, Second::right, false>(b[j], reinterpret_cast<const ELEMENT*>(stage), warp_row + j * 16,
+                                                     step * 16);
+        }
+    }
+};
+
+using Sums = float[kBlocksN][kBlocksM][4];
+
+// Gives the rows of a warp's part of out to `finish(sums, row)`, 8 columns a lane: those from lane % (kWarpN / 8) * 8 on.
+// A lane has sums of 2 neighbouring rows and of columns 8 apart, so they pass through shared memory 8 rows at a time.
+// With rows kWarpN + 4 floats apart, the 4 pairs of rows that a warp stores begin 8 banks apart and 8 columns of each fill
+// the gaps. Loads are 16 bytes a lane, 8 lanes at a time: of two rows, which lie 4 banks apart, or of one, where 4 lanes
+// load their second 16 bytes first.
+template <typename Finish>
+__device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Finish finish) {
+    constexpr int kPitch = kWarpN + 4;
+    constexpr int kLanesOfRow = kWarpN / 8;
+    const int lane = threadIdx.x % 32;
+    const int half = kLanesOfRow == 8 ? lane / 4 % 2 : 0;
+#pragma unroll
+    for (int j = 0; j < kBlocksM; ++j) {
+        __syncwarp();  // the patch has been read
+#pragma unroll
+        for (int i = 0; i < kBlocksN; ++i) {
+            float* target = patch + lane % 4 * 2 * kPitch + i * 16 + lane / 4;
+            target[0] = sums[i][j][0];
+            target[kPitch] = sums[i][j][1];
+            target[8] = sums[i][j][2];
+            target[kPitch + 8] = sums[i][j][3];
+        }
+        __syncwarp();  // the patch is complete
+#pragma unroll 1
+        for (int row = lane / kLanesOfRow; row < 8; row += 32 / kLanesOfRow) {
+            const float* source = patch + row * kPitch + lane % kLanesOfRow * 8;
+            const float4 first = *reinterpret_cast<const float4*>(source + half * 4);
+            const float4 second = *reinterpret_cast<const float4*>(source + (1 - half) * 4);
+            const float4 low = half ? second : first;
+            const float4 high = half ? first : second;
+            float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            finish(values, j * 8 + row);
+        }
+    }
+}
+
+// The tile of this block: down a band of kBand tiles of x, then on to the next rows of the weight, so that blocks that run
+// at one time share what they read.
+__device__ __forceinline__ void find_tile(int m, int n, int& row0, int& column0) {
+    const unsigned tiles_m = (m + kTileM - 1u) / kTileM;
+    const unsigned tiles_n = (n + kTileN - 1u) / kTileN;
+    const unsigned band = blockIdx.x / (kBand * tiles_n);
+    const unsigned within = blockIdx.x % (kBand * tiles_n);
+    const unsigned height = min(tiles_m - band * kBand, static_cast<unsigned>(kBand));  // of the last band: less
+    row0 = (band * kBand + within % height) * kTileM;
+    column0 = within / height * kTileN;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16(
+    const ELEMENT* __restrict__ x, const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
+    const ELEMENT* __restrict__ zeros, const ELEMENT* __restrict__ bias, ELEMENT* __restrict__ out,
+    float* __restrict__ partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride,
+    long long out_stride, int k_per_split) {
+    alignas(128) extern __shared__ unsigned char shared[];
+
+    int row0, column0;
+    find_tile(m, n, row0, column0);
+    const int warp = threadIdx.x / 32;
+    const int warp_row = warp % kWarpsM * kWarpM;
+    const int warp_column = warp / kWarpsM * kWarpN;
+
+    const Weight weight = {codes, scales, zeros, (n + 15) / 16, (k + kTileK - 1) / kTileK, groups, group_shift};
+    const int first_tile = blockIdx.y * (k_per_split / kTileK);
+    const int tiles = min(k_per_split / kTileK, weight.k_tiles - first_tile);
+    InputCopy input(x, x_stride, m, k, row0, first_tile * kTileK);
+
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_launch_dependents();
+#endif
+#pragma unroll
+    for (int tile = 0; tile < kStages - 1; ++tile) {
+        if (tile < tiles) copy_weight(shared + tile * kStageBytes, weight, column0 / 16, first_tile + tile);
+    }
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_wait();
+#endif
+    // A group of copies for each tile, an empty one past the end, so that "all but the last kStages - 2 groups" always
+    // means "the tile that comes next has arrived". The first has the codes of the others too.
+#pragma unroll
+    for (int tile = 0; tile < kStages - 1; ++tile) {
+        if (tile < tiles) input.next(shared + tile * kStageBytes);
+        ptx::cp_async_commit();
+    }
+    ptx::cp_async_wait<kStages - 2>();
+    __syncthreads();  // the first tile is complete: every thread has waited for its own copies
+
+    const bool symmetric = zeros == nullptr;
+    const ptx::uint32 middle_pair = pack_pair<ELEMENT>(middle, middle);
+    Sums sums = {};
+    InputFragments inputs[2];
+    WeightFragments weights;
+    const unsigned char* stage = shared;
+    ptx::uint32 a[2][4];
+    const int warp_tile = warp_column / 16;
+    inputs[0].load(stage, warp_row, 0);
+    weights.load(stage, warp_tile, 0, symmetric);
+    weights.advance(0, symmetric, middle_pair);
+    weights.dequantize(a[0], 0, 0);
+    int current = 0, to_fill = kStages - 1;
+    for (int tile = 0; tile < tiles; ++tile) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            const int next = (step + 1) % kSteps;
+            if (next == 0) {
+                // The fragments of this stage are all in registers. Behind the barrier the next tile is complete, and
+                // this stage, which nobody reads any more, may be filled again.
+                ptx::cp_async_wait<kStages - 2>();
+                __syncthreads();
+                current = current + 1 == kStages ? 0 : current + 1;
+                stage = shared + current * kStageBytes;
+            }
+            inputs[(step + 1) % 2].load(stage, warp_row, next);
+            weights.load(stage, warp_tile, next, symmetric);
+            if (step == 0) {
+                if (tile + kStages - 1 < tiles) {
+                    unsigned char* filled = shared + to_fill * kStageBytes;
+                    copy_weight(filled, weight, column0 / 16, first_tile + tile + kStages - 1);
+                    input.next(filled);
+                    to_fill = to_fill + 1 == kStages ? 0 : to_fill + 1;
+                }
+                ptx::cp_async_commit();
+            }
+            // Each fragment is dequantized while the one before it is multiplied.
+#pragma unroll
+            for (int i = 0; i < kBlocksN; ++i) {
+                if (i + 1 < kBlocksN) {
+                    weights.dequantize(a[(i + 1) % 2], i + 1, step);
+                } else {
+                    weights.advance(next, symmetric, middle_pair);
+                    weights.dequantize(a[0], 0, next);
+                }
+#pragma unroll
+                for (int j = 0; j < kBlocksM; ++j) {
+                    const ptx::uint32(&b)[4] = inputs[step % 2].b[j / 2];
+                    ptx::mma_m16n8k16<ELEMENT>(sums[i][j], a[i % 2], b[j % 2 * 2], b[j % 2 * 2 + 1]);
+                }
+            }
+        }
+    }
+    __syncthreads();  // the stages have been read by all, even past the last tile; the epilogue takes their place
+
+    float* patch = reinterpret_cast<float*>(shared) + warp * 8 * (kWarpN + 4);
+    const int first_row = row0 + warp_row;
+    const int lane_column = column0 + warp_column + threadIdx.x % (kWarpN / 8) * 8;
+    if (gridDim.y > 1) {
+        const long long stride = (n + 7) / 8 * 8;
+        float* slice = partial + blockIdx.y * (m * stride) + lane_column;
+        finish_rows(sums, patch, [&](const float(&values)[8], int row) {
+            if (first_row + row >= m || lane_column >= n) return;
+            float4* target = reinterpret_cast<float4*>(slice + (first_row + row) * stride);
+            target[0] = make_float4(values[0], values[1], values[2], values[3]);
+            target[1] = make_float4(values[4], values[5], values[6], values[7]);
+        });
+    } else {
+        const Epilogue<ELEMENT> epilogue(bias, kNone, out, out_stride, n, lane_column);
+        finish_rows(sums, patch, [&](float(&values)[8], int row) {
+            if (first_row + row < m && lane_column < n) epilogue.store(values, first_row + row);
+        });
+    }
+}

@@ -1,0 +1,159 @@
+"""The product with a packed weight by `mma.sync`: what `wna16` does with many rows where there is no `wgmma`.
+
+Nothing here checks shapes or dtypes: the operators that call it have done so.
+"""
+
+import functools
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.kernel import Kernel
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, multiprocessors, per_dtype
+from warpbus.kernels.ops.packed import TILE_COLUMNS, PackedWeight
+from warpbus.kernels.ops.wgmma import addressable
+from warpbus.kernels.units import unit
+
+_PARAMETERS = "PPPPPPPiiiiiiiqi"  # of sm80_wna16
+_STAGES = 3  # kStages in sm80_wna16.cu
+_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
+_CHUNK = 8  # elements in 16 bytes
+_WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
+class Tiling:
+    """How sm80_wna16.cu divides a product.
+
+    Attributes:
+        tile_m, tile_n: rows of x, and rows of the weight, that a block multiplies.
+        warp_m, warp_n: what a warp does of it.
+        resident: blocks that a multiprocessor holds at a time.
+        efficiency: the part of the tensor cores' rate that a full multiprocessor reaches, as expected.
+    """
+
+    tile_m: int
+    tile_n: int
+    warp_m: int
+    warp_n: int
+    resident: int
+    efficiency: float
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.tile_m // self.warp_m * (self.tile_n // self.warp_n) * 32
+
+    def shared(self, bits: int) -> int:
+        """Bytes of shared memory a block: of each stage x, codes, and two scales and zero points a row."""
+        return _STAGES * (self.tile_m * TILE_COLUMNS * 2 + self.tile_n * (TILE_COLUMNS * bits // 8 + 2 * 2 * 2))
+
+    def tiles(self, m: int, n: int) -> int:
+        """How many tiles cover a product."""
+        return blocks((m, self.tile_m), (n, self.tile_n))
+
+    def kernel(self, dtype: torch.dtype, bits: int) -> Kernel:
+        """The kernel for activations of a dtype and packed codes of 4 or 8 bits."""
+        return unit(
+            "wna16/sm80_wna16.cu",
+            ELEMENT=ELEMENTS[dtype],
+            BITS=bits,
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            WARP_M=self.warp_m,
+            WARP_N=self.warp_n,
+            RESIDENT=self.resident,
+        ).kernel("sm80_wna16", _PARAMETERS)
+
+
+# In the large one two warps dequantize each weight, for 64 rows of x each; in the others one does, for all rows.
+LARGE = Tiling(128, 128, 64, 64, resident=2, efficiency=0.85)
+MEDIUM = Tiling(64, 128, 64, 32, resident=3, efficiency=0.7)
+SMALL = Tiling(32, 128, 32, 32, resident=4, efficiency=0.45)
+TILINGS = (LARGE, MEDIUM, SMALL)
+
+_KERNELS = {
+    (tiling, dtype, bits): tiling.kernel(dtype, bits) for tiling, dtype, bits in product(TILINGS, HALVES, (4, 8))
+}
+_REDUCE = per_dtype("gemm/split_k_reduce.cu", "split_k_reduce", "PPPiiiqi", HALVES)
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """`out = x @ weight.T + bias` with the weight as `QTensor.dequantize` gives it, summed in float32.
+
+    The same bits every time.
+
+    Args:
+        x: `[m, k]` in the dtype of the weight, any strides; copied where its rows do not begin at 16 bytes.
+        weight: `[n, k]`.
+        bias: `[n]`, contiguous, in their dtype.
+        out: `[m, n]` in their dtype, row-major.
+    """
+    (m, n), k = out.shape, x.shape[1]
+    if m == 0 or n == 0:
+        return
+    x = addressable(x)
+    tiling, part = plan(m, n, k, weight.bits, multiprocessors(x.device))
+    splits = blocks((max(k, 1), part))
+    columns = blocks((n, _CHUNK)) * _CHUNK
+    partial = torch.empty(splits, m, columns, dtype=torch.float32, device=x.device) if splits > 1 else None
+    group = weight.scheme.group_size
+    _KERNELS[tiling, x.dtype, weight.bits](
+        (tiling.tiles(m, n), splits),
+        tiling.threads,
+        *(x, weight.codes, weight.scales, weight.zeros, bias, out, partial, m, n, k),
+        weight.scales.shape[1],
+        _WHOLE_ROW if group is None else group.bit_length() - 1,
+        weight.scheme.middle_code,
+        *(x.stride(0) if m > 1 else 0, out.stride(0), part),
+        shared=tiling.shared(weight.bits),
+        dependent=True,
+    )
+    if partial is not None:
+        grid = blocks((m * columns // _CHUNK, _REDUCE_BLOCK))
+        _REDUCE[x.dtype](grid, _REDUCE_BLOCK, partial, bias, out, splits, m, n, out.stride(0), 0)
+
+
+# The model of `plan`, in clocks of a multiprocessor. The rates are an A100's; what matters is how they compare.
+_PRODUCTS = 1024  # multiplications and additions a clock
+_BYTES = 40  # from L2 a clock, while all multiprocessors read
+_MEMORY = 10  # from and to global memory a clock
+_LATENCY = 800  # from a copy's start until it is there
+_START = 2000  # of a block: the first tiles, and the results
+_LAUNCH = 4000  # of split_k_reduce
+_LEAST_PART = 256  # of k, below which splitting is not considered
+_MOST_SPLITS = 32
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(m: int, n: int, k: int, bits: int, multiprocessors: int) -> tuple[Tiling, int]:
+    """The tiling of least expected time, and how much of k a block sums.
+
+    Splitting k gives work to multiprocessors that would have none, where the product has few tiles; it costs a second
+    kernel, which reads all partial sums.
+
+    Returns:
+        A tiling of `TILINGS`, and a multiple of 64.
+    """
+    choices = []
+    for tiling in TILINGS:
+        for splits in range(1, max(1, min(_MOST_SPLITS, k // _LEAST_PART)) + 1):
+            part = blocks((max(k, 1), splits * TILE_COLUMNS)) * TILE_COLUMNS
+            choices.append((_clocks(m, n, k, bits, multiprocessors, tiling, part), tiling, part))
+    _, tiling, part = min(choices, key=lambda choice: choice[0])
+    return tiling, part
+
+
+def _clocks(m: int, n: int, k: int, bits: int, multiprocessors: int, tiling: Tiling, part: int) -> float:
+    """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
+    splits = blocks((max(k, 1), part))
+    share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
+    rounds = blocks((share, tiling.resident))
+    computing = share * part * tiling.tile_m * tiling.tile_n / (_PRODUCTS * tiling.efficiency)
+    reading = share * part * (2 * min(m, tiling.tile_m) + min(n, tiling.tile_n) * bits / 8) / _BYTES
+    loading = n * k * bits / 8 / (_MEMORY * multiprocessors)
+    waiting = rounds * part / TILE_COLUMNS * _LATENCY / (_STAGES - 1)
+    combining = _LAUNCH + 2 * 4 * splits * m * n / (_MEMORY * multiprocessors) if splits > 1 else 0
+    return max(computing, reading, loading, waiting) + rounds * _START + combining
