@@ -223,6 +223,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "gemv": 15,
         "linear": 8,
         "wna16": 36,
+        "w8a8": 16,
     }
     asked.quick = True
     fewer = {name: len(benchmark.cases(asked)) for name, benchmark in BENCHMARKS.items()}
