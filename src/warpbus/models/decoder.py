@@ -4,7 +4,16 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.models.config import ModelConfig
-from warpbus.models.layers import Attention, AttentionContext, CausalAttention, GatedMLP, RMSNorm, Rotary
+from warpbus.models.layers import (
+    Attention,
+    AttentionContext,
+    CausalAttention,
+    FusedAttention,
+    GatedMLP,
+    RMSNorm,
+    Rotary,
+    project,
+)
 
 
 class DecoderLayer(nn.Module):
@@ -16,6 +25,7 @@ class DecoderLayer(nn.Module):
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, config.norm_eps)
 
+        self.has_output_norms = config.output_norms
         self.attention_norm = norm()
         self.attention = Attention(config)
         self.attention_output_norm = norm() if config.output_norms else nn.Identity()
@@ -27,13 +37,16 @@ class DecoderLayer(nn.Module):
         self,
         x_btd: Tensor,
         layer: int,
-        positions_bt: Tensor,
-        angles: tuple[Tensor, Tensor],
-        context: AttentionContext,
+        positions_bt: Tensor | None,
+        angles: tuple[Tensor, Tensor] | None,
+        context: AttentionContext | FusedAttention,
     ) -> Tensor:
-        attended = self.attention(self.attention_norm(x_btd), layer, positions_bt, angles, context)
-        x_btd = x_btd + self.attention_output_norm(attended)
-        return x_btd + self.mlp_output_norm(self.mlp(self.mlp_norm(x_btd)))
+        place = layer, positions_bt, angles, context
+        if self.has_output_norms:
+            x_btd = x_btd + self.attention_output_norm(self.attention(x_btd, *place, norm=self.attention_norm))
+            return x_btd + self.mlp_output_norm(self.mlp(x_btd, norm=self.mlp_norm))
+        x_btd = self.attention(x_btd, *place, norm=self.attention_norm, residual=x_btd)
+        return self.mlp(x_btd, norm=self.mlp_norm, residual=x_btd)
 
 
 class Decoder(nn.Module):
@@ -54,7 +67,7 @@ class Decoder(nn.Module):
         self,
         tokens_bt: Tensor,
         positions_bt: Tensor | None = None,
-        context: AttentionContext | None = None,
+        context: AttentionContext | FusedAttention | None = None,
     ) -> Tensor:
         """The normed output of the last layer.
 
@@ -68,22 +81,41 @@ class Decoder(nn.Module):
         """
         if positions_bt is None:
             positions_bt = torch.arange(tokens_bt.shape[1], device=tokens_bt.device).expand_as(tokens_bt)
-        context = context or CausalAttention()
-        x_btd = self.embedding(tokens_bt)
-        angles = self.rotary(positions_bt, x_btd.dtype)
-        for index, layer in enumerate(self.layers):
-            x_btd = layer(x_btd, index, positions_bt, angles, context)
-        return self.final_norm(x_btd)
+        return self.final_norm(self.transform(self.embed(tokens_bt), positions_bt, context or CausalAttention()))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, `[..., vocabulary]`, for the output of `hidden`."""
-        return self.head(hidden)
+        return project(self.head, hidden)
+
+    def embed(self, tokens_bt: Tensor) -> Tensor:
+        """What enters the first layer, `[batch, tokens, hidden]`, on the device of the tokens.
+
+        The embedding may lie on the CPU while all else is on a GPU: then only the rows that are needed go there.
+        """
+        rows = self.embedding(tokens_bt.to(self.embedding.weight.device))
+        return rows.to(tokens_bt.device)
+
+    def transform(
+        self, x_btd: Tensor, positions_bt: Tensor | None, context: AttentionContext | FusedAttention
+    ) -> Tensor:
+        """What leaves the last layer, not normed; `positions_bt` may be left out for a `FusedAttention`."""
+        angles = None
+        if not isinstance(context, FusedAttention):
+            assert positions_bt is not None
+            angles = self.rotary(positions_bt, x_btd.dtype)
+        for index, layer in enumerate(self.layers):
+            x_btd = layer(x_btd, index, positions_bt, angles, context)
+        return x_btd
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Scores of the next token, `[..., vocabulary]`, for the output of `transform`."""
+        return project(self.head, x, norm=self.final_norm)
 
     def forward(
         self,
         tokens_bt: Tensor,
         positions_bt: Tensor | None = None,
-        context: AttentionContext | None = None,
+        context: AttentionContext | FusedAttention | None = None,
     ) -> Tensor:
         """Logits `[batch, tokens, vocabulary]`; arguments as in `hidden`."""
         return self.logits(self.hidden(tokens_bt, positions_bt, context))

@@ -9,11 +9,13 @@ from torch import nn
 
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint, from_tensors, is_quantized, read_scheme
+from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import BY_MODEL_TYPE, BY_NAME, TensorMap
 from warpbus.models.families.fields import Fields
 from warpbus.models.layers import QuantizedLinear
+from warpbus.models.placement import place, round_onto
 from warpbus.qtensor import QTensor, Scheme
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
@@ -72,15 +74,21 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    head: Scheme | None = None,
+    embedding: torch.device | str | None = None,
 ) -> Decoder:
     """Load a whole model, plain or quantized (compressed-tensors), for inference.
 
-    At most one tensor of the file is in memory besides the model (for a fused quantized matrix, its parts).
+    At most one tensor of the file is in memory besides the model (for a fused quantized matrix, its parts); it is on
+    the CPU, and goes to a GPU a piece at a time.
 
     Args:
         device: where the model will lie.
-        dtype: of its parameters; the scales of quantized matrices keep the file's.
+        dtype: of its parameters and activations. Where kernels take the quantized matrices packed, their scales are
+            rounded to it; elsewhere they keep the file's.
         progress: see `Progress`.
+        head: a symmetric scheme that the head is rounded to, unless the file has it quantized.
+        embedding: where the embedding lies, if not on `device`. A tied head cannot be apart from it, but rounded.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -92,7 +100,7 @@ def load_model(
     config = read_config(checkpoint)
     with torch.device("meta"):
         model = Decoder(config)
-    source = _Source.open(checkpoint, config, device, dtype)
+    source = replace(_Source.open(checkpoint, config, device, dtype), head=head, embedding=embedding)
     total = source.nbytes(list(source.tensors))
     done = 0
     for parameter in source.tensors:
@@ -102,8 +110,22 @@ def load_model(
             progress(done, total)
     if config.tie_embeddings:
         source.check_tied_head(model.embedding.weight)
-        model.head.weight = model.embedding.weight
+        if head is None:
+            model.head.weight = model.embedding.weight
+        else:
+            rounded = QuantizedLinear(round_onto(model.embedding.weight, head, device, dtype), dtype=dtype)
+            setattr(model, "head", rounded)  # noqa: B010: where a quantized layer stands for a linear one
     return model.eval()
+
+
+def quantized_parameters(checkpoint: Checkpoint, config: ModelConfig) -> frozenset[str]:
+    """The parameters of the decoder whose matrices the file has in quantized form.
+
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    source = _Source.open(checkpoint, config, "cpu", torch.float32)
+    return frozenset(parameter for parameter in source.tensors if source.quantized(parameter))
 
 
 def load_layer(
@@ -141,6 +163,8 @@ class _Source:
     scheme: Scheme | None
     device: torch.device | str
     dtype: torch.dtype
+    head: Scheme | None = None
+    embedding: torch.device | str | None = None
 
     @classmethod
     def open(
@@ -201,7 +225,7 @@ class _Source:
         if name not in self.checkpoint:
             return
         head = self.checkpoint.tensor(name, expected=tuple(embedding.shape))
-        if not torch.equal(head.to(self.device, self.dtype), embedding):
+        if not torch.equal(head.to(self.dtype), embedding.to("cpu")):
             raise CheckpointError(
                 f"{self.checkpoint.directory}: {name}: it differs from the embedding, although config.json says "
                 "tie_word_embeddings: set that to false"
@@ -211,30 +235,43 @@ class _Source:
         """Read the decoder's `parameter` and put it at `path` within `module`."""
         owner_path, _, leaf = path.rpartition(".")
         owner = module.get_submodule(owner_path)
+        scheme = self.head if parameter == "head.weight" else None
         if self.quantized(parameter):
             if not isinstance(owner, nn.Linear):
                 names = ", ".join(self.tensors[parameter])
                 raise CheckpointError(f"{self.checkpoint.directory}: {names}: only linear layers may be quantized")
-            parent_path, _, name = owner_path.rpartition(".")
-            bias = None if owner.bias is None else owner.bias.data
-            layer = QuantizedLinear(self.read_quantized(parameter, owner), bias)
-            setattr(module.get_submodule(parent_path), name, layer)
+            self.put(module, owner_path, place(self.read_quantized(parameter, owner), self.device, self.dtype))
             return
-        tensor = self.read_plain(parameter, tuple(getattr(owner, leaf).shape))
+        shape = tuple(getattr(owner, leaf).shape)
+        if scheme is not None:
+            rounded = round_onto(self.read_plain(parameter, shape, "cpu"), scheme, self.device, self.dtype)
+            self.put(module, owner_path, rounded)
+            return
+        device = self.embedding if parameter == "embedding.weight" else None
+        tensor = self.read_plain(parameter, shape, device or self.device)
         if isinstance(owner, QuantizedLinear):
             owner.bias = tensor
         else:
             setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
 
-    def read_plain(self, parameter: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight) -> None:
+        """A quantized layer in the place of the linear one at `path` within `module`."""
+        parent, _, name = path.rpartition(".")
+        linear = cast(nn.Linear, module.get_submodule(path))
+        bias = None if linear.bias is None else linear.bias.data
+        setattr(module.get_submodule(parent), name, QuantizedLinear(weight, bias, dtype=self.dtype))
+
+    def read_plain(self, parameter: str, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
         """The parameter in the wanted dtype and place, its parts stacked."""
         names = self.tensors[parameter]
         rows = part_rows(self.config, parameter, len(names), shape[0])
         for name, count in zip(names, rows, strict=True):
             self.check(name, (count, *shape[1:]))
-        stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
+        stacked = torch.empty(shape, dtype=self.dtype, device=device)
         for name, part in zip(names, stacked.split(rows), strict=True):
-            part.copy_(self.checkpoint.tensor(name, expected=tuple(part.shape)))
+            tensor = self.checkpoint.tensor(name, expected=tuple(part.shape))
+            # A GPU would convert a copy of the whole tensor that it makes for it.
+            part.copy_(tensor.to(self.dtype) if stacked.is_cuda else tensor)
         return stacked
 
     def check(self, name: str, expected: tuple[int, ...]) -> None:
@@ -252,7 +289,7 @@ class _Source:
             )
 
     def read_quantized(self, parameter: str, linear: nn.Linear) -> QTensor:
-        """The quantized matrix, its parts stacked."""
+        """The quantized matrix on the CPU, its parts stacked."""
         scheme = cast(Scheme, self.scheme)
         names = self.tensors[parameter]
         parts = []
@@ -263,6 +300,6 @@ class _Source:
                     f"{self.checkpoint.directory}: {name}: expected shape {[rows, linear.in_features]}, as "
                     f"config.json says, found {list(part.shape)}"
                 )
-            parts.append(part.to(self.device))
+            parts.append(part)
         # Stacking also makes a copy: what stays in memory must not be a map of a file that may change.
         return QTensor.concatenate(parts)

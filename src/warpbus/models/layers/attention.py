@@ -1,5 +1,6 @@
-"""Attention with grouped queries. Where keys and values are kept is the business of an `AttentionContext`."""
+"""Attention with grouped queries. Where keys and values are kept is the business of its context."""
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from warpbus.models.config import ModelConfig
+from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import RMSNorm
 from warpbus.models.layers.rope import rotate
 
@@ -28,6 +30,22 @@ class AttentionContext(Protocol):
             `[batch, tokens, heads, head_dim]`.
         """
         ...
+
+
+class FusedAttention(ABC):
+    """A context whose kernels rotate, store and attend: it takes the fused projection as it is."""
+
+    @abstractmethod
+    def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
+        """Rotate queries and keys, store the new keys and values, attend causally.
+
+        Args:
+            layer: the index of the layer.
+            qkv_btr: `[batch, tokens, (heads + 2 kv_heads) head_dim]`, queries, keys and values, not rotated.
+
+        Returns:
+            `[batch, tokens, heads head_dim]`.
+        """
 
 
 class CausalAttention:
@@ -54,7 +72,7 @@ class CausalAttention:
 
 
 class Attention(nn.Module):
-    """Projections and rotary positions around an `AttentionContext`."""
+    """Projections and rotary positions around a context."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -69,15 +87,36 @@ class Attention(nn.Module):
         self,
         x_btd: Tensor,
         layer: int,
-        positions_bt: Tensor,
-        angles: tuple[Tensor, Tensor],
-        context: AttentionContext,
+        positions_bt: Tensor | None,
+        angles: tuple[Tensor, Tensor] | None,
+        context: AttentionContext | FusedAttention,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        config = self.config
-        parts = self.qkv(x_btd).split(config.qkv_rows, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
+        """Attention of `norm(x)`, plus `residual`. A `FusedAttention` knows the positions and angles itself."""
+        qkv = project(self.qkv, x_btd, norm=norm)
+        if isinstance(context, FusedAttention):
+            attended = context.attend_fused(layer, self._normed(qkv))
+        else:
+            assert positions_bt is not None
+            assert angles is not None
+            q, k, v = self._heads(qkv)
+            q = rotate(q, angles, self.config.rope.interleaved)
+            k = rotate(k, angles, self.config.rope.interleaved)
+            attended = context.attend(layer, q, k, v, positions_bt).flatten(-2)
+        return project(self.o, attended, residual=residual)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by head, the first two normed where the model does that."""
+        parts = qkv.split(self.config.qkv_rows, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = rotate(q, angles, config.rope.interleaved)
-        k = rotate(k, angles, config.rope.interleaved)
-        return self.o(context.attend(layer, q, k, v, positions_bt).flatten(-2))
+        return q, k, v
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """The fused projection with its queries and keys normed where the model does that."""
+        if self.q_norm is None:
+            return qkv
+        return torch.cat([part.flatten(-2) for part in self._heads(qkv)], dim=-1)

@@ -9,24 +9,32 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from warpbus.kernels import ops
+from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear, pack_for_cpu
+from warpbus.kernels.ops.gemv import gemv
 from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
+from warpbus.models.layers.fusion import gpu_has_kernels, has_kernels
+from warpbus.models.layers.norm import RMSNorm
 from warpbus.qtensor import QTensor
+
+Form = QTensor | PackedWeight | CpuWeight
+"""How a quantized weight may be held: as it is, or as the kernels of a GPU or of the CPU take it."""
 
 
 class QuantizedLinear(nn.Module):
     """`x @ weight.T + bias` with a quantized weight; takes the place of `torch.nn.Linear`.
 
-    On a GPU the weight is held in the order of the kernels alone. `.to()` another device or dtype arranges it anew,
-    exactly but for the rounding of the scales; the buffers are those of the form that is held, so that a state dict
-    fits the device it was taken on.
+    Only the form that the kernels of its device take is held. `.to()` another device or dtype arranges the weight
+    anew, exactly but for the rounding of scales to the dtype; a state dict holds the form, and fits its device alone.
 
     Args:
         weight: `[out, in]`, or what was packed from it.
         bias: `[out]`.
-        dtype: of the activations that it will meet, which it is arranged for. None leaves the `QTensor` as it is.
+        dtype: of the activations that it will meet, for which it is arranged. None leaves a `QTensor` as it is.
     """
 
     bias: Tensor | None
@@ -42,16 +50,20 @@ class QuantizedLinear(nn.Module):
         self._hold(_arranged(weight, self._dtype) if isinstance(weight, QTensor) else weight)
 
     @property
-    def form(self) -> QTensor | PackedWeight:
-        """What the operator takes."""
+    def form(self) -> Form:
+        """What is held."""
         return self._form
 
     @property
     def weight(self) -> QTensor:
         """The quantized matrix `[out, in]`; unpacked at every call where it is held packed."""
-        return unpack(self._form) if isinstance(self._form, PackedWeight) else self._form
+        if isinstance(self._form, QTensor):
+            return self._form
+        return unpack(self._form) if isinstance(self._form, PackedWeight) else self._form.unpack()
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self._form, CpuWeight):
+            return cpu_linear(x, self._form, self.bias)
         return ops.wna16_linear(x, self._form, self.bias)
 
     def extra_repr(self) -> str:
@@ -70,19 +82,65 @@ class QuantizedLinear(nn.Module):
         self._hold(_arranged(moved, self._dtype))
         return self
 
-    def _hold(self, form: QTensor | PackedWeight) -> None:
+    def _hold(self, form: Form) -> None:
         self._form = form
         for name, tensor in _tensors(form).items():
             self.register_buffer(name, tensor)
 
 
-def _arranged(weight: QTensor, dtype: torch.dtype | None) -> QTensor | PackedWeight:
-    """The weight as the operator of its device takes it best."""
-    if weight.device.type == "cuda" and dtype in HALVES:
-        return pack(weight, dtype)
-    return weight
+def project(
+    linear: nn.Module,
+    x: Tensor,
+    *,
+    norm: RMSNorm | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """`residual + activation(linear(norm(x)))`, in as few passes over memory as the device has kernels for.
+
+    Args:
+        linear: `nn.Linear`, `QuantizedLinear`, or what stands in for one.
+        x: `[..., in]`.
+        residual: `[..., out]`.
+        activation: "none", or "swiglu": `silu(gate) * up` of an output that is `[gate, up]`.
+    """
+    if isinstance(linear, QuantizedLinear) and isinstance(linear.form, PackedWeight):
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return ops.wna16_linear(
+            x, linear.form, linear.bias, norm=weight, eps=eps, residual=residual, activation=activation
+        )
+    if norm is not None:
+        x = norm(x)
+    y = _by_vector(linear, x) if isinstance(linear, nn.Linear) and _is_vector(linear, x) else linear(x)
+    if activation == "swiglu":
+        y = _swiglu(y)
+    return y if residual is None else residual + y
 
 
-def _tensors(form: QTensor | PackedWeight) -> dict[str, Tensor | None]:
+def _is_vector(linear: nn.Linear, x: Tensor) -> bool:
+    return x.numel() == linear.in_features and has_kernels(x)
+
+
+def _by_vector(linear: nn.Linear, x: Tensor) -> Tensor:
+    return gemv(linear.weight, x.flatten(), linear.bias).view(*x.shape[:-1], -1)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    if has_kernels(x):
+        return swiglu(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _arranged(weight: QTensor, dtype: torch.dtype | None) -> Form:
+    """The weight as its device takes it best."""
+    if dtype is None:
+        return weight
+    if weight.device.type == "cpu":
+        return pack_for_cpu(weight, dtype) or weight
+    return pack(weight, dtype) if dtype in HALVES and gpu_has_kernels(weight.device) else weight
+
+
+def _tensors(form: Form) -> dict[str, Tensor | None]:
     named = {field.name: getattr(form, field.name) for field in dataclasses.fields(form)}
     return {name: value for name, value in named.items() if isinstance(value, Tensor) or name == "zeros"}

@@ -1,7 +1,9 @@
 """The gated MLP (SwiGLU; Shazeer, 2020)."""
 
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from warpbus.models.layers.linear import project
+from warpbus.models.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -12,6 +14,6 @@ class GatedMLP(nn.Module):
         self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=False)
         self.down = nn.Linear(ffn_size, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+    def forward(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
+        """The MLP of `norm(x)`, plus `residual`."""
+        return project(self.down, project(self.gate_up, x, norm=norm, activation="swiglu"), residual=residual)

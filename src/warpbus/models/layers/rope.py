@@ -13,6 +13,7 @@ class Rotary:
 
     def __init__(self, config: RopeConfig) -> None:
         self.config = config
+        self._tables: dict[torch.device, Tensor] = {}
 
     def __call__(self, positions_bt: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Angles for integer positions `[batch, tokens]`.
@@ -20,10 +21,23 @@ class Rotary:
         Returns:
             cosines and sines, each `[batch, tokens, 1, rotary_dim / 2]` in `dtype`, computed in float32.
         """
-        frequencies = _frequencies(self.config, positions_bt.device)
-        positions = positions_bt.float() / self.config.position_scale
-        angles = positions[:, :, None, None] * frequencies
+        angles = self._angles(positions_bt)[:, :, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def table(self, positions: int, device: torch.device) -> Tensor:
+        """The cosines, then the sines, of the positions from 0 on: float32 `[positions or more, rotary_dim]`.
+
+        The largest one that was asked for is kept on each device.
+        """
+        kept = self._tables.get(device)
+        if kept is None or len(kept) < positions:
+            angles = self._angles(torch.arange(positions, device=device))
+            kept = self._tables[device] = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return kept
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        frequencies = _frequencies(self.config, positions.device)
+        return (positions.float() / self.config.position_scale)[..., None] * frequencies
 
 
 def rotate(x_bthd: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:

@@ -1,0 +1,21 @@
+"""Where the layers are computed by kernels of ours."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from warpbus.kernels.ops.arguments import HALVES
+
+_OLDEST = (8, 0)  # compute capability that the kernels are written for
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels take these activations: 16 bits, on a GPU they are made for, and no gradient is asked for."""
+    return x.is_cuda and x.dtype in HALVES and not torch.is_grad_enabled() and gpu_has_kernels(x.device)
+
+
+@functools.cache
+def gpu_has_kernels(device: torch.device) -> bool:
+    """Whether a device is a GPU that the kernels are made for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OLDEST

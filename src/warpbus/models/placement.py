@@ -1,0 +1,82 @@
+"""Quantized matrices on their way to a GPU: some rows at a time, so that little but the result is ever there."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, pack, packed_shapes
+from warpbus.models.layers.fusion import gpu_has_kernels
+from warpbus.qtensor import QTensor, Scheme
+
+_ROWS = 64 * TILE_ROWS  # at once
+
+
+def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QTensor | PackedWeight:
+    """A quantized matrix of the CPU on a device, packed where its kernels want that.
+
+    Args:
+        dtype: of the activations that it will meet.
+    """
+    device = torch.device(device)
+    if not _packs(device, dtype):
+        return weight.to(device)
+    pieces = (pack(weight.rows(start, stop).to(device), dtype) for start, stop in _spans(weight.shape[0]))
+    return _joined(pieces, weight.scheme, weight.shape)
+
+
+def round_onto(
+    weight: Tensor, scheme: Scheme, device: torch.device | str, dtype: torch.dtype
+) -> QTensor | PackedWeight:
+    """Round a matrix `[out, in]` of the CPU to nearest, on a device; see `place`.
+
+    The scheme is symmetric; the largest weight of a group is put on the largest code.
+    """
+    device = torch.device(device)
+    if not _packs(device, dtype):
+        return _rounded(weight.to(device), scheme, dtype)
+    pieces = (
+        pack(_rounded(weight[start:stop].to(device), scheme, dtype), dtype) for start, stop in _spans(weight.shape[0])
+    )
+    return _joined(pieces, scheme, (weight.shape[0], weight.shape[1]))
+
+
+def _packs(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype in HALVES and gpu_has_kernels(device)
+
+
+def _rounded(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> QTensor:
+    grouped = weight.float().unflatten(1, (scheme.groups(weight.shape[1]), -1))
+    largest = scheme.max_code - scheme.middle_code
+    scales = (grouped.abs().amax(-1) / largest).to(dtype)
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    codes = (grouped / scales[..., None].float()).round_().add_(scheme.middle_code).clamp_(0, scheme.max_code)
+    return QTensor.from_codes(scheme, codes.flatten(1).to(torch.uint8), scales)
+
+
+def _spans(rows: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
+
+
+def _joined(pieces: Iterator[PackedWeight], scheme: Scheme, shape: tuple[int, int]) -> PackedWeight:
+    """Packed pieces of whole tiles of rows, one below the other."""
+    first = next(pieces)
+    words, tiles = packed_shapes(scheme, *shape)
+    whole = PackedWeight(
+        first.codes.new_empty(words),
+        first.scales.new_empty(tiles),
+        None if first.zeros is None else first.zeros.new_empty(tiles),
+        scheme,
+        shape,
+    )
+    word = tile = 0
+    piece: PackedWeight | None = first
+    while piece is not None:
+        height = len(piece.scales)
+        whole.codes[word : word + len(piece.codes)] = piece.codes
+        whole.scales[tile : tile + height] = piece.scales
+        if whole.zeros is not None and piece.zeros is not None:
+            whole.zeros[tile : tile + height] = piece.zeros
+        word, tile, piece = word + len(piece.codes), tile + height, next(pieces, None)
+    return whole
