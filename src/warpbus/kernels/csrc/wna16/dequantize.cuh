@@ -12,11 +12,12 @@
 //   const RowPairs scales = spread_rows(scale_pair);
 //   Packed::integers(a, words, zeros);                    // code - zero, exact
 //   scale_fragment<T>(a, scales);                         // times scale, rounded to T
-// which gives the very bits of QTensor.dequantize(T): a code minus a zero point has at most 9 bits with its sign, so that
-// both types hold it exactly, and there is one rounding, in the product with the scale.
+// which gives the very bits of QTensor.dequantize(T): a code minus a zero point has at most 9 bits with its sign, so
+// that both types hold it exactly, and there is one rounding, in the product with the scale.
 //
 // No conversion instruction is used, since those run at a quarter of the rate of arithmetic or less: a code that is
-// joined to the bits of a power of two whose last place is worth 1 is the sum of both, and a subtraction leaves the code.
+// joined to the bits of a power of two whose last place is worth 1 is the sum of both, and a subtraction leaves the
+// code.
 #pragma once
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
@@ -50,8 +51,8 @@ __device__ __forceinline__ ptx::uint32 fma_pair<__nv_bfloat16>(ptx::uint32 a, pt
 // The same value in both halves of a register: the bits of a T.
 __device__ __forceinline__ constexpr ptx::uint32 twice(ptx::uint32 bits) { return bits << 16 | bits; }
 
-// bits & mask | base in one instruction. The compiler makes two of the expression, since an instruction has room for one
-// constant; here it has to keep the other in a register.
+// bits & mask | base in one instruction. The compiler makes two of the expression, since an instruction has room for
+// one constant; here it has to keep the other in a register.
 __device__ __forceinline__ ptx::uint32 join_bits(ptx::uint32 bits, ptx::uint32 mask, ptx::uint32 base) {
     ptx::uint32 joined;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(joined) : "r"(bits), "r"(mask), "r"(base));
@@ -124,7 +125,8 @@ struct Codes<__nv_bfloat16, 4> {
     }
 };
 
-// Codes of row g are in the low byte of each half, those of row g + 8 in the high byte: 1024 + code has room for 8 bits.
+// Codes of row g are in the low byte of each half, those of row g + 8 in the high byte: 1024 + code has room for 8
+// bits.
 template <>
 struct Codes<__half, 8> {
     using Zeros = RowPairs;
@@ -133,7 +135,8 @@ struct Codes<__half, 8> {
     static __device__ __forceinline__ Zeros zeros(ptx::uint32 pair) {
         const RowPairs zero = spread_rows(pair);
         constexpr ptx::uint32 kMinusOne = twice(0xbc00), kMinusBase = twice(0xe400);
-        return {fma_pair<__half>(zero.upper, kMinusOne, kMinusBase), fma_pair<__half>(zero.lower, kMinusOne, kMinusBase)};
+        return {fma_pair<__half>(zero.upper, kMinusOne, kMinusBase),
+                fma_pair<__half>(zero.lower, kMinusOne, kMinusBase)};
     }
 
     static __device__ __forceinline__ void integers(ptx::uint32 (&a)[4], const ptx::uint32* words, Zeros zeros) {
@@ -146,8 +149,8 @@ struct Codes<__half, 8> {
     }
 };
 
-// No bfloat16 has 8 bits of room below a power of two, but a float has: 0x4b000000 is 2^23. The difference is an integer
-// of at most 8 bits and a sign, so the upper half of the float is the bfloat16.
+// No bfloat16 has 8 bits of room below a power of two, but a float has: 0x4b000000 is 2^23. The difference is an
+// integer of at most 8 bits and a sign, so the upper half of the float is the bfloat16.
 template <>
 struct Codes<__nv_bfloat16, 8> {
     struct Zeros {

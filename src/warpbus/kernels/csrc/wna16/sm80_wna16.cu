@@ -12,15 +12,15 @@
 // float32. The sums are those of out^T = weight x^T: a dequantized register is a fragment of the operand A, rows of
 // which are rows of the weight, and ldmatrix reads the rows of x as the fragments of B.
 //
-// Versions: TILE_N rows of the weight by TILE_M rows of x a block, of which a warp owns WARP_N by WARP_M; RESIDENT blocks
-// share the registers of a multiprocessor. A stage in shared memory is 64 columns of both; kStages - 1 are on their way
-// while one is multiplied. A block sums k_per_split of k (a multiple of 64); where that is less than k, gridDim.y blocks
-// share a tile and each stores float32 sums into partial [gridDim.y, m, n rounded up to 8] for gemm/split_k_reduce.cu,
-// which finishes them in fixed order.
+// Versions: TILE_N rows of the weight by TILE_M rows of x a block, of which a warp owns WARP_N by WARP_M; RESIDENT
+// blocks share the registers of a multiprocessor. A stage in shared memory is 64 columns of both; kStages - 1 are on
+// their way while one is multiplied. A block sums k_per_split of k (a multiple of 64); where that is less than k,
+// gridDim.y blocks share a tile and each stores float32 sums into partial [gridDim.y, m, n rounded up to 8] for
+// gemm/split_k_reduce.cu, which finishes them in fixed order.
 //
-// Launch: grid (tiles, splits), kThreads threads, kStages * kStageBytes of dynamic shared memory; no configuration takes
-// more than the 99 KB that sm_86 and sm_89 give to a block. On sm_90 and later it may start before the kernel ahead of it
-// has ended: it asks for weights before it waits.
+// Launch: grid (tiles, splits), kThreads threads, kStages * kStageBytes of dynamic shared memory; no configuration
+// takes more than the 99 KB that sm_86 and sm_89 give to a block. On sm_90 and later it may start before the kernel
+// ahead of it has ended: it asks for weights before it waits.
 #include "common/tile.cuh"
 #include "gemm/epilogue.cuh"
 #include "wna16/dequantize.cuh"
@@ -65,8 +65,8 @@ struct Weight {
     int row_tiles, k_tiles, groups, group_shift;
 };
 
-// Starts copying the codes, scales and zero points of a block's rows and of one tile of columns into a stage. In place of
-// rows past the last tile it copies that tile: what is computed from them is not stored.
+// Starts copying the codes, scales and zero points of a block's rows and of one tile of columns into a stage. In place
+// of rows past the last tile it copies that tile: what is computed from them is not stored.
 __device__ __forceinline__ void copy_weight(unsigned char* stage, const Weight& weight, int row_tile0, int k_tile) {
     constexpr int kChunksOfTile = kLoads * 32;
     const int last = weight.row_tiles - 1;
@@ -89,8 +89,8 @@ __device__ __forceinline__ void copy_weight(unsigned char* stage, const Weight& 
     }
 }
 
-// A thread's share in copying tiles of x: one column of chunks, every kRowStep-th row. In place of rows past the last it
-// copies that one: what is computed from them is not stored.
+// A thread's share in copying tiles of x: one column of chunks, every kRowStep-th row. In place of rows past the last
+// it copies that one: what is computed from them is not stored.
 class InputCopy {
     static constexpr int kChunks = kTileK / kChunk;
     static constexpr int kRowStep = kThreads / kChunks;
@@ -130,8 +130,8 @@ private:
     int target_;
 };
 
-// A warp's rows of the weight in one step of 16 columns. Codes are loaded for several steps at once and scales for half a
-// stage: `load` brings what the next step needs anew, and `advance` goes on to it.
+// A warp's rows of the weight in one step of 16 columns. Codes are loaded for several steps at once and scales for half
+// a stage: `load` brings what the next step needs anew, and `advance` goes on to it.
 class WeightFragments {
 public:
     // `stage` and `step` are those of the next step; `tile` is the first of the warp's packed tiles in a stage.
@@ -200,11 +200,11 @@ struct InputFragments {
 
 using Sums = float[kBlocksN][kBlocksM][4];
 
-// Gives the rows of a warp's part of out to `finish(sums, row)`, 8 columns a lane: those from lane % (kWarpN / 8) * 8 on.
-// A lane has sums of 2 neighbouring rows and of columns 8 apart, so they pass through shared memory 8 rows at a time.
-// With rows kWarpN + 4 floats apart, the 4 pairs of rows that a warp stores begin 8 banks apart and 8 columns of each fill
-// the gaps. Loads are 16 bytes a lane, 8 lanes at a time: of two rows, which lie 4 banks apart, or of one, where 4 lanes
-// load their second 16 bytes first.
+// Gives the rows of a warp's part of out to `finish(sums, row)`, 8 columns a lane: those from lane % (kWarpN / 8) * 8
+// on. A lane has sums of 2 neighbouring rows and of columns 8 apart, so they pass through shared memory 8 rows at a
+// time. With rows kWarpN + 4 floats apart, the 4 pairs of rows that a warp stores begin 8 banks apart and 8 columns of
+// each fill the gaps. Loads are 16 bytes a lane, 8 lanes at a time: of two rows, which lie 4 banks apart, or of one,
+// where 4 lanes load their second 16 bytes first.
 template <typename Finish>
 __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Finish finish) {
     constexpr int kPitch = kWarpN + 4;
@@ -236,8 +236,8 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
     }
 }
 
-// The tile of this block: down a band of kBand tiles of x, then on to the next rows of the weight, so that blocks that run
-// at one time share what they read.
+// The tile of this block: down a band of kBand tiles of x, then on to the next rows of the weight, so that blocks that
+// run at one time share what they read.
 __device__ __forceinline__ void find_tile(int m, int n, int& row0, int& column0) {
     const unsigned tiles_m = (m + kTileM - 1u) / kTileM;
     const unsigned tiles_n = (n + kTileN - 1u) / kTileN;
