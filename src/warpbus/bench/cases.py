@@ -4,6 +4,7 @@ import importlib.metadata
 import itertools
 import math
 import platform
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,12 +19,11 @@ from warpbus.errors import DeviceError, UsageError
 
 Progress = Callable[[str, int, int], None]
 
-# The unit of each metric that is derived from a time, and how many of it make one base unit: second, FLOP, byte, token.
+# The unit of each metric that is derived from a time, and how many of it make one base unit (second, FLOP, byte).
 _UNITS = {
     "time": ("us", 1e6),
     "throughput": ("TFLOP/s", 1e-12),
     "bandwidth": ("GB/s", 1e-9),
-    "speed": ("tokens/s", 1.0),
 }
 
 
@@ -47,8 +47,8 @@ class Case:
 
     Attributes:
         parameters: what names it in its records.
-        metric: "time", "throughput", "bandwidth" or "speed".
-        work: FLOPs, bytes or tokens of one call, for the three rates; any positive number for a time.
+        metric: "time", "throughput" or "bandwidth".
+        work: FLOPs or bytes of one call, for the two rates; any positive number for a time.
         floor_seconds: the least time that the machine could need, or `None` where none is known.
         make, touched: see `timing.measure`.
     """
@@ -68,12 +68,36 @@ class Case:
         return seconds * scale if self.metric == "time" else self.work / seconds * scale
 
 
+@dataclass(frozen=True)
+class Result:
+    """What was measured of one piece of work, all numbers in `unit`.
+
+    Attributes:
+        parameters: what names it in its records.
+        ours: our samples.
+        peers: the name, version and samples of each peer.
+        floor: the physical limit, or `None` where none is known.
+    """
+
+    parameters: Mapping[str, Parameter]
+    metric: str
+    unit: str
+    ours: Sequence[float]
+    peers: Sequence[tuple[str, str, Sequence[float]]]
+    floor: float | None
+
+
+# Something to measure, which says what came of it or how it is done.
+Task = Callable[[], Case | Result]
+
+
 @dataclass
 class Run:
     """One run of a benchmark: what was asked for, and what there is to say about it.
 
     Attributes:
-        sizes, variants, dtype: `None` or empty means the benchmark's own.
+        sizes, variants, dtype, shape: `None` or empty means the benchmark's own.
+        profile: also say where the time goes.
         notes: sentences for the reader of the table.
     """
 
@@ -82,6 +106,8 @@ class Run:
     sizes: tuple[int, ...] = ()
     variants: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
+    shape: str | None = None
+    profile: bool = False
     quick: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -144,14 +170,14 @@ class Benchmark:
         name: the verb's argument.
         title: what it compares.
         cases: the cases of a run, each made when its turn comes.
-        takes: what of a run it looks at besides sizes: "variants", "dtype".
+        takes: what of a run it looks at besides sizes: "variants", "dtype", "shape", "profile".
         needs_gpu: there is nothing to measure on the CPU.
         means: parameters and values whose cases' ratios are summed up, by the name of the group.
     """
 
     name: str
     title: str
-    cases: Callable[[Run], Sequence[Callable[[], Case]]]
+    cases: Callable[[Run], Sequence[Task]]
     plot: Plot
     takes: tuple[str, ...] = ("variants", "dtype")
     needs_gpu: bool = False
@@ -168,8 +194,8 @@ def run(benchmark: Benchmark, settings: Run, progress: Progress = lambda what, d
         DeviceError: the benchmark needs a GPU, or a case more memory than there is.
         UsageError: a size or variant that cannot be, or something that the benchmark does not look at.
     """
-    for name, given in (("variants", settings.variants), ("dtype", settings.dtype)):
-        if given and name not in benchmark.takes:
+    for name in ("variants", "dtype", "shape", "profile"):
+        if getattr(settings, name) and name not in benchmark.takes:
             raise UsageError(f"bench {benchmark.name} has no --{name.removesuffix('s')}: leave it away")
     if benchmark.needs_gpu and not settings.on_gpu:
         raise DeviceError(
@@ -182,12 +208,14 @@ def run(benchmark: Benchmark, settings: Run, progress: Progress = lambda what, d
     records: list[Record] = []
     progress(benchmark.name, 0, len(prepared))
     for done, make in enumerate(prepared, 1):
-        records += _measured(benchmark.name, make(), settings, date, installed)
+        found = make()
+        result = _result(found, settings) if isinstance(found, Case) else found
+        records += _records(benchmark.name, result, settings, date, installed)
         progress(benchmark.name, done, len(prepared))
     return records
 
 
-def _measured(bench: str, case: Case, settings: Run, date: str, installed: Mapping[str, str]) -> list[Record]:
+def _result(case: Case, settings: Run) -> Result:
     beside = [rival for rival in case.rivals if rival.call is not None]
     calls = [case.ours, *(rival.call for rival in beside if rival.call is not None)]
     ours, *timings = measure(calls, case.make, settings.effort, case.touched)
@@ -198,31 +226,40 @@ def _measured(bench: str, case: Case, settings: Run, date: str, installed: Mappi
     # What is alone is often shared by several cases, and comes from the first of them.
     by_name = {rival.name: timing for rival, timing in zip(beside, timings, strict=True)}
     by_name |= {rival.name: rival.alone() for rival in case.rivals if rival.alone is not None}
-    records = []
-    for rival in case.rivals:
-        theirs = by_name[rival.name]
-        value, other = case.value(ours.median), case.value(theirs.median)
-        records.append(
-            Record(
-                bench=bench,
-                case={**case.parameters, "timed": ours.method},
-                metric=case.metric,
-                unit=_UNITS[case.metric][0],
-                ours=value,
-                peer=Peer(rival.name, rival.version, other),
-                ratio=ratio(case.metric, value, other),
-                floor=None if case.floor_seconds is None else case.value(case.floor_seconds),
-                samples={
-                    "ours": [case.value(seconds) for seconds in ours.seconds],
-                    "peer": [case.value(seconds) for seconds in theirs.seconds],
-                },
-                device=settings.device_name,
-                versions=installed,
-                date=date,
-                command=settings.command,
-            )
+
+    def values(timing: Timing) -> list[float]:
+        return [case.value(seconds) for seconds in timing.seconds]
+
+    return Result(
+        parameters={**case.parameters, "timed": ours.method},
+        metric=case.metric,
+        unit=_UNITS[case.metric][0],
+        ours=values(ours),
+        peers=[(rival.name, rival.version, values(by_name[rival.name])) for rival in case.rivals],
+        floor=None if case.floor_seconds is None else case.value(case.floor_seconds),
+    )
+
+
+def _records(bench: str, result: Result, settings: Run, date: str, installed: Mapping[str, str]) -> list[Record]:
+    value = statistics.median(result.ours)
+    return [
+        Record(
+            bench=bench,
+            case=result.parameters,
+            metric=result.metric,
+            unit=result.unit,
+            ours=value,
+            peer=Peer(name, version, statistics.median(samples)),
+            ratio=ratio(result.metric, value, statistics.median(samples)),
+            floor=result.floor,
+            samples={"ours": list(result.ours), "peer": list(samples)},
+            device=settings.device_name,
+            versions=installed,
+            date=date,
+            command=settings.command,
         )
-    return records
+        for name, version, samples in result.peers
+    ]
 
 
 def geometric_means(benchmark: Benchmark, records: Sequence[Record]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from warpbus.bench import BENCHMARKS, Benchmark, Run, cases, ceilings, geometric_means, matmul, run, timing
-from warpbus.bench.cases import Case, Plot, Rival
+from warpbus.bench.cases import Case, Plot, Result, Rival
 from warpbus.bench.dense import LAYERS, decode_shapes
 from warpbus.bench.timing import Effort, Timing
 from warpbus.errors import DeviceError, UsageError
@@ -172,11 +172,14 @@ def test_geometric_means_by_peer(instant):
     assert means == pytest.approx({"all, against a": 1.5, "all, against b": 4.0})
 
 
-def test_a_speed_is_tokens_a_second(instant):
-    case = partial(Case, {"n": 1}, "speed", 8, 1e-6, tuple, str, [Rival("a", "1", str)])
-    (record,) = run(Benchmark("x", "X", lambda run: [case], Plot(None)), settings())
-    assert (record.unit, record.ours, record.ratio) == ("tokens/s", pytest.approx(4e6), pytest.approx(1.5))
-    assert record.share_of_floor == pytest.approx(0.5)
+def test_what_is_measured_already_becomes_records_too():
+    result = Result(
+        {"n": 1}, "speed", "tokens/s", [400.0, 500.0, 600.0], [("a", "1", [200.0]), ("b", "2", [250.0])], 1000.0
+    )
+    records = run(Benchmark("x", "X", lambda run: [lambda: result], Plot(None)), settings())
+    assert [(record.peer.name, record.ours, record.ratio) for record in records] == [("a", 500, 2.5), ("b", 500, 2)]
+    assert records[0].share_of_floor == 0.5
+    assert records[1].samples == {"ours": [400, 500, 600], "peer": [250]}
 
 
 def test_the_decode_shapes_and_their_tensor_parallel_parts():
