@@ -4,6 +4,7 @@ A benchmark is a list of cases (`cases.py`); its records go into files of one sc
 nothing of models.
 """
 
+from warpbus.bench.attention import ATTENTION
 from warpbus.bench.cases import Benchmark, Run, geometric_means, run
 from warpbus.bench.dense import GEMM, GEMV, LINEAR
 from warpbus.bench.elementwise import VECTOR_ADD
@@ -11,6 +12,6 @@ from warpbus.bench.matmul import LADDER, MATMUL
 from warpbus.bench.quantized import W8A8, WNA16
 from warpbus.bench.records import Peer, Record
 
-BENCHMARKS = {each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16, W8A8)}
+BENCHMARKS = {each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16, W8A8, ATTENTION)}
 
 __all__ = ["BENCHMARKS", "Benchmark", "Peer", "Record", "Run", "geometric_means", "run"]

@@ -45,11 +45,16 @@ class Tinygemm:
         group_size = weight.scheme.group_size
         assert group_size is not None  # `takes` has said so
         codes = weight.codes()
-        packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], _INNER_TILES)
         scales = weight.scales.float()
         zeros = torch.zeros_like(scales) if weight.zeros is None else (8 - weight.zeros.float()) * scales
-        pairs = torch.stack([scales, zeros], dim=-1).bfloat16().transpose(0, 1).contiguous()
-        return Tinygemm(packed, pairs, group_size)
+        pairs = torch.stack([scales, zeros], dim=-1).transpose(0, 1)
+        return Tinygemm.packed(codes[:, ::2] << 4 | codes[:, 1::2], pairs, group_size)
+
+    @staticmethod
+    def packed(codes: Tensor, scales_and_zeros: Tensor, group_size: int) -> "Tinygemm":
+        """A matrix from uint8 `[n, k / 2]`, even columns in the upper half of a byte, and `[groups, n, 2]`."""
+        reordered = torch.ops.aten._convert_weight_to_int4pack(codes, _INNER_TILES)
+        return Tinygemm(reordered, scales_and_zeros.bfloat16().contiguous(), group_size)
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x @ weight.T`, both bfloat16 `[m, k]` and `[m, n]`."""

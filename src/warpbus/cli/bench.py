@@ -114,6 +114,10 @@ for _name, _help in {
 
     Variants are fp8 and int8. With --size, these numbers of tokens alone.
     """,
+    "attention": """One new token of every sequence against its cache, beside torch's fused attention. Needs a GPU.
+
+    Variants say what the cache is kept in: auto (as the activations), int8 or fp8. With --size, these contexts alone.
+    """,
 }.items():
     bench.command(_name, help=_help)(measure)
 

@@ -29,7 +29,17 @@ def settings(**changes):
 
 
 def test_every_benchmark_has_its_name():
-    assert list(BENCHMARKS) == ["vector-add", "matmul", "ladder", "gemm", "gemv", "linear", "wna16", "w8a8"]
+    assert list(BENCHMARKS) == [
+        "vector-add",
+        "matmul",
+        "ladder",
+        "gemm",
+        "gemv",
+        "linear",
+        "wna16",
+        "w8a8",
+        "attention",
+    ]
     assert all(benchmark.title for benchmark in BENCHMARKS.values())
 
 
@@ -74,7 +84,7 @@ def test_a_compiler_that_does_not_work_is_left_out_and_said_so(monkeypatch):
     assert asked.notes[-1] == "torch.compile was left out: it does not work here (OSError)."
 
 
-@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8"])
+@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "attention"])
 def test_some_need_a_gpu(name):
     with pytest.raises(DeviceError, match=f"bench {name}: needs an NVIDIA GPU") as raised:
         run(BENCHMARKS[name], settings())
@@ -227,6 +237,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "linear": 8,
         "wna16": 36,
         "w8a8": 16,
+        "attention": 36,
     }
     asked.quick = True
     fewer = {name: len(benchmark.cases(asked)) for name, benchmark in BENCHMARKS.items()}
@@ -239,6 +250,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "linear": 2,
         "wna16": 12,
         "w8a8": 4,
+        "attention": 6,
     }
     asked.sizes = (128,)
     assert len(BENCHMARKS["gemm"].cases(asked)) == len(BENCHMARKS["gemv"].cases(asked)) == 1

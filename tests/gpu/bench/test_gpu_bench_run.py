@@ -56,6 +56,8 @@ def test_a_tiny_run(name):
         assert "humming" in peers or any("humming was left out" in note for note in asked.notes)
     if name == "w8a8":
         assert peers == {"cuBLAS", "torch._scaled_mm", "torch._int_mm"}
+    if name == "attention":
+        assert peers == {"SDPA"}
     if name == "ladder" and architecture(DEVICE) == "sm_90a":
         assert [record.case["rung"] for record in records] == [*MATMUL_RUNGS, *GEMV_RUNGS]
 

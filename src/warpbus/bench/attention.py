@@ -1,0 +1,151 @@
+"""`attention`: one new token of every sequence against its cache, beside torch's fused attention."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run
+from warpbus.bench.ceilings import copy_bandwidth
+from warpbus.bench.data import dtype_name, normal
+from warpbus.bench.records import Parameter
+from warpbus.kernels.ops.attention import decode_attention
+
+_HEAD_DIM = 128
+_CONTEXTS = (1024, 4096, 16384)
+_BATCHES = (1, 8, 32)
+_SCALE_BYTES = 4
+
+# What a cache is kept in: the activations' own dtype, or one byte an element and a float32 scale for each vector.
+_CACHES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Attention of a model. The first `rotary_dim` elements of a head are rotated."""
+
+    heads: int
+    kv_heads: int
+    rotary_dim: int
+    interleaved: bool
+    contexts: tuple[int, ...]
+
+
+_SHAPES = (
+    _Shape(32, 2, _HEAD_DIM // 2, True, _CONTEXTS),  # ChatGLM2-6B, GLM-4-9B
+    _Shape(32, 8, _HEAD_DIM, False, (4096,)),  # Llama-3-8B
+)
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Keys and values `[batch, kv_heads, context, head_dim]`, and their scales if they have some."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+
+
+def _cases(run: Run) -> list[Callable[[], Case]]:
+    variants = run.choose_variants(tuple(_CACHES), ("auto",) if run.quick else tuple(_CACHES))
+    return [
+        partial(_case, run, shape, variant, context, batch)
+        for variant in variants
+        for shape in (_SHAPES[:1] if run.quick else _SHAPES)
+        for context in run.choose_sizes(shape.contexts, shape.contexts[:2])
+        for batch in _BATCHES
+    ]
+
+
+def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Case:
+    dtype = run.dtype or torch.float16
+    width = (shape.heads + 2 * shape.kv_heads) * _HEAD_DIM
+    table = _rotary_table(context, shape.rotary_dim, run.device)
+    positions = torch.full((batch,), context - 1, device=run.device, dtype=torch.int32)
+
+    def make() -> tuple[Tensor, Tensor, _Cache, _Cache]:
+        plain = _cache((batch, shape.kv_heads, context, _HEAD_DIM), dtype, None, run.device)
+        stored = _CACHES[variant]
+        ours = plain if stored is None else _cache(plain.keys.shape, dtype, stored, run.device)
+        q = torch.randn(batch, shape.heads, 1, _HEAD_DIM, device=run.device, dtype=dtype)
+        return normal(batch, width, run.device, dtype), q, ours, plain
+
+    def ours(qkv: Tensor, q: Tensor, cache: _Cache, plain: _Cache) -> Tensor:
+        return decode_attention(
+            qkv,
+            table,
+            positions,
+            cache.keys,
+            cache.values,
+            cache.key_scales,
+            cache.value_scales,
+            heads=shape.heads,
+            interleaved=shape.interleaved,
+            limit=context,
+        )
+
+    def torch_attention(qkv: Tensor, q: Tensor, cache: _Cache, plain: _Cache) -> Tensor:
+        return F.scaled_dot_product_attention(q, plain.keys, plain.values, enable_gqa=True)
+
+    a_vector = _HEAD_DIM * dtype.itemsize if variant == "auto" else _HEAD_DIM + _SCALE_BYTES
+    moved = 2 * batch * shape.kv_heads * context * a_vector
+    moved += batch * (width + shape.heads * _HEAD_DIM) * dtype.itemsize
+    return Case(
+        parameters={
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "context": context,
+            "batch": batch,
+            "dtype": dtype_name(dtype),
+            "variant": variant,
+        },
+        metric="time",
+        work=moved,
+        floor_seconds=moved / copy_bandwidth(run.device),
+        make=make,
+        ours=ours,
+        rivals=[Rival("SDPA", torch.__version__, torch_attention)],
+        touched=moved,
+    )
+
+
+def _cache(
+    shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, stored: torch.dtype | None, device: torch.device
+) -> _Cache:
+    """Random keys and values in `stored`, or in `dtype` where that is `None`."""
+    if stored is None:
+        keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+        return _Cache(keys, values, None, None)
+    largest = 127.0 if stored == torch.int8 else torch.finfo(stored).max
+    # Of normal numbers the largest of a vector is about 3 deviations.
+    keys, values = (
+        torch.randn(shape, device=device, dtype=dtype).mul_(largest / 3).clamp_(-largest, largest).to(stored)
+        for _ in range(2)
+    )
+    key_scales, value_scales = (torch.rand(shape[:-1], device=device).add_(0.5).mul_(3 / largest) for _ in range(2))
+    return _Cache(keys, values, key_scales, value_scales)
+
+
+def _rotary_table(positions: int, rotary_dim: int, device: torch.device) -> Tensor:
+    """float32 `[positions, rotary_dim]`: cosines, then sines."""
+    frequencies = 10000.0 ** (-torch.arange(0, rotary_dim, 2, device=device) / rotary_dim)
+    angles = torch.arange(positions, device=device)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float()
+
+
+def _of_batch(batch: int) -> Callable[[Mapping[str, Parameter]], bool]:
+    return lambda case: case["batch"] == batch
+
+
+ATTENTION = Benchmark(
+    name="attention",
+    title="Attention of one new token a sequence",
+    cases=_cases,
+    plot=Plot(x="batch", x_label="sequences", panels=("kv_heads", "context")),
+    needs_gpu=True,
+    means={f"batch {batch}": _of_batch(batch) for batch in _BATCHES},
+)
