@@ -9,12 +9,13 @@ import functools
 import itertools
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import Kernel, runs_on
+from warpbus.cuda.kernel import runs_on
 from warpbus.cuda.tensor_map import fits, tensor_map
 from warpbus.errors import DeviceError, TensorError
 from warpbus.kernels.operators import operator
@@ -36,6 +37,9 @@ from warpbus.kernels.units import unit
 CODES = tuple(reference.LARGEST)
 _NEEDS = {torch.int8: "sm_80", torch.float8_e4m3fn: "sm_89"}
 _SUMS = {torch.int8: "int", torch.float8_e4m3fn: "float"}
+
+Finish = tuple[Tensor, Tensor, Tensor | None]
+_Tiling = TypeVar("_Tiling", bound="Tiling")
 
 
 def quantize_tokens(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -199,129 +203,158 @@ _quantize = operator(
 )
 
 
-# ---- The product on Hopper ----
-
-_TILE_M, _TILE_K = 128, 128
-_BOX = 64  # elements of the output: one row of the 128-byte swizzle
-_NO_MAP = bytes(128)
-_ROWS_OF_TILES = 2048  # of the output that are walked together, so that L2 serves a wave of tiles
-_EXACT = 131072 - _TILE_K  # of k: as many products of 8 bits fit into int32
-_LEAST_PART = 512  # of k, below which splitting is not considered
-_MOST_SPLITS = 16
+# ---- The product ----
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How `w8a8/sm90_w8a8.cu` cuts a product: 128 rows by `n` columns.
+    """How a kernel cuts a product.
 
     Attributes:
-        codes: the dtype that it is compiled for.
+        m, n: the tile of a block.
+        k: bytes of a stage.
         stages: tiles of the operands in flight.
-        buffers: staging buffers of a consumer.
-        efficiency: the expected share of the tensor cores' rate.
+        efficiency: the expected share of `_PRODUCTS`.
     """
 
-    codes: torch.dtype
+    m: int
     n: int
+    k: int
     stages: int
-    buffers: int
     efficiency: float
 
     @property
     def shared(self) -> int:
-        """Bytes: the ring and its barriers, staging buffers, scales and bias of two consumers, and room to align."""
-        ring = ((_TILE_M + self.n) * _TILE_K + 16) * self.stages
-        return ring + 2 * (self.buffers * _BOX * _BOX * 2 + self.n * 8) + 1024
+        """Bytes of shared memory a block."""
+        return (self.m + self.n) * self.k * self.stages
+
+
+@dataclass(frozen=True)
+class HopperTiling(Tiling):
+    """A tiling of `w8a8/sm90_w8a8.cu`, with `buffers` staging buffers of a consumer."""
+
+    buffers: int
+
+    @property
+    def shared(self) -> int:
+        """Beside the ring: its barriers, staging buffers, scales and bias of two consumers, and room to align."""
+        return super().shared + 16 * self.stages + 2 * (self.buffers * _BOX * _BOX * 2 + self.n * 8) + 1024
 
 
 # float8_e4m3fn needs a second set of sums in registers, which 128 x 256 has no room for.
-TILINGS = (
-    Tiling(torch.float8_e4m3fn, 192, 4, 3, 0.9),
-    Tiling(torch.float8_e4m3fn, 128, 6, 1, 0.8),
-    Tiling(torch.int8, 256, 4, 1, 0.95),
-    Tiling(torch.int8, 128, 6, 1, 0.8),
-)
+HOPPER = {
+    torch.float8_e4m3fn: (HopperTiling(128, 192, 128, 4, 0.9, 3), HopperTiling(128, 128, 128, 6, 0.8, 1)),
+    torch.int8: (HopperTiling(128, 256, 128, 4, 0.95, 1), HopperTiling(128, 128, 128, 6, 0.8, 1)),
+}
+AMPERE = (Tiling(128, 128, 64, 4, 0.4), Tiling(64, 64, 128, 3, 0.25))
 
-# The model of `choose`, in clocks of a multiprocessor.
+_BOX = 64  # elements of the output: one row of the 128-byte swizzle
+_NO_MAP = bytes(128)
+_ROWS_OF_TILES = 2048  # of the output that are walked together, so that L2 serves a wave of tiles
+_STEP = 128  # parts of k are a multiple of this
+_EXACT = 131072 - _STEP  # of k: as many products of 8 bits fit into int32
+_LEAST_PART = 512  # of k, below which splitting is not considered
+_MOST_SPLITS = 16
+_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
+
+# The model of `choose`, in clocks of a multiprocessor; the rates are an H100's.
 _PRODUCTS = 4096  # multiplications and additions a clock
-_MEMORY = 1750  # bytes a clock from and to global memory, for all of them
+_MEMORY = 1750  # bytes a clock from and to global memory, for all multiprocessors
 _TILE = 1500  # a tile beside its products: filling the ring, writing the result
 _REDUCTION = 5000  # launching split_k_reduce
 
-
-@functools.cache
-def _hopper_kernel(tiling: Tiling, dtype: torch.dtype) -> Kernel:
-    declared = unit(
+_HOPPER_KERNELS = {
+    (tiling, codes, dtype): unit(
         "w8a8/sm90_w8a8.cu",
         needs="sm_90a",
         ELEMENT=ELEMENTS[dtype],
-        SUM=_SUMS[tiling.codes],
+        SUM=_SUMS[codes],
         TILE_N=tiling.n,
         STAGES=tiling.stages,
         BUFFERS=tiling.buffers,
-    )
-    return declared.kernel("sm90_w8a8", "128s128s128sPPPPPiiiiiii")
-
-
-for _tiling, _dtype in itertools.product(TILINGS, HALVES):
-    _hopper_kernel(_tiling, _dtype)
+    ).kernel("sm90_w8a8", "128s128s128sPPPPPiiiiiii")
+    for codes, tilings in HOPPER.items()
+    for tiling in tilings
+    for dtype in HALVES
+}
+_AMPERE_KERNELS = {
+    (tiling, codes, dtype): unit(
+        "w8a8/sm80_w8a8.cu",
+        needs=_NEEDS[codes],
+        ELEMENT=ELEMENTS[dtype],
+        SUM=_SUMS[codes],
+        TILE_M=tiling.m,
+        TILE_N=tiling.n,
+        TILE_K=tiling.k,
+        STAGES=tiling.stages,
+    ).kernel("sm80_w8a8", "PPPPPPPiiiqqi")
+    for tiling in AMPERE
+    for codes in CODES
+    for dtype in HALVES
+}
 _REDUCE = per_dtype("gemm/split_k_reduce.cu", "split_k_reduce", "PPPiiiqi", HALVES)
-_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, codes: torch.dtype, processors: int) -> tuple[Tiling, int]:
-    """The tiling with the least estimated time, and how much of k a block sums (a multiple of 128)."""
-    best: tuple[float, Tiling, int] | None = None
-    least = blocks((k, _EXACT)) if codes == torch.int8 else 1
-    for tiling in (tiling for tiling in TILINGS if tiling.codes == codes):
+def choose(m: int, n: int, k: int, tilings: tuple[_Tiling, ...], processors: int) -> tuple[_Tiling, int]:
+    """The tiling with the least estimated time, and how much of k a block sums."""
+    least = blocks((k, _EXACT))
+    choices = []
+    for tiling in tilings:
         for splits in range(least, max(least, min(_MOST_SPLITS, k // _LEAST_PART)) + 1):
-            part = blocks((k, splits * _TILE_K)) * _TILE_K
-            splits = blocks((k, part))
-            waves = blocks((blocks((m, _TILE_M), (n, tiling.n)) * splits, processors))
-            computing = waves * (part * _TILE_M * tiling.n / (_PRODUCTS * tiling.efficiency) + _TILE)
-            cost = max(computing, (m + n) * k / _MEMORY)
-            if splits > 1:
-                cost += _REDUCTION + 8 * splits * m * n / _MEMORY
-            if best is None or cost < best[0]:
-                best = cost, tiling, part
-    assert best is not None
-    return best[1], best[2]
+            part = blocks((k, splits * _STEP)) * _STEP
+            choices.append((_clocks(m, n, k, tiling, part, processors), tiling, part))
+    _, tiling, part = min(choices, key=lambda choice: choice[0])
+    return tiling, part
 
 
-def hopper(
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    plan: tuple[Tiling, int] | None = None,
-) -> None:
-    """`scaled_gemm` into `out` on an sm_90a GPU; scales and bias are contiguous, no side is 0.
+def _clocks(m: int, n: int, k: int, tiling: Tiling, part: int, processors: int) -> float:
+    """As many waves of tiles as it takes, or what the operands take from memory; and adding up the parts of k."""
+    splits = blocks((k, part))
+    waves = blocks((blocks((m, tiling.m), (n, tiling.n)) * splits, processors))
+    computing = waves * (part * tiling.m * tiling.n / (_PRODUCTS * tiling.efficiency) + _TILE)
+    combining = _REDUCTION + 8 * splits * m * n / _MEMORY if splits > 1 else 0
+    return max(computing, (m + n) * k / _MEMORY) + combining
+
+
+def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: HopperTiling, part: int) -> None:
+    """The product on an sm_90a GPU: codes a `[m, k]` and b `[n, k]`, no side 0, `out` `[m, n]` contiguous.
 
     Args:
-        plan: what `choose` returns, which is the default.
+        finish: scales of a and b and the bias or `None`, contiguous.
+        tiling, part: as `choose` gives them.
     """
     (m, k), n = a.shape, b.shape[0]
-    tiling, part = plan or choose(m, n, k, a.dtype, multiprocessors(a.device))
-    rows_a, rows_b = addressable(a), addressable(b)  # held until the launch: copies that are given back are overwritten
-    map_a, map_b = tensor_map(rows_a, _TILE_M, _TILE_K), tensor_map(rows_b, tiling.n, _TILE_K)
+    map_a, map_b = tensor_map(a, tiling.m, tiling.k), tensor_map(b, tiling.n, tiling.k)
     splits = blocks((k, part))
     partial = _partial(splits, out)
     direct = partial is not None or not fits(out)
     map_out = _NO_MAP if direct else tensor_map(out, _BOX, _BOX)
-    works = blocks((m, _TILE_M), (n, tiling.n)) * splits
-    _hopper_kernel(tiling, out.dtype)(
-        min(works, multiprocessors(a.device)),
+    _HOPPER_KERNELS[tiling, a.dtype, out.dtype](
+        min(blocks((m, tiling.m), (n, tiling.n)) * splits, multiprocessors(a.device)),
         384,
-        *(map_a, map_b, map_out, a_scales, b_scales, bias, out, partial),
-        *(m, n, k, part, splits, _ROWS_OF_TILES // _TILE_M, int(direct)),
+        *(map_a, map_b, map_out, *finish, out, partial),
+        *(m, n, k, part, splits, _ROWS_OF_TILES // tiling.m, int(direct)),
         shared=tiling.shared,
         dependent=True,
     )
-    if partial is not None:
-        _reduce(partial, bias, out)
+    _reduce(partial, finish[2], out)
+
+
+def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: Tiling, part: int) -> None:
+    """The same on any GPU that has the instructions."""
+    (m, k), n = a.shape, b.shape[0]
+    splits = blocks((k, part))
+    partial = _partial(splits, out)
+    _AMPERE_KERNELS[tiling, a.dtype, out.dtype](
+        (blocks((m, tiling.m), (n, tiling.n)), splits),
+        2 * tiling.n,
+        *(a, b, *finish, out, partial),
+        *(m, n, k, a.stride(0), b.stride(0), part),
+        shared=tiling.shared,
+        dependent=_reaches(a.device, "sm_90"),
+    )
+    _reduce(partial, finish[2], out)
 
 
 def _partial(splits: int, out: Tensor) -> Tensor | None:
@@ -330,10 +363,11 @@ def _partial(splits: int, out: Tensor) -> Tensor | None:
     return torch.empty(splits, m, blocks((n, 8)) * 8, dtype=torch.float32, device=out.device) if splits > 1 else None
 
 
-def _reduce(partial: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    m, n = out.shape
-    grid = blocks((partial[0].numel() // 8, _REDUCE_BLOCK))
-    _REDUCE[out.dtype](grid, _REDUCE_BLOCK, partial, bias, out, partial.shape[0], m, n, out.stride(0), 0)
+def _reduce(partial: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    if partial is not None:
+        splits, m, columns = partial.shape
+        grid = blocks((m * columns // 8, _REDUCE_BLOCK))
+        _REDUCE[out.dtype](grid, _REDUCE_BLOCK, partial, bias, out, splits, m, out.shape[1], out.stride(0), 0)
 
 
 def _launch(
@@ -345,7 +379,13 @@ def _launch(
         return reference.scaled_gemm(a_codes, a_scales, b_codes, b_scales, bias, out_dtype)
     out = torch.empty(m, n, dtype=out_dtype, device=a_codes.device)
     bias = None if bias is None else bias.contiguous()
-    hopper(a_codes, a_scales.contiguous(), b_codes, b_scales.contiguous(), bias, out)
+    a, b = addressable(a_codes), addressable(b_codes)
+    finish = a_scales.contiguous(), b_scales.contiguous(), bias
+    processors = multiprocessors(a.device)
+    if architecture(a.device) == "sm_90a":
+        hopper(a, b, finish, out, *choose(m, n, k, HOPPER[a.dtype], processors))
+    else:
+        ampere(a, b, finish, out, *choose(m, n, k, AMPERE, processors))
     return out
 
 
