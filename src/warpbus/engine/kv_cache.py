@@ -1,4 +1,4 @@
-"""Keys and values of a batch of sequences, and attention over them.
+"""Keys and values of a batch of sequences.
 
 Knows nothing of tokens, text, sampling or requests: rows, positions and layers are all it sees.
 
@@ -10,16 +10,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
+from warpbus.errors import UsageError
 from warpbus.models import ModelConfig
 
 STEP = 256
+KV_DTYPES = ("auto", "int8", "fp8")
+"""How a cache may be kept: in the dtype of the activations, or in 8 bits with a scale for each head's vector."""
 
 
 class KVCache:
-    """One tensor of keys and one of values a layer, `[batch, kv_heads, capacity, head_dim]`.
+    """One tensor of keys and one of values a layer, `[batch, kv_heads, capacity, head_dim]`, which grow.
 
     Args:
         config: the model's shape.
@@ -65,60 +66,74 @@ class KVCache:
                 tensors[layer] = old.index_select(0, index)
 
 
-class PromptAttention:
-    """Attention of a piece of the prompt that begins at the same position in every row (`AttentionContext`)."""
+class KVPool:
+    """Room for the keys and values of `tokens` tokens, taken once, which the rows of a batch share out evenly.
 
-    def __init__(self, cache: KVCache, start: int, tokens: int) -> None:
-        self._cache = cache
-        self._start = start
-        self._end = start + tokens
-        self._mask = causal_lower_right(tokens, self._end) if start else None
-
-    def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
-        del positions_bt
-        cache, q, k, v = self._cache, q_bthd.transpose(1, 2), k_bthd.transpose(1, 2), v_bthd.transpose(1, 2)
-        cache.keys[layer][:, :, self._start : self._end] = k
-        cache.values[layer][:, :, self._start : self._end] = v
-        if self._start:
-            k, v = cache.keys[layer][:, :, : self._end], cache.values[layer][:, :, : self._end]
-        grouped = q.shape[1] != k.shape[1]
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self._mask, is_causal=self._mask is None, enable_gqa=grouped
-        )
-        return attended.transpose(1, 2)
-
-
-class StepAttention:
-    """Attention of one new token a row, each at its row's own position (`AttentionContext`).
-
-    All queries of a group see the same keys, so that they stand where a kernel expects the tokens of one sequence:
-    keys and values are read once a group, on every backend.
+    Args:
+        config: the model's shape.
+        dtype: of the activations.
+        kv_dtype: one of `KV_DTYPES`.
     """
 
-    def __init__(self, cache: KVCache, lengths: Sequence[int]) -> None:
-        device = cache.keys[0].device
-        self._cache = cache
-        self._end = max(lengths) + 1
-        self._uniform = min(lengths) + 1 == self._end
-        if not self._uniform:
-            last = torch.tensor(lengths, device=device)
-            self._index = last[:, None, None, None]
-            self._mask = (torch.arange(self._end, device=device) <= last[:, None])[:, None, None, :]
+    def __init__(
+        self, config: ModelConfig, tokens: int, *, device: torch.device, dtype: torch.dtype, kv_dtype: str = "auto"
+    ) -> None:
+        self.tokens = tokens
+        self._config = config
+        stored = stored_dtype(kv_dtype, dtype)
+        vectors = (config.num_layers, 2, tokens * config.num_kv_heads)
+        size = config.head_dim * stored.itemsize
+        # Zeros: what a row never wrote is a number too, so that nothing can come of it where it counts nothing.
+        self._data = torch.zeros(*vectors, size, dtype=torch.uint8, device=device).view(stored).flatten(2)
+        self._scales = None if stored == dtype else torch.zeros(vectors, device=device)
 
-    def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
-        del positions_bt
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        batch, kv_heads, _, head_dim = keys.shape
-        k, v = k_bthd.transpose(1, 2), v_bthd.transpose(1, 2)
-        if self._uniform:
-            keys[:, :, self._end - 1 : self._end] = k
-            values[:, :, self._end - 1 : self._end] = v
-            mask = None
-        else:
-            index = self._index.expand(batch, kv_heads, 1, head_dim)
-            keys.scatter_(2, index, k)
-            values.scatter_(2, index, v)
-            mask = self._mask
-        q = q_bthd.reshape(batch, kv_heads, -1, head_dim)
-        attended = F.scaled_dot_product_attention(q, keys[:, :, : self._end], values[:, :, : self._end], attn_mask=mask)
-        return attended.reshape(q_bthd.shape)
+    def rows(self, count: int) -> "CacheRows":
+        """The pool cut into `count` rows of equal capacity. What was written by rows of another count is lost."""
+        config, capacity = self._config, self.tokens // count
+        shape = (count, config.num_kv_heads, capacity)
+        vectors = count * config.num_kv_heads * capacity
+        data = self._data[:, :, : vectors * config.head_dim].unflatten(2, (*shape, config.head_dim))
+        scales = None if self._scales is None else self._scales[:, :, :vectors].unflatten(2, shape)
+        return CacheRows(data, scales)
+
+
+class CacheRows:
+    """Rows of a `KVPool`.
+
+    Attributes:
+        rows, capacity: how many there are, and tokens that each has room for.
+        layers: of each layer keys and values `[rows, kv_heads, capacity, head_dim]`, and where they are kept in 8
+            bits their float32 scales `[rows, kv_heads, capacity]`, else None twice.
+    """
+
+    def __init__(self, data: Tensor, scales: Tensor | None) -> None:
+        self._parts = [data] if scales is None else [data, scales]
+        self.rows, self.capacity = data.shape[2], data.shape[4]
+        self.layers = [
+            (*data[layer], *((None, None) if scales is None else scales[layer])) for layer in range(len(data))
+        ]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Move these rows, in ascending order, to the front."""
+        for part in self._parts:
+            for new, old in enumerate(rows):
+                if new != old:
+                    part[:, :, new] = part[:, :, old]
+
+
+def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """What a `kv_dtype` means beside activations of `dtype`.
+
+    Raises:
+        UsageError: not one of `KV_DTYPES`.
+    """
+    if kv_dtype not in KV_DTYPES:
+        raise UsageError(f"kv_dtype is {kv_dtype!r}: give {', '.join(KV_DTYPES)}")
+    return {"auto": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[kv_dtype]
+
+
+def token_bytes(config: ModelConfig, dtype: torch.dtype, kv_dtype: str) -> int:
+    """Bytes that a token takes in a `KVPool`."""
+    stored = stored_dtype(kv_dtype, dtype)
+    vector = config.head_dim * stored.itemsize + (0 if stored == dtype else 4)
+    return config.num_layers * 2 * config.num_kv_heads * vector

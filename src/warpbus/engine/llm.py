@@ -14,8 +14,8 @@ from typing import Literal, overload
 import torch
 
 from warpbus.cuda.devices import default_dtype, resolve_device, resolve_dtype
-from warpbus.engine.runner import Runner
-from warpbus.engine.sampler import Sampler
+from warpbus.engine.engine import Engine
+from warpbus.engine.plan import MemoryPlan, Stored, enforce, parse_memory, plan_memory
 from warpbus.engine.sequence import FinishReason, SamplingParams, Sequence
 from warpbus.errors import ContextLengthError, UsageError
 from warpbus.formats import Checkpoint, read_scheme
@@ -82,6 +82,11 @@ class LLM:
             float32 on the CPU and the checkpoint's own on a GPU.
         max_model_len: the longest prompt with its answer, in tokens; what the model allows by default.
         max_num_seqs: how many prompts are answered in one batch; more wait for their turn.
+        memory: what the whole process may take of the GPU: "6GB", "5.5GiB", "50%" of the card, or bytes. The context,
+            unless `max_model_len` says it, the cache, the head and the embedding are then laid out to fit (`plan`).
+            None: weights go to the GPU as they are, and the cache grows with what is asked for.
+        kv_dtype: how keys and values are kept: "auto", which is in the dtype of the activations or as `memory` needs
+            it, or in 8 bits, "int8" or "fp8", on a GPU.
         progress: called while the weights are read; see `warpbus.models.Progress`.
 
     Attributes:
@@ -91,6 +96,8 @@ class LLM:
         device: `torch.device`.
         dtype: `torch.dtype`.
         scheme: the `Scheme` that it is quantized by, or None.
+        engine: the `Engine` that decodes.
+        plan: the `MemoryPlan`, or None where no memory was given.
 
     Raises:
         UsageError: an argument is out of range or not known.
@@ -106,6 +113,8 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
+        memory: str | int | None = None,
+        kv_dtype: str = "auto",
         progress: Progress | None = None,
     ) -> None:
         if max_num_seqs < 1:
@@ -123,10 +132,46 @@ class LLM:
                 f"max_model_len is {self.max_model_len:,}: give 2 to {self.config.max_context:,}, the model's context"
             )
         self.max_num_seqs = max_num_seqs
+        self.plan = None if memory is None else self._planned(checkpoint, memory, max_model_len, kv_dtype)
+        if self.plan is not None:
+            self.max_model_len, kv_dtype = self.plan.context, self.plan.kv_dtype
         self.tokenizer = load_tokenizer(checkpoint.directory)
         self.template = load_template(checkpoint.directory, checkpoint.config, self.tokenizer)
         self.stop_ids = frozenset(self.config.stop_ids) | frozenset(self.template.stop_ids)
-        self.model = load_model(checkpoint, device=self.device, dtype=self.dtype, progress=progress)
+        plan = self.plan
+        if plan is not None:
+            enforce(plan, self.device)
+        self.model = load_model(
+            checkpoint,
+            device=self.device,
+            dtype=self.dtype,
+            progress=progress,
+            head=None if plan is None else plan.head,
+            embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
+        )
+        self.engine = Engine(
+            self.model,
+            max_model_len=self.max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_dtype=kv_dtype,
+            prefill_tokens=None if plan is None else plan.prefill_tokens,
+            pool_tokens=None if plan is None else plan.pool_tokens,
+        )
+        self.engine.warm()
+
+    def _planned(
+        self, checkpoint: Checkpoint, memory: str | int, max_model_len: int | None, kv_dtype: str
+    ) -> MemoryPlan:
+        if self.device.type != "cuda":
+            raise UsageError(f"memory is {memory!r}, which plans a GPU's: the device is {self.device}: leave it out")
+        card = torch.cuda.get_device_properties(self.device).total_memory
+        return plan_memory(
+            Stored.of_checkpoint(checkpoint, self.config, self.dtype),
+            parse_memory(memory, card),
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            kv_dtype=kv_dtype,
+        )
 
     def describe(self) -> str:
         """The model in one line: family, size, numbers, device, context."""
@@ -276,37 +321,38 @@ class LLM:
     def _stream(self, sequences: list[Sequence]) -> Iterator[Chunk]:
         # Prompts of like length share a batch: less padding. The longest come first: what does not fit fails early.
         waiting = sorted(sequences, key=lambda sequence: -len(sequence.prompt))
-        for start in range(0, len(waiting), self.max_num_seqs):
-            yield from self._batch(waiting[start : start + self.max_num_seqs])
+        while waiting:
+            count = self.engine.fitting(waiting)
+            yield from self._batch(waiting[:count])
+            del waiting[:count]
 
     def _batch(self, running: list[Sequence]) -> Iterator[Chunk]:
         started = time.perf_counter()
-        limit = max(len(sequence.prompt) + sequence.limit for sequence in running)
-        prompts = [sequence.prompt for sequence in running]
-        runner = Runner(self.model, prompts, limit, device=self.device, dtype=self.dtype)
-        sampler = Sampler(running, self.config.vocab_size, self.device)
-        logits = runner.prefill()
-        while True:
-            tokens = sampler(logits)
-            pieces = [sequence.append(token) for sequence, token in zip(running, tokens, strict=True)]
-            seconds = time.perf_counter() - started
-            for sequence, text in zip(running, pieces, strict=True):
-                if len(sequence.token_ids) == 1:
-                    sequence.prefill_seconds = seconds
-                else:
-                    sequence.decode_seconds += seconds
-                completion = _completion(sequence)
-                if text or completion:
-                    yield Chunk(sequence.index, text, completion)
-            started = time.perf_counter()
-            rows = [row for row, sequence in enumerate(running) if sequence.finish_reason is None]
-            if not rows:
-                return
-            if len(rows) < len(running):
-                running, tokens = [running[row] for row in rows], [tokens[row] for row in rows]
-                runner.keep(rows)
-                sampler.keep(rows)
-            logits = runner.decode(tokens)
+        with self.engine.batch(running) as runner:
+            runner.start()
+            while True:
+                if runner.ahead and any(len(sequence.token_ids) + 1 < sequence.limit for sequence in running):
+                    runner.launch()
+                tokens = runner.read()
+                pieces = [sequence.append(token) for sequence, token in zip(running, tokens, strict=True)]
+                seconds = time.perf_counter() - started
+                for sequence, text in zip(running, pieces, strict=True):
+                    if len(sequence.token_ids) == 1:
+                        sequence.prefill_seconds = seconds
+                    else:
+                        sequence.decode_seconds += seconds
+                    completion = _completion(sequence)
+                    if text or completion:
+                        yield Chunk(sequence.index, text, completion)
+                started = time.perf_counter()
+                rows = [row for row, sequence in enumerate(running) if sequence.finish_reason is None]
+                if not rows:
+                    return
+                if len(rows) < len(running):
+                    running = [running[row] for row in rows]
+                    runner.keep(rows)
+                if not runner.ahead:
+                    runner.launch()
 
 
 def _completion(sequence: Sequence) -> Completion | None:

@@ -6,80 +6,92 @@ import torch
 from torch import Tensor
 
 from warpbus.engine.sequence import Sequence
-from warpbus.errors import NumericError
+from warpbus.kernels.ops import sampling
 
 
 class Sampler:
     """Chooses the next token of each row of a batch by that row's own `SamplingParams`.
 
-    A row's choice depends on its scores, its parameters and its own random numbers, never on its neighbours.
+    A row's choice depends on its scores, its parameters and its own random numbers, never on its neighbours. All that
+    `choose` reads lies in tensors of `rows` rows that stay where they are, so that a CUDA graph can hold it.
+
+    Attributes:
+        greedy: nothing is left to chance in any row.
+        penalizes: a row has a repetition penalty: what was seen changes from step to step.
     """
 
-    def __init__(self, sequences: Rows[Sequence], vocab_size: int, device: torch.device) -> None:
-        self._sequences = list(sequences)
-        params = [sequence.params for sequence in sequences]
-
-        def column(values: Rows[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
-        self._penalty = column([p.repetition_penalty for p in params])
-        self._temperature = column([1.0 if p.greedy else p.temperature for p in params])
-        self._top_k = column([1 if p.greedy else p.top_k or vocab_size for p in params])
-        self._top_p = column([p.top_p for p in params])
+    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._sequences: list[Sequence] = []
+        self._temperature = torch.ones(rows, device=device)
+        self._top_k = torch.ones(rows, dtype=torch.int32, device=device)
+        self._top_p = torch.ones(rows, device=device)
+        self._uniform = torch.zeros(rows, device=device)
+        self._penalty = torch.ones(0, 1, device=device)
         self._seen: Tensor | None = None
+        self.greedy = True
+
+    @property
+    def penalizes(self) -> bool:
+        return self._seen is not None
+
+    def begin(self, sequences: Rows[Sequence]) -> None:
+        """Take up a new batch of at most `rows` sequences."""
+        params = [sequence.params for sequence in sequences]
+        self._seen = None
         if any(p.repetition_penalty != 1.0 for p in params):
-            self._seen = torch.zeros((len(params), vocab_size), dtype=torch.bool, device=device)
+            self._penalty = torch.tensor([[p.repetition_penalty] for p in params], device=self._device)
+            self._seen = torch.zeros((len(params), self._vocab_size), dtype=torch.bool, device=self._device)
             for row, sequence in enumerate(sequences):
-                self._seen[row, torch.tensor(sequence.prompt, device=device)] = True
-
-    def __call__(self, logits_bv: Tensor) -> list[int]:
-        """The next token of each row.
-
-        Args:
-            logits_bv: scores `[rows, vocabulary]`, any floating type.
-
-        Raises:
-            NumericError: a row's best score is NaN or infinite.
-        """
-        if self._seen is not None:
-            penalized = torch.where(logits_bv > 0, logits_bv / self._penalty, logits_bv * self._penalty)
-            logits_bv = torch.where(self._seen, penalized, logits_bv)
-        if all(sequence.params.greedy for sequence in self._sequences):
-            best, tokens_b = logits_bv.max(-1)
-        else:
-            best, tokens_b = self._draw(logits_bv.float())
-        if self._seen is not None:
-            self._seen.scatter_(1, tokens_b[:, None], True)
-        tokens: list[int] = torch.where(best.isfinite(), tokens_b, -1).tolist()
-        if -1 in tokens:
-            prompt = self._sequences[tokens.index(-1)].index
-            raise NumericError(
-                f"prompt {prompt}: the model's scores hold NaN or infinity: the checkpoint is damaged, "
-                "or its numbers do not fit the dtype (try dtype='bfloat16' or 'float32')"
-            )
-        return tokens
+                self._seen[row, torch.tensor(sequence.prompt, device=self._device)] = True
+        self._take(list(sequences))
 
     def keep(self, rows: Rows[int]) -> None:
         """Drop all rows but these."""
-        index = torch.tensor(rows, device=self._penalty.device)
-        self._sequences = [self._sequences[row] for row in rows]
-        self._penalty, self._temperature = self._penalty[index], self._temperature[index]
-        self._top_k, self._top_p = self._top_k[index], self._top_p[index]
         if self._seen is not None:
-            self._seen = self._seen[index]
+            index = torch.tensor(rows, device=self._device)
+            self._penalty, self._seen = self._penalty[index], self._seen[index]
+        self._take([self._sequences[row] for row in rows])
 
-    def _draw(self, logits_bv: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row's best score and its drawn token: the inverse of the cumulated probabilities, likeliest first."""
-        ordered, tokens = logits_bv.sort(dim=-1, descending=True, stable=True)
-        ranks = torch.arange(ordered.shape[-1], device=ordered.device)
-        scaled = (ordered / self._temperature).masked_fill_(ranks >= self._top_k, -torch.inf)
-        probabilities = scaled.softmax(-1)
-        cumulated = probabilities.cumsum(-1)
-        # A token stays while those before it have not yet reached top_p: the first always does.
-        allowed = (cumulated - probabilities < self._top_p) & (probabilities > 0)
-        allowed[:, 0] = True
-        last = allowed.sum(-1, keepdim=True) - 1
-        # Greedy rows draw too: their numbers are spent on the one token that is left.
-        drawn = torch.tensor([[sequence.random.random()] for sequence in self._sequences], device=ordered.device)
-        chosen = (cumulated <= drawn * cumulated.gather(-1, last)).sum(-1, keepdim=True)
-        return ordered[:, 0], tokens.gather(-1, torch.minimum(chosen, last))[:, 0]
+    def draw(self) -> None:
+        """Draw each row's next random number. Greedy rows draw too: theirs is spent on the one token that is left."""
+        if not self.greedy:
+            self._write(self._uniform, [sequence.random.random() for sequence in self._sequences])
+
+    def choose(self, logits_bv: Tensor) -> tuple[Tensor, Tensor]:
+        """The next tokens, int64 `[batch]`, and the best scores, float32 `[batch]`; the same until the next `draw`.
+
+        A best score is NaN or infinite where the scores hold NaN or infinity; the token then means nothing.
+
+        Args:
+            logits_bv: scores `[batch, vocabulary]`, any floating type; rows that follow the batch's are padding.
+        """
+        if self._seen is not None:
+            logits_bv = logits_bv[: len(self._seen)]
+            penalized = torch.where(logits_bv > 0, logits_bv / self._penalty, logits_bv * self._penalty)
+            logits_bv = torch.where(self._seen, penalized, logits_bv)
+        batch = len(logits_bv)
+        if self.greedy:
+            return sampling.argmax(logits_bv)
+        controls = (self._temperature, self._top_k, self._top_p, self._uniform)
+        return sampling.sample(logits_bv, *(control[:batch] for control in controls))
+
+    def saw(self, tokens: Tensor) -> None:
+        """Count tokens `[batch]` among those that the repetition penalty is for."""
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens[: len(self._seen), None], True)
+
+    def _take(self, sequences: list[Sequence]) -> None:
+        self._sequences = sequences
+        params = [sequence.params for sequence in sequences]
+        self.greedy = all(p.greedy for p in params)
+        if not self.greedy:
+            self._write(self._temperature, [1.0 if p.greedy else p.temperature for p in params])
+            self._write(self._top_k, [1 if p.greedy else p.top_k or self._vocab_size for p in params])
+            self._write(self._top_p, [p.top_p for p in params])
+
+    def _write(self, buffer: Tensor, values: Rows[float]) -> None:
+        """Copy into the first rows of a buffer, on a GPU without waiting for it."""
+        fresh = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+        buffer[: len(values)].copy_(fresh, non_blocking=True)

@@ -3,7 +3,15 @@
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
 from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import Family, TensorMap
-from warpbus.models.loading import LINEARS, Progress, load_layer, load_model, read_config, tensor_map
+from warpbus.models.loading import (
+    LINEARS,
+    Progress,
+    load_layer,
+    load_model,
+    quantized_parameters,
+    read_config,
+    tensor_map,
+)
 from warpbus.models.random import random_model
 from warpbus.models.shapes import SHAPES
 
@@ -20,6 +28,7 @@ __all__ = [
     "TensorMap",
     "load_layer",
     "load_model",
+    "quantized_parameters",
     "random_model",
     "read_config",
     "tensor_map",

@@ -114,7 +114,7 @@ def load_model(
             model.head.weight = model.embedding.weight
         else:
             rounded = QuantizedLinear(round_onto(model.embedding.weight, head, device, dtype), dtype=dtype)
-            setattr(model, "head", rounded)  # noqa: B010: where a quantized layer stands for a linear one
+            model.add_module("head", rounded)
     return model.eval()
 
 

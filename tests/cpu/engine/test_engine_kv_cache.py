@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from warpbus.engine.kv_cache import STEP, KVCache, PromptAttention, StepAttention
+from warpbus.engine.kv_cache import STEP, KVCache, KVPool, stored_dtype, token_bytes
+from warpbus.errors import UsageError
 from warpbus.models import ModelConfig, RopeConfig
-from warpbus.models.layers import CausalAttention
 
 CPU = torch.device("cpu")
 
@@ -22,51 +22,6 @@ def config(num_kv_heads):
         rope=RopeConfig(theta=1e4, rotary_dim=8, interleaved=True),
         max_context=4096,
     )
-
-
-def drawn(batch, tokens, num_kv_heads):
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(batch, tokens, heads, 8, generator=generator) for heads in (4, num_kv_heads, num_kv_heads))
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("pieces", [(7,), (3, 4), (1, 1, 5)])
-def test_a_prompt_in_pieces_attends_as_a_whole(num_kv_heads, pieces):
-    q, k, v = drawn(2, 7, num_kv_heads)
-    expected = CausalAttention().attend(0, q, k, v, torch.arange(7).expand(2, 7))
-    cache = KVCache(config(num_kv_heads), 2, 100, device=CPU, dtype=torch.float32)
-    cache.reserve(7)
-    start, found = 0, []
-    for tokens in pieces:
-        part = slice(start, start + tokens)
-        positions = torch.arange(start, start + tokens).expand(2, tokens)
-        attention = PromptAttention(cache, start, tokens)
-        found.append(attention.attend(1, q[:, part], k[:, part], v[:, part], positions))
-        start += tokens
-    torch.testing.assert_close(torch.cat(found, dim=1), expected)
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("lengths", [(5, 5), (2, 5), (5, 1)])
-def test_steps_attend_to_their_own_row_and_never_to_padding(num_kv_heads, lengths):
-    """Rows padded to 5 tokens go on from their own lengths, for 4 steps; each equals its own unpadded row."""
-    q, k, v = drawn(2, 9, num_kv_heads)
-    cache = KVCache(config(num_kv_heads), 2, 100, device=CPU, dtype=torch.float32)
-    cache.reserve(9)
-    padded_k, padded_v = k[:, :5].clone(), v[:, :5].clone()
-    for row, length in enumerate(lengths):
-        padded_k[row, length:] = 1e4
-        padded_v[row, length:] = 1e4
-    PromptAttention(cache, 0, 5).attend(0, q[:, :5], padded_k, padded_v, torch.arange(5).expand(2, 5))
-    for step in range(4):
-        at = torch.tensor([[length + step] for length in lengths])
-        one = [torch.stack([x[row, at[row]] for row in range(2)]) for x in (q, k, v)]
-        found = StepAttention(cache, at[:, 0].tolist()).attend(0, *one, at)
-        for row, length in enumerate(lengths):
-            end = length + step + 1
-            whole = (x[row : row + 1, :end] for x in (q, k, v))
-            expected = CausalAttention().attend(0, *whole, torch.arange(end)[None])
-            torch.testing.assert_close(found[row, 0], expected[0, -1])
 
 
 def test_capacity_grows_in_steps_up_to_the_limit_and_keeps_what_it_holds():
@@ -95,3 +50,32 @@ def test_keep_drops_the_other_rows():
     cache.keep([2, 0])
     assert cache.keys[0][:, 0, 0, 0].tolist() == [2, 0]
     assert cache.values[1][:, 0, 0, 0].tolist() == [20, 0]
+
+
+@pytest.mark.parametrize(("kv_dtype", "token"), [("auto", 2 * 2 * 2 * 8 * 2), ("int8", 2 * 2 * 2 * (8 + 4))])
+def test_a_pool_takes_what_its_tokens_take(kv_dtype, token):
+    assert token_bytes(config(2), torch.float16, kv_dtype) == token
+    pool = KVPool(config(2), 37, device=CPU, dtype=torch.float16, kv_dtype=kv_dtype)
+    parts = [pool._data] + ([] if pool._scales is None else [pool._scales])
+    assert sum(part.nbytes for part in parts) == 37 * token
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_rows_of_a_pool_are_apart_and_move_to_the_front(kv_dtype):
+    pool = KVPool(config(2), 41, device=CPU, dtype=torch.float32, kv_dtype=kv_dtype)
+    cache = pool.rows(4)
+    assert (cache.rows, cache.capacity) == (4, 10)
+    generator = torch.Generator().manual_seed(0)
+    parts = [part for layer in cache.layers for part in layer if part is not None]
+    for part in parts:
+        part.copy_(torch.randint(-8, 8, part.shape, generator=generator))
+    before = [part.float().clone() for part in parts]
+    cache.keep([1, 3])
+    for part, old in zip(parts, before, strict=True):
+        assert torch.equal(part[:2].float(), old[[1, 3]])
+    assert pool.rows(1).capacity == 41
+
+
+def test_a_kv_dtype_that_is_none_is_refused():
+    with pytest.raises(UsageError, match="kv_dtype is 'int4': give auto, int8, fp8"):
+        stored_dtype("int4", torch.float16)

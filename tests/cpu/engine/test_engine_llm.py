@@ -180,6 +180,9 @@ def test_errors_come_before_the_stream_begins(llm):
         ({"max_model_len": 513}, UsageError, "max_model_len is 513: give 2 to 512"),
         ({"max_model_len": 1}, UsageError, "max_model_len is 1"),
         ({"max_num_seqs": 0}, UsageError, "max_num_seqs is 0"),
+        ({"memory": "6GB"}, UsageError, "memory is '6GB', which plans a GPU's: the device is cpu"),
+        ({"kv_dtype": "int8"}, UsageError, "kv_dtype is 'int8', but there are no kernels for it"),
+        ({"kv_dtype": "int4"}, UsageError, "kv_dtype is 'int4': give auto, int8, fp8"),
     ],
 )
 def test_arguments_out_of_range_are_refused(tiny_glm, arguments, error, message):
@@ -207,15 +210,15 @@ def test_another_dtype(tiny_glm, dtype):
 
 def test_an_interrupted_answer_leaves_the_model_usable(llm, monkeypatch):
     expected = llm.generate(PROMPTS, GREEDY)
-    decode, steps = Runner.decode, []
+    launch, steps = Runner.launch, []
 
-    def interrupted(self, tokens):
-        steps.append(tokens)
+    def interrupted(self):
+        steps.append(self)
         if len(steps) == 5:
             raise KeyboardInterrupt
-        return decode(self, tokens)
+        return launch(self)
 
-    monkeypatch.setattr(Runner, "decode", interrupted)
+    monkeypatch.setattr(Runner, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     monkeypatch.undo()
@@ -238,7 +241,7 @@ def test_a_stream_may_be_left_and_two_may_run_at_once(llm):
 def test_times_are_measured_without_what_the_caller_does(llm, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    prefill, decode = Runner.prefill, Runner.decode
+    prefill, launch = Runner.prefill, Runner.launch
 
     def slow(method, seconds):
         def timed(self, *arguments):
@@ -248,7 +251,7 @@ def test_times_are_measured_without_what_the_caller_does(llm, monkeypatch):
         return timed
 
     monkeypatch.setattr(Runner, "prefill", slow(prefill, 2.0))
-    monkeypatch.setattr(Runner, "decode", slow(decode, 0.5))
+    monkeypatch.setattr(Runner, "launch", slow(launch, 0.5))
     for chunk in llm.generate("1", SamplingParams(temperature=0, max_tokens=11), stream=True):
         now[0] += 100.0
         answer = chunk.completion

@@ -1,85 +1,123 @@
 import pytest
 import torch
 
-from warpbus.engine import runner as module
+from warpbus.engine.engine import request
+from warpbus.engine.kv_cache import KVCache, KVPool
 from warpbus.engine.runner import Runner
+from warpbus.engine.sequence import SamplingParams
+from warpbus.engine.step import Step
 from warpbus.errors import DeviceError
 from warpbus.formats import Checkpoint
 from warpbus.models import load_model
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21], [30, 31, 32, 33]]
-STEPS = [[40, 50, 60], [41, 51, 61], [42, 52, 62]]
+PLACE = {"device": CPU, "dtype": torch.float32}
 
 
 @pytest.fixture(scope="module")
 def model(tiny_glm):
-    return load_model(Checkpoint(tiny_glm), device="cpu", dtype=torch.float32)
+    return load_model(Checkpoint(tiny_glm), **PLACE)
 
 
-def run(model, prompts=PROMPTS, limit=100):
-    return Runner(model, prompts, limit, device=CPU, dtype=torch.float32)
+def run(model, kind, prompts=PROMPTS, limit=100, piece=4096, **params):
+    """A runner on a growing cache, or on a pool: what a GPU does, here without graphs."""
+    pooled = kind == "pool"
+    step = Step(model, 4 if pooled else len(prompts), 512, **PLACE)
+    cache = KVCache(model.config, len(prompts), limit, **PLACE)
+    requests = [request(prompt, tokens=limit - len(prompt), params=SamplingParams(**params)) for prompt in prompts]
+    rows = KVPool(model.config, 4 * limit, **PLACE).rows(4) if pooled else cache
+    return Runner(model, step, rows, requests, prefill_tokens=piece)
 
 
 @torch.no_grad()
-def expected(model, ids):
-    """Scores after `ids`, from the model alone and without a cache."""
-    return model(torch.tensor([ids]))[0, -1]
+def best(model, ids):
+    """The likeliest token after `ids`, from the model alone and without a cache."""
+    return int(model(torch.tensor([ids]))[0, -1].argmax())
 
 
+@pytest.mark.parametrize("kind", ["growing", "pool"])
 @pytest.mark.parametrize("piece", [4096, 9, 3, 1])
-def test_prompts_and_steps_give_what_the_model_gives_without_a_cache(model, monkeypatch, piece):
-    monkeypatch.setattr(module, "PREFILL_TOKENS", piece)
-    runner = run(model)
-    logits = runner.prefill()
+def test_prompts_and_steps_choose_what_the_model_prefers_without_a_cache(model, kind, piece):
+    runner = run(model, kind, piece=piece, temperature=0)
+    with torch.no_grad():
+        for row, prompt in zip(runner.prefill(), PROMPTS, strict=True):
+            torch.testing.assert_close(row, model(torch.tensor([prompt]))[0, -1], atol=1e-4, rtol=1e-4)
+    runner.start()
     rows = [list(prompt) for prompt in PROMPTS]
-    for step in [*STEPS, None]:
-        for row, ids in enumerate(rows):
-            torch.testing.assert_close(logits[row], expected(model, ids), atol=1e-4, rtol=1e-4)
-        if step is not None:
-            logits = runner.decode(step)
-            for ids, token in zip(rows, step, strict=True):
-                ids.append(token)
+    for _ in range(8):
+        tokens = runner.read()
+        assert tokens == [best(model, ids) for ids in rows]
+        for ids, token in zip(rows, tokens, strict=True):
+            ids.append(token)
+        runner.launch()
 
 
-def test_rows_leave_and_the_others_go_on(model):
-    runner = run(model)
-    runner.prefill()
-    runner.decode(STEPS[0])
-    runner.keep([1, 2])
-    logits = runner.decode([51, 61])
-    assert logits.shape == (2, 400)
-    torch.testing.assert_close(logits[0], expected(model, [20, 21, 50, 51]), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(logits[1], expected(model, [*PROMPTS[2], 60, 61]), atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("kind", ["growing", "pool"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_leave_and_the_others_go_on(model, kind, ahead):
+    """Also where the next step was launched before the tokens were read, as a GPU does."""
+    runner = run(model, kind, temperature=0)
+    runner.start()
+    rows = [list(prompt) for prompt in PROMPTS]
+    for step in range(9):
+        if ahead:
+            runner.launch()
+        tokens = runner.read()
+        for ids, token in zip(rows, tokens, strict=True):
+            assert token == best(model, ids)
+            ids.append(token)
+        if step in (2, 5):
+            kept = [0, 2] if step == 2 else [1]
+            rows = [rows[row] for row in kept]
+            runner.keep(kept)
+        if not ahead:
+            runner.launch()
+    assert len(rows) == 1
 
 
-def test_the_last_row_alone_runs_alone(model):
-    runner = run(model)
-    runner.prefill()
-    runner.keep([0])
-    assert runner.cache.keys[0].shape[0] == 1
-    torch.testing.assert_close(runner.decode([40])[0], expected(model, [*PROMPTS[0], 40]), atol=1e-4, rtol=1e-4)
+def test_pool_and_growing_cache_draw_the_same(model):
+    answers = []
+    for kind in ("growing", "pool"):
+        runner = run(model, kind, seed=3, top_p=0.9, repetition_penalty=1.3)
+        runner.start()
+        tokens = []
+        for _ in range(12):
+            tokens.append(runner.read())
+            runner.launch()
+        answers.append(tokens)
+    assert answers[0] == answers[1]
+
+
+def test_the_embedding_may_be_looked_up_by_the_host(model):
+    expected, found = run(model, "pool", temperature=0), run(model, "pool", temperature=0)
+    found._step.host_embedding = True
+    for runner in (expected, found):
+        runner.start()
+    for _ in range(6):
+        assert found.read() == expected.read()
+        for runner in (expected, found):
+            runner.launch()
 
 
 def test_the_cache_grows_while_decoding(model):
-    prompt = list(range(10, 266))
-    runner = run(model, [prompt], limit=400)
-    runner.prefill()
-    before = runner.cache.capacity
+    prompt = list(range(10, 250))
+    runner = run(model, "growing", [prompt], limit=400, temperature=0)
+    runner.start()
+    before = runner._cache.capacity
     ids = list(prompt)
-    for token in range(30, 330, 10):
-        logits = runner.decode([token])
-        ids.append(token)
-    assert runner.cache.capacity >= len(ids)
-    assert before <= runner.cache.capacity <= 400
-    torch.testing.assert_close(logits[0], expected(model, ids), atol=1e-4, rtol=1e-4)
+    for _ in range(30):
+        ids += runner.read()
+        runner.launch()
+    assert ids[-1] == best(model, ids[:-1])
+    assert before < runner._cache.capacity <= 400
 
 
 def test_full_memory_is_a_device_error(model, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    runner = run(model)
-    monkeypatch.setattr(runner.cache, "reserve", full)
+    runner = run(model, "growing")
+    monkeypatch.setattr(runner._cache, "reserve", full)
     with pytest.raises(DeviceError, match="out of memory with 3 sequences of up to 7 tokens"):
-        runner.prefill()
+        runner.start()

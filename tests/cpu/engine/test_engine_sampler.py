@@ -3,7 +3,6 @@ import torch
 
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sequence import SamplingParams, Sequence
-from warpbus.errors import NumericError
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.0])
@@ -21,24 +20,38 @@ def sequence(index=0, prompt=(3,), **params):
     return Sequence(index, list(prompt), SamplingParams(**params), limit=10**6, stop_ids=frozenset(), stream=Silent())
 
 
+def sampler_of(sequences, vocab_size=4, rows=None):
+    sampler = Sampler(rows or len(sequences), vocab_size, CPU)
+    sampler.begin(sequences)
+    return sampler
+
+
+def choose(sampler, logits):
+    """What a step does: draw, choose, note what was seen."""
+    sampler.draw()
+    tokens, _ = sampler.choose(logits)
+    sampler.saw(tokens)
+    return tokens.tolist()
+
+
 def draw(logits, times, **params):
     """Relative frequencies of the tokens over `times` draws."""
-    sampler = Sampler([sequence(**params)], len(logits), CPU)
+    sampler = sampler_of([sequence(**params)], len(logits))
     counts = torch.zeros(len(logits))
     for _ in range(times):
-        counts[sampler(logits[None])[0]] += 1
+        counts[choose(sampler, logits[None])[0]] += 1
     return counts / times
 
 
 def test_greedy_takes_the_best():
-    sampler = Sampler([sequence(temperature=0), sequence(top_k=1)], 4, CPU)
-    assert sampler(torch.stack([LOGITS, LOGITS.flip(0)])) == [1, 2]
+    sampler = sampler_of([sequence(temperature=0), sequence(top_k=1)], 4)
+    assert choose(sampler, torch.stack([LOGITS, LOGITS.flip(0)])) == [1, 2]
 
 
 def test_greedy_and_drawn_rows_share_a_batch():
-    sampler = Sampler([sequence(temperature=0), sequence(seed=1), sequence(temperature=0)], 4, CPU)
+    sampler = sampler_of([sequence(temperature=0), sequence(seed=1), sequence(temperature=0)], 4)
     for _ in range(20):
-        first, _, last = sampler(torch.stack([LOGITS, LOGITS, LOGITS.flip(0)]))
+        first, _, last = choose(sampler, torch.stack([LOGITS, LOGITS, LOGITS.flip(0)]))
         assert (first, last) == (1, 2)
 
 
@@ -77,11 +90,11 @@ def test_temperature_comes_before_top_p():
 
 def test_repetition_penalty_counts_prompt_and_answer():
     logits = torch.tensor([1.0, 2.0, -0.5, 1.8])
-    sampler = Sampler([sequence(prompt=[1, 2], temperature=0, repetition_penalty=2.0)], 4, CPU)
+    sampler = sampler_of([sequence(prompt=[1, 2], temperature=0, repetition_penalty=2.0)], 4)
     # 1 is in the prompt: 2.0 counts 1.0, so 3 wins; then 3 counts 0.9 and 0 and 1 are level; then 0 counts 0.5.
-    assert [sampler(logits[None])[0] for _ in range(3)] == [3, 0, 1]
+    assert [choose(sampler, logits[None])[0] for _ in range(3)] == [3, 0, 1]
     negative = torch.tensor([-3.0, -2.0, -2.5, -9.0])
-    assert Sampler([sequence(prompt=[1, 1], temperature=0, repetition_penalty=2.0)], 4, CPU)(negative[None]) == [2]
+    assert choose(sampler_of([sequence(prompt=[1, 1], temperature=0, repetition_penalty=2.0)]), negative[None]) == [2]
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
@@ -92,37 +105,46 @@ def test_a_row_does_not_depend_on_its_neighbours():
         {"seed": 5, "top_k": 4, "repetition_penalty": 1.5},
         {"temperature": 0, "repetition_penalty": 1.2},
     ]
-    together = Sampler([sequence(**params) for params in each], 50, CPU)
-    rows = [together(step) for step in logits]
+    together = sampler_of([sequence(**params) for params in each], 50)
+    rows = [choose(together, step) for step in logits]
     for row, params in enumerate(each):
-        alone = Sampler([sequence(**params)], 50, CPU)
-        assert [alone(step[row : row + 1])[0] for step in logits] == [tokens[row] for tokens in rows]
+        alone = sampler_of([sequence(**params)], 50)
+        assert [choose(alone, step[row : row + 1])[0] for step in logits] == [tokens[row] for tokens in rows]
 
 
 def test_rows_that_are_kept_go_on_as_they_would_have():
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(20, 3, 50, generator=generator) * 3
     each = [{"seed": 1}, {"seed": 2, "repetition_penalty": 1.5}, {"seed": 3, "top_k": 5}]
-    whole = Sampler([sequence(**params) for params in each], 50, CPU)
-    expected = [whole(step) for step in logits]
-    sampler = Sampler([sequence(**params) for params in each], 50, CPU)
-    found = [sampler(step)[1:] for step in logits[:10]]
+    whole = sampler_of([sequence(**params) for params in each], 50)
+    expected = [choose(whole, step) for step in logits]
+    sampler = sampler_of([sequence(**params) for params in each], 50)
+    found = [choose(sampler, step)[1:] for step in logits[:10]]
     sampler.keep([1, 2])
-    found += [sampler(step[1:]) for step in logits[10:]]
+    found += [choose(sampler, step[1:]) for step in logits[10:]]
     assert found == [tokens[1:] for tokens in expected]
 
 
 def test_16_bit_scores_are_accepted():
     for dtype in (torch.bfloat16, torch.float16):
-        assert Sampler([sequence(top_k=1)], 4, CPU)(LOGITS[None].to(dtype)) == [1]
-        assert Sampler([sequence(top_p=0.1, repetition_penalty=1.1)], 4, CPU)(LOGITS[None].to(dtype)) == [1]
+        assert choose(sampler_of([sequence(top_k=1)]), LOGITS[None].to(dtype)) == [1]
+        assert choose(sampler_of([sequence(top_p=0.1, repetition_penalty=1.1)]), LOGITS[None].to(dtype)) == [1]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 1}])
-def test_scores_that_are_no_numbers_are_an_error(bad, params):
-    sampler = Sampler([sequence(0), sequence(7, **params)], 4, CPU)
+def test_scores_that_are_no_numbers_show_in_the_best(bad, params):
+    sampler = sampler_of([sequence(0), sequence(7, **params)])
     logits = torch.stack([LOGITS, LOGITS])
     logits[1, 2] = bad
-    with pytest.raises(NumericError, match=r"^prompt 7: .*NaN or infinity"):
-        sampler(logits)
+    sampler.draw()
+    assert sampler.choose(logits)[1].isfinite().tolist() == [True, False]
+
+
+def test_padding_rows_and_former_batches_change_nothing():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(5)) * 3
+    alone = sampler_of([sequence(seed=1, top_k=9)], 50)
+    sampler = sampler_of([sequence(seed=2, temperature=9.0, repetition_penalty=1.5)] * 4, 50, rows=4)
+    choose(sampler, logits)
+    sampler.begin([sequence(seed=1, top_k=9)])
+    assert choose(sampler, logits)[:1] == choose(alone, logits[:1])

@@ -1,0 +1,284 @@
+"""The memory contract: what a model, its cache and its working memory take on a GPU, planned before anything is loaded.
+
+A plan is made of the config and the headers of the files alone. To fit, these are given up in this order: a context
+longer than was asked for, a cache of 16 bits for one of 8, a head of 16 bits for one of 8, an embedding on the GPU.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.table import Table
+
+from warpbus.engine.kv_cache import stored_dtype, token_bytes
+from warpbus.engine.step import batch_bucket
+from warpbus.errors import DeviceError, UsageError
+from warpbus.formats import Checkpoint, read_scheme
+from warpbus.kernels.ops.packed import packed_shapes
+from warpbus.models import LINEARS, Decoder, ModelConfig, quantized_parameters
+from warpbus.qtensor import Scheme
+
+CONTEXT_BYTES = 560_000_000
+"""The CUDA context with the kernels of torch and ours and the captured graphs, by the driver's account, on an H100."""
+
+_SHORTEST_CONTEXT = 2048  # tokens; less is planned only where it is asked for
+_CONTEXT_STEP = 256  # tokens
+_PIECES = (2048, 1024, 512, 256)  # tokens of the prompts that are read at a time
+_SHARE_OF_PIECE = 0.025  # of the memory, for the activations of a piece
+_WORKSPACE = 64_000_000  # bytes: partial sums of the products and of attention, and what the libraries take
+_GRANULARITY = 0.035  # of the weights: torch's allocator hands out memory in pieces of 2 and 20 MiB
+_SUFFIXES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SUGGESTED = Scheme(4, 128)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a model's weights are, without reading them.
+
+    Attributes:
+        dtype: of the activations and of what is not quantized.
+        scheme: of the matrices of the parameters `quantized`.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    scheme: Scheme | None
+    quantized: frozenset[str]
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> "Stored":
+        """What a checkpoint holds."""
+        return cls(config, dtype, read_scheme(checkpoint.config), quantized_parameters(checkpoint, config))
+
+    @classmethod
+    def uniform(cls, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None) -> "Stored":
+        """A model whose layers' matrices all have a scheme, such as `random_model` makes."""
+        names = [f"layers.{index}.{linear}.weight" for index in range(config.num_layers) for linear in LINEARS]
+        return cls(config, dtype, scheme, frozenset(names if scheme else ()))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the parameters on a GPU, by name; a tied head has none."""
+        with torch.device("meta"):
+            parameters = dict(Decoder(self.config).named_parameters())
+        return {name: self._size(name, tuple(tensor.shape)) for name, tensor in parameters.items()}
+
+    def _size(self, name: str, shape: tuple[int, ...]) -> int:
+        if self.scheme is not None and name in self.quantized:
+            return packed_bytes(self.scheme, shape[0], shape[1])
+        return math.prod(shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a model is laid out to stay within `limit` bytes of a GPU's memory.
+
+    Attributes:
+        context: the longest sequence, in tokens.
+        pool_tokens: what the cache holds, all sequences of a batch together.
+        kv_dtype: of the cache; see `KV_DTYPES`.
+        head: the scheme that the head is rounded to at load, or None.
+        embedding_on_cpu: whether the embedding stays in the CPU's memory.
+        prefill_tokens: how many tokens of the prompts are read at a time.
+        parts: bytes by what they are for.
+    """
+
+    limit: int
+    context: int
+    pool_tokens: int
+    kv_dtype: str
+    head: Scheme | None
+    embedding_on_cpu: bool
+    prefill_tokens: int
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts together."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        lines = [f"{name:<24} {_gigabytes(size):>9}" for name, size in self._rows()]
+        return "\n".join([*lines, *self._choices()])
+
+    def table(self) -> Table:
+        """The plan for a terminal."""
+        table = Table("memory", "", caption="; ".join(self._choices()), caption_justify="left")
+        table.columns[1].justify = "right"
+        for name, size in self._rows():
+            table.add_row(name, _gigabytes(size))
+        return table
+
+    def to_json(self) -> dict[str, object]:
+        """The plan in plain types; sizes in bytes."""
+        head = None if self.head is None else str(self.head)
+        return {**asdict(self), "parts": dict(self.parts), "head": head, "total": self.total}
+
+    def _rows(self) -> list[tuple[str, int]]:
+        return [*self.parts.items(), ("together", self.total), ("allowed", self.limit)]
+
+    def _choices(self) -> list[str]:
+        choices = [f"context {self.context:,} tokens, cache for {self.pool_tokens:,} (kv_dtype {self.kv_dtype})"]
+        if self.head is not None:
+            choices.append(f"head rounded to {self.head}")
+        if self.embedding_on_cpu:
+            choices.append("embedding on the CPU")
+        return [*choices, f"prompts read {self.prefill_tokens:,} tokens at a time"]
+
+
+def parse_memory(memory: str | int, card: int) -> int:
+    """Bytes that a flag means: `"6GB"`, `"5.5GiB"`, `"50%"` of a card that has `card` bytes, or a number of bytes.
+
+    Raises:
+        UsageError: no such size, or more than the card has.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[a-z]*)", str(memory).strip().lower())
+    if found is None or (found[2] != "%" and found[2] not in _SUFFIXES):
+        raise UsageError(f"memory is {memory!r}: give a size such as 6GB or 5.5GiB, or a share of the card such as 50%")
+    wanted = float(found[1]) * (card / 100 if found[2] == "%" else _SUFFIXES[found[2]])
+    if wanted > card:
+        raise UsageError(f"memory is {memory!r}: the card has {_gigabytes(card)}: give that or less")
+    return int(wanted)
+
+
+def plan_memory(
+    stored: Stored,
+    limit: int,
+    *,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 16,
+    kv_dtype: str = "auto",
+) -> MemoryPlan:
+    """Lay a model out within `limit` bytes; see the module for what is given up to fit.
+
+    Args:
+        max_model_len: the context, which is then not shortened; None: as long as fits, at least 2,048 tokens.
+        max_num_seqs: sequences of a batch; the cache is no larger than all of them need.
+        kv_dtype: "auto" lets the plan choose.
+
+    Raises:
+        UsageError: it does not fit; the message says what would.
+    """
+    config = stored.config
+    least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
+    rows = batch_bucket(max_num_seqs)
+    piece = _piece(config, stored.dtype, limit)
+    sizes = stored.sizes()
+    for kv, head, on_cpu in _options(stored, kv_dtype):
+        parts = _fixed_parts(stored, sizes, rows, piece, head, on_cpu)
+        per_token = token_bytes(config, stored.dtype, kv)
+        tokens = (limit - sum(parts.values())) // (per_token + _table_bytes(config))
+        if tokens < least:
+            continue
+        context = max_model_len or min(config.max_context, max(least, tokens // _CONTEXT_STEP * _CONTEXT_STEP))
+        pool = min(tokens, context * rows)
+        parts |= {"KV cache": pool * per_token, "rotary table": context * _table_bytes(config)}
+        return MemoryPlan(limit, context, pool, kv, head, on_cpu, piece, parts)
+    raise UsageError(_refusal(stored, limit, max_model_len, max_num_seqs, kv_dtype))
+
+
+def enforce(plan: MemoryPlan, device: torch.device) -> None:
+    """Have torch refuse what would exceed the plan, from now on and in the whole process.
+
+    Raises:
+        DeviceError: others hold so much of the card that the plan does not fit.
+    """
+    free, card = torch.cuda.mem_get_info(device)
+    # The context is there by now.
+    if free < plan.limit - CONTEXT_BYTES:
+        raise DeviceError(
+            f"{device}: memory of {_gigabytes(plan.limit)} is planned, but {_gigabytes(free)} are free: end what else "
+            "uses the card, or give less"
+        )
+    torch.cuda.set_per_process_memory_fraction((plan.limit - CONTEXT_BYTES) / card, device)
+
+
+def packed_bytes(scheme: Scheme, n: int, k: int) -> int:
+    """Bytes of a quantized matrix `[n, k]` as the kernels of a GPU take it."""
+    words, scales = packed_shapes(scheme, n, k)
+    return 4 * words + 2 * math.prod(scales) * (1 if scheme.symmetric else 2)
+
+
+def _options(stored: Stored, kv_dtype: str) -> Iterator[tuple[str, Scheme | None, bool]]:
+    """The cache's dtype, the head's scheme and whether the embedding is on the CPU: what is best first."""
+    stored_dtype(kv_dtype, stored.dtype)
+    smallest = "int8" if kv_dtype == "auto" else kv_dtype
+    yield kv_dtype, None, False
+    if smallest != kv_dtype:
+        yield smallest, None, False
+    width = stored.config.hidden_size
+    head = None if "head.weight" in stored.quantized else Scheme(8, 128 if width % 128 == 0 else None)
+    if stored.config.tie_embeddings:
+        # A head that is rounded is a matrix of its own: that gains something once the embedding is elsewhere.
+        yield smallest, head, True
+    else:
+        if head is not None:
+            yield smallest, head, False
+        yield smallest, head, True
+
+
+def _fixed_parts(
+    stored: Stored, sizes: Mapping[str, int], rows: int, piece: int, head: Scheme | None, on_cpu: bool
+) -> dict[str, int]:
+    """Bytes of everything but the cache."""
+    config = stored.config
+    layers = sum(size for name, size in sizes.items() if name.startswith("layers."))
+    embedding = 0 if on_cpu else sizes["embedding.weight"]
+    rounded = 0 if head is None else packed_bytes(head, config.vocab_size, config.hidden_size)
+    heads = sizes.get("head.weight", 0) if head is None else rounded
+    scores = rows * config.vocab_size * (stored.dtype.itemsize + 3 * torch.float32.itemsize)
+    return {
+        "layers": layers,
+        "embedding": embedding,
+        "head": heads,
+        "workspace": _activation_bytes(config, stored.dtype, piece) + scores + _WORKSPACE,
+        "allocator's granularity": int(_GRANULARITY * (layers + embedding + heads)),
+        "CUDA context and kernels": CONTEXT_BYTES,
+    }
+
+
+def _activation_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
+    """What is alive at once while a piece of the prompts passes through a layer, with room to spare."""
+    features = 4 * config.hidden_size + 3 * config.ffn_size + 2 * sum(config.qkv_rows)
+    return tokens * features * dtype.itemsize
+
+
+def _piece(config: ModelConfig, dtype: torch.dtype, limit: int) -> int:
+    """How many tokens of the prompts to read at a time."""
+    fitting = [piece for piece in _PIECES if _activation_bytes(config, dtype, piece) <= _SHARE_OF_PIECE * limit]
+    return fitting[0] if fitting else _PIECES[-1]
+
+
+def _table_bytes(config: ModelConfig) -> int:
+    """A position's cosines and sines."""
+    return config.rope.rotary_dim * torch.float32.itemsize
+
+
+def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs: int, kv_dtype: str) -> str:
+    """Why no layout fits, and what would."""
+    config = stored.config
+    least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
+    kv, head, on_cpu = list(_options(stored, kv_dtype))[-1]
+    piece, per_token = _piece(config, stored.dtype, limit), token_bytes(config, stored.dtype, kv) + _table_bytes(config)
+    fixed = sum(_fixed_parts(stored, stored.sizes(), batch_bucket(max_num_seqs), piece, head, on_cpu).values())
+    need = fixed + least * per_token
+    advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"]
+    if max_model_len is not None and (shorter := (limit - fixed) // per_token) >= _CONTEXT_STEP:
+        advice.append(f"a max_model_len of {shorter // _CONTEXT_STEP * _CONTEXT_STEP:,}")
+    if stored.scheme is None:
+        smaller = Stored.uniform(config, stored.dtype, _SUGGESTED)
+        try:
+            fits = plan_memory(smaller, limit, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
+        except (UsageError, ValueError):
+            fits = None
+        if fits is not None:
+            advice.append(f"quantize it: it fits with {_SUGGESTED} and a context of {fits.context:,}")
+    return (
+        f"memory is {_gigabytes(limit)}, but the model needs {_gigabytes(need)} for a context of {least:,} tokens, "
+        f"however it is laid out: {', or '.join(advice)}"
+    )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"

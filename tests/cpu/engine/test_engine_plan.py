@@ -1,0 +1,170 @@
+import json
+import os
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from warpbus.engine.kv_cache import token_bytes
+from warpbus.engine.plan import MemoryPlan, Stored, packed_bytes, parse_memory, plan_memory
+from warpbus.errors import UsageError
+from warpbus.formats import Checkpoint
+from warpbus.kernels.ops.packed import pack
+from warpbus.models import SHAPES, read_config
+from warpbus.qtensor import QTensor, Scheme
+
+GB = 10**9
+W4 = Scheme.parse("w4a16-g128")
+SHAPE = SHAPES["chatglm2-6b"]
+CHATGLM2 = Stored.uniform(SHAPE, torch.float16, W4)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("6GB", 6 * GB), ("5.5 GiB", 5.5 * 2**30), ("800mb", 800e6), ("50%", 40 * GB), (7 * GB, 7 * GB), ("123", 123)],
+)
+def test_sizes_are_read(text, size):
+    assert parse_memory(text, 80 * GB) == size
+
+
+@pytest.mark.parametrize("text", ["six", "6 GB more", "-1GB", "", "GB", "6TB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UsageError, match="give a size such as 6GB"):
+        parse_memory(text, 80 * GB)
+
+
+@pytest.mark.parametrize("text", ["81GB", "101%"])
+def test_more_than_the_card_has_is_refused(text):
+    with pytest.raises(UsageError, match=r"the card has 80\.00 GB"):
+        parse_memory(text, 80 * GB)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16-asym", "w3a16-g64-asym", "w2a16-g32"])
+def test_packed_bytes_are_those_of_the_packed_matrix(scheme):
+    chosen = Scheme.parse(scheme)
+    codes = torch.zeros(40, 384, dtype=torch.uint8)
+    ones = torch.ones(40, chosen.groups(384))
+    weight = QTensor.from_codes(chosen, codes, ones, None if chosen.symmetric else ones)
+    assert packed_bytes(chosen, 40, 384) == pack(weight, torch.float16).nbytes
+
+
+def test_chatglm2_in_six_gigabytes_gives_nothing_up():
+    plan = plan_memory(CHATGLM2, 6 * GB)
+    assert (plan.kv_dtype, plan.head, plan.embedding_on_cpu, plan.context) == ("auto", None, False, SHAPE.max_context)
+    assert plan.parts["embedding"] == plan.parts["head"] == 65024 * 4096 * 2
+    assert 2.93 * GB < plan.parts["layers"] < 2.96 * GB
+    assert token_bytes(SHAPE, torch.float16, "auto") == 28 * 1024
+
+
+def test_chatglm2_generates_8192_tokens_in_less_than_official_int4():
+    plan = plan_memory(CHATGLM2, int(4.8 * GB), max_model_len=8192 + 128)
+    assert (plan.kv_dtype, str(plan.head), plan.embedding_on_cpu) == ("int8", "w8a16-g128", False)
+
+
+def test_options_are_given_up_in_their_order():
+    """As memory shrinks: first the context, then the cache's dtype, the head's, and the embedding's place."""
+    found = []
+    for limit in range(int(6.5 * GB), int(4 * GB), -GB // 50):
+        try:
+            plan = plan_memory(CHATGLM2, limit)
+        except UsageError:
+            break
+        found.append((plan.kv_dtype != "auto", plan.head is not None, plan.embedding_on_cpu))
+    assert list(dict.fromkeys(found)) == [
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, True, True),
+    ]
+
+
+def test_a_tied_head_is_rounded_only_with_the_embedding_elsewhere():
+    tied = Stored.uniform(replace(SHAPE, tie_embeddings=True), torch.float16, W4)
+    assert plan_memory(tied, 6 * GB).parts["head"] == 0
+    plans = []
+    for limit in range(5 * GB, 3 * GB, -GB // 50):
+        try:
+            plans.append(plan_memory(tied, limit))
+        except UsageError:
+            break
+    assert {(plan.head is not None, plan.embedding_on_cpu) for plan in plans} == {(False, False), (True, True)}
+
+
+sizes = st.integers(min_value=4 * GB, max_value=80 * GB)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    limit=sizes,
+    context=st.none() | st.integers(2, 32768),
+    seqs=st.integers(1, 40),
+    kv=st.sampled_from(["auto", "int8", "fp8"]),
+    quantized=st.booleans(),
+)
+def test_a_plan_never_exceeds_its_limit_and_holds_what_was_asked_for(limit, context, seqs, kv, quantized):
+    stored = Stored.uniform(SHAPE, torch.float16, W4 if quantized else None)
+    try:
+        plan = plan_memory(stored, limit, max_model_len=context, max_num_seqs=seqs, kv_dtype=kv)
+    except UsageError:
+        return
+    assert plan.total <= limit
+    assert plan.pool_tokens >= plan.context
+    assert plan.context == context or (context is None and 2048 <= plan.context <= SHAPE.max_context)
+    assert kv == "auto" or plan.kv_dtype == kv
+
+
+@settings(max_examples=40, deadline=None)
+@given(limit=sizes, more=st.integers(0, 10 * GB), context=st.integers(2, 32768))
+def test_what_fits_fits_in_more(limit, more, context):
+    try:
+        plan_memory(CHATGLM2, limit, max_model_len=context)
+    except UsageError:
+        return
+    plan_memory(CHATGLM2, limit + more, max_model_len=context)
+
+
+def test_a_refusal_says_what_would_fit():
+    with pytest.raises(UsageError, match=r"memory is 3\.00 GB, but the model needs 4\.\d\d GB .* give memory 4\.\dGB$"):
+        plan_memory(CHATGLM2, 3 * GB)
+    unquantized = Stored.uniform(SHAPE, torch.float16, None)
+    with pytest.raises(UsageError, match=r"or quantize it: it fits with w4a16-g128 and a context of 32,768$"):
+        plan_memory(unquantized, 7 * GB)
+    with pytest.raises(UsageError, match=r"for a context of 32,000 tokens, .* or a max_model_len of \d+,\d+$"):
+        plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=32000)
+
+
+def advised(error, pattern):
+    return re.search(pattern, str(error.value))[1].replace(",", "")
+
+
+def test_the_advice_holds():
+    with pytest.raises(UsageError) as error:
+        plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=32000)
+    plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=int(advised(error, r"max_model_len of ([\d,]+)")))
+    plan_memory(CHATGLM2, parse_memory(advised(error, r"memory (\S+),"), 80 * GB), max_model_len=32000)
+
+
+def test_a_checkpoint_is_planned_without_being_read(tiny_glm):
+    checkpoint = Checkpoint(tiny_glm)
+    stored = Stored.of_checkpoint(checkpoint, read_config(checkpoint), torch.float16)
+    assert (stored.scheme, stored.quantized) == (None, frozenset())
+    assert sum(stored.sizes().values()) == stored.config.num_parameters * 2
+    assert plan_memory(stored, GB).context == 512
+
+
+def test_a_plan_can_be_shown():
+    plan = plan_memory(CHATGLM2, 5 * GB)
+    assert isinstance(plan, MemoryPlan)
+    shown = json.loads(json.dumps(plan.to_json()))
+    assert (shown["total"], shown["context"]) == (plan.total, plan.context)
+    with open(os.devnull, "w") as nowhere:
+        console = Console(width=100, record=True, file=nowhere)
+        console.print(plan.table())
+    for text in (str(plan), console.export_text()):
+        assert "KV cache" in text
+        assert "5.00 GB" in text
+        assert f"{plan.context:,}" in text
