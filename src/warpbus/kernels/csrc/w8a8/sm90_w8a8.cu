@@ -32,6 +32,7 @@ constexpr int kBytesB = TILE_N * kTileK;
 constexpr int kBox = 64 * 64 * 2;               // bytes of the output that leave by one copy
 constexpr int kStaged = TILE_N / 64 * 64;       // columns that leave by the copy engine; the others by ordinary stores
 constexpr int kRegisters = TILE_N / 2;          // that hold the sums of a thread
+constexpr int kFetched = (TILE_N + 127) / 128;  // columns whose scale and bias a thread fetches
 constexpr bool kRounds = SUM(0.5f) != SUM(0);   // float: sums are carried over
 constexpr int kCarry = 2;                       // stages that are summed in the tensor cores' precision
 constexpr int kProducerRegisters = 40;          // what the producer does not need goes to the consumers
@@ -204,14 +205,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const Work work(index, p);
             const int row = work.row + consumer * kRows + 16 * warp + lane / 4;
             const int column = work.column + 2 * (lane % 4);
-            // Fetched here, the scales arrive while the products run. The barrier: all are done with the last ones.
-            ptx::named_barrier(1 + consumer, 128);
-            for (int i = thread; i < TILE_N; i += 128) {
-                const int at = work.column + i;
+            // Fetched here, the scales arrive while the products run.
+            float2 of_column[kFetched];
+#pragma unroll
+            for (int i = 0; i < kFetched; ++i) {
+                const int at = work.column + thread + 128 * i;
                 const bool adds = at < p.n && bias != nullptr && partial == nullptr;
-                of_columns[i] = make_float2(at < p.n ? b_scale[at] : 0.0f, adds ? to_float(bias[at]) : 0.0f);
+                of_column[i] = make_float2(at < p.n ? b_scale[at] : 0.0f, adds ? to_float(bias[at]) : 0.0f);
             }
-            ptx::named_barrier(1 + consumer, 128);
             const float2 scale =
                 make_float2(row < p.m ? a_scale[row] : 0.0f, row + 8 < p.m ? a_scale[row + 8] : 0.0f);
 
@@ -244,6 +245,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 interval = kCarry;
             }
 
+            ptx::named_barrier(1 + consumer, 128);  // all are done with the last tile's scales
+#pragma unroll
+            for (int i = 0; i < kFetched; ++i) {
+                if (thread + 128 * i < TILE_N) of_columns[thread + 128 * i] = of_column[i];
+            }
+            ptx::named_barrier(1 + consumer, 128);
             const auto finished = [&](float(&value)[8], int group) {
                 if constexpr (kRounds) {
                     finish(value, carried, group, scale, of_mine);
