@@ -1,17 +1,20 @@
-"""How fast the operators are, beside what others offer and what the machine allows.
+"""How fast the operators and a whole model are, beside what others offer and what the machine allows.
 
-A benchmark is a list of cases (`cases.py`); its records go into files of one schema (`records.py`). This room knows
-nothing of models.
+A benchmark is a list of cases (`cases.py`); its records go into files of one schema (`records.py`). Of models only
+`decode.py` knows, with `decoders.py`, `plain.py` and `footprint.py`.
 """
 
 from warpbus.bench.attention import ATTENTION
 from warpbus.bench.cases import Benchmark, Run, geometric_means, run
+from warpbus.bench.decode import DECODE
 from warpbus.bench.dense import GEMM, GEMV, LINEAR
 from warpbus.bench.elementwise import VECTOR_ADD
 from warpbus.bench.matmul import LADDER, MATMUL
 from warpbus.bench.quantized import W8A8, WNA16
 from warpbus.bench.records import Peer, Record
 
-BENCHMARKS = {each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16, W8A8, ATTENTION)}
+BENCHMARKS = {
+    each.name: each for each in (VECTOR_ADD, MATMUL, LADDER, GEMM, GEMV, LINEAR, WNA16, W8A8, ATTENTION, DECODE)
+}
 
 __all__ = ["BENCHMARKS", "Benchmark", "Peer", "Record", "Run", "geometric_means", "run"]

@@ -87,8 +87,8 @@ class Result:
     floor: float | None
 
 
-# Something to measure, which says what came of it or how it is done.
-Task = Callable[[], Case | Result]
+# Something to measure: it says how that is done, or what came of it.
+Task = Callable[[], Case | Sequence[Result]]
 
 
 @dataclass
@@ -209,8 +209,8 @@ def run(benchmark: Benchmark, settings: Run, progress: Progress = lambda what, d
     progress(benchmark.name, 0, len(prepared))
     for done, make in enumerate(prepared, 1):
         found = make()
-        result = _result(found, settings) if isinstance(found, Case) else found
-        records += _records(benchmark.name, result, settings, date, installed)
+        for result in [_result(found, settings)] if isinstance(found, Case) else found:
+            records += _records(benchmark.name, result, settings, date, installed)
         progress(benchmark.name, done, len(prepared))
     return records
 

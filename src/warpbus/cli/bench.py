@@ -16,6 +16,8 @@ Variant = Annotated[
     list[str] | None, typer.Option(help="measure this variant (a wrong name lists them); can be given more than once")
 ]
 Dtype = Annotated[str | None, typer.Option(help="float16 or bfloat16")]
+Shape = Annotated[str | None, typer.Option(help="chatglm2-6b (default), glm-4-9b or llama-3-8b", show_default=False)]
+Profile = Annotated[bool, typer.Option("--profile", help="also show where the time of a token goes, kernel by kernel")]
 Quick = Annotated[bool, typer.Option("--quick", help="few cases and few samples")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 Output = Annotated[
@@ -48,6 +50,39 @@ def measure(
     as_json: AsJson = False,
 ) -> None:
     """Measure the benchmark that has the command's name."""
+    _measure(context, size, variant, dtype, quick, device, output, plot, as_json)
+
+
+def measure_decode(
+    context: typer.Context,
+    shape: Shape = None,
+    size: Size = None,
+    variant: Variant = None,
+    dtype: Dtype = None,
+    profile: Profile = False,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a whole model, of which there are more to choose among."""
+    _measure(context, size, variant, dtype, quick, device, output, plot, as_json, shape, profile)
+
+
+def _measure(
+    context: typer.Context,
+    size: list[int] | None,
+    variant: list[str] | None,
+    dtype: str | None,
+    quick: bool,
+    device: str,
+    output: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    shape: str | None = None,
+    profile: bool = False,
+) -> None:
     from warpbus.bench import BENCHMARKS, Run, geometric_means, run
     from warpbus.bench.plots import draw
     from warpbus.bench.records import RESULTS, results_path, to_json, write
@@ -63,6 +98,8 @@ def measure(
         sizes=tuple(size or ()),
         variants=tuple(variant or ()),
         dtype=resolve_dtype(dtype) if dtype else None,
+        shape=shape,
+        profile=profile,
         quick=quick,
     )
     with progress_bar() as show:
@@ -120,6 +157,15 @@ for _name, _help in {
     """,
 }.items():
     bench.command(_name, help=_help)(measure)
+
+bench.command(
+    "decode",
+    help="""A whole model of random weights generates, beside other ways to run one of its shape. Needs a GPU.
+
+    Tokens a second after the first, 256 of them after a prompt of 128; and by the driver's account the memory that
+    reading 2048 tokens and generating 8192 takes. Variants are quantization schemes. With --size, so many tokens.
+    """,
+)(measure_decode)
 
 
 def _command(context: typer.Context) -> str:

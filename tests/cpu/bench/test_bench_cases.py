@@ -39,6 +39,7 @@ def test_every_benchmark_has_its_name():
         "wna16",
         "w8a8",
         "attention",
+        "decode",
     ]
     assert all(benchmark.title for benchmark in BENCHMARKS.values())
 
@@ -84,7 +85,7 @@ def test_a_compiler_that_does_not_work_is_left_out_and_said_so(monkeypatch):
     assert asked.notes[-1] == "torch.compile was left out: it does not work here (OSError)."
 
 
-@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "attention"])
+@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "attention", "decode"])
 def test_some_need_a_gpu(name):
     with pytest.raises(DeviceError, match=f"bench {name}: needs an NVIDIA GPU") as raised:
         run(BENCHMARKS[name], settings())
@@ -186,7 +187,7 @@ def test_what_is_measured_already_becomes_records_too():
     result = Result(
         {"n": 1}, "speed", "tokens/s", [400.0, 500.0, 600.0], [("a", "1", [200.0]), ("b", "2", [250.0])], 1000.0
     )
-    records = run(Benchmark("x", "X", lambda run: [lambda: result], Plot(None)), settings())
+    records = run(Benchmark("x", "X", lambda run: [lambda: [result]], Plot(None)), settings())
     assert [(record.peer.name, record.ours, record.ratio) for record in records] == [("a", 500, 2.5), ("b", 500, 2)]
     assert records[0].share_of_floor == 0.5
     assert records[1].samples == {"ours": [400, 500, 600], "peer": [250]}
@@ -238,6 +239,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "wna16": 36,
         "w8a8": 16,
         "attention": 36,
+        "decode": 2,
     }
     asked.quick = True
     fewer = {name: len(benchmark.cases(asked)) for name, benchmark in BENCHMARKS.items()}
@@ -251,6 +253,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "wna16": 12,
         "w8a8": 4,
         "attention": 6,
+        "decode": 1,
     }
     asked.sizes = (128,)
     assert len(BENCHMARKS["gemm"].cases(asked)) == len(BENCHMARKS["gemv"].cases(asked)) == 1

@@ -60,7 +60,7 @@ def test_a_later_run_replaces_the_records(tmp_path):
     assert [record.case["n"] for record in read(tmp_path / "matmul-cpu.json")] == [9]
 
 
-@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "attention"])
+@pytest.mark.parametrize("name", ["ladder", "gemm", "gemv", "wna16", "w8a8", "attention", "decode"])
 def test_without_a_gpu_one_line_says_so(name, tmp_path):
     with pytest.raises(DeviceError, match=f"bench {name}: needs an NVIDIA GPU"):
         invoke(name, "--quick", "--output", tmp_path)
@@ -78,6 +78,9 @@ def test_what_cannot_be(tmp_path):
         invoke("matmul", "--size", -1, "--output", tmp_path)
     with pytest.raises(DeviceError, match="torch sees no GPU"):
         invoke("matmul", "--device", "cuda", "--output", tmp_path)
+    with pytest.raises(DeviceError, match="bench decode: needs an NVIDIA GPU"):
+        invoke("decode", "--shape", "glm-4-9b", "--profile", "--output", tmp_path)
+    assert invoke("gemm", "--shape", "glm-4-9b").exit_code == 2
     assert invoke("fastest").exit_code == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,196 @@
+"""`decode`: tokens a second of a whole model with random weights, one sequence, beside other ways to run it."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import torch
+
+import warpbus
+from warpbus.bench import decoders
+from warpbus.bench.breakdown import breakdown, described, launches
+from warpbus.bench.cases import Benchmark, Plot, Result, Run, Task, distribution
+from warpbus.bench.ceilings import copy_bandwidth
+from warpbus.bench.data import dtype_name
+from warpbus.bench.decoders import Generate, random_prompt
+from warpbus.bench.footprint import measure_memory
+from warpbus.engine.engine import Engine, request
+from warpbus.errors import UsageError
+from warpbus.models import SHAPES, Decoder, ModelConfig, random_model
+from warpbus.qtensor import Scheme
+
+_SHAPE = "chatglm2-6b"
+_SCHEME = "w4a16-g128"
+_PROMPT = 128
+_TOKENS, _QUICK_TOKENS = 256, 32
+_ROUNDS, _QUICK_ROUNDS = 5, 2
+_PROFILED_STEP = 3  # the first ones compile and capture
+
+# Tokens that are read and generated, as in ChatGLM2-6B's README, and the GB that INT4 takes by it.
+_TASKS = (("encode", 2048), ("generate", 8192))
+_PUBLISHED = {"chatglm2-6b": (5.5, 5.1)}
+
+Peers = Callable[[int], Sequence[tuple[str, str, Generate]]]
+"""From the tokens that are generated to the name and version of each peer, and what generates them."""
+
+
+def _cases(run: Run) -> list[Task]:
+    name = run.shape or _SHAPE
+    if name not in SHAPES:
+        raise UsageError(f"--shape {name}: there is no such shape: choose among {', '.join(SHAPES)}")
+    sizes = run.choose_sizes((_TOKENS,), (_QUICK_TOKENS,))
+    if min(sizes) < 2:
+        raise UsageError(f"--size {min(sizes)}: give 2 or more tokens: the clock starts with the first")
+    schemes = [Scheme.parse(each) for each in run.variants or (_SCHEME,)]
+    tasks: list[Task] = []
+    # Before anything else is on the GPU.
+    if not run.quick:
+        tasks += [partial(_memory, run, name, scheme) for scheme in schemes]
+    peers = lru_cache(maxsize=1)(partial(_peers, run, SHAPES[name]))
+    return tasks + [partial(_speed, run, name, scheme, tokens, peers) for tokens in sizes for scheme in schemes]
+
+
+def _speed(run: Run, name: str, scheme: Scheme, tokens: int, peers: Peers) -> list[Result]:
+    config, dtype = SHAPES[name], _dtype(run)
+    model = random_model(config, scheme, run.device, dtype)
+    beside = peers(tokens)
+    contenders = [decoders.ours(model, _PROMPT + tokens), *(generate for _, _, generate in beside)]
+    samples: list[list[float]] = [[] for _ in contenders]
+    for turn in range((_QUICK_ROUNDS if run.quick else _ROUNDS) + 1):
+        for taken, generate in zip(samples, contenders, strict=True):
+            seconds = generate(_PROMPT, tokens)
+            # What is captured at a first call is captured in the first round.
+            if turn:
+                taken.append((tokens - 1) / seconds)
+    if run.profile:
+        run.note(_profile(run, model, scheme))
+    read = sum(_step_bytes(config, scheme, dtype, _PROMPT + tokens // 2).values())
+    result = Result(
+        parameters={
+            "shape": name,
+            "batch": 1,
+            "prompt": _PROMPT,
+            "generated": tokens,
+            "dtype": dtype_name(dtype),
+            "variant": str(scheme),
+            "timed": "clock",
+        },
+        metric="speed",
+        unit="tokens/s",
+        ours=samples[0],
+        peers=[(peer, version, taken) for (peer, version, _), taken in zip(beside, samples[1:], strict=True)],
+        floor=copy_bandwidth(run.device) / read,
+    )
+    return [result]
+
+
+def _peers(run: Run, config: ModelConfig, tokens: int) -> list[tuple[str, str, Generate]]:
+    """Those that work here."""
+    dtype, length = _dtype(run), _PROMPT + tokens
+
+    def unquantized() -> Generate:
+        return decoders.ours(random_model(config, None, run.device, dtype), length)
+
+    makers: list[tuple[str, str, Callable[[], Generate]]] = [
+        (f"warpbus, {dtype_name(dtype)}", warpbus.__version__, unquantized),
+        ("torch.compile, int4", torch.__version__, partial(decoders.plain, config, length, run.device)),
+    ]
+    if not run.quick:
+        version = distribution("transformers") or "none"
+        makers.append(("transformers", version, partial(decoders.transformers, config, run.device)))
+    found = []
+    for name, version, make in makers:
+        try:
+            generate = make()
+            # What it compiles is compiled now, for just these lengths.
+            generate(_PROMPT, tokens)
+        except Exception as error:  # not installed, out of memory, or whatever the compilers below torch raise
+            said = str(error).strip().splitlines() or [""]
+            run.note(f"{name} was left out: it does not work here ({type(error).__name__}: {said[0][:200]}).")
+        else:
+            found.append((name, version, generate))
+    return found
+
+
+def _memory(run: Run, name: str, scheme: Scheme) -> list[Result]:
+    (_, encode), (_, generate) = _TASKS
+    used = measure_memory(name, scheme, _dtype(run), run.device, encode=encode, generate=generate)
+    published = _PUBLISHED.get(name)
+    results = []
+    for at, (task, tokens) in enumerate(_TASKS):
+        taken = used[at] / 1e9
+        run.note(f"{scheme}, memory by the driver's account: {task} {tokens:,} tokens {taken:.2f} GB")
+        if published is not None:
+            results.append(
+                Result(
+                    parameters={
+                        "shape": name,
+                        "task": task,
+                        "tokens": tokens,
+                        "dtype": dtype_name(_dtype(run)),
+                        "variant": str(scheme),
+                    },
+                    metric="memory",
+                    unit="GB",
+                    ours=[taken],
+                    peers=[("published", "INT4, README of ChatGLM2-6B", [published[at]])],
+                    floor=None,
+                )
+            )
+    return results
+
+
+def _profile(run: Run, model: Decoder, scheme: Scheme) -> str:
+    """Where the time of one token goes, as text."""
+    config = model.config
+    engine = Engine(model, max_model_len=_PROMPT + _TOKENS, max_num_seqs=1)
+    prompt = random_prompt(config, _PROMPT)
+    with engine.batch([request(prompt, tokens=_PROFILED_STEP + 2)]) as runner:
+        runner.start()
+        runner.read()
+        for _ in range(_PROFILED_STEP):
+            runner.launch()
+            runner.read()
+
+        def step() -> None:
+            runner.launch()
+            runner.read()
+
+        found = launches(step)
+    of_each = _step_bytes(config, scheme, _dtype(run), _PROMPT + _PROFILED_STEP + 1)
+    least = {part: count / copy_bandwidth(run.device) * 1e6 for part, count in of_each.items()}
+    layers = config.num_layers
+    roles = {
+        "wna16": [(part, least[part] / layers) for part in ("qkv", "o", "gate_up", "down")],
+        "decode_attention": [("", least["attention"] / layers)],
+        "hgemv": [("head", least["head"])],
+    }
+    return f"One token, {scheme}, by the profiler:\n{described(breakdown(found, roles))}"
+
+
+def _step_bytes(config: ModelConfig, scheme: Scheme, dtype: torch.dtype, context: int) -> dict[str, int]:
+    """What has to be read for a token of one sequence, by part of the model, all layers together."""
+    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
+    shapes = {
+        "qkv": (sum(config.qkv_rows), hidden),
+        "o": (hidden, attended),
+        "gate_up": (2 * config.ffn_size, hidden),
+        "down": (hidden, config.ffn_size),
+    }
+    read = {part: config.num_layers * int(n * k * scheme.bits_per_weight(k) / 8) for part, (n, k) in shapes.items()}
+    read["attention"] = 2 * config.num_layers * config.num_kv_heads * context * config.head_dim * dtype.itemsize
+    read["head"] = config.vocab_size * hidden * dtype.itemsize
+    return read
+
+
+def _dtype(run: Run) -> torch.dtype:
+    return run.dtype or torch.float16
+
+
+DECODE = Benchmark(
+    name="decode",
+    title="Generating with a whole model of random weights, one sequence",
+    cases=_cases,
+    plot=Plot(x=None, panels=("task",)),
+    takes=("variants", "dtype", "shape", "profile"),
+    needs_gpu=True,
+)

@@ -1,0 +1,161 @@
+"""Whole decoders that generate one sequence: ours, and what others would use. Each says how long its tokens took."""
+
+import importlib
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from warpbus.bench.plain import Int4Linear, Linear, PlainDecoder
+from warpbus.engine.engine import Engine, request
+from warpbus.models import Decoder, ModelConfig
+
+Generate = Callable[[int, int], float]
+"""From the lengths of a prompt and of what follows to the seconds from the first token to the last, the choice of the
+likeliest and its way to the host included."""
+
+_WARM_STEPS = 3
+
+
+def ours(model: Decoder, length: int) -> Generate:
+    """Our engine, for a prompt and answer of `length` tokens together."""
+    engine = Engine(model, max_model_len=length, max_num_seqs=1)
+    engine.warm()
+    return partial(_generate, engine)
+
+
+def _generate(engine: Engine, prompt: int, tokens: int) -> float:
+    with engine.batch([request(random_prompt(engine.model.config, prompt), tokens=tokens)]) as runner:
+        runner.start()
+        runner.read()
+        started = time.perf_counter()
+        runner.launch()
+        for left in range(tokens - 2, -1, -1):
+            if left and runner.ahead:
+                runner.launch()
+            runner.read()
+            if left and not runner.ahead:
+                runner.launch()
+        return time.perf_counter() - started
+
+
+def plain(config: ModelConfig, length: int, device: torch.device, linear: Linear = Int4Linear) -> Generate:
+    """`PlainDecoder` compiled by torch, its step in a CUDA graph. Random keys and values stand for the prompt's.
+
+    Its tokens are read at the very end: it never waits for the host.
+    """
+    # Else functions compiled before this count towards torch's limit.
+    torch.compiler.reset()
+    with torch.device(device), torch.no_grad():
+        model = PlainDecoder(config, length, linear)
+        if device.type == "cuda":
+            model = model.to(torch.bfloat16)
+        token, position = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    model.requires_grad_(False)
+    forward = torch.compile(model, dynamic=False, fullgraph=True) if device.type == "cuda" else model
+
+    @torch.no_grad()
+    def step() -> None:
+        token.copy_(forward(token, position).argmax(-1))
+        position.add_(1)
+
+    return partial(_replay, _captured(step) if device.type == "cuda" else step, token, position)
+
+
+def _replay(step: Callable[[], None], token: Tensor, position: Tensor, prompt: int, tokens: int) -> float:
+    token.zero_()
+    position.fill_(prompt)
+    int(token)
+    started = time.perf_counter()
+    for _ in range(tokens - 1):
+        step()
+    int(token)
+    return time.perf_counter() - started
+
+
+def _captured(step: Callable[[], None]) -> Callable[[], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_STEPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def transformers(config: ModelConfig, device: torch.device) -> Generate:
+    """`generate` of the library transformers with a static cache, for which it compiles the step itself, in bfloat16.
+
+    Raises:
+        ImportError: transformers is not installed; and whatever it raises where it knows no such model.
+    """
+    library = importlib.import_module("transformers")
+    rope = {
+        "rope_type": "default",
+        "rope_theta": config.rope.theta,
+        "partial_rotary_factor": config.rope.rotary_dim / config.head_dim,
+    }
+    name = "Llama" if config.family == "llama" else "Glm"
+    settings = getattr(library, f"{name}Config")(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.norm_eps,
+        max_position_embeddings=config.max_context,
+        attention_bias=config.qkv_bias,
+        rope_parameters=rope,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device(device):
+        model = library.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
+
+    def generate(prompt: int, tokens: int) -> float:
+        watch = _Stopwatch()
+        model.generate(
+            torch.tensor([random_prompt(config, prompt)], device=device),
+            attention_mask=torch.ones(1, prompt, dtype=torch.long, device=device),
+            max_new_tokens=tokens,
+            do_sample=False,
+            cache_implementation="static",
+            streamer=watch,
+        )
+        return watch.seconds
+
+    return generate
+
+
+class _Stopwatch:
+    """What transformers hands the prompt to, and then every token as it is chosen."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:
+        del tokens
+        self._times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing follows."""
+
+    @property
+    def seconds(self) -> float:
+        """From the first token to the last."""
+        return self._times[-1] - self._times[1]
+
+
+def random_prompt(config: ModelConfig, length: int) -> list[int]:
+    """Token ids, the same ones each time."""
+    generator = torch.Generator().manual_seed(0)
+    tokens: list[int] = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
+    return tokens

@@ -1,0 +1,61 @@
+"""How much of a GPU's memory a model takes, by the driver's account, in a process of its own.
+
+The driver counts all of it: weights, cache, activations, graphs, the code of the kernels and the process's own context.
+"""
+
+import gc
+import json
+import subprocess
+import sys
+
+import torch
+
+from warpbus.bench.decoders import random_prompt
+from warpbus.engine.engine import Engine
+from warpbus.errors import DeviceError
+from warpbus.models import SHAPES, random_model
+from warpbus.qtensor import Scheme
+
+
+def measure_memory(
+    shape: str, scheme: Scheme, dtype: torch.dtype, device: torch.device, encode: int, generate: int
+) -> tuple[int, int]:
+    """The most bytes taken while a prompt is read, and while tokens are generated.
+
+    Args:
+        shape: one of `SHAPES`, with random weights.
+        encode: tokens of the prompt that is read.
+        generate: tokens that are generated.
+
+    Raises:
+        DeviceError: that process fails; the message is its own.
+    """
+    code = "from warpbus.bench.footprint import main; main()"
+    free = torch.cuda.mem_get_info(device)[0]
+    words = [shape, scheme, str(dtype).removeprefix("torch."), device, encode, generate]
+    command = [sys.executable, "-c", code, *map(str, words)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        said = finished.stderr.strip().splitlines() or ["it said nothing"]
+        raise DeviceError(f"bench decode: the memory could not be measured: {said[-1]}")
+    left = json.loads(finished.stdout.splitlines()[-1])
+    return free - left["encode"], free - left["generate"]
+
+
+def main() -> None:
+    """What that process does: prints the bytes that were free when least were."""
+    shape, scheme, dtype, where, encode, generate = sys.argv[1:]
+    device = torch.device(where)
+    torch.cuda.set_device(device)
+    config = SHAPES[shape]
+    model = random_model(config, Scheme.parse(scheme), device, getattr(torch, dtype))
+    left = {}
+    for name, prompt, tokens in (("encode", int(encode), 1), ("generate", 1, int(generate))):
+        # What torch keeps for itself is never given back on its own: what is free at the end was so at the peak.
+        gc.collect()
+        torch.cuda.empty_cache()
+        engine = Engine(model, max_model_len=prompt + tokens, max_num_seqs=1)
+        engine.decode([random_prompt(config, prompt)], tokens)
+        left[name] = torch.cuda.mem_get_info(device)[0]
+        del engine
+    print(json.dumps(left))
