@@ -22,6 +22,7 @@ check: .venv/ready-check
 # Where there is no GPU, what needs one is left out.
 bench: .venv/ready
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/cpu_decode.py
 	$(BIN)/warpbus bench vector-add
 	$(BIN)/warpbus bench matmul
 	$(BIN)/warpbus bench linear
