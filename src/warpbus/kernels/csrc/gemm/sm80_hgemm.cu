@@ -19,6 +19,7 @@
 //
 // Launch: grid (tiles, splits), kThreads threads, kStages * (TILE_M + TILE_N) * TILE_K * 2 bytes of dynamic shared
 // memory; no configuration takes more than the 99 KB that sm_86 and sm_89 give to a block.
+#include "common/schedule.cuh"
 #include "common/tile.cuh"
 #include "gemm/epilogue.cuh"
 
@@ -27,7 +28,7 @@ enum class Layout { row, column };
 constexpr int kTileM = TILE_M, kTileN = TILE_N, kTileK = TILE_K;
 constexpr int kWarpM = WARP_M, kWarpN = WARP_N;
 constexpr int kStages = STAGES;
-constexpr int kGroup = BLOCK_SWIZZLE;
+constexpr unsigned kGroup = BLOCK_SWIZZLE;
 constexpr bool kAligned = ALIGN == 8;
 constexpr Layout kLayoutA = Layout::A_LAYOUT;
 constexpr Layout kLayoutB = Layout::B_LAYOUT;
@@ -188,17 +189,6 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
     }
 }
 
-// The tile of this block: down a group of kGroup rows of tiles, then on to the next column.
-__device__ __forceinline__ void find_tile(int m, int n, int& row0, int& column0) {
-    const unsigned tiles_m = (m + kTileM - 1u) / kTileM;
-    const unsigned tiles_n = (n + kTileN - 1u) / kTileN;
-    const unsigned group = blockIdx.x / (kGroup * tiles_n);
-    const unsigned within = blockIdx.x % (kGroup * tiles_n);
-    const unsigned height = min(tiles_m - group * kGroup, static_cast<unsigned>(kGroup));  // of the last group: less
-    row0 = (group * kGroup + within % height) * kTileM;
-    column0 = within / height * kTileN;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) sm80_hgemm(
     const ELEMENT* __restrict__ a, const ELEMENT* __restrict__ b, const ELEMENT* __restrict__ bias,
     ELEMENT* __restrict__ out, float* __restrict__ partial, int m, int n, int k, long long a_stride, long long b_stride,
@@ -206,8 +196,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     alignas(128) extern __shared__ unsigned char shared[];
     ELEMENT* stages = reinterpret_cast<ELEMENT*>(shared);
 
-    int row0, column0;
-    find_tile(m, n, row0, column0);
+    const auto place = tile_place(blockIdx.x, (m + kTileM - 1u) / kTileM, (n + kTileN - 1u) / kTileN, kGroup);
+    const int row0 = place.row * kTileM;
+    const int column0 = place.column * kTileN;
     const int warp = threadIdx.x / 32;
     const int warp_row = warp / kWarpsN * kWarpM;
     const int warp_column = warp % kWarpsN * kWarpN;

@@ -18,6 +18,7 @@
 // as there are multiprocessors, each takes every gridDim-th tile, so that the ring is being filled for the next tile while
 // this one is written. Tiles go through staging buffers (stmatrix, then TMA) to the output.
 #include "common/numeric.cuh"
+#include "common/schedule.cuh"
 #include "common/wgmma.cuh"
 
 constexpr int kTileK = 64;  // one row of the 128-byte swizzle
@@ -48,26 +49,13 @@ struct Tile {
 __device__ __forceinline__ Tile tile_at(int index, int rank, const Problem& p) {
     const int rows = (p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
     const int columns = (p.n + TILE_N - 1) / TILE_N;
-    const int first = index / (p.group * columns) * p.group;
-    const int height = min(p.group, rows - first);
-    const int within = index % (p.group * columns);
-    return {((first + within % height) * CLUSTER + rank) * TILE_M, within / height * TILE_N};
+    const auto place = tile_place(index, rows, columns, p.group);
+    return {(place.row * CLUSTER + rank) * TILE_M, place.column * TILE_N};
 }
 
 __device__ __forceinline__ int tiles(const Problem& p) {
     return ((p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)) * ((p.n + TILE_N - 1) / TILE_N);
 }
-
-// A position in the ring: a stage, and the parity of the phase its barriers are in.
-struct Ring {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 __device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::uint32 full, const ptx::TensorMap* map_a,
                                            const ptx::TensorMap* map_b, Tile tile, int depth, int rank) {
@@ -184,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     const int clusters = gridDim.x / CLUSTER;
     const int blocks_k = (p.k + kTileK - 1) / kTileK;
-    Ring ring;
+    Ring<STAGES> ring;
     if (warpgroup == 0) {
         ptx::setmaxnreg_decrease<kProducerRegisters>();
         if (threadIdx.x == 0) {

@@ -17,6 +17,7 @@
 // the tensor cores add them up with fewer bits.
 //
 // Launch: grid (tiles, splits), 2 * TILE_N threads, STAGES * (TILE_M + TILE_N) * TILE_K bytes of dynamic shared memory.
+#include "common/schedule.cuh"
 #include "common/tile.cuh"
 
 using Pair = unsigned short;  // two codes
@@ -28,8 +29,8 @@ constexpr int kPairs = TILE_K / 2;  // in a row of a tile
 constexpr int kBlocksM = kWarpM / 16, kBlocksN = kWarpN / 8;  // products down and along a warp's tile
 constexpr int kSteps = TILE_K / 32;
 constexpr int kSizeA = TILE_M * kPairs, kSizeB = TILE_N * kPairs;
-constexpr int kGroup = 8;                      // rows of tiles that blocks go down before they go on to the next column
-constexpr bool kRounds = SUM(0.5f) != SUM(0);  // float: sums are carried over
+constexpr unsigned kGroup = 8;  // rows of tiles that blocks go down before they go on to the next column
+constexpr bool kRounds = static_cast<SUM>(0.5f) != 0;  // float: sums are carried over
 
 static_assert(kWarpM % 16 == 0 && TILE_N % kWarpN == 0, "a warp has fragments of 16 rows, and 32 columns");
 
@@ -116,17 +117,6 @@ __device__ __forceinline__ void store_pair(ELEMENT* row, int column, int n, floa
     }
 }
 
-// The tile of this block: down a group of kGroup rows of tiles, then on to the next column.
-__device__ __forceinline__ void find_tile(int m, int n, int& row0, int& column0) {
-    const unsigned tiles_m = (m + TILE_M - 1u) / TILE_M;
-    const unsigned tiles_n = (n + TILE_N - 1u) / TILE_N;
-    const unsigned group = blockIdx.x / (kGroup * tiles_n);
-    const unsigned within = blockIdx.x % (kGroup * tiles_n);
-    const unsigned height = min(tiles_m - group * kGroup, static_cast<unsigned>(kGroup));  // of the last group: less
-    row0 = (group * kGroup + within % height) * TILE_M;
-    column0 = within / height * TILE_N;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     sm80_w8a8(const unsigned char* __restrict__ a, const unsigned char* __restrict__ b,
               const float* __restrict__ a_scale, const float* __restrict__ b_scale, const ELEMENT* __restrict__ bias,
@@ -139,8 +129,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
     alignas(128) extern __shared__ unsigned char shared[];
     Pair* stages = reinterpret_cast<Pair*>(shared);
 
-    int row0, column0;
-    find_tile(m, n, row0, column0);
+    const auto place = tile_place(blockIdx.x, (m + TILE_M - 1u) / TILE_M, (n + TILE_N - 1u) / TILE_N, kGroup);
+    const int row0 = place.row * TILE_M;
+    const int column0 = place.column * TILE_N;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int warp_row = warp / kWarpsN * kWarpM;

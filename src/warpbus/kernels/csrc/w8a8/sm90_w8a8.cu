@@ -20,6 +20,7 @@
 // every 256 of k, which leaves 0.02% and 0.2%. While one of them adds, the other one's products keep the tensor cores
 // busy: they take turns, half an interval apart.
 #include "common/numeric.cuh"
+#include "common/schedule.cuh"
 #include "common/wgmma.cuh"
 
 constexpr int kTileM = 128;
@@ -33,7 +34,7 @@ constexpr int kBox = 64 * 64 * 2;               // bytes of the output that leav
 constexpr int kStaged = TILE_N / 64 * 64;       // columns that leave by the copy engine; the others by ordinary stores
 constexpr int kRegisters = TILE_N / 2;          // that hold the sums of a thread
 constexpr int kFetched = (TILE_N + 127) / 128;  // columns whose scale and bias a thread fetches
-constexpr bool kRounds = SUM(0.5f) != SUM(0);   // float: sums are carried over
+constexpr bool kRounds = static_cast<SUM>(0.5f) != 0;  // float: sums are carried over
 constexpr int kCarry = 2;                       // stages that are summed in the tensor cores' precision
 constexpr int kProducerRegisters = 40;          // what the producer does not need goes to the consumers
 constexpr int kConsumerRegisters = 232;
@@ -54,13 +55,9 @@ struct Work {
     __device__ __forceinline__ Work(int index, const Problem& p) {
         const int tile = index / p.splits;
         split = index % p.splits;
-        const int rows = (p.m + kTileM - 1) / kTileM;
-        const int columns = (p.n + TILE_N - 1) / TILE_N;
-        const int first = tile / (p.group * columns) * p.group;
-        const int height = min(p.group, rows - first);
-        const int within = tile % (p.group * columns);
-        row = (first + within % height) * kTileM;
-        column = within / height * TILE_N;
+        const auto place = tile_place(tile, (p.m + kTileM - 1) / kTileM, (p.n + TILE_N - 1) / TILE_N, p.group);
+        row = place.row * kTileM;
+        column = place.column * TILE_N;
         depth = split * p.part;
         blocks = (min(p.part, p.k - depth) + kTileK - 1) / kTileK;
     }
@@ -69,17 +66,6 @@ struct Work {
 __device__ __forceinline__ int works(const Problem& p) {
     return (p.m + kTileM - 1) / kTileM * ((p.n + TILE_N - 1) / TILE_N) * p.splits;
 }
-
-// A position in the ring: a stage, and the parity of the phase its barriers are in.
-struct Ring {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 // The products of one stage: kTileK deep, for the rows of one consumer.
 __device__ __forceinline__ void multiply_stage(SUM (&d)[kRegisters], ptx::uint32 a, ptx::uint32 b, int keep) {
@@ -168,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
 
-    Ring ring;
+    Ring<STAGES> ring;
     if (warpgroup == 0) {
         ptx::setmaxnreg_decrease<kProducerRegisters>();
         if (threadIdx.x == 0) {
