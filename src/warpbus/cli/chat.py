@@ -21,7 +21,7 @@ from warpbus.cli.models import DEMO, model_directory
 from warpbus.errors import DataError, UsageError, WarpbusError
 
 if TYPE_CHECKING:
-    from warpbus.engine import LLM, Chunk, Completion, SamplingParams
+    from warpbus.engine import LLM, Chunk, Completion, MemoryPlan, SamplingParams
     from warpbus.models import Progress as LoadProgress
 
 HISTORY_FILE = ".warpbus_history"
@@ -56,6 +56,10 @@ def chat(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[str, typer.Option(help="of activations: auto, float32, float16 or bfloat16")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(help="the longest conversation, in tokens")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="of the GPU, for all of it: 6GB, 5.5GiB, 50%; prints a plan")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="how the cache is kept: auto, int8 or fp8")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="with --prompt: print the answer as JSON")] = False,
 ) -> None:
     """Talk to MODEL in the terminal.
@@ -79,10 +83,20 @@ def chat(
             max_tokens=max_tokens,
             seed=seed,
         )
-        llm = LLM(directory, device=device, dtype=dtype, max_model_len=max_model_len, progress=progress)
+        llm = LLM(
+            directory,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=1,
+            memory=memory,
+            kv_dtype=kv_dtype,
+            progress=progress,
+            planned=None if as_json else lambda plan: Console(stderr=True).print(plan.table()),
+        )
     conversation = Conversation(llm, params, system)
     if text is not None:
-        _answer_one(conversation, text, as_json)
+        _answer_one(conversation, text, as_json, llm.plan)
     elif sys.stdin.isatty():
         # A model without a chat template says so here, before anything is typed.
         llm.render([{"role": "user", "content": "?"}])
@@ -256,7 +270,7 @@ class Terminal:
         self._console.print(f"[red]{escape(text)}[/]")
 
 
-def _answer_one(conversation: Conversation, text: str, as_json: bool) -> None:
+def _answer_one(conversation: Conversation, text: str, as_json: bool, plan: MemoryPlan | None) -> None:
     pieces = _texts(conversation.ask(text))
     if not as_json:
         for piece in pieces:
@@ -274,6 +288,8 @@ def _answer_one(conversation: Conversation, text: str, as_json: bool) -> None:
         "seconds": round(completion.seconds, 4),
         "tokens_per_s": round(completion.tokens_per_second, 2),
     }
+    if plan is not None:
+        found["memory"] = plan.to_json()
     print(json.dumps(found, ensure_ascii=False))
 
 

@@ -2,7 +2,7 @@
 
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.llm import LLM, Chunk, Completion
-from warpbus.engine.plan import MemoryPlan, Stored, plan_memory
+from warpbus.engine.plan import MemoryPlan, Stored, enforce, plan_memory
 from warpbus.engine.sequence import SamplingParams
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "MemoryPlan",
     "SamplingParams",
     "Stored",
+    "enforce",
     "plan_memory",
     "request",
 ]

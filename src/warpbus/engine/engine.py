@@ -9,6 +9,14 @@ Knows nothing of text. A benchmark decodes token ids with it:
         runner.read()
         runner.launch()     # a step: time many of these, up to 255, and read each
         runner.read()
+
+and within so many bytes of the GPU's memory, the process's own context included:
+
+    plan = plan_memory(Stored.uniform(config, torch.float16, scheme), 4_800_000_000, max_model_len=8320, max_num_seqs=1)
+    where = "cpu" if plan.embedding_on_cpu else None
+    enforce(plan, device)
+    model = random_model(config, scheme, device, torch.float16, head=plan.head, embedding=where)
+    engine = Engine.planned(model, plan, max_num_seqs=1)
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from warpbus.engine.kv_cache import KVCache, KVPool, stored_dtype
+from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.runner import Runner
 from warpbus.engine.sequence import SamplingParams
 from warpbus.engine.sequence import Sequence as Request
@@ -73,6 +82,18 @@ class Engine:
                 f"{self.device}: give auto, or float16 or bfloat16 on a GPU"
             )
         self._idle = None if pool_tokens is None or not self._fused else self._room(pool_tokens)
+
+    @classmethod
+    def planned(cls, model: Decoder, plan: MemoryPlan, *, max_num_seqs: int = 16) -> "Engine":
+        """An engine for a model that was loaded, or made, as a plan says."""
+        return cls(
+            model,
+            max_model_len=plan.context,
+            max_num_seqs=max_num_seqs,
+            kv_dtype=plan.kv_dtype,
+            prefill_tokens=plan.prefill_tokens,
+            pool_tokens=plan.pool_tokens,
+        )
 
     def fitting(self, requests: Sequence[Request]) -> int:
         """How many of the first requests can be answered in one batch; at least one."""

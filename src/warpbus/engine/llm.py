@@ -6,7 +6,7 @@ do. There is no state between two calls, so that an interrupted one leaves nothi
 
 import time
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, overload
@@ -88,6 +88,7 @@ class LLM:
         kv_dtype: how keys and values are kept: "auto", which is in the dtype of the activations or as `memory` needs
             it, or in 8 bits, "int8" or "fp8", on a GPU.
         progress: called while the weights are read; see `warpbus.models.Progress`.
+        planned: called with the plan before anything is loaded, where `memory` is given.
 
     Attributes:
         config: the model's `ModelConfig`.
@@ -100,8 +101,8 @@ class LLM:
         plan: the `MemoryPlan`, or None where no memory was given.
 
     Raises:
-        UsageError: an argument is out of range or not known.
-        DeviceError: the device is not there.
+        UsageError: an argument is out of range or not known, or the model does not fit `memory`.
+        DeviceError: the device is not there, its memory is full, or others hold what was planned.
         CheckpointError: the directory is missing, damaged or not understood.
     """
 
@@ -116,6 +117,7 @@ class LLM:
         memory: str | int | None = None,
         kv_dtype: str = "auto",
         progress: Progress | None = None,
+        planned: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise UsageError(f"max_num_seqs is {max_num_seqs}: give 1 or more")
@@ -134,7 +136,9 @@ class LLM:
         self.max_num_seqs = max_num_seqs
         self.plan = None if memory is None else self._planned(checkpoint, memory, max_model_len, kv_dtype)
         if self.plan is not None:
-            self.max_model_len, kv_dtype = self.plan.context, self.plan.kv_dtype
+            self.max_model_len = self.plan.context
+            if planned is not None:
+                planned(self.plan)
         self.tokenizer = load_tokenizer(checkpoint.directory)
         self.template = load_template(checkpoint.directory, checkpoint.config, self.tokenizer)
         self.stop_ids = frozenset(self.config.stop_ids) | frozenset(self.template.stop_ids)
@@ -149,14 +153,12 @@ class LLM:
             head=None if plan is None else plan.head,
             embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
         )
-        self.engine = Engine(
-            self.model,
-            max_model_len=self.max_model_len,
-            max_num_seqs=max_num_seqs,
-            kv_dtype=kv_dtype,
-            prefill_tokens=None if plan is None else plan.prefill_tokens,
-            pool_tokens=None if plan is None else plan.pool_tokens,
-        )
+        if plan is None:
+            self.engine = Engine(
+                self.model, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype
+            )
+        else:
+            self.engine = Engine.planned(self.model, plan, max_num_seqs=max_num_seqs)
         self.engine.warm()
 
     def _planned(
