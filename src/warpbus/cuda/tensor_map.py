@@ -15,7 +15,7 @@ from warpbus.errors import TensorError
 ALIGNMENT = 16  # bytes: of the address, and of the distance between rows
 
 # CUtensorMapDataType; to a copy, 8 bits are 8 bits.
-_ELEMENT = {torch.int8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_ELEMENT = {torch.int8: 0, torch.float8_e4m3fn: 0, torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SWIZZLE_128 = 3
 _PROMOTION_256 = 3  # fetch 256 bytes into L2 at a time
 
@@ -27,10 +27,11 @@ def fits(matrix: Tensor) -> bool:
     return aligned and (matrix.stride(1) == 1 or matrix.shape[1] == 1)
 
 
-def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
+def tensor_map(matrix: Tensor, box_rows: int, box_columns: int, *, swizzled: bool = True) -> bytes:
     """The 128 bytes for a matrix [rows, columns], contiguous along its columns, copied box by box.
 
-    The box lies in shared memory with the 128-byte swizzle: `box_columns` elements are at most 128 bytes.
+    The box lies in shared memory with the 128-byte swizzle, `box_columns` elements being at most 128 bytes; or with
+    `swizzled` false row by row, at most 256 elements each.
 
     Raises:
         TensorError: the matrix is not aligned as `fits` says.
@@ -44,11 +45,14 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
     rows, columns = matrix.shape
     stride = matrix.stride(0) if rows > 1 else max(columns, ALIGNMENT)
     pitch = -(-stride * matrix.element_size() // ALIGNMENT) * ALIGNMENT
-    return _encode(matrix.data_ptr(), _ELEMENT[matrix.dtype], rows, columns, pitch, box_rows, box_columns)
+    swizzle = _SWIZZLE_128 if swizzled else 0
+    return _encode(matrix.data_ptr(), _ELEMENT[matrix.dtype], rows, columns, pitch, box_rows, box_columns, swizzle)
 
 
 @functools.lru_cache(maxsize=4096)
-def _encode(address: int, element: int, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int) -> bytes:
+def _encode(
+    address: int, element: int, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int, swizzle: int
+) -> bytes:
     # A map only says where and how, so the same matrix at the same place has the same map, whatever it holds.
     storage = (ctypes.c_uint64 * 24)()
     target = -(-ctypes.addressof(storage) // 64) * 64  # the driver wants 64-byte alignment
@@ -62,7 +66,7 @@ def _encode(address: int, element: int, rows: int, columns: int, pitch: int, box
         (ctypes.c_uint32 * 2)(box_columns, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         0,  # not interleaved
-        _SWIZZLE_128,
+        swizzle,
         _PROMOTION_256,
         0,  # zeros outside
     )

@@ -1,26 +1,162 @@
-"""`wna16`: a linear layer whose weights have 2 to 8 bits and whose activations are floating point."""
+"""`wna16`: a linear layer whose weights have 2 to 8 bits and whose activations are floating point.
+
+Three kernels share the weights' one layout (`packed`): `wna16/decode.cu` reads them once for a few tokens and does the norm
+before and what follows in the same pass, `wna16/sm90_wna16.cu` multiplies on Hopper's wgmma and `wna16/sm80_wna16.cu` by
+mma.sync on every GPU since Ampere.
+"""
 
 from torch import Tensor
 
-from warpbus.errors import TensorError
+from warpbus.cuda.jit import architecture
+from warpbus.cuda.kernel import runs_on
+from warpbus.errors import TensorError, UsageError
+from warpbus.kernels.operators import operator
+from warpbus.kernels.ops import wna16_decode, wna16_mma, wna16_wgmma
+from warpbus.kernels.ops.activation import swiglu
+from warpbus.kernels.ops.arguments import HALVES, check_alike, check_shape
+from warpbus.kernels.ops.norm import rms_norm
+from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, unpack
 from warpbus.kernels.reference.wna16 import wna16_linear as reference_linear
-from warpbus.qtensor import QTensor
+from warpbus.qtensor import QTensor, Scheme
+
+ACTIVATIONS = ("none", "swiglu")
 
 
-def wna16_linear(x: Tensor, weight: QTensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`.
+def wna16_linear(
+    x: Tensor,
+    weight: PackedWeight | QTensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """`residual + activation(norm(x) @ weight.T + bias)`.
+
+    On a GPU from Hopper on, all of it is one kernel for up to 8 rows of x that take no more than 66 KB; otherwise what
+    surrounds the product is computed by kernels of its own.
 
     Args:
-        x: floating `[..., in]`.
-        weight: `[out, in]`, on the same device.
-        bias: `[out]` in the dtype of `x`.
+        x: `[..., k]`. With a `PackedWeight` in its dtype, float16 or bfloat16; with a `QTensor` any floating dtype, and
+            the weight is dequantized at every call.
+        weight: `[n, k]`, on the same device.
+        bias: `[n]`.
+        norm: weight `[k]` of an RMSNorm that x goes through first, with `eps`.
+        residual: in the shape of the result.
+        activation: "none", or "swiglu": `silu(gate) * up`, where the first half of the weight's rows gives the gate.
 
     Returns:
-        `[..., out]` in the dtype of `x`.
+        `[..., n]`, or `[..., n / 2]` with swiglu, in the dtype of `x`; summed in float32. The same bits at every run.
 
     Raises:
-        TensorError: if the widths of `x` and `weight` differ.
+        TensorError: other shapes, dtypes or devices.
+        UsageError: no such activation.
     """
-    if x.shape[-1] != weight.shape[1]:
-        raise TensorError(f"wna16_linear: x has {x.shape[-1]} features, the weight expects {weight.shape[1]}")
-    return reference_linear(x, weight, bias)
+    if activation not in ACTIVATIONS:
+        raise UsageError(f"wna16_linear: activation is {activation!r}: give one of {', '.join(ACTIVATIONS)}")
+    n, k = weight.shape
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise TensorError(f"wna16_linear: x has shape {list(x.shape)}, the weight expects {k} features")
+    if activation == "swiglu" and n % 2:
+        raise TensorError(f"wna16_linear: swiglu needs as many rows for the gate as for up, the weight has {n}")
+    columns = n // 2 if activation == "swiglu" else n
+    expected = {"bias": (n,), "norm": (k,), "residual": (*x.shape[:-1], columns)}
+    given = {"bias": bias, "norm": norm, "residual": residual}
+    there = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for name, tensor in there.items():
+        check_shape("wna16_linear", expected, f"the weight is {n} x {k}", **{name: tensor})
+    if isinstance(weight, QTensor):
+        return reference_linear(x, weight, bias, norm, eps, residual, activation)
+    check_alike("wna16_linear", HALVES, x=x, scales=weight.scales, **there)
+    group = weight.scheme.group_size or 0
+    out = _wna16(
+        x.reshape(-1, k),
+        *(weight.codes, weight.scales, weight.zeros, n, weight.scheme.bits, group),
+        *(bias, norm, eps, None if residual is None else residual.reshape(-1, columns), activation),
+    )
+    return out.view(*x.shape[:-1], columns)
+
+
+def _launch(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    n: int,
+    bits: int,
+    group: int,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    m, k = x.shape
+    weight = PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, k))
+    gated = activation == "swiglu"
+    if 0 in (m, n, k):
+        return reference_linear(x, unpack(weight), bias, norm, eps, residual, activation)
+    x = x.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    arch = architecture(x.device)
+    if runs_on(arch, "sm_90") and wna16_decode.fits(m, k) and not (gated and n // 2 % TILE_ROWS):
+        if norm is not None and k % 8:
+            x, norm = rms_norm(x, norm, eps), None
+        out = x.new_empty(m, n // 2 if gated else n)
+        norm = None if norm is None else norm.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        wna16_decode.multiply(x, weight, bias, norm, eps, residual, gated, out)
+        return out
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    out = x.new_empty(m, n)
+    multiply = wna16_wgmma.multiply if arch == "sm_90a" else wna16_mma.multiply
+    multiply(x, weight, bias, out)
+    if gated:
+        out = swiglu(out)
+    return out if residual is None else out.add_(residual)
+
+
+def _reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    n: int,
+    bits: int,
+    group: int,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    packed = PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, x.shape[1]))
+    return reference_linear(x, unpack(packed), bias, norm, eps, residual, activation)
+
+
+def _fake(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    n: int,
+    bits: int,
+    group: int,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    activation: str,
+) -> Tensor:
+    return x.new_empty(x.shape[0], n // 2 if activation == "swiglu" else n)
+
+
+_wna16 = operator(
+    "wna16(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, int n, int bits, int group, Tensor? bias, Tensor? norm, "
+    "float eps, Tensor? residual, str activation) -> Tensor",
+    cuda=_launch,
+    reference=_reference,
+    fake=_fake,
+)

@@ -3,9 +3,24 @@
 from torch import Tensor
 from torch.nn import functional as F
 
+from warpbus.kernels.reference.activation import swiglu
+from warpbus.kernels.reference.norm import rms_norm
 from warpbus.qtensor import QTensor
 
 
-def wna16_linear(x: Tensor, weight: QTensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` with the weights dequantized to the dtype of `x` first."""
-    return F.linear(x, weight.dequantize(x.dtype), bias)
+def wna16_linear(
+    x: Tensor,
+    weight: QTensor,
+    bias: Tensor | None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str = "none",
+) -> Tensor:
+    """`residual + activation(norm(x) @ weight.T + bias)` with the weights dequantized to the dtype of `x` first."""
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    y = F.linear(x, weight.dequantize(x.dtype), bias)
+    if activation == "swiglu":
+        y = swiglu(y)
+    return y if residual is None else residual + y

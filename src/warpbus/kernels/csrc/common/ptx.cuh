@@ -59,6 +59,13 @@ __device__ __forceinline__ void stmatrix_x4(uint32 shared, uint32 r0, uint32 r1,
                  : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32 shared, uint32 r0, uint32 r1, uint32 r2, uint32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r0),
+                 "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
 // D += A B for a warp: A 16x16 (row-major fragments), B 16x8 (column-major fragments), D 16x8 in fp32. With g = lane/4 and
 // t = lane%4, as pairs of columns for A and rows for B: a[0] (g, 2t) a[1] (g+8, 2t) a[2] (g, 2t+8) a[3] (g+8, 2t+8);
 // b[0] (2t, g) b[1] (2t+8, g); d[0..1] (g, 2t..2t+1), d[2..3] (g+8, 2t..2t+1). `Element` says how the bits are read.
@@ -128,6 +135,20 @@ __device__ __forceinline__ uint4 load_streaming(const void* global) {
     return value;
 }
 
+// ---- Flags in global memory between blocks (sm_70) ----
+
+// Read a flag; what its writer did before `store_release` is visible to this thread afterwards.
+__device__ __forceinline__ int load_acquire(const int* flag) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}
+
+// Write a flag after all that this thread has written or seen.
+__device__ __forceinline__ void store_release(int* flag, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
 // ---- Barriers in shared memory that count arrivals and bytes (sm_90 for all that follows) ----
 
 // Prepare a barrier for `arrivals` arrivals a phase. One thread calls it; mbarrier_fence_init makes it visible.
@@ -173,6 +194,14 @@ __device__ __forceinline__ void mbarrier_wait(uint32 barrier, int parity) {
 }
 
 // ---- The copy engine (TMA) ----
+
+// Copy `bytes` contiguous bytes to shared memory and count them at `barrier`. Addresses and size are multiples of 16. One
+// thread calls it.
+__device__ __forceinline__ void bulk_load(uint32 shared, const void* global, int bytes, uint32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
 
 // The 128 bytes that describe a tensor to the copy engine, encoded on the host; a __grid_constant__ kernel parameter.
 struct alignas(64) TensorMap {

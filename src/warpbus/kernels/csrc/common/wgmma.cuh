@@ -167,6 +167,37 @@ __device__ __forceinline__ void wgmma_k32(int (&d)[N / 2], uint64 a, uint64 b, i
     else WGMMA_S8(256, 128, "%128", "%129", "%130");
 }
 
+// D (64 x N) += A (64 x 16) B (16 x N) with A in registers, the fragment of mma_m16n8k16 for the 16 rows of each warp, and B
+// K-major in shared memory. Until the wait, `a` may not be touched either.
+#define WGMMA_RS(N, TYPE, R, A0, A1, A2, A3, B, ACCUMULATE)                                                            \
+    asm volatile(                                                                                                      \
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, " ACCUMULATE ", 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_P##R "}, {" A0 ", " A1 ", " A2      \
+        ", " A3 "}, " B ", keep, 1, 1, 0;\n}\n"                                                                        \
+        : WGMMA_D##R("+f", d)                                                                                          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+
+template <typename Element, int N>
+__device__ __forceinline__ void wgmma_from_registers(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, int accumulate) {
+    static_assert(N == 16 || N == 32 || N == 64 || N == 128 || N == 256, "wgmma_from_registers: a power of two");
+    if constexpr (N == 16) {
+        if constexpr (is_half<Element>) WGMMA_RS(16, "f16", 8, "%8", "%9", "%10", "%11", "%12", "%13");
+        else WGMMA_RS(16, "bf16", 8, "%8", "%9", "%10", "%11", "%12", "%13");
+    } else if constexpr (N == 32) {
+        if constexpr (is_half<Element>) WGMMA_RS(32, "f16", 16, "%16", "%17", "%18", "%19", "%20", "%21");
+        else WGMMA_RS(32, "bf16", 16, "%16", "%17", "%18", "%19", "%20", "%21");
+    } else if constexpr (N == 64) {
+        if constexpr (is_half<Element>) WGMMA_RS(64, "f16", 32, "%32", "%33", "%34", "%35", "%36", "%37");
+        else WGMMA_RS(64, "bf16", 32, "%32", "%33", "%34", "%35", "%36", "%37");
+    } else if constexpr (N == 128) {
+        if constexpr (is_half<Element>) WGMMA_RS(128, "f16", 64, "%64", "%65", "%66", "%67", "%68", "%69");
+        else WGMMA_RS(128, "bf16", 64, "%64", "%65", "%66", "%67", "%68", "%69");
+    } else {
+        if constexpr (is_half<Element>) WGMMA_RS(256, "f16", 128, "%128", "%129", "%130", "%131", "%132", "%133");
+        else WGMMA_RS(256, "bf16", 128, "%128", "%129", "%130", "%131", "%132", "%133");
+    }
+}
+
 // The compiler does not know that the products still write `d` after their instruction: behind a wait, this keeps it
 // from reading `d` before.
 template <int Count>
@@ -183,6 +214,7 @@ __device__ __forceinline__ void wgmma_arrived(int (&d)[Count]) {
 #undef WGMMA
 #undef WGMMA_E4M3
 #undef WGMMA_S8
+#undef WGMMA_RS
 #undef WGMMA_8
 
 }  // namespace ptx

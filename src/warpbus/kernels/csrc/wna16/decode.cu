@@ -1,0 +1,313 @@
+// out [m, n] = epilogue(norm(x) [m, k] weight [n, k]^T) for up to 8 rows of x: quantized weights, 16-bit activations.
+//
+// Macros
+//   ELEMENT   __half or __nv_bfloat16: of x, the scales, the zero points and out
+//   BITS      4 or 8: of a packed code; kernels/ops/packed.py says how they lie
+//   GROUPS    1: a scale for 64 columns or more; 2: one for 32
+//   WARPS     that multiply
+//   STAGES    of weights in flight
+//
+// Prologue: with `norm`, RMSNorm of x. Epilogue: bias, then silu(gate) * up where the upper half of the weight's rows is the
+// gate and the lower half goes up (`gate_tiles` > 0, n / 2 columns in out), then the sum with `residual`, all in fp32.
+//
+// The weights are read once, and nothing but the bytes under way counts. One warp does nothing but ask for them, a stage at a
+// time, across the borders of tiles, and it begins before the kernel ahead has ended. A stage is two tiles of 16 rows (of a
+// gated layer one of each half) by WARPS chunks of 64 columns, one for each of the other warps. Codes become fragments in
+// registers; they are multiplied as whole numbers and the sum of a group is scaled in fp32, so that no weight is rounded.
+// The warps' sums are added in a fixed order. A grid has one block for each multiprocessor.
+#include "common/numeric.cuh"
+#include "common/ptx.cuh"
+#include "wna16/dequantize.cuh"
+
+using Packed = Codes<ELEMENT, BITS>;
+constexpr int kThreads = 32 * WARPS;  // that multiply
+constexpr int kLoads = BITS / 4;      // of 16 bytes, a lane's share of 16 rows by 64 columns
+constexpr int kChunk = 64;
+constexpr int kPad = 8;  // elements between rows of x: eight rows lie in eight groups of banks
+
+struct Problem {
+    int m, n, k;
+    int pitch;       // elements from one row of x to the next, a multiple of 8; those past k are zero
+    int chunks;      // of 64 columns in a row
+    int groups;      // scales of a row
+    int shift;       // a group has 2^shift chunks
+    int gate_tiles;  // tiles of the gate, or 0
+    float eps;
+};
+
+struct Weight {
+    const uint4* codes;
+    const ptx::uint32* scales;  // pairs: rows g and g + 8
+    const ptx::uint32* zeros;   // or null
+};
+
+struct alignas(128) Stage {
+    uint4 codes[2][WARPS][kLoads][32];
+    ptx::uint32 scales[2][WARPS * GROUPS + 1][8];
+    ptx::uint32 zeros[2][WARPS * GROUPS + 1][8];
+};
+
+struct Barriers {
+    ptx::uint64 full[STAGES], empty[STAGES];
+};
+
+__device__ __forceinline__ int tile_of(int pair, int which, const Problem& p) {
+    const int tiles = (p.n + 15) / 16;
+    return p.gate_tiles > 0 ? pair + which * p.gate_tiles : min(2 * pair + which, tiles - 1);
+}
+
+__device__ __forceinline__ int pairs_of(const Problem& p) {
+    return p.gate_tiles > 0 ? p.gate_tiles : ((p.n + 15) / 16 + 1) / 2;
+}
+
+// The first group of a chunk.
+__device__ __forceinline__ int group_of(int chunk, const Problem& p) {
+    return GROUPS == 2 ? 2 * chunk : chunk >> p.shift;
+}
+
+// Asks for up to WARPS chunks from `chunk` on.
+__device__ __forceinline__ void load(Stage& stage, ptx::uint32 full, const Weight& weight, int pair, int chunk,
+                                     const Problem& p) {
+    const int chunks = min(WARPS, p.chunks - chunk);
+    const int group = group_of(chunk, p);
+    const int groups = group_of(chunk + chunks - 1, p) + GROUPS - group;
+    const int code_bytes = chunks * kLoads * 512;
+    const int scale_bytes = groups * 32;
+    ptx::mbarrier_expect(full, 2 * (code_bytes + scale_bytes * (weight.zeros == nullptr ? 1 : 2)));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int tile = tile_of(pair, r, p);
+        const uint4* codes = weight.codes + (static_cast<long long>(tile) * p.chunks + chunk) * 32 * kLoads;
+        const int at = (tile * p.groups + group) * 8;
+        ptx::bulk_load(ptx::shared_address(stage.codes[r]), codes, code_bytes, full);
+        ptx::bulk_load(ptx::shared_address(stage.scales[r]), weight.scales + at, scale_bytes, full);
+        if (weight.zeros != nullptr) {
+            ptx::bulk_load(ptx::shared_address(stage.zeros[r]), weight.zeros + at, scale_bytes, full);
+        }
+    }
+}
+
+// Adds the products of a warp's chunk. `x` is where this lane's row of the first fragment begins in shared memory, `group`
+// the first group's place in the stage.
+__device__ __forceinline__ void multiply(float (&sum)[2][4], const Stage& stage, ptx::uint32 x, int group,
+                                         bool symmetric) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    uint4 codes[2][kLoads];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) codes[r][i] = stage.codes[r][warp][i][lane];
+    }
+    ptx::uint32 b[2][4];
+    ptx::ldmatrix_x4(b[0], x);
+    ptx::ldmatrix_x4(b[1], x + 64);
+#pragma unroll
+    for (int h = 0; h < GROUPS; ++h) {
+        typename Packed::Zeros zeros[2];
+        float2 scale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const ptx::uint32 middle = pack_pair<ELEMENT>(1 << (BITS - 1), 1 << (BITS - 1));
+            zeros[r] = Packed::zeros(symmetric ? middle : stage.zeros[r][group + h][lane / 4]);
+            scale[r] = unpack_pair<ELEMENT>(stage.scales[r][group + h][lane / 4]);
+        }
+        float part[2][4] = {};
+#pragma unroll
+        for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                ptx::uint32 a[4];
+                Packed::integers(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords, zeros[r]);
+                ptx::mma_m16n8k16<ELEMENT>(part[r], a, b[s / 2][2 * (s % 2)], b[s / 2][2 * (s % 2) + 1]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            sum[r][0] = fmaf(part[r][0], scale[r].x, sum[r][0]);
+            sum[r][1] = fmaf(part[r][1], scale[r].x, sum[r][1]);
+            sum[r][2] = fmaf(part[r][2], scale[r].y, sum[r][2]);
+            sum[r][3] = fmaf(part[r][3], scale[r].y, sum[r][3]);
+        }
+    }
+}
+
+// Barrier of the warps that multiply.
+__device__ __forceinline__ void sync_consumers() { ptx::named_barrier(1, kThreads); }
+
+// Brings x into shared memory, zeros past k up to the end of the last chunk.
+__device__ __forceinline__ void stage_x(ELEMENT* target, const ELEMENT* x, const Problem& p) {
+    const int columns = p.chunks * kChunk;
+    for (int token = 0; token < p.m; ++token) {
+        const ELEMENT* source = x + static_cast<long long>(token) * p.pitch;
+        for (int at = 8 * threadIdx.x; at < columns; at += 8 * kThreads) {
+            const ptx::uint32 place = ptx::shared_address(target + token * (columns + kPad) + at);
+            ptx::cp_async_16(place, at < p.pitch ? source + at : source, at < p.pitch ? 16 : 0);
+        }
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    sync_consumers();
+}
+
+// RMSNorm of the rows in shared memory, which hold all of k.
+__device__ __forceinline__ void normalize(ELEMENT* rows, float* squares, const ELEMENT* norm, const Problem& p) {
+    const int columns = p.chunks * kChunk;
+    for (int token = 0; token < p.m; ++token) {
+        float sum = 0.0f;
+        for (int at = 2 * threadIdx.x; at < columns; at += 2 * kThreads) {
+            const float2 value =
+                unpack_pair<ELEMENT>(*reinterpret_cast<const ptx::uint32*>(rows + token * (columns + kPad) + at));
+            sum = fmaf(value.x, value.x, fmaf(value.y, value.y, sum));
+        }
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
+        if (threadIdx.x % 32 == 0) squares[token * WARPS + threadIdx.x / 32] = sum;
+    }
+    sync_consumers();
+    for (int token = 0; token < p.m; ++token) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) sum += squares[token * WARPS + warp];
+        const float factor = rsqrtf(sum / p.k + p.eps);
+        for (int at = 2 * threadIdx.x; at < p.k; at += 2 * kThreads) {
+            ptx::uint32* pair = reinterpret_cast<ptx::uint32*>(rows + token * (columns + kPad) + at);
+            const float2 value = unpack_pair<ELEMENT>(*pair);
+            const float2 weight = unpack_pair<ELEMENT>(*reinterpret_cast<const ptx::uint32*>(norm + at));
+            // Rounded before the weight, as the layer is defined.
+            const float2 normed = unpack_pair<ELEMENT>(pack_pair<ELEMENT>(value.x * factor, value.y * factor));
+            *pair = pack_pair<ELEMENT>(normed.x * weight.x, normed.y * weight.y);
+        }
+    }
+    sync_consumers();
+}
+
+struct Epilogue {
+    const ELEMENT* bias;
+    const ELEMENT* residual;
+    ELEMENT* out;
+};
+
+__device__ __forceinline__ void store(float value, int row, int token, int rows, const Epilogue& e) {
+    const long long at = static_cast<long long>(token) * rows + row;
+    if (e.residual != nullptr) value += to_float(e.residual[at]);
+    e.out[at] = from_float<ELEMENT>(value);
+}
+
+// What becomes of the sums of one row of each of the two tiles.
+__device__ __forceinline__ void finish(const float (&total)[2], int pair, int within, int token, const Problem& p,
+                                       const Epilogue& e) {
+    float value[2];
+    int row[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        row[r] = 16 * (p.gate_tiles > 0 ? pair + r * p.gate_tiles : 2 * pair + r) + within;
+        value[r] = total[r];
+        if (e.bias != nullptr && row[r] < p.n) value[r] += to_float(e.bias[row[r]]);
+    }
+    if (p.gate_tiles > 0) {
+        store(activate(kSilu, value[0]) * value[1], row[0], token, p.n / 2, e);
+        return;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (row[r] < p.n) store(value[r], row[r], token, p.n, e);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
+    wna16_decode(const uint4* codes, const ptx::uint32* scales, const ptx::uint32* zeros, const ELEMENT* x,
+                 const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, const Problem p) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    Stage* const ring = reinterpret_cast<Stage*>(memory);
+    float4* const sums = reinterpret_cast<float4*>(ring + STAGES);  // [WARPS][2][32]
+    Barriers* const barriers = reinterpret_cast<Barriers*>(sums + WARPS * 2 * 32);
+    float* const squares = reinterpret_cast<float*>(barriers + 1);  // [8][WARPS]
+    ELEMENT* const staged = reinterpret_cast<ELEMENT*>(squares + 8 * WARPS);
+    const ptx::uint32 full = ptx::shared_address(barriers->full);
+    const ptx::uint32 empty = ptx::shared_address(barriers->empty);
+    const Weight weight = {codes, scales, zeros};
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int pairs = pairs_of(p);
+
+    ptx::griddepcontrol_launch_dependents();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            ptx::mbarrier_init(full + 8 * i, 1);
+            ptx::mbarrier_init(empty + 8 * i, WARPS);
+        }
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+
+    int slot = 0, parity = 0;
+    if (warp == WARPS) {
+        // Weights are nobody's output, so that this warp need not wait for the kernel ahead.
+        if (lane == 0) {
+            for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
+                for (int chunk = 0; chunk < p.chunks; chunk += WARPS) {
+                    ptx::mbarrier_wait(empty + 8 * slot, parity ^ 1);
+                    load(ring[slot], full + 8 * slot, weight, pair, chunk, p);
+                    if (++slot == STAGES) {
+                        slot = 0;
+                        parity ^= 1;
+                    }
+                }
+            }
+        }
+        ptx::griddepcontrol_wait();
+        return;
+    }
+
+    ptx::griddepcontrol_wait();
+    if (blockIdx.x >= pairs) return;
+    stage_x(staged, x, p);
+    if (norm != nullptr) normalize(staged, squares, norm, p);
+
+    // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
+    // product depends on its own row alone, and those are not stored.
+    const int row_size = p.chunks * kChunk + kPad;
+    const ptx::uint32 mine =
+        ptx::shared_address(staged + min(lane % 8, p.m - 1) * row_size + warp * kChunk) + lane / 8 * 16;
+    const Epilogue epilogue = {bias, residual, out};
+    for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
+        float sum[2][4] = {};
+        ptx::uint32 from = mine;
+        for (int first = 0; first < p.chunks; first += WARPS) {
+            ptx::mbarrier_wait(full + 8 * slot, parity);
+            if (first + warp < p.chunks) {
+                const int group = group_of(first + warp, p) - group_of(first, p);
+                multiply(sum, ring[slot], from, group, zeros == nullptr);
+            }
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(empty + 8 * slot);
+            from += WARPS * kChunk * 2;
+            if (++slot == STAGES) {
+                slot = 0;
+                parity ^= 1;
+            }
+        }
+
+        sync_consumers();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            sums[(warp * 2 + r) * 32 + lane] = make_float4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+        }
+        sync_consumers();
+        const float* const all = reinterpret_cast<const float*>(sums);
+        for (int at = threadIdx.x; at < 16 * p.m; at += kThreads) {
+            const int within = at % 16;
+            const int token = at / 16;
+            // Where the fragments of the product have this row and column.
+            const int place = ((within % 8) * 4 + token / 2) * 4 + within / 8 * 2 + token % 2;
+            float total[2] = {};
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) total[r] += all[(w * 2 + r) * 128 + place];
+            }
+            finish(total, pair, within, token, p, epilogue);
+        }
+    }
+}

@@ -1,0 +1,370 @@
+// out [m, n] = x [m, k] weight [n, k]^T + bias [n] on Hopper: quantized weights, 16-bit x, fp32 accumulation (sm_90a).
+//
+// Macros
+//   ELEMENT   __half or __nv_bfloat16: of x, the scales, the zero points, the bias and out
+//   BITS      4 or 8: of a packed code; kernels/ops/packed.py says how they lie
+//   TOKENS    rows of x in a tile: 16, 32, 64, 128 or 256
+//   STAGES    blocks of 64 columns in flight
+//
+// Computed is the transpose: D [128 rows of the weight, TOKENS] = W x^T. A dequantized register already is a part of the
+// operand A of wgmma, so that weights go from shared memory to the tensor cores by way of registers, and x is its operand B
+// from shared memory. Codes minus zero points are exact and rounded once, in the product with their scale.
+//
+// Who does what: one thread feeds a ring of STAGES buffers by TMA, and it asks for weights before the kernel ahead has ended.
+// Two warpgroups have 64 rows each: they dequantize a block while the products of the one before run.
+//
+// How the work is shared: `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
+// a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
+// their order, and writes it. All blocks are resident, so it can wait for them by a flag, which it takes back.
+#include "common/numeric.cuh"
+#include "common/wgmma.cuh"
+#include "wna16/dequantize.cuh"
+
+using Packed = Codes<ELEMENT, BITS>;
+constexpr int kRows = 128;  // of the weight in a tile
+constexpr int kTileK = 64;  // one row of the 128-byte swizzle
+constexpr int kConsumers = 2;
+constexpr int kThreads = 128 * (1 + kConsumers);
+constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 64 columns
+constexpr int kXBytes = TOKENS * kTileK * 2;
+constexpr int kCodeBytes = kRows * kTileK * BITS / 8;
+constexpr int kScaleBytes = kRows / 16 * 2 * 32;  // room for two groups
+constexpr int kStoreTokens = TOKENS < 64 ? TOKENS : 64;
+constexpr int kStagingBytes = kStoreTokens * 64 * 2;
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+struct Problem {
+    int m, n, k;
+    int chunks;       // of 64 columns in a row of the weight
+    int shift;        // a group has 2^shift chunks
+    int scale_words;  // of a tile of 16 rows that a block of k needs: 8, or 16 where a chunk has two groups
+    int group;        // tiles along m that are walked together, so that L2 serves a wave of blocks
+    int waves;        // whole tiles of each block
+    int direct;       // write by ordinary stores: out has no tensor map
+};
+
+struct Maps {
+    ptx::TensorMap x, codes, scales, zeros, out;
+};
+
+// A part of a tile: blocks [begin, end) of k.
+struct Segment {
+    int tile, begin, end;
+};
+
+// The segments of one block of the grid.
+struct Schedule {
+    int wave = 0;
+    int unit, last;  // of what is left after the waves, in blocks of k
+    int first;       // tile of what is left
+
+    __device__ __forceinline__ static int tiles(const Problem& p) {
+        return ((p.m + TOKENS - 1) / TOKENS) * ((p.n + kRows - 1) / kRows);
+    }
+    // Where the run of a block begins.
+    __device__ __forceinline__ static int begin_of(int block, const Problem& p) {
+        const long long units = static_cast<long long>(tiles(p) - p.waves * gridDim.x) * p.chunks;
+        return static_cast<int>(units * block / gridDim.x);
+    }
+    __device__ __forceinline__ explicit Schedule(const Problem& p)
+        : unit(begin_of(blockIdx.x, p)), last(begin_of(blockIdx.x + 1, p)), first(p.waves * gridDim.x) {}
+
+    __device__ __forceinline__ bool next(Segment& segment, const Problem& p) {
+        if (wave < p.waves) {
+            segment = {static_cast<int>(wave * gridDim.x + blockIdx.x), 0, p.chunks};
+            ++wave;
+            return true;
+        }
+        if (unit >= last) return false;
+        segment.tile = first + unit / p.chunks;
+        segment.begin = unit % p.chunks;
+        segment.end = min(p.chunks, segment.begin + last - unit);
+        unit += segment.end - segment.begin;
+        return true;
+    }
+};
+
+struct Place {
+    int token, row;  // of the tile's first element
+};
+
+__device__ __forceinline__ Place place_of(int tile, const Problem& p) {
+    const int rows = (p.n + kRows - 1) / kRows;
+    const int first = tile / (p.group * rows) * p.group;
+    const int height = min(p.group, (p.m + TOKENS - 1) / TOKENS - first);
+    const int within = tile % (p.group * rows);
+    return {(first + within % height) * TOKENS, within / height * kRows};
+}
+
+// A position in the ring: a stage, and the parity of the phase its barriers are in.
+struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Addresses in shared memory.
+struct Buffers {
+    ptx::uint32 x, codes, scales, zeros, staging, full, empty;
+
+    __device__ __forceinline__ explicit Buffers(const void* memory) {
+        x = (ptx::shared_address(memory) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
+        staging = x + STAGES * kXBytes;
+        codes = staging + kConsumers * kStagingBytes;
+        scales = codes + STAGES * kCodeBytes;
+        zeros = scales + STAGES * kScaleBytes;
+        full = zeros + STAGES * kScaleBytes;
+        empty = full + 8 * STAGES;
+    }
+};
+
+// The producer's way along the blocks of k of all segments.
+struct Blocks {
+    Schedule schedule;
+    Segment segment;
+    bool there;
+
+    __device__ __forceinline__ explicit Blocks(const Problem& p) : schedule(p) { there = schedule.next(segment, p); }
+    __device__ __forceinline__ void advance(const Problem& p) {
+        if (++segment.begin == segment.end) there = schedule.next(segment, p);
+    }
+};
+
+__device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks,
+                                             bool symmetric, const Problem& p) {
+    const ptx::uint32 full = buffers.full + 8 * stage;
+    const int scale_bytes = kRows / 16 * p.scale_words * 4;
+    ptx::mbarrier_expect(full, kXBytes + kCodeBytes + scale_bytes * (symmetric ? 1 : 2));
+    const int block = blocks.segment.begin;
+    const int tile = place_of(blocks.segment.tile, p).row / 16;
+    const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
+    ptx::tma_load(buffers.codes + stage * kCodeBytes, &maps.codes, full, block * 128 * kLoads, tile);
+    ptx::tma_load(buffers.scales + stage * kScaleBytes, &maps.scales, full, group * 8, tile);
+    if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, &maps.zeros, full, group * 8, tile);
+}
+
+__device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks,
+                                       const Problem& p) {
+    ptx::tma_load(buffers.x + stage * kXBytes, &maps.x, buffers.full + 8 * stage, blocks.segment.begin * kTileK,
+                  place_of(blocks.segment.tile, p).token);
+}
+
+__device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps, bool symmetric, const Problem& p) {
+    Blocks ahead(p), behind(p);
+    Ring ring;
+    for (int i = 0; i < STAGES && ahead.there; ++i, ahead.advance(p)) {
+        load_weights(buffers, i, maps, ahead, symmetric, p);
+    }
+    ptx::griddepcontrol_wait();
+    for (int i = 0; i < STAGES && behind.there; ++i, behind.advance(p), ring.advance()) {
+        load_x(buffers, i, maps, behind, p);
+    }
+    for (; ahead.there; ahead.advance(p), ring.advance()) {
+        ptx::mbarrier_wait(buffers.empty + 8 * ring.stage, ring.parity ^ 1);
+        load_weights(buffers, ring.stage, maps, ahead, symmetric, p);
+        load_x(buffers, ring.stage, maps, ahead, p);
+    }
+}
+
+__device__ __forceinline__ ptx::uint32 load_shared(ptx::uint32 address) {
+    ptx::uint32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
+// The operands A of a block of k, for the 16 rows of this warp.
+__device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers& buffers, int stage, bool symmetric,
+                                           const Problem& p) {
+    const int lane = threadIdx.x % 32;
+    const int tile = threadIdx.x / 32 - 4;  // of 16 rows; the first warpgroup is the producer's
+    ptx::uint32 words[4 * kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+        const ptx::uint32 from = buffers.codes + stage * kCodeBytes + tile * 512 * kLoads + i * 512 + lane * 16;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[4 * i]), "=r"(words[4 * i + 1]), "=r"(words[4 * i + 2]), "=r"(words[4 * i + 3])
+                     : "r"(from));
+    }
+    const ptx::uint32 offset = stage * kScaleBytes + tile * p.scale_words * 4 + lane / 4 * 4;
+    const ptx::uint32 second = p.scale_words == 16 ? 32 : 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const RowPairs scales = spread_rows(load_shared(buffers.scales + offset + h * second));
+        const ptx::uint32 middle = pack_pair<ELEMENT>(1 << (BITS - 1), 1 << (BITS - 1));
+        const auto zeros = Packed::zeros(symmetric ? middle : load_shared(buffers.zeros + offset + h * second));
+#pragma unroll
+        for (int s = 2 * h; s < 2 * h + 2; ++s) {
+            Packed::integers(a[s], words + s * Packed::kWords, zeros);
+            scale_fragment<ELEMENT>(a[s], scales);
+        }
+    }
+}
+
+// Starts the products of a block of k.
+__device__ __forceinline__ void multiply(float (&d)[TOKENS / 2], const ptx::uint32 (&a)[4][4], ptx::uint32 x, int keep) {
+    const ptx::uint64 from = ptx::wgmma_descriptor(x, 0, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+        ptx::wgmma_from_registers<ELEMENT, TOKENS>(d, a[s], from + s * (32 / ptx::kDescriptorUnit), s > 0 ? 1 : keep);
+    }
+    ptx::wgmma_commit();
+}
+
+// Behind a wait: the products have read `a`, and not before.
+__device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
+}
+
+// Writes a tile of 64 rows of the weight as columns of out: transposed by stmatrix into staging, from there by TMA.
+__device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 staging, const Maps& maps, ELEMENT* out,
+                                      Place place, int consumer, const Problem& p) {
+    const int thread = threadIdx.x % 128;
+    const int lane = thread % 32;
+    const int warp = thread / 32;
+    const int row = place.row + 64 * consumer;
+    if (p.direct) {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) {
+            const int token = place.token + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+            const int column = row + 16 * warp + lane / 4 + (i & 2 ? 8 : 0);
+            if (token < p.m && column < p.n) out[static_cast<long long>(token) * p.n + column] = from_float<ELEMENT>(d[i]);
+        }
+        return;
+    }
+#pragma unroll
+    for (int first = 0; first < TOKENS; first += kStoreTokens) {
+        if (thread == 0) ptx::tma_store_wait_read<0>();
+        ptx::named_barrier(1 + consumer, 128);
+#pragma unroll
+        for (int token = 0; token < kStoreTokens; token += 16) {
+            // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix: 8 tokens by 8 rows of the weight.
+            const int mine = token + lane / 16 * 8 + lane % 8;
+            const int chunk = 2 * warp + lane / 8 % 2;
+            const float* from = &d[(first + token) / 2];
+            ptx::stmatrix_x4_trans(staging + mine * 128 + ((chunk ^ (mine & 7)) << 4), pack_pair<ELEMENT>(from[0], from[1]),
+                                   pack_pair<ELEMENT>(from[2], from[3]), pack_pair<ELEMENT>(from[4], from[5]),
+                                   pack_pair<ELEMENT>(from[6], from[7]));
+        }
+        ptx::fence_proxy_async();
+        ptx::named_barrier(1 + consumer, 128);
+        if (thread == 0) {
+            ptx::tma_store(&maps.out, staging, row, place.token + first);
+            ptx::tma_store_commit();
+        }
+    }
+}
+
+// Leaves the sums of a segment that does not begin its tile for the block that has the beginning.
+__device__ __forceinline__ void leave(const float (&d)[TOKENS / 2], float* partials, int* flags, int consumer) {
+    const int thread = threadIdx.x % 128;
+    const int mine = blockIdx.x * kConsumers + consumer;
+    float* target = partials + static_cast<long long>(mine) * (TOKENS / 2) * 128 + thread;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) __stcg(target + i * 128, d[i]);
+    __threadfence();
+    ptx::named_barrier(1 + consumer, 128);
+    if (thread == 0) ptx::store_release(flags + mine, 1);
+}
+
+// Adds what the blocks behind this one have left for a tile whose beginning is [0, end).
+__device__ __forceinline__ void gather(float (&d)[TOKENS / 2], int end, const float* partials, int* flags, int consumer,
+                                       const Problem& p) {
+    const int thread = threadIdx.x % 128;
+    for (int block = blockIdx.x + 1; end < p.chunks; ++block) {
+        const int theirs = block * kConsumers + consumer;
+        if (thread == 0) {
+            while (ptx::load_acquire(flags + theirs) == 0) {
+            }
+        }
+        ptx::named_barrier(1 + consumer, 128);
+        __threadfence();
+        const float* source = partials + static_cast<long long>(theirs) * (TOKENS / 2) * 128 + thread;
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) d[i] += __ldcg(source + i * 128);
+        ptx::named_barrier(1 + consumer, 128);
+        if (thread == 0) flags[theirs] = 0;
+        end += Schedule::begin_of(block + 1, p) - Schedule::begin_of(block, p);
+    }
+}
+
+__device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps, const ELEMENT* bias, ELEMENT* out,
+                                        float* partials, int* flags, bool symmetric, const Problem& p) {
+    const int consumer = threadIdx.x / 128 - 1;
+    const int thread = threadIdx.x % 128;
+    Schedule schedule(p);
+    Segment segment;
+    Ring ring;
+    float d[TOKENS / 2];
+    ptx::uint32 even[4][4], odd[4][4];
+    while (schedule.next(segment, p)) {
+        const Place place = place_of(segment.tile, p);
+        const int count = segment.end - segment.begin;
+        int before = 0;  // the stage whose products may still be under way
+        auto step = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int block) {
+            ptx::mbarrier_wait(buffers.full + 8 * ring.stage, ring.parity);
+            dequantize(a, buffers, ring.stage, symmetric, p);
+            multiply(d, a, buffers.x + ring.stage * kXBytes, block > 0);
+            if (block > 0) {
+                ptx::wgmma_wait<1>();
+                read_by_products(other);
+                if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * before);
+            }
+            before = ring.stage;
+            ring.advance();
+        };
+        for (int block = 0; block < count; block += 2) {
+            step(even, odd, block);
+            if (block + 1 < count) step(odd, even, block + 1);
+        }
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_arrived(d);
+        if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * before);
+
+        if (segment.begin > 0) {
+            leave(d, partials, flags, consumer);
+            continue;
+        }
+        gather(d, segment.end, partials, flags, consumer, p);
+        if (bias != nullptr) {
+            const int row = place.row + 64 * consumer + thread / 32 * 16 + thread % 32 / 4;
+            const float upper = row < p.n ? to_float(bias[row]) : 0.0f;
+            const float lower = row + 8 < p.n ? to_float(bias[row + 8]) : 0.0f;
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) d[i] += i & 2 ? lower : upper;
+        }
+        store(d, buffers.staging + consumer * kStagingBytes, maps, out, place, consumer, p);
+    }
+    // The staging buffers have to outlive the stores that read them.
+    if (thread == 0) ptx::tma_store_wait_read<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    sm90_wna16(const __grid_constant__ Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags,
+               int symmetric, const Problem p) {
+    extern __shared__ unsigned char memory[];
+    const Buffers buffers(memory);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            ptx::mbarrier_init(buffers.full + 8 * i, 1);
+            ptx::mbarrier_init(buffers.empty + 8 * i, kConsumers);
+        }
+        ptx::mbarrier_fence_init();
+    }
+    __syncthreads();
+    ptx::griddepcontrol_launch_dependents();
+    if (threadIdx.x < 128) {
+        ptx::setmaxnreg_decrease<kProducerRegisters>();
+        if (threadIdx.x == 0) produce(buffers, maps, symmetric, p);
+    } else {
+        ptx::setmaxnreg_increase<kConsumerRegisters>();
+        ptx::griddepcontrol_wait();
+        consume(buffers, maps, bias, out, partials, flags, symmetric, p);
+    }
+}
