@@ -192,8 +192,9 @@ def test_a_chain_of_dependent_launches(codes):
     for weight, scale in layers:
         codes_of, scales = reference.quantize(expected, codes)
         expected = ((codes_of.float() @ weight.float().T) * scales[:, None] * scale).half()
-    # One rounding that differs by a bit moves codes by one in the layers after it.
-    assert error(first, expected.double()) < 0.05
+    # A sum that differs in its last bit moves a few codes by one step, and those others in the layers after them, up to
+    # what rounding to 8 bits takes in twelve layers. Reading too early takes everything.
+    assert error(first, expected.double()) < 0.3
 
 
 @pytest.mark.parametrize("codes", CODES)
