@@ -16,6 +16,7 @@ from warpbus.formats.files import replace_file
 # Okabe and Ito's colours, which the colour-blind tell apart too.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LIMIT = "#7f7f7f"
+_PANELS = 4  # so many do not stand in one row
 
 
 def draw(records: Sequence[Record], title: str, plot: Plot, path: Path) -> None:
@@ -38,8 +39,13 @@ def figure(records: Sequence[Record], title: str, plot: Plot) -> Figure:
         drawn = Figure(figsize=(8.5, 1.1 + sum(heights)), layout="constrained")
         axes = drawn.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     else:
-        drawn = Figure(figsize=(1.5 + 5.6 * len(panels), 5.2), layout="constrained")
-        axes = drawn.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        rows = 1 if len(panels) < _PANELS else 2
+        columns = math.ceil(len(panels) / rows)
+        drawn = Figure(figsize=(1.5 + 5.6 * columns, 5.2 * rows), layout="constrained")
+        axes = drawn.subplots(rows, columns, squeeze=False, sharey=True).ravel()
+        for spare in axes[len(panels) :]:
+            spare.remove()
+        axes = axes[: len(panels)]
     for axis, (values, each) in zip(axes, panels.items(), strict=True):
         if plot.x is None:
             _bars(axis, each, ignored)
@@ -87,6 +93,7 @@ def _lines(axis: Axes, records: Sequence[Record], x: str, ignored: set[str]) -> 
     limits: dict[str, dict[float, float]] = {}
     # A peer depends on fewer parameters than ours does: one curve for each dtype, not for each of our variants.
     peer_names = [name for name in names if name == "dtype"]
+    limit_names = peer_names if _alike(records, x, peer_names) else names
     for record in records:
         at = float(record.case[x])
         ours.setdefault(" ".join(["warpbus", _label(record.case, names)]).strip(), {})[at] = record.ours
@@ -96,7 +103,7 @@ def _lines(axis: Axes, records: Sequence[Record], x: str, ignored: set[str]) -> 
         )
         peers.setdefault(label.strip(), {})[at] = record.peer.value
         if record.floor is not None:
-            limits.setdefault(" ".join(["limit", _label(record.case, peer_names)]).strip(), {})[at] = record.floor
+            limits.setdefault(" ".join(["limit", _label(record.case, limit_names)]).strip(), {})[at] = record.floor
     colors = cycle(_COLORS)
     for curves, style, width in ((ours, "o-", 2.0), (peers, "s--", 1.5)):
         for label, points in curves.items():
@@ -109,6 +116,14 @@ def _lines(axis: Axes, records: Sequence[Record], x: str, ignored: set[str]) -> 
     axis.set_ylabel(_axis_label(records[0]))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, frameon=False)
+
+
+def _alike(records: Sequence[Record], x: str, names: Sequence[str]) -> bool:
+    """Whether cases that have these parameters in common also have the limit in common."""
+    limits: dict[tuple[Parameter | None, ...], set[float | None]] = {}
+    for record in records:
+        limits.setdefault(tuple(record.case.get(name) for name in (x, *names)), set()).add(record.floor)
+    return all(len(each) == 1 for each in limits.values())
 
 
 def _bars_in(records: Sequence[Record], ignored: set[str]) -> int:

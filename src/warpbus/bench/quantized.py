@@ -49,8 +49,8 @@ class _Shelf:
         self._label: object = None
         self._copies: list[Any] = []
 
-    def supplier(self, label: object, make: Callable[[], Any]) -> Callable[[], Any]:
-        """A function that gives another copy at every call, old ones first."""
+    def supplier(self, label: object, make: Callable[[Any], Any]) -> Callable[[], Any]:
+        """A function that gives another copy at every call, old ones first. `make` gets the first copy, or `None`."""
         if label != self._label:
             self._label, self._copies = label, []
         numbers = itertools.count()
@@ -58,7 +58,7 @@ class _Shelf:
         def supply() -> Any:
             number = next(numbers)
             if number == len(self._copies):
-                self._copies.append(make())
+                self._copies.append(make(self._copies[0] if self._copies else None))
             return self._copies[number]
 
         return supply
@@ -69,40 +69,30 @@ def _wna16_cases(run: Run) -> list[Callable[[], Case]]:
     for scheme, (name, (_, k, _)) in itertools.product(schemes, LAYERS.items()):
         scheme.groups(k, name)
     rows = run.choose_sizes(_ROWS, _QUICK_ROWS)
-    shelf, left_out = _Shelf(), set[str]()
-    return [
-        partial(_layer, run, scheme, name, m, rows, shelf, left_out)
-        for scheme in schemes
-        for name in LAYERS
-        for m in rows
-    ]
+    shelf = _Shelf()
+    return [partial(_layer, run, scheme, name, m, rows, shelf) for scheme in schemes for name in LAYERS for m in rows]
 
 
-def _layer(
-    run: Run, scheme: Scheme, name: str, m: int, rows: tuple[int, ...], shelf: _Shelf, left_out: set[str]
-) -> Case:
+def _layer(run: Run, scheme: Scheme, name: str, m: int, rows: tuple[int, ...], shelf: _Shelf) -> Case:
     dtype = run.dtype or torch.float16
     n, k, _ = LAYERS[name]
 
-    def weights() -> _Weights:
+    def weights(first: _Weights | None) -> _Weights:
         weight = random_weight(scheme, n, k, run.device)
         humming = None
-        if "humming" not in left_out:
+        if first is None:
             try:
                 humming = Humming.of(weight, dtype, rows)
             except Exception as error:  # not installed, or whatever its compiler raises
-                left_out.add("humming")
                 run.note(f"humming was left out: {_reason(error)}")
-        return _Weights(
-            pack(weight, dtype),
-            weight.dequantize(dtype),
-            Tinygemm.of(weight) if Tinygemm.takes(scheme, n, k) else None,
-            humming,
-        )
+        elif first.humming is not None:
+            humming = Humming.of(weight, dtype, rows)
+        tinygemm = Tinygemm.of(weight) if Tinygemm.takes(scheme, n, k) else None
+        return _Weights(pack(weight, dtype), weight.dequantize(dtype), tinygemm, humming)
 
-    supply = shelf.supplier((scheme, name, dtype), weights)
-    first = supply()
-    supply = shelf.supplier((scheme, name, dtype), weights)
+    label = scheme, name, dtype
+    first = shelf.supplier(label, weights)()
+    supply = shelf.supplier(label, weights)
 
     def make() -> tuple[Tensor, Tensor, _Weights]:
         x = normal(m, k, run.device, dtype)
@@ -161,7 +151,7 @@ def _8_bit_layer(run: Run, variant: str, name: str, m: int, shelf: _Shelf) -> Ca
     dtype, codes = run.dtype or torch.bfloat16, _8_BIT[variant]
     n, k, _ = LAYERS[name]
 
-    def weights() -> tuple[Tensor, Tensor, Tensor]:
+    def weights(_: object) -> tuple[Tensor, Tensor, Tensor]:
         dense = normal(n, k, run.device, dtype, k**-0.5)
         return dense, *quantize_rows(dense, codes)
 

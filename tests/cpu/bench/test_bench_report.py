@@ -156,3 +156,23 @@ def test_names_with_signs_of_formulas(tmp_path):
     path = tmp_path / "a.png"
     draw([replace(BARS[0], case={"shape": "$x$ [b]"}), BARS[1]], "Cost $", Plot(None), path)
     assert path.stat().st_size > 5000
+
+
+def test_many_panels_stand_in_two_rows():
+    lines = [record({"n": n, "shape": shape}, n, 2 * n, "torch", "time", "us", n) for n in (1, 2) for shape in "abcde"]
+    drawn = figure(lines, "Sums", Plot("n", "elements", ("shape",)))
+    assert [axis.get_title(loc="left") for axis in drawn.axes] == [f"shape: {shape}" for shape in "abcde"]
+    assert len({round(axis.get_position().y0, 3) for axis in drawn.axes}) == 2
+
+
+def test_variants_with_limits_of_their_own():
+    lines = [
+        record({"n": n, "variant": variant}, 3 * n, 9 * n, "torch", "time", "us", limit * n)
+        for n in (1, 2)
+        for variant, limit in (("wide", 2), ("narrow", 1))
+    ]
+    drawn = figure(lines, "Sums", Plot("n", "elements"))
+    curves = {line.get_label(): list(line.get_ydata()) for line in drawn.axes[0].get_lines()}
+    assert curves["limit wide"] == [2, 4]
+    assert curves["limit narrow"] == [1, 2]
+    assert curves["torch"] == [9, 18]
