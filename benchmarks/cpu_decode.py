@@ -4,7 +4,7 @@
     python benchmarks/cpu_decode.py --parameters 1e9 --scheme w4a16-g128 --threads 2
 
 The models take turns: each appends a few tokens to one sequence of its own, again and again, and every sample is kept.
-Embedding and head are float32 in all of them. The records go to benchmarks/results; 1e9 parameters take 7 GB of memory.
+Embedding and head are float32 in all of them. The records go to benchmarks/results; 1e9 parameters take 8 GB of memory.
 """
 
 import argparse
