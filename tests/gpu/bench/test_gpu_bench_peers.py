@@ -55,10 +55,10 @@ def test_products_of_8_bits():
         case = prepare()
         x, quantized, weight = inputs = case.make()
         expected = x.double() @ weight[0].double().T
-        assert off(case.ours(*inputs), expected) < 5e-2
+        assert off(case.ours(*inputs), expected) < 6e-2
         cublas, torch_8_bit = case.rivals
         assert off(cublas.call(*inputs), expected) < 1e-2
         product = torch_8_bit.call(*inputs)
         if torch_8_bit.name == "torch._int_mm":
             product = product * quantized[1][:, None] * weight[2]
-        assert off(product, expected) < 5e-2
+        assert off(product, expected) < 6e-2
