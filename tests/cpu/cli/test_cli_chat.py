@@ -242,7 +242,7 @@ def read_until(terminal, text, seconds=60):
     while text.encode() not in seen:
         ready, _, _ = select.select([terminal], [], [], max(0.0, end - time.monotonic()))
         assert ready, f"{text!r} did not come within {seconds} s; so far: {seen.decode(errors='replace')}"
-        seen += os.read(terminal, 4096)
+        seen += os.read(terminal, 1)  # no more than what is waited for
     return seen.decode(errors="replace")
 
 

@@ -1,0 +1,153 @@
+"""Linear layers in every form a weight is held in, and matrices on their way to a device."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from warpbus.formats import Checkpoint
+from warpbus.kernels.ops.cpu import CpuWeight
+from warpbus.kernels.ops.packed import PackedWeight, pack
+from warpbus.models import RopeConfig, load_model, placement
+from warpbus.models.layers import QuantizedLinear, RMSNorm, Rotary, project
+from warpbus.qtensor import QTensor, Scheme
+
+SCHEMES = ["w4a16-g32", "w8a16-g64-asym", "w3a16", "w2a16-g128-asym"]
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def matrix(scheme, n=80, k=128, dtype=torch.float32):
+    chosen = Scheme.parse(scheme)
+    groups = chosen.groups(k)
+    codes = torch.randint(0, chosen.max_code + 1, (n, k), generator=GENERATOR)
+    scales = (torch.rand(n, groups, generator=GENERATOR) * 0.02 + 0.01).to(dtype)
+    zeros = torch.randint(0, chosen.max_code + 1, (n, groups), generator=GENERATOR)
+    return QTensor.from_codes(chosen, codes, scales, None if chosen.symmetric else zeros)
+
+
+def same(one, other):
+    assert torch.equal(one.codes(), other.codes())
+    torch.testing.assert_close(one.scales, other.scales, rtol=0, atol=0, check_dtype=False)
+    assert (one.zeros is None) == (other.zeros is None)
+    assert one.zeros is None or torch.equal(one.zeros, other.zeros)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_weight_comes_back_from_every_form(scheme):
+    weight = matrix(scheme)
+    plain, arranged = QuantizedLinear(weight), QuantizedLinear(weight, dtype=torch.float32)
+    half = matrix(scheme, dtype=torch.float16)
+    packed = QuantizedLinear(pack(half, torch.float16))
+    assert isinstance(plain.form, QTensor)
+    assert isinstance(arranged.form, QTensor | CpuWeight)  # as the CPU has it
+    assert isinstance(packed.form, PackedWeight)
+    same(plain.weight, weight)
+    same(arranged.weight, weight)
+    same(packed.weight, half)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_every_form_gives_the_same_product(scheme, tokens):
+    weight = matrix(scheme)
+    bias, x = torch.rand(80, generator=GENERATOR), torch.randn(2, tokens, 128, generator=GENERATOR)
+    expected = F.linear(x, weight.dequantize(), bias)
+    for layer in (QuantizedLinear(weight, bias), QuantizedLinear(weight, bias, dtype=torch.float32)):
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_moves_and_is_copied_with_its_weight():
+    weight = matrix("w4a16-g32")
+    layer = QuantizedLinear(weight, torch.zeros(80), dtype=torch.float32)
+    x = torch.randn(3, 128, generator=GENERATOR)
+    expected = layer(x)
+    assert torch.equal(copy.deepcopy(layer)(x), expected)
+    names = set(layer.state_dict())
+    moved = layer.to(torch.bfloat16)
+    assert moved is layer
+    assert layer.weight.scales.dtype == layer.bias.dtype == torch.bfloat16
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(layer(x.bfloat16()).float(), expected, rtol=0.05, atol=0.05)
+    assert set(layer.state_dict()) == names
+
+
+@pytest.mark.parametrize("kind", ["linear", "quantized", "packed"])
+@pytest.mark.parametrize("activation", ["none", "swiglu"])
+@pytest.mark.parametrize("surrounded", [False, True])
+def test_a_projection_is_what_its_parts_give(kind, activation, surrounded):
+    weight = matrix("w4a16-g32", dtype=torch.float16)
+    dtype = torch.float16 if kind == "packed" else torch.float32
+    if kind == "linear":
+        layer = nn.Linear(128, 80, bias=False)
+        layer.weight.data = weight.dequantize(dtype)
+    else:
+        layer = QuantizedLinear(pack(weight, dtype) if kind == "packed" else weight)
+    norm = RMSNorm(128, 1e-5)
+    norm.weight.data = torch.rand(128, generator=GENERATOR)
+    norm = norm.to(dtype)
+    x = torch.randn(2, 3, 128, generator=GENERATOR).to(dtype)
+    wide = norm(x).float() if surrounded else x.float()
+    expected = wide @ weight.dequantize(torch.float32).T
+    if activation == "swiglu":
+        gate, up = expected.chunk(2, dim=-1)
+        expected = F.silu(gate) * up
+    residual = torch.randn(expected.shape, generator=GENERATOR).to(dtype) if surrounded else None
+    expected = expected if residual is None else expected + residual
+    with torch.no_grad():
+        found = project(layer, x, norm=norm if surrounded else None, residual=residual, activation=activation)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=4e-3, atol=4e-3)
+
+
+def test_a_projection_takes_what_stands_in_for_a_layer():
+    x = torch.randn(2, 8, generator=GENERATOR)
+    assert project(nn.Identity(), x) is x
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("rows", [16, 40, 2048 + 24])
+def test_pieces_of_rows_make_the_whole_packed_matrix(monkeypatch, scheme, rows):
+    """As a GPU is filled, here on the CPU."""
+    monkeypatch.setattr(placement, "gpu_has_kernels", lambda device: True)
+    weight = matrix(scheme, rows)
+    found, expected = placement.place(weight, "cpu", torch.bfloat16), pack(weight, torch.bfloat16)
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(found.scales, expected.scales)
+    assert (found.shape, found.scheme) == (expected.shape, expected.scheme)
+    assert found.zeros is None or torch.equal(found.zeros, expected.zeros)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_rounding_is_to_the_nearest(monkeypatch, packs):
+    monkeypatch.setattr(placement, "gpu_has_kernels", lambda device: packs)
+    weight = torch.randn(1040, 256, generator=GENERATOR)
+    weight[3, :128] = 0
+    rounded = QuantizedLinear(placement.round_onto(weight, Scheme.parse("w8a16-g128"), "cpu", torch.float16)).weight
+    error = (rounded.dequantize(torch.float32) - weight).unflatten(1, (2, 128)).abs().amax(-1)
+    assert (error <= 0.51 * rounded.scales.float() + 1e-6).all()
+    assert rounded.dequantize()[3, :128].eq(0).all()
+
+
+@torch.no_grad()
+def test_a_head_may_be_rounded_and_the_embedding_elsewhere(tiny_model):
+    checkpoint = Checkpoint(tiny_model)
+    plain = load_model(checkpoint, device="cpu", dtype=torch.float32)
+    rounded = load_model(checkpoint, device="cpu", dtype=torch.float32, head=Scheme.parse("w8a16"), embedding="cpu")
+    assert isinstance(rounded.head, QuantizedLinear)
+    tokens = torch.arange(12)[None]
+    expected = plain(tokens)
+    assert (rounded(tokens) - expected).norm() < 0.02 * expected.norm()
+    assert rounded.embedding.weight.shape == plain.embedding.weight.shape
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_rotary_table_holds_the_angles(interleaved):
+    rotary = Rotary(RopeConfig(theta=1e4, rotary_dim=16, interleaved=interleaved, position_scale=2.0))
+    table = rotary.table(50, torch.device("cpu"))
+    assert table.shape == (50, 16)
+    cos, sin = rotary(torch.arange(50)[None], torch.float32)
+    assert torch.equal(table, torch.cat((cos, sin), dim=-1)[0, :, 0])
+    assert rotary.table(20, torch.device("cpu")) is table
+    assert rotary.table(60, torch.device("cpu")).shape[0] == 60
