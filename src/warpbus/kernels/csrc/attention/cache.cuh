@@ -1,0 +1,104 @@
+// How keys and values lie in the cache, and how they become operands of mma.
+//
+// 16-bit elements are used as they are. Codes of 8 bits have a float32 scale for each token and head, which the kernel
+// multiplies into scores and weights, so the codes themselves become 16-bit elements: exactly, in either element type.
+#pragma once
+#include "common/numeric.cuh"
+#include "common/ptx.cuh"
+
+namespace attention {
+
+enum Code { kElement = 0, kInt8 = 1, kFp8 = 2 };
+
+// The compiler has no macro for it.
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
+
+// Copy 4 bytes from global to shared memory, of which `valid` (0 or 4) are read and the others written as zero.
+// Complete after ptx::cp_async_wait.
+__device__ __forceinline__ void cp_async_4(ptx::uint32 shared, const void* global, int valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid) : "memory");
+}
+
+// 2^exponent for an integer exponent up to 0, by its bits. What is smaller than any normal number is 0.
+__device__ __forceinline__ float power_of_two(float exponent) {
+    return exponent < -126.0f ? 0.0f : __int_as_float((127 + static_cast<int>(exponent)) << 23);
+}
+
+template <typename Pair>
+__device__ __forceinline__ Pair as_pair(ptx::uint32 bits) {
+    return *reinterpret_cast<Pair*>(&bits);
+}
+
+template <typename Pair>
+__device__ __forceinline__ ptx::uint32 as_bits(Pair pair) {
+    return *reinterpret_cast<ptx::uint32*>(&pair);
+}
+
+// The two codes as the upper bytes of two halves.
+template <int First, int Second>
+__device__ __forceinline__ ptx::uint32 upper_bytes(ptx::uint32 codes) {
+    return __byte_perm(codes, 0, 0x0404 | First << 4 | Second << 12);
+}
+
+// The two codes as the lower bytes of two halves, below the byte `upper`.
+template <int First, int Second>
+__device__ __forceinline__ ptx::uint32 lower_bytes(ptx::uint32 codes, int upper) {
+    return __byte_perm(codes, upper, 0x4040 | First | Second << 8);
+}
+
+// int8: 0x6400 + u is the half 1024 + u, here with u = code + 128. e4m3: sign, exponent and mantissa move to their
+// places in the half, and the product with 2^8 corrects the exponent's bias, of subnormal numbers too.
+template <typename T, int First, int Second>
+struct Dequantizer;
+
+template <int First, int Second>
+struct Dequantizer<__half, First, Second> {
+    static __device__ __forceinline__ ptx::uint32 of(ptx::uint32 codes, int code) {
+        if (code == kInt8) {
+            const ptx::uint32 shifted = lower_bytes<First, Second>(codes ^ 0x80808080, 0x64);
+            return as_bits(__hsub2(as_pair<__half2>(shifted), as_pair<__half2>(0x64806480)));
+        }
+        const ptx::uint32 wide = upper_bytes<First, Second>(codes);
+        const ptx::uint32 small = (wide & 0x80008000) | (wide >> 1 & 0x3F803F80);
+        return as_bits(__hmul2(as_pair<__half2>(small), as_pair<__half2>(0x5C005C00)));
+    }
+};
+
+// int8: the mantissa has 7 bits, so 128 + (the lower 7 bits) minus 128, or minus 256 where the code is negative. e4m3
+// as above, with 2^120.
+template <int First, int Second>
+struct Dequantizer<__nv_bfloat16, First, Second> {
+    static __device__ __forceinline__ ptx::uint32 of(ptx::uint32 codes, int code) {
+        if (code == kInt8) {
+            const ptx::uint32 wide = lower_bytes<First, Second>(codes, 0x43);
+            const ptx::uint32 subtrahend = wide & 0xFF80FF80;
+            return as_bits(__hsub2(as_pair<__nv_bfloat162>(wide & 0xFF7FFF7F), as_pair<__nv_bfloat162>(subtrahend)));
+        }
+        const ptx::uint32 wide = upper_bytes<First, Second>(codes);
+        const ptx::uint32 small = (wide & 0x80008000) | (wide >> 4 & 0x07F007F0);
+        return as_bits(__hmul2(as_pair<__nv_bfloat162>(small), as_pair<__nv_bfloat162>(0x7B807B80)));
+    }
+};
+
+// Bytes `First` and `Second` of `codes`, all int8 or all e4m3, as a pair of 16-bit elements.
+template <typename T, int First, int Second>
+__device__ __forceinline__ ptx::uint32 dequantize(ptx::uint32 codes, int code) {
+    return Dequantizer<T, First, Second>::of(codes, code);
+}
+
+// Rounded to nearest even; in software, for GPUs that have no instruction for it (before sm_89).
+__device__ __forceinline__ ptx::uint32 to_e4m3(float x) {
+    const ptx::uint32 sign = __float_as_uint(x) >> 24 & 0x80;
+    const float magnitude = fminf(fabsf(x), 448.0f);
+    if (x != x) return sign | 0x7F;
+    if (magnitude < 0.015625f) return sign | __float2int_rn(magnitude * 512.0f);  // subnormal: multiples of 2^-9
+    const ptx::uint32 wide = __float_as_uint(magnitude);
+    // 3 of 23 bits of the mantissa stay; the exponent's bias goes from 127 to 7.
+    return sign | (((wide + 0x7FFFF + (wide >> 20 & 1)) >> 20) - (120 << 3));
+}
+
+__device__ __forceinline__ ptx::uint32 quantize(float x, int code) {
+    return code == kInt8 ? max(-127, min(127, __float2int_rn(x))) & 0xFF : to_e4m3(x);
+}
+
+}  // namespace attention

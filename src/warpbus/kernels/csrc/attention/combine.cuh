@@ -1,0 +1,153 @@
+// Partial results of attention, and how the last blocks of a row sum them.
+//
+// A partial result of a query is, over some keys, the weighted sum of the values and the sum of the weights, where a
+// key with the score s (in powers of two) has the weight 2^(s - exponent). The exponent is an integer, so that to bring
+// two results to one exponent is exact: a sum depends on the order of its additions alone, not on where blocks begin
+// and end. The order is fixed: units one after another in groups of eight, then the groups one after another.
+#pragma once
+#include "attention/cache.cuh"
+
+namespace attention {
+
+constexpr int kInGroup = 8;
+
+// Four dimensions of a partial result.
+struct Sum {
+    float4 values;
+    float weight;
+    float exponent;
+};
+
+// The results that the blocks of one row and KV head leave in global memory.
+struct Parts {
+    float* values;    // [parts, group, head_dim]
+    float2* weights;  // [parts, group]: exponent, sum of weights
+    int group;
+    int head_dim;
+
+    __device__ __forceinline__ int index(int part, int query) const { return part * group + query; }
+
+    // Past L1: another block has written it while this one ran.
+    __device__ __forceinline__ Sum load(int part, int query, int dim) const {
+        const float2 weight = __ldcg(weights + index(part, query));
+        const float* first = values + index(part, query) * head_dim + dim;
+        return {__ldcg(reinterpret_cast<const float4*>(first)), weight.y, weight.x};
+    }
+};
+
+// The sum of up to eight partial results, `load(0)` first. All loads are under way before the first addition.
+template <typename Load>
+__device__ __forceinline__ Sum in_order(int count, Load load) {
+    Sum part[kInGroup];
+    float exponent = minus_infinity();
+#pragma unroll
+    for (int i = 0; i < kInGroup; ++i) {
+        if (i < count) part[i] = load(i);
+    }
+#pragma unroll
+    for (int i = 0; i < kInGroup; ++i) {
+        if (i < count) exponent = fmaxf(exponent, part[i].exponent);
+    }
+    Sum sum = {{0.0f, 0.0f, 0.0f, 0.0f}, 0.0f, exponent};
+#pragma unroll
+    for (int i = 0; i < kInGroup; ++i) {
+        if (i < count) {
+            const float scale = power_of_two(part[i].exponent - exponent);
+            sum.values.x = fmaf(part[i].values.x, scale, sum.values.x);
+            sum.values.y = fmaf(part[i].values.y, scale, sum.values.y);
+            sum.values.z = fmaf(part[i].values.z, scale, sum.values.z);
+            sum.values.w = fmaf(part[i].values.w, scale, sum.values.w);
+            sum.weight = fmaf(part[i].weight, scale, sum.weight);
+        }
+    }
+    return sum;
+}
+
+// Four elements of the output, aligned to 8 bytes.
+template <typename T>
+__device__ __forceinline__ void store_normalized(T* out, const Sum& sum) {
+    const float inverse = 1.0f / sum.weight;
+    uint2 packed;
+    packed.x = pack_pair<T>(sum.values.x * inverse, sum.values.y * inverse);
+    packed.y = pack_pair<T>(sum.values.z * inverse, sum.values.w * inverse);
+    *reinterpret_cast<uint2*>(out) = packed;
+}
+
+// Sum `count` (up to 64) parts of a row and KV head and write the output [group, head_dim]. `combiners` blocks share
+// the queries; this one is number `rank`. `scratch` has 8 (HEAD_DIM + 2) floats for every four warps. A function of its
+// own, so that its registers are not added to those of the caller.
+template <int HeadDim, typename T>
+__device__ __noinline__ void combine(const Parts& parts, int count, int rank, int combiners, float* scratch, T* out) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int warps = blockDim.x / 32;
+    if (count <= kInGroup) {  // a warp has a query to itself
+        for (int query = rank + combiners * warp; query < parts.group; query += combiners * warps) {
+            for (int dim = 4 * lane; dim < parts.head_dim; dim += 128) {
+                const Sum sum = in_order(count, [&](int i) { return parts.load(i, query, dim); });
+                store_normalized(out + query * parts.head_dim + dim, sum);
+            }
+        }
+        return;
+    }
+    const int groups = (count + kInGroup - 1) / kInGroup;
+    const int team = warp / 4;  // four warps have a query: each takes groups, then they sum those
+    const int teams = warps / 4;
+    float* values = scratch + team * kInGroup * (HeadDim + 2);
+    float2* weights = reinterpret_cast<float2*>(values + kInGroup * HeadDim);
+    for (int first = 0; first < parts.group; first += combiners * teams) {
+        const int query = first + rank + combiners * team;
+        for (int group = warp % 4; group < groups && query < parts.group; group += 4) {
+            for (int dim = 4 * lane; dim < parts.head_dim; dim += 128) {
+                const int begin = kInGroup * group;
+                const Sum sum =
+                    in_order(min(kInGroup, count - begin), [&](int i) { return parts.load(begin + i, query, dim); });
+                *reinterpret_cast<float4*>(values + group * HeadDim + dim) = sum.values;
+                if (lane == 0) weights[group] = make_float2(sum.exponent, sum.weight);
+            }
+        }
+        __syncthreads();
+        const int dim = 4 * (threadIdx.x % 128);
+        if (dim < parts.head_dim && query < parts.group) {
+            const Sum sum = in_order(groups, [&](int i) {
+                return Sum{*reinterpret_cast<const float4*>(values + i * HeadDim + dim), weights[i].y, weights[i].x};
+            });
+            store_normalized(out + query * parts.head_dim + dim, sum);
+        }
+        __syncthreads();
+    }
+}
+
+// ---- Who comes last ----
+
+__device__ __forceinline__ int add_acquire_release(int* counter, int value) {
+    int old;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(value) : "memory");
+    return old;
+}
+
+__device__ __forceinline__ int load_acquire(const int* counter) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+
+// One thread of a block calls it when the block's part is written: the last `combiners` of `blocks` blocks get numbers
+// from 0 on as soon as all parts are there, the others -1. With more than one combiner they wait for the blocks still
+// at work, so that is for grids which the GPU holds whole.
+__device__ __forceinline__ int arrive(int* counter, int blocks, int combiners) {
+    const int left = blocks - 1 - add_acquire_release(counter, 1);
+    if (left >= combiners) return -1;
+    if (left > 0) {
+        while (load_acquire(counter) < blocks) {
+        }
+    }
+    return left;
+}
+
+// The same thread, when the block has done: the last combiner leaves the counter at 0 for the next kernel.
+__device__ __forceinline__ void leave(int* counter, int blocks, int combiners) {
+    if (combiners == 1 || add_acquire_release(counter, 1) == blocks + combiners - 1) *counter = 0;
+}
+
+}  // namespace attention

@@ -1,0 +1,311 @@
+"""`decode_attention`: one new token a row, from the projections to the heads' outputs."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.kernel import Kernel
+from warpbus.errors import TensorError, UsageError
+from warpbus.kernels.operators import operator
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
+from warpbus.kernels.ops.workspace import counters
+from warpbus.kernels.reference import attention as reference
+from warpbus.kernels.units import unit
+
+_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in csrc/attention/cache.cuh; 0 is the dtype of qkv
+_HEAD_DIMS = (64, 128, 256)  # what the kernel is compiled for; others run on the next larger one
+_TILE = 16  # queries of a group that an instruction takes
+_LARGEST_GROUP = {64: 64, 128: 64, 256: 32}  # by what the registers of a block hold
+_THREADS = 128  # for each tile of queries
+_REGISTERS = {64: 128, 128: 128, 256: 256}  # of a thread, at most
+_RESERVED = 1024  # bytes of shared memory that each block takes beside its own
+_UNITS = 64  # of a row, at most
+_UNITS_TOGETHER = 8  # in csrc/attention/combine.cuh: kInGroup
+_FINE_BLOCKS = 3  # a multiprocessor: as long as there are no more, a block has one unit alone
+_STAGES = {16: 3, 8: 4}  # chunks under way in a block, by the bits of an element of the cache
+_COMBINERS = 16  # blocks that share the sum over a row's parts
+
+
+def decode_attention(
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    *,
+    heads: int,
+    interleaved: bool,
+    limit: int,
+) -> Tensor:
+    """Rotate queries and keys (RoPE; Su et al., 2021), write keys and values at `positions`, attend to all up to there.
+
+    The queries that share a KV head are multiplied with it together (grouped queries; Ainslie et al., 2023); scores are
+    scaled by `d ** -0.5`, and softmax and sums are in float32.
+
+    Args:
+        qkv: `[b, (heads + 2 kv_heads) d]`, the queries of all heads, then keys, then values; float16 or bfloat16, on
+            the CPU float32 too. On a GPU d is a multiple of 16 up to 256, and up to 64 heads share a KV head (32 where
+            d is over 128).
+        table: float32 `[positions, rotary_dim]`: of each position the cosines in the first half, the sines in the
+            second. The first `rotary_dim` dimensions of a head rotate, the others stay.
+        positions: int32 `[b]`: where each row's new token stands; each at least 0 and less than `limit`, which is not
+            checked, since it would take the GPU's answer.
+        keys, values: the cache, `[rows >= b, kv_heads, capacity, d]` in the dtype of `qkv`, int8 or float8_e4m3fn; any
+            strides, the last one 1, on a GPU the others multiples of 16 bytes. Written in place.
+        key_scales, value_scales: for int8 and float8_e4m3fn, float32 `[rows, kv_heads, capacity]`, the last stride 1:
+            the largest magnitude of each head's vector / 127 or / 448. Written in place.
+        heads: of the queries, a multiple of `kv_heads`.
+        interleaved: pairs are (2i, 2i+1); otherwise (i, i + rotary_dim / 2).
+        limit: what all positions are below, known to the host: it decides how a row is cut into pieces.
+
+    Returns:
+        `[b, heads, d]` in the dtype of `qkv`. The same bits at every run, and for a row alone or in any batch with
+        the same `limit`.
+
+    Raises:
+        TensorError: other shapes, dtypes, strides or devices.
+        UsageError: `limit` does not fit cache and table, or the heads do not fit the kernel.
+    """
+    _check(qkv, table, positions, keys, values, key_scales, value_scales, heads, limit)
+    return _decode_attention(qkv, table, positions, keys, values, key_scales, value_scales, heads, interleaved, limit)
+
+
+def _check(
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    heads: int,
+    limit: int,
+) -> None:
+    name = "decode_attention"
+    check_rank(name, 2, qkv=qkv, table=table)
+    check_rank(name, 1, positions=positions)
+    check_alike(name, HALVES if qkv.is_cuda else tuple(ELEMENTS), qkv=qkv)
+    if keys.dim() != 4:
+        raise TensorError(f"{name}: keys have shape {list(keys.shape)}, expected [rows, kv_heads, capacity, head_dim]")
+    rows, kv_heads, capacity, size = keys.shape
+    batch, width = qkv.shape
+    check_shape(name, {"values": tuple(keys.shape)}, "that of keys", values=values)
+    if rows < batch or kv_heads < 1 or heads < 1 or heads % kv_heads or width != (heads + 2 * kv_heads) * size:
+        raise TensorError(
+            f"{name}: qkv has shape {list(qkv.shape)}, keys {list(keys.shape)}, and there are {heads} heads: give qkv "
+            f"[b, (heads + 2 kv_heads) * head_dim], heads a multiple of kv_heads, and a cache of at least b rows"
+        )
+    check_shape(name, {"positions": (batch,)}, f"one for each of the {batch} rows of qkv", positions=positions)
+    if positions.dtype != torch.int32:
+        raise TensorError(f"{name}: positions are {positions.dtype}, expected torch.int32: convert them with .to()")
+    rotary = table.shape[1]
+    if rotary > size or rotary % 2:
+        raise TensorError(
+            f"{name}: table has {rotary} columns, expected an even number up to head_dim = {size}: give cosines and "
+            "then sines"
+        )
+    for of, tensor in (("keys", keys), ("values", values)):
+        if tensor.dtype not in (qkv.dtype, *_CODES) or tensor.dtype != keys.dtype or tensor.stride(-1) != 1:
+            raise TensorError(
+                f"{name}: {of} are {tensor.dtype} with strides {tensor.stride()}: give both caches in {qkv.dtype}, "
+                "torch.int8 or torch.float8_e4m3fn, with 1 as the last stride"
+            )
+    for of, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if (scales is None) != (keys.dtype not in _CODES):
+            wanted = "float32 [rows, kv_heads, capacity]" if scales is None else "None"
+            raise TensorError(f"{name}: {of} does not go with a cache of {keys.dtype}: give {wanted}")
+        if scales is not None:
+            check_shape(name, {of: (rows, kv_heads, capacity)}, "that of keys", **{of: scales})
+            if scales.stride(-1) != 1:
+                raise TensorError(f"{name}: {of} has strides {scales.stride()}: give 1 as the last one")
+    floats = {"table": table, "key_scales": key_scales, "value_scales": value_scales}
+    check_alike(name, (torch.float32,), **{of: tensor for of, tensor in floats.items() if tensor is not None})
+    for of, tensor in (("table", table), ("positions", positions), ("keys", keys), ("values", values)):
+        if tensor.device != qkv.device:
+            raise TensorError(f"{name}: {of} is on {tensor.device} and qkv on {qkv.device}: move one with .to()")
+    if not 0 < limit <= min(capacity, table.shape[0]):
+        raise UsageError(
+            f"{name}: limit is {limit}, with a cache of {capacity} and a table of {table.shape[0]} positions: give one "
+            "from 1 up to both"
+        )
+
+
+@dataclass(frozen=True)
+class Device:
+    """What decides how a row is cut: multiprocessors, and bytes of shared memory of one."""
+
+    multiprocessors: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the keys of a row are cut; the names are those of csrc/attention/decode.cu.
+
+    Attributes:
+        parts: blocks for each row and KV head; `shared`: bytes of dynamic shared memory of each.
+    """
+
+    head_dim: int
+    stages: int
+    chunks_per_unit: int
+    units_per_block: int
+    parts: int
+    combiners: int
+    threads: int
+    shared: int
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Device) -> Plan:
+    """How to cut rows.
+
+    Args:
+        pairs: rows times KV heads; `group`: queries of each.
+        size: head_dim; `bits`: of an element of the cache.
+
+    Raises:
+        UsageError: the kernel has no place for such heads.
+    """
+    head_dim = next((bound for bound in _HEAD_DIMS if size <= bound), None)
+    if head_dim is None or size % 16 or size == 0:
+        raise UsageError(f"decode_attention: head_dim is {size}: on a GPU give a multiple of 16 up to {_HEAD_DIMS[-1]}")
+    if group > _LARGEST_GROUP[head_dim]:
+        raise UsageError(
+            f"decode_attention: {group} queries share a KV head of {size} dimensions: on a GPU give at most "
+            f"{_LARGEST_GROUP[head_dim]}"
+        )
+    tiles = -(-group // _TILE)
+    chunks = -(-limit // _keys(head_dim))
+    chunks_per_unit = -(-chunks // _UNITS)
+    units = -(-chunks // chunks_per_unit)
+    fine = pairs * units <= _FINE_BLOCKS * device.multiprocessors
+    units_per_block = 1 if fine else _UNITS_TOGETHER
+    parts = -(-units // units_per_block)
+    stages = _STAGES[bits]
+    of_block = units_per_block * chunks_per_unit
+    while stages > 2 and shared_bytes(head_dim, bits, tiles, min(stages, of_block)) > device.shared - _RESERVED:
+        stages -= 1
+    shared = shared_bytes(head_dim, bits, tiles, min(stages, of_block))
+    threads = tiles * _THREADS
+    resident = device.multiprocessors * min(
+        device.shared // (shared + _RESERVED), (1 << 16) // (threads * _REGISTERS[head_dim])
+    )
+    combiners = min(_COMBINERS, group) if pairs * parts <= resident else 1
+    return Plan(head_dim, stages, chunks_per_unit, units_per_block, parts, combiners, threads, shared)
+
+
+def shared_bytes(head_dim: int, bits: int, tiles: int, stages: int) -> int:
+    """The dynamic shared memory of a block: `Layout` in csrc/attention/decode.cu."""
+    keys, row = _keys(head_dim), head_dim * bits // 8
+    stage = 2 * keys * row + (8 * keys if bits == 8 else 0)
+    queries = tiles * _TILE * (2 * head_dim + 2 * keys + 2 * 4 * 4)
+    return stages * stage + queries + 2 * row + 16
+
+
+def _keys(head_dim: int) -> int:
+    """Keys of a chunk."""
+    return 32 if head_dim == 256 else 64
+
+
+@functools.cache
+def _device(device: torch.device) -> Device:
+    properties = torch.cuda.get_device_properties(device)
+    return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, head_dim: int, bits: int) -> Kernel:
+    declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE_BITS=bits % 16)
+    return declared.kernel("decode_attention", "P" * 11 + "q" * 10 + "i" * 11 + "f")
+
+
+def _launch(
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    heads: int,
+    interleaved: bool,
+    limit: int,
+) -> Tensor:
+    batch = qkv.shape[0]
+    _, kv_heads, _, size = keys.shape
+    out = qkv.new_empty(batch, heads, size)
+    if batch == 0:
+        return out
+    bits = 8 * keys.element_size()
+    for of, tensor in (("keys", keys), ("values", values)):
+        if tensor.data_ptr() % 16 or any(stride * bits % 128 for stride in tensor.stride()[:3]):
+            raise TensorError(
+                f"decode_attention: {of} begin at {tensor.data_ptr():#x} and have strides {tensor.stride()}: give a "
+                "cache whose heads begin at multiples of 16 bytes"
+            )
+    qkv, table, positions = qkv.contiguous(), table.contiguous(), positions.contiguous()
+    if not aligned(qkv):
+        qkv = qkv.clone()
+    group = heads // kv_heads
+    cut = plan(batch * kv_heads, group, size, bits, limit, _device(qkv.device))
+    part_values = part_weights = counting = None
+    if cut.parts > 1:
+        part_values = torch.empty(cut.parts * batch * heads * size, dtype=torch.float32, device=qkv.device)
+        part_weights = torch.empty(cut.parts * batch * heads * 2, dtype=torch.float32, device=qkv.device)
+        counting = counters(qkv.device, batch * kv_heads)
+    _kernel(qkv.dtype, cut.head_dim, bits)(
+        batch * kv_heads * cut.parts,
+        cut.threads,
+        qkv,
+        table,
+        positions,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        out,
+        part_values,
+        part_weights,
+        counting,
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *((0, 0) if key_scales is None else key_scales.stride()[:2]),
+        *((0, 0) if value_scales is None else value_scales.stride()[:2]),
+        kv_heads,
+        group,
+        size,
+        table.shape[1],
+        int(interleaved),
+        _CODES.get(keys.dtype, 0),
+        cut.stages,
+        cut.chunks_per_unit,
+        cut.units_per_block,
+        cut.parts,
+        cut.combiners,
+        math.log2(math.e) * size**-0.5,
+        shared=cut.shared,
+        dependent=True,
+    )
+    return out
+
+
+_decode_attention = operator(
+    "decode_attention(Tensor qkv, Tensor table, Tensor positions, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor(c!)? key_scales, Tensor(d!)? value_scales, int heads, bool interleaved, int limit) -> Tensor",
+    cuda=_launch,
+    reference=reference.decode_attention,
+    fake=lambda qkv, table, positions, keys, values, key_scales, value_scales, heads, interleaved, limit: qkv.new_empty(
+        qkv.shape[0], heads, keys.shape[3]
+    ),
+)
+
+for _dtype in HALVES:
+    for _head_dim in _HEAD_DIMS:
+        for _bits in (16, 8):
+            _kernel(_dtype, _head_dim, _bits)
