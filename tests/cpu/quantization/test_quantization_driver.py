@@ -142,7 +142,7 @@ def test_saved_and_loaded_again_nothing_changes(tmp_path, model, texts):
     scheme = read_scheme(checkpoint.config)
     assert scheme is not None
     stored = from_tensors(checkpoint, "model.layers.1.mlp.down_proj", scheme)
-    assert torch.equal(loaded.layers[1].mlp.down.qweight, stored.qweight)
+    assert torch.equal(loaded.layers[1].mlp.down.weight.qweight, stored.qweight)
     assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "out"))
 
 
