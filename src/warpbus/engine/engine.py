@@ -146,7 +146,7 @@ class Engine:
         if self.device.type != "cuda":
             return
         for length in (*_WARM_PROMPTS, self._prefill_tokens):
-            self.decode([[0] * min(length, self.max_model_len - 2)], 2)
+            self.decode([[0] * max(1, min(length, self.max_model_len - 2))], 2)
         with self.batch([request([0], tokens=2, params=SamplingParams(top_p=0.9, seed=0))]) as runner:
             runner.start()
             runner.launch()

@@ -27,6 +27,7 @@ Progress = Callable[[int, int], None]
 # Constants that some exporters wrote next to the weights.
 _KNOWN_EXTRAS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
 _QUANTIZED_PARTS = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+_ELEMENTS_AT_ONCE = 2**24
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -115,6 +116,8 @@ def load_model(
         else:
             rounded = QuantizedLinear(round_onto(model.embedding.weight, head, device, dtype), dtype=dtype)
             model.add_module("head", rounded)
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()  # what was in between the file and the model
     return model.eval()
 
 
@@ -270,8 +273,10 @@ class _Source:
         stacked = torch.empty(shape, dtype=self.dtype, device=device)
         for name, part in zip(names, stacked.split(rows), strict=True):
             tensor = self.checkpoint.tensor(name, expected=tuple(part.shape))
-            # A GPU would convert a copy of the whole tensor that it makes for it.
-            part.copy_(tensor.to(self.dtype) if stacked.is_cuda else tensor)
+            # A GPU converts a copy that it makes first: of some rows at a time, not of the whole tensor.
+            rows_at_once = max(1, _ELEMENTS_AT_ONCE * len(tensor) // max(1, tensor.numel()))
+            for piece, source in zip(part.split(rows_at_once), tensor.split(rows_at_once), strict=True):
+                piece.copy_(source)
         return stacked
 
     def check(self, name: str, expected: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, pack, packed_sha
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor, Scheme
 
-_ROWS = 64 * TILE_ROWS  # at once
+_ELEMENTS = 2**22  # at once: while they are packed, each takes some ten bytes
 
 
 def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QTensor | PackedWeight:
@@ -22,7 +22,7 @@ def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QT
     device = torch.device(device)
     if not _packs(device, dtype):
         return weight.to(device)
-    pieces = (pack(weight.rows(start, stop).to(device), dtype) for start, stop in _spans(weight.shape[0]))
+    pieces = (pack(weight.rows(start, stop).to(device), dtype) for start, stop in _spans(*weight.shape))
     return _joined(pieces, weight.scheme, weight.shape)
 
 
@@ -37,7 +37,7 @@ def round_onto(
     if not _packs(device, dtype):
         return _rounded(weight.to(device), scheme, dtype)
     pieces = (
-        pack(_rounded(weight[start:stop].to(device), scheme, dtype), dtype) for start, stop in _spans(weight.shape[0])
+        pack(_rounded(weight[start:stop].to(device), scheme, dtype), dtype) for start, stop in _spans(*weight.shape)
     )
     return _joined(pieces, scheme, (weight.shape[0], weight.shape[1]))
 
@@ -55,8 +55,10 @@ def _rounded(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> QTensor:
     return QTensor.from_codes(scheme, codes.flatten(1).to(torch.uint8), scales)
 
 
-def _spans(rows: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS))
+def _spans(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Whole tiles of rows that hold about `_ELEMENTS` together."""
+    height = max(1, _ELEMENTS // (columns * TILE_ROWS)) * TILE_ROWS
+    return ((start, min(start + height, rows)) for start in range(0, rows, height))
 
 
 def _joined(pieces: Iterator[PackedWeight], scheme: Scheme, shape: tuple[int, int]) -> PackedWeight:

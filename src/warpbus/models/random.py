@@ -12,6 +12,7 @@ from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
 from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor, Scheme, packed_words
 
 _WORDS = 2**31
@@ -88,7 +89,7 @@ class _Draw:
         n, k = linear.out_features, linear.in_features
         # Codes that are equally likely spread by (levels / sqrt(12)) scales.
         scale = 12**0.5 / (scheme.max_code + 1) * k**-0.5
-        if self._device.type != "cuda" or self._dtype not in HALVES:
+        if self._dtype not in HALVES or not gpu_has_kernels(self._device):
             return self._plain(scheme, n, k, scale)
         words, shape = packed_shapes(scheme, n, k)
         codes = self._words(words)

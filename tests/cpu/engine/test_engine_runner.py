@@ -20,13 +20,29 @@ def model(tiny_glm):
     return load_model(Checkpoint(tiny_glm), **PLACE)
 
 
+class Recorder:
+    """Stands for the CUDA graphs: runs what one would hold, the padding of its rows included."""
+
+    def __init__(self):
+        self.keys = []
+
+    def run(self, key, work, state):
+        before = [tensor.clone() for tensor in state]
+        work()  # as before a capture: all that it changes is put back
+        for tensor, old in zip(state, before, strict=True):
+            tensor.copy_(old)
+        self.keys.append(key)
+        return work()
+
+
 def run(model, kind, prompts=PROMPTS, limit=100, piece=4096, **params):
-    """A runner on a growing cache, or on a pool: what a GPU does, here without graphs."""
-    pooled = kind == "pool"
+    """A runner on a growing cache, or on a pool, as on a GPU, with what stands for the graphs or without."""
+    pooled = kind != "growing"
     step = Step(model, 4 if pooled else len(prompts), 512, **PLACE)
     cache = KVCache(model.config, len(prompts), limit, **PLACE)
     requests = [request(prompt, tokens=limit - len(prompt), params=SamplingParams(**params)) for prompt in prompts]
     rows = KVPool(model.config, 4 * limit, **PLACE).rows(4) if pooled else cache
+    step._graphs = Recorder() if kind == "graphs" else None
     return Runner(model, step, rows, requests, prefill_tokens=piece)
 
 
@@ -36,7 +52,7 @@ def best(model, ids):
     return int(model(torch.tensor([ids]))[0, -1].argmax())
 
 
-@pytest.mark.parametrize("kind", ["growing", "pool"])
+@pytest.mark.parametrize("kind", ["growing", "pool", "graphs"])
 @pytest.mark.parametrize("piece", [4096, 9, 3, 1])
 def test_prompts_and_steps_choose_what_the_model_prefers_without_a_cache(model, kind, piece):
     runner = run(model, kind, piece=piece, temperature=0)
@@ -53,7 +69,7 @@ def test_prompts_and_steps_choose_what_the_model_prefers_without_a_cache(model, 
         runner.launch()
 
 
-@pytest.mark.parametrize("kind", ["growing", "pool"])
+@pytest.mark.parametrize("kind", ["growing", "pool", "graphs"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rows_leave_and_the_others_go_on(model, kind, ahead):
     """Also where the next step was launched before the tokens were read, as a GPU does."""
@@ -76,17 +92,30 @@ def test_rows_leave_and_the_others_go_on(model, kind, ahead):
     assert len(rows) == 1
 
 
-def test_pool_and_growing_cache_draw_the_same(model):
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_every_kind_draws_the_same(model, penalty):
     answers = []
-    for kind in ("growing", "pool"):
-        runner = run(model, kind, seed=3, top_p=0.9, repetition_penalty=1.3)
+    for kind in ("growing", "pool", "graphs"):
+        runner = run(model, kind, seed=3, top_p=0.9, repetition_penalty=penalty)
         runner.start()
         tokens = []
         for _ in range(12):
             tokens.append(runner.read())
             runner.launch()
         answers.append(tokens)
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_graphs_are_for_padded_rows_and_bounded_lengths(model):
+    runner = run(model, "graphs", [list(range(10, 300)), [5]], limit=400, temperature=0)
+    runner.start()
+    for _ in range(2):
+        runner.read()
+        runner.launch()
+    runner.read()
+    runner.keep([1])
+    runner.launch()
+    assert runner._step._graphs.keys == [(4, 2, 400, "greedy")] * 2 + [(4, 1, 400, "greedy")]
 
 
 def test_the_embedding_may_be_looked_up_by_the_host(model):

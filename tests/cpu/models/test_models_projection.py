@@ -111,6 +111,7 @@ def test_a_projection_takes_what_stands_in_for_a_layer():
 def test_pieces_of_rows_make_the_whole_packed_matrix(monkeypatch, scheme, rows):
     """As a GPU is filled, here on the CPU."""
     monkeypatch.setattr(placement, "gpu_has_kernels", lambda device: True)
+    monkeypatch.setattr(placement, "_ELEMENTS", 500 * 128)
     weight = matrix(scheme, rows)
     found, expected = placement.place(weight, "cpu", torch.bfloat16), pack(weight, torch.bfloat16)
     assert torch.equal(found.codes, expected.codes)

@@ -118,7 +118,7 @@ def project(
 
 
 def _is_vector(linear: nn.Linear, x: Tensor) -> bool:
-    return x.numel() == linear.in_features and has_kernels(x)
+    return x.numel() == linear.in_features and has_kernels(x) and linear.weight.dtype == x.dtype
 
 
 def _by_vector(linear: nn.Linear, x: Tensor) -> Tensor:
