@@ -1,11 +1,11 @@
 // SwiGLU and GELU of the rows of a matrix, in float32, rounded once.
 //
 //   swiglu: out[r, c] = silu(x[r, c]) * x[r, width + c]        x [rows, 2 width], out [rows, width]
-//   gelu:   out[r, c] = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))    x, out [rows, width]; Hendrycks, Gimpel, 2016
+//   gelu:   out[r, c] = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))     x, out [rows, width]
 //
-// Shapes and layout: contiguous; ELEMENT = float, __half or __nv_bfloat16. A thread takes a chunk of 8 elements of a row and
-// strides over all `chunks` (rows * ceil(width / 8)) by the size of the grid. `vectorised`: width is a multiple of 8 and
-// everything is aligned to 16 bytes.
+// Shapes and layout: contiguous; ELEMENT = float, __half or __nv_bfloat16. A thread takes a chunk of 8 elements of a
+// row and strides over all `chunks` (rows * ceil(width / 8)) by the size of the grid. `vectorised`: width is a multiple
+// of 8 and everything is aligned to 16 bytes.
 #include "common/ptx.cuh"
 #include "step/chunk.cuh"
 
@@ -41,7 +41,9 @@ __device__ __forceinline__ void apply(const ELEMENT* x, ELEMENT* out, long long 
             }
         } else {
 #pragma unroll
-            for (int e = 0; e < kChunk; ++e) value.element[e] = from_float<ELEMENT>(gelu_of(to_float(value.element[e])));
+            for (int e = 0; e < kChunk; ++e) {
+                value.element[e] = from_float<ELEMENT>(gelu_of(to_float(value.element[e])));
+            }
         }
         step::store_chunk(out + static_cast<long long>(row) * width, chunk, width, vectorised, value);
     }

@@ -11,8 +11,8 @@ struct alignas(16) Chunk {
     T element[kChunk];
 };
 
-// Elements kChunk * chunk to kChunk * chunk + 7 of a row of `width`, with zeros past its end. `vectorised`: the row begins
-// at a multiple of 16 bytes and its width is a multiple of kChunk.
+// Elements kChunk * chunk to kChunk * chunk + 7 of a row of `width`, with zeros past its end. `vectorised`: the row
+// begins at a multiple of 16 bytes and its width is a multiple of kChunk.
 template <typename T>
 __device__ __forceinline__ Chunk<T> load_chunk(const T* row, int chunk, int width, bool vectorised) {
     if (vectorised) return reinterpret_cast<const Chunk<T>*>(row)[chunk];
@@ -41,6 +41,8 @@ __device__ __forceinline__ void store_chunk(T* row, int chunk, int width, bool v
 
 // Bring the line that holds an address into L2 without waiting for it. No kernel may write it meanwhile: for weights,
 // ahead of griddepcontrol_wait.
-__device__ __forceinline__ void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
 
 }  // namespace step

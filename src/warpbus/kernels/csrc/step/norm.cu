@@ -4,15 +4,14 @@
 //   rms_norm:   out = round(total * rsqrt(mean(total^2) + eps)) * weight       both products rounded to ELEMENT
 //   layer_norm: out = (total - mean(total)) * rsqrt(variance(total) + eps) * weight + bias             rounded once
 //
-// Shapes and layout: x, residual, total, out [rows, width]; weight, bias [width]; all contiguous. ELEMENT = float, __half
-// or __nv_bfloat16, computed in float32. residual, total (both or neither) and bias may be null.
-// Launch: `warps` (a power of two, at most 32) share a row; a block of any number of times 32 * warps threads, at most
-// 1024, takes as many rows, and the grid covers all. `vectorised`: width is a multiple of 8 and everything is aligned to 16
-// bytes.
+// Shapes and layout: x, residual, total, out [rows, width]; weight, bias [width]; all contiguous. ELEMENT = float,
+// __half or __nv_bfloat16, computed in float32. residual, total (both or neither) and bias may be null. Launch: `warps`
+// (a power of two, at most 32) share a row; a block of any number of times 32 * warps threads, at most 1024, takes as
+// many rows, and the grid covers all. `vectorised`: width is a multiple of 8 and everything is aligned to 16 bytes.
 //
 // A row is read two or three times, the first time from memory and then from L1: kept in registers it would limit the
-// width. Sums are formed in a fixed order that depends on the width alone: the result is the same at every run and for a
-// row among any others.
+// width. Sums are formed in a fixed order that depends on the width alone: the result is the same at every run and for
+// a row among any others.
 #include "common/ptx.cuh"
 #include "step/chunk.cuh"
 
@@ -25,7 +24,7 @@ struct Row {
     int width;
     bool vectorised;
 
-    // Elements of a chunk in fp32: those of x + residual as they are rounded, which is what the next layer adds to.
+    // A chunk of the total, rounded as it is stored.
     __device__ __forceinline__ Chunk<ELEMENT> load(int chunk) const {
         Chunk<ELEMENT> value = step::load_chunk(x, chunk, width, vectorised);
         if (residual != nullptr) {
@@ -116,8 +115,8 @@ __device__ __forceinline__ void normalize(const ELEMENT* x, const ELEMENT* resid
             if (bias != nullptr) shift = step::load_chunk(bias, chunk, width, vectorised);
 #pragma unroll
             for (int i = 0; i < kChunk; ++i) {
-                const float normed = (to_float(value.element[i]) - mean) * factor;
-                value.element[i] = from_float<ELEMENT>(normed * to_float(scale.element[i]) + to_float(shift.element[i]));
+                const float normed = (to_float(value.element[i]) - mean) * factor * to_float(scale.element[i]);
+                value.element[i] = from_float<ELEMENT>(normed + to_float(shift.element[i]));
             }
         } else {
 #pragma unroll

@@ -9,15 +9,15 @@
 //   key_scales, value_scales    float [rows, kv_heads, capacity], the last stride 1; null unless `code` has scales
 // Token t of every row stands at position start + t, in the table and in the cache.
 // The first `rotary` dimensions of a head rotate, as pairs (2i, 2i+1) where `interleaved`, else (i, i + rotary / 2).
-// `code`: 0 ELEMENT, 1 int8, 2 fp8 e4m3. The scale is the largest magnitude of the token's head vector / 127 or / 448; the
-// code is the vector over the scale, rounded to nearest even. A vector of zeros has scale 0 and codes 0, and one with NaN
-// the scale NaN.
-// Launch: one block a token. `lanes` (a power of two, at most 32) threads share a head, 8 elements each, and a block takes
-// kBlock / lanes heads at a time. `vectorised`: size and rotary / 2 are multiples of 8, all is aligned to 16 bytes (codes
-// to 8).
+// `code`: 0 ELEMENT, 1 int8, 2 fp8 e4m3. The scale is the largest magnitude of the token's head vector / 127 or / 448;
+// the code is the vector over the scale, rounded to nearest even. A vector of zeros has scale 0 and codes 0, and one
+// with NaN the scale NaN.
+// Launch: one block a token. `lanes` (a power of two, at most 32) threads share a head, 8 elements each, and a block
+// takes kBlock / lanes heads at a time. `vectorised`: size and rotary / 2 are multiples of 8, all is aligned to 16
+// bytes (codes to 8).
 //
-// A thread has the same dimensions in all its heads, so it keeps its cosines and sines in registers. What its elements are
-// paired with is read a second time, from L1: the other half of the head has been asked for by the same warp.
+// A thread has the same dimensions in all its heads, so it keeps its cosines and sines in registers. What its elements
+// are paired with is read a second time, from L1: the other half of the head has been asked for by the same warp.
 #include "common/ptx.cuh"
 #include "step/chunk.cuh"
 
@@ -32,14 +32,8 @@ struct alignas(8) Codes {
     unsigned char code[kChunk];
 };
 
-// One of the two caches, at the first row and the position of the block's token.
-struct Cache {
-    void* data;
-    float* scales;
-    long long head_stride, scale_head_stride;
-};
-
-// How a thread's eight dimensions turn: out = x * cosine + partner * sine, where the sine has the sign of the pair's side.
+// How a thread's eight dimensions turn: out = x * cosine + partner * sine, where the sine has the sign of the pair's
+// side.
 struct Rotation {
     float cosine[kChunk];
     float sine[kChunk];
@@ -63,8 +57,8 @@ __device__ __forceinline__ Rotation rotation_of(const float* angles, int first, 
 }
 
 // The partners of a thread's elements, from the head that begins at `head`; what does not rotate gets itself.
-__device__ __forceinline__ Chunk<ELEMENT> partners(const ELEMENT* head, const Chunk<ELEMENT>& value, int first, int rotary,
-                                                   int partner, bool interleaved, bool vectorised) {
+__device__ __forceinline__ Chunk<ELEMENT> partners(const ELEMENT* head, const Chunk<ELEMENT>& value, int first,
+                                                   int rotary, int partner, bool interleaved, bool vectorised) {
     Chunk<ELEMENT> other = value;
     if (interleaved) {
 #pragma unroll
@@ -98,10 +92,10 @@ __device__ __forceinline__ unsigned char to_int8(float x) {
     return static_cast<unsigned char>(max(-127, min(127, __float2int_rn(x))));
 }
 
-// Quantize a head's vector, spread over `lanes` threads, and write codes and scale. Threads of a head that is not there
-// come along to the shuffles and do not store.
-__device__ __forceinline__ void store_codes(const Cache& cache, int head, int chunk, int size, int lanes, int code,
-                                            bool vectorised, bool stores, const Chunk<ELEMENT>& value) {
+// Quantize a head's vector, spread over `lanes` threads, and write codes and scale. Threads that do not store come
+// along to the shuffles.
+__device__ __forceinline__ void store_codes(unsigned char* row, float* scale_of_row, int chunk, int size, int lanes,
+                                            int code, bool vectorised, bool stores, const Chunk<ELEMENT>& value) {
     // Magnitudes are ordered as their bits are, and NaN stands above all.
     unsigned int largest = 0;
 #pragma unroll
@@ -119,7 +113,6 @@ __device__ __forceinline__ void store_codes(const Cache& cache, int head, int ch
             codes.code[i] = code == kInt8 ? to_int8(x) : to_e4m3(x);
         }
     }
-    unsigned char* row = static_cast<unsigned char*>(cache.data) + head * cache.head_stride;
     if (vectorised) {
         reinterpret_cast<Codes*>(row)[chunk] = codes;
     } else {
@@ -128,10 +121,11 @@ __device__ __forceinline__ void store_codes(const Cache& cache, int head, int ch
             if (kChunk * chunk + i < size) row[kChunk * chunk + i] = codes.code[i];
         }
     }
-    if (chunk == 0) cache.scales[head * cache.scale_head_stride] = scale;
+    if (chunk == 0) *scale_of_row = scale;
 }
 
-extern "C" __global__ void __launch_bounds__(kBlock)
+// Four blocks a multiprocessor are enough: without the 4 the assembler spills registers to make room for more.
+extern "C" __global__ void __launch_bounds__(kBlock, 4)
     rope_and_cache(const ELEMENT* __restrict__ qkv, const float* __restrict__ table, ELEMENT* __restrict__ q,
                    ELEMENT* __restrict__ k, void* __restrict__ keys, void* __restrict__ values,
                    float* __restrict__ key_scales, float* __restrict__ value_scales, long long key_row_stride,
@@ -151,18 +145,11 @@ extern "C" __global__ void __launch_bounds__(kBlock)
     const int first = kChunk * chunk;
     const Rotation turn = rotation_of(table + static_cast<long long>(position) * rotary, first, rotary, interleaved);
 
-    const int bytes = code == kElement ? sizeof(ELEMENT) : 1;
-    const long long key_begin = row * key_row_stride + position * key_token_stride;
-    const long long value_begin = row * value_row_stride + position * value_token_stride;
-    const Cache key_cache = {static_cast<char*>(keys) + key_begin * bytes,
-                             key_scales + (row * key_scale_row_stride + position), key_head_stride,
-                             key_scale_head_stride};
-    const Cache value_cache = {static_cast<char*>(values) + value_begin * bytes,
-                               value_scales + (row * value_scale_row_stride + position), value_head_stride,
-                               value_scale_head_stride};
     const ELEMENT* source = qkv + token * (heads + 2 * kv_heads) * size;
     const int all = heads + 2 * kv_heads;
-    for (int slot = threadIdx.x / lanes; slot - static_cast<int>(threadIdx.x) / lanes < all; slot += kBlock / lanes) {
+    const int slots = kBlock / lanes;
+    for (int begin = 0; begin < all; begin += slots) {
+        const int slot = begin + static_cast<int>(threadIdx.x) / lanes;
         const bool stores = slot < all && first < size;
         const int index = min(slot, all - 1);
         const ELEMENT* head = source + static_cast<long long>(index) * size;
@@ -170,24 +157,33 @@ extern "C" __global__ void __launch_bounds__(kBlock)
         if (first < size) value = step::load_chunk(head, chunk, size, vectorised);
         if (index < heads + kv_heads) {
             if (first < rotary) {
-                const Chunk<ELEMENT> other = partners(head, value, first, rotary, turn.partner, interleaved, vectorised);
+                const Chunk<ELEMENT> other =
+                    partners(head, value, first, rotary, turn.partner, interleaved, vectorised);
 #pragma unroll
                 for (int i = 0; i < kChunk; ++i) {
                     value.element[i] = from_float<ELEMENT>(to_float(value.element[i]) * turn.cosine[i] +
                                                            to_float(other.element[i]) * turn.sine[i]);
                 }
             }
-            ELEMENT* out = index < heads ? q + (token * heads + index) * size : k + (token * kv_heads + index - heads) * size;
+            ELEMENT* out = index < heads ? q + (token * heads + index) * size
+                                         : k + (token * kv_heads + index - heads) * size;
             if (stores) step::store_chunk(out, chunk, size, vectorised, value);
         }
+        if (begin + slots <= heads) continue;  // queries alone
         const bool is_value = index >= heads + kv_heads;
-        const Cache cache = is_value ? value_cache : key_cache;
         const int kv_head = max(0, index - heads - (is_value ? kv_heads : 0));
-        if (code != kElement) {
-            store_codes(cache, kv_head, chunk, size, lanes, code, vectorised, stores && index >= heads, value);
-        } else if (stores && index >= heads) {
-            step::store_chunk(static_cast<ELEMENT*>(cache.data) + kv_head * cache.head_stride, chunk, size, vectorised,
-                              value);
+        const long long at =
+            is_value ? row * value_row_stride + kv_head * value_head_stride + position * value_token_stride
+                     : row * key_row_stride + kv_head * key_head_stride + position * key_token_stride;
+        void* cache = is_value ? values : keys;
+        const bool caches = stores && index >= heads;
+        if (code == kElement) {
+            if (caches) step::store_chunk(static_cast<ELEMENT*>(cache) + at, chunk, size, vectorised, value);
+        } else {
+            float* scale = is_value ? value_scales + row * value_scale_row_stride + kv_head * value_scale_head_stride
+                                    : key_scales + row * key_scale_row_stride + kv_head * key_scale_head_stride;
+            store_codes(static_cast<unsigned char*>(cache) + at, scale + position, chunk, size, lanes, code, vectorised,
+                        caches, value);
         }
     }
 }

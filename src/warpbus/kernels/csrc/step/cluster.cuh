@@ -1,0 +1,29 @@
+// The blocks that share a row: a cluster since sm_90, a single block before.
+#pragma once
+#include "common/ptx.cuh"
+
+namespace step {
+
+// An object in the shared memory of block `rank` of the cluster, by its place in one's own. That block must have
+// reached a barrier of the cluster after it wrote it, and may not end before another one.
+template <typename T>
+__device__ __forceinline__ const T* of_block(const T* own, int rank) {
+#if __CUDA_ARCH__ >= 900
+    const T* other;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(own), "r"(rank));
+    return other;
+#else
+    return own;
+#endif
+}
+
+// Barrier among all threads that share the row.
+__device__ __forceinline__ void row_sync() {
+#if __CUDA_ARCH__ >= 900
+    ptx::cluster_sync();
+#else
+    __syncthreads();
+#endif
+}
+
+}  // namespace step
