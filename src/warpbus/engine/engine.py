@@ -19,6 +19,7 @@ and within so many bytes of the GPU's memory, the process's own context included
     engine = Engine.planned(model, plan, max_num_seqs=1)
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from warpbus.engine.runner import Runner
 from warpbus.engine.sequence import SamplingParams
 from warpbus.engine.sequence import Sequence as Request
 from warpbus.engine.step import Step, batch_bucket
-from warpbus.errors import UsageError
+from warpbus.errors import ContextLengthError, UsageError
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models import Decoder, ModelConfig
 from warpbus.models.layers.fusion import gpu_has_kernels
@@ -81,6 +82,7 @@ class Engine:
                 f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
                 f"{self.device}: give auto, or float16 or bfloat16 on a GPU"
             )
+        self._lock = threading.Lock()
         self._idle = None if pool_tokens is None or not self._fused else self._room(pool_tokens)
 
     @classmethod
@@ -110,10 +112,16 @@ class Engine:
         """A runner for some requests, as many as are `fitting`; it must not be used afterwards.
 
         Raises:
+            ContextLengthError: a prompt with its answer is longer than `max_model_len`.
             UsageError: the memory is planned, and another batch has it.
             DeviceError: the device's memory is full.
         """
         count, longest = len(requests), _longest(requests)
+        if longest > self.max_model_len:
+            raise ContextLengthError(
+                f"a request needs {longest:,} tokens, the context holds {self.max_model_len:,}: shorten it or raise "
+                "max_model_len"
+            )
         if not self._fused:
             step = Step(self.model, count, self.max_model_len, device=self.device, dtype=self.dtype)
             cache = KVCache(self.model.config, count, longest, device=self.device, dtype=self.dtype)
@@ -153,11 +161,12 @@ class Engine:
 
     def _take(self, rows: int, longest: int) -> "_Room":
         """Memory for a batch, which nobody else has until it is given back."""
-        room, self._idle = self._idle, None
+        with self._lock:
+            room, self._idle = self._idle, None
         if self._pool_tokens is None:
             if room is None or room.pool.tokens < rows * longest:
                 del room  # before more is taken
-                per_row = min(max(_SMALLEST_POOL, batch_bucket(longest)), max(self.max_model_len, longest))
+                per_row = min(max(_SMALLEST_POOL, batch_bucket(longest)), self.max_model_len)
                 return self._room(rows * per_row)
         elif room is None:
             raise UsageError(

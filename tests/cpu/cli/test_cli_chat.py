@@ -265,6 +265,7 @@ def test_in_a_real_terminal(tiny_glm, tmp_path):
         os.write(ours, "明月\n".encode())
         assert "12 tokens, " in read_until(ours, "limit")
         read_until(ours, "> ")
+        time.sleep(1)  # the prompt is written before readline waits, and only what waits is interrupted
         process.send_signal(signal.SIGINT)
         read_until(ours, "/quit leaves")
         os.write(ours, b"/quit\n")
@@ -284,3 +285,13 @@ def test_an_error_is_one_line_and_an_exit_code(tmp_path):
     assert (result.returncode, result.stdout) == (1, "")
     assert len(result.stderr.splitlines()) == 1
     assert "nowhere" in result.stderr
+
+
+def test_memory_is_planned_on_a_gpu_alone(tiny_glm):
+    result = subprocess.run(
+        [sys.executable, "-c", RUN, "chat", str(tiny_glm), "--prompt", "1", "--device", "cpu", "--memory", "6GB"],
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "memory is '6GB', which plans a GPU's: the device is cpu: leave it out" in result.stderr
