@@ -201,7 +201,7 @@ def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
 
 
 def shared_bytes(head_dim: int, bits: int, tiles: int, stages: int) -> int:
-    """The dynamic shared memory of a block: `Layout` in csrc/attention/decode.cu."""
+    """The dynamic shared memory of a block: `Memory` in csrc/attention/block.cuh."""
     keys, row = _keys(head_dim), head_dim * bits // 8
     stage = 2 * keys * row + (8 * keys if bits == 8 else 0)
     queries = tiles * _TILE * (2 * head_dim + 2 * keys + 2 * 4 * 4)

@@ -26,23 +26,49 @@ struct Parts {
     int head_dim;
 
     __device__ __forceinline__ int index(int part, int query) const { return part * group + query; }
+};
 
-    // Past L1: another block has written it while this one ran.
-    __device__ __forceinline__ Sum load(int part, int query, int dim) const {
-        const float2 weight = __ldcg(weights + index(part, query));
-        const float* first = values + index(part, query) * head_dim + dim;
-        return {__ldcg(reinterpret_cast<const float4*>(first)), weight.y, weight.x};
+// Walks from one partial result of a query to the next.
+struct Cursor {
+    const float* values;
+    const float2* weights;
+    int values_stride;
+    int weights_stride;
+
+    __device__ __forceinline__ void advance() {
+        values += values_stride;
+        weights += weights_stride;
     }
 };
 
-// The sum of up to eight partial results, `load(0)` first. All loads are under way before the first addition.
-template <typename Load>
-__device__ __forceinline__ Sum in_order(int count, Load load) {
+// Past L1: another block has written it while this one ran.
+struct GlobalCursor : Cursor {
+    __device__ __forceinline__ GlobalCursor(const Parts& parts, int part, int query, int dim)
+        : Cursor{parts.values + parts.index(part, query) * parts.head_dim + dim,
+                 parts.weights + parts.index(part, query), parts.group * parts.head_dim, parts.group} {}
+    __device__ __forceinline__ Sum load() const {
+        const float2 weight = __ldcg(weights);
+        return {__ldcg(reinterpret_cast<const float4*>(values)), weight.y, weight.x};
+    }
+};
+
+struct SharedCursor : Cursor {
+    __device__ __forceinline__ SharedCursor(const float* values, const float2* weights, int stride)
+        : Cursor{values, weights, stride, 1} {}
+    __device__ __forceinline__ Sum load() const {
+        return {*reinterpret_cast<const float4*>(values), weights->y, weights->x};
+    }
+};
+
+// The sum of up to eight partial results, one after another. All loads are under way before the first addition.
+template <typename Position>
+__device__ __forceinline__ Sum in_order(int count, Position at) {
     Sum part[kInGroup];
     float exponent = minus_infinity();
 #pragma unroll
     for (int i = 0; i < kInGroup; ++i) {
-        if (i < count) part[i] = load(i);
+        if (i < count) part[i] = at.load();
+        at.advance();
     }
 #pragma unroll
     for (int i = 0; i < kInGroup; ++i) {
@@ -74,34 +100,38 @@ __device__ __forceinline__ void store_normalized(T* out, const Sum& sum) {
 }
 
 // Sum `count` (up to 64) parts of a row and KV head and write the output [group, head_dim]. `combiners` blocks share
-// the queries; this one is number `rank`. `scratch` has 8 (HEAD_DIM + 2) floats for every four warps. A function of its
-// own, so that its registers are not added to those of the caller.
+// the queries; this one is number `rank`. `scratch` has 8 (HeadDim + 2) floats, others for every four warps. Loops that
+// hold eight loads in registers are not unrolled.
 template <int HeadDim, typename T>
-__device__ __noinline__ void combine(const Parts& parts, int count, int rank, int combiners, float* scratch, T* out) {
+__device__ __forceinline__ void combine(const Parts& parts, int count, int rank, int combiners, float* scratch, T* out) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int warps = blockDim.x / 32;
     if (count <= kInGroup) {  // a warp has a query to itself
+#pragma unroll 1
         for (int query = rank + combiners * warp; query < parts.group; query += combiners * warps) {
+#pragma unroll 1
             for (int dim = 4 * lane; dim < parts.head_dim; dim += 128) {
-                const Sum sum = in_order(count, [&](int i) { return parts.load(i, query, dim); });
+                const Sum sum = in_order(count, GlobalCursor(parts, 0, query, dim));
                 store_normalized(out + query * parts.head_dim + dim, sum);
             }
         }
         return;
     }
     const int groups = (count + kInGroup - 1) / kInGroup;
-    const int team = warp / 4;  // four warps have a query: each takes groups, then they sum those
+    const int team = warp / 4;  // four warps have a query: each sums groups, then they sum those sums
     const int teams = warps / 4;
-    float* values = scratch + team * kInGroup * (HeadDim + 2);
+    float* values = scratch;
     float2* weights = reinterpret_cast<float2*>(values + kInGroup * HeadDim);
+#pragma unroll 1
     for (int first = 0; first < parts.group; first += combiners * teams) {
         const int query = first + rank + combiners * team;
+#pragma unroll 1
         for (int group = warp % 4; group < groups && query < parts.group; group += 4) {
+#pragma unroll 1
             for (int dim = 4 * lane; dim < parts.head_dim; dim += 128) {
                 const int begin = kInGroup * group;
-                const Sum sum =
-                    in_order(min(kInGroup, count - begin), [&](int i) { return parts.load(begin + i, query, dim); });
+                const Sum sum = in_order(min(kInGroup, count - begin), GlobalCursor(parts, begin, query, dim));
                 *reinterpret_cast<float4*>(values + group * HeadDim + dim) = sum.values;
                 if (lane == 0) weights[group] = make_float2(sum.exponent, sum.weight);
             }
@@ -109,9 +139,7 @@ __device__ __noinline__ void combine(const Parts& parts, int count, int rank, in
         __syncthreads();
         const int dim = 4 * (threadIdx.x % 128);
         if (dim < parts.head_dim && query < parts.group) {
-            const Sum sum = in_order(groups, [&](int i) {
-                return Sum{*reinterpret_cast<const float4*>(values + i * HeadDim + dim), weights[i].y, weights[i].x};
-            });
+            const Sum sum = in_order(groups, SharedCursor(values + dim, weights, HeadDim));
             store_normalized(out + query * parts.head_dim + dim, sum);
         }
         __syncthreads();

@@ -1,0 +1,147 @@
+// How a block of decode.cu fills its shared memory: chunks of the cache, the queries, the new token.
+#pragma once
+#include "attention/block.cuh"
+#include "attention/cache.cuh"
+#include "attention/rope.cuh"
+
+// The keys or the values of one row and KV head.
+struct Source {
+    Cache* data;
+    long long stride;  // of tokens, in elements
+    float* scales;
+};
+
+// Which keys a block has: from `begin` to `end`, of them the new one at `position`, or not if that is beyond.
+struct Range {
+    int begin, end, position;
+};
+
+// Begin to copy the chunk from key `first` on. Past the end, and past head_dim, come zeros, whatever the memory holds.
+// The row of the new token is left out.
+__device__ __forceinline__ void fetch(Unit* tile, const Source& source, int first, const Range& range, int head_dim) {
+    constexpr int kRounds = kTileUnits / kChunk / (32 * kWarps);
+    const int piece = threadIdx.x % kPieces;
+    const int dim = piece * (16 / static_cast<int>(sizeof(Cache)));
+    const int step = blockDim.x / kPieces;
+    int row = threadIdx.x / kPieces;
+    const Cache* from = source.data + (first + row) * source.stride + dim;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+        const int key = first + row;
+        if (row < kKeys && key != range.position) {
+            const bool there = key < range.end && dim < head_dim;
+            ptx::cp_async_16(ptx::shared_address(tile + chunk_offset<kColumns>(row, piece)), there ? from : source.data,
+                             there ? 16 : 0);
+        }
+        row += step;
+        from += step * source.stride;
+    }
+}
+
+// The scales of a chunk's keys and values, one a thread.
+__device__ __forceinline__ void fetch_scales(float* scales, const Source& keys, const Source& values, int first,
+                                             const Range& range) {
+    const int key = first + static_cast<int>(threadIdx.x) % kKeys;
+    if (threadIdx.x < 2 * kKeys && key != range.position) {
+        const float* from = (threadIdx.x < kKeys ? keys.scales : values.scales) + (key < range.end ? key : 0);
+        attention::cp_async_4(ptx::shared_address(scales + threadIdx.x), from, key < range.end ? 4 : 0);
+    }
+}
+
+// Wait for a chunk's keys, or for its values too: what was begun after them may be under way. `stages` is 2 to 4.
+__device__ __forceinline__ void wait_keys(int stages) {
+    if (stages == 2) ptx::cp_async_wait<1>();
+    else if (stages == 3) ptx::cp_async_wait<3>();
+    else ptx::cp_async_wait<5>();
+}
+__device__ __forceinline__ void wait_values(int stages) {
+    if (stages == 2) ptx::cp_async_wait<2>();
+    else if (stages == 3) ptx::cp_async_wait<4>();
+    else ptx::cp_async_wait<6>();
+}
+
+// Where the pair of dimensions from `dim` on stands in a row of queries. Codes of keys come out of ldmatrix four at a
+// time, so a thread has four neighbouring dimensions of each 16 in place of two and two: the queries follow that order.
+__device__ __forceinline__ int query_column(int dim) {
+    if constexpr (!kCoded) return dim;
+    const int within = dim % 16;
+    return dim - within + (within % 4 == 0 ? within / 2 : 8 + within / 2 - 1);
+}
+
+// Rotate the tile's queries into shared memory; zeros where there is no query and past head_dim.
+__device__ __forceinline__ void load_queries(QueryTile* tile, const ELEMENT* heads, const float* angles, int group,
+                                             int head_dim, int rotary, bool interleaved, const Place& place) {
+    constexpr int kThreads = 32 * kWarps;
+#pragma unroll
+    for (int i = 0; i < kTile * HEAD_DIM / 2 / kThreads; ++i) {
+        const int pair = threadIdx.x % kThreads + i * kThreads;
+        const int row = pair / (HEAD_DIM / 2);
+        const int query = place.tile * kTile + row;
+        const int dim = 2 * (pair % (HEAD_DIM / 2));
+        float2 x = {0.0f, 0.0f};
+        if (query < group && dim < head_dim) {
+            x = attention::rotated_pair(heads + query * head_dim, dim, angles, rotary, interleaved);
+        }
+        const int column = query_column(dim);
+        ELEMENT* element = tile->queries + chunk_offset<HEAD_DIM>(row, column / kChunk) + column % kChunk;
+        *reinterpret_cast<unsigned int*>(element) = pack_pair<ELEMENT>(x.x, x.y);
+    }
+}
+
+// A warp writes the new token's key or value into the cache, and for this block into `fresh`. A value has rotary 0.
+__device__ __forceinline__ void append(const ELEMENT* head, const float* angles, const Source& source, int position,
+                                       Unit* fresh, float* fresh_scale, int head_dim, int rotary, bool interleaved,
+                                       int code) {
+    constexpr int kPairs = HEAD_DIM / 64;  // of a lane
+    const int lane = threadIdx.x % 32;
+    Cache* cached = source.data + position * source.stride;
+    unsigned int pairs[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+        const int dim = 2 * (lane + 32 * i);
+        float2 x = {0.0f, 0.0f};
+        if (dim < head_dim) x = attention::rotated_pair(head, dim, angles, rotary, interleaved);
+        pairs[i] = pack_pair<ELEMENT>(x.x, x.y);
+    }
+    if constexpr (!kCoded) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            const int pair = lane + 32 * i;
+            reinterpret_cast<unsigned int*>(fresh)[pair] = pairs[i];
+            if (2 * pair < head_dim) reinterpret_cast<unsigned int*>(cached)[pair] = pairs[i];
+        }
+    } else {
+        // Magnitudes are ordered as their bits are, and NaN stands above all.
+        unsigned int largest = 0;
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            const float2 x = unpack_pair<ELEMENT>(pairs[i]);
+            largest = max(largest, max(__float_as_uint(fabsf(x.x)), __float_as_uint(fabsf(x.y))));
+        }
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAll, largest, offset));
+        const float scale = __uint_as_float(largest) / (code == attention::kInt8 ? 127.0f : 448.0f);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            const int pair = lane + 32 * i;
+            float2 x = unpack_pair<ELEMENT>(pairs[i]);
+            x = scale == 0.0f ? make_float2(0.0f, 0.0f) : make_float2(x.x / scale, x.y / scale);
+            const unsigned int codes = attention::quantize(x.x, code) | attention::quantize(x.y, code) << 8;
+            fresh[pair] = static_cast<Unit>(codes);
+            if (2 * pair < head_dim) reinterpret_cast<Unit*>(cached)[pair] = static_cast<Unit>(codes);
+        }
+        if (lane == 0) source.scales[position] = *fresh_scale = scale;
+    }
+}
+
+// Put the new token's key and value into row `row` of a chunk.
+__device__ __forceinline__ void insert(Stage& stage, const Fresh& fresh, int row) {
+    if (threadIdx.x < 2 * kPieces) {
+        const int piece = threadIdx.x % kPieces;
+        const bool is_value = threadIdx.x >= kPieces;
+        Unit* tile = is_value ? stage.values : stage.keys;
+        const uint4 part = reinterpret_cast<const uint4*>(fresh.rows)[threadIdx.x];
+        *reinterpret_cast<uint4*>(tile + chunk_offset<kColumns>(row, piece)) = part;
+        if (kCoded && piece == 0) stage.scales()[is_value * kKeys + row] = fresh.scales[is_value];
+    }
+}

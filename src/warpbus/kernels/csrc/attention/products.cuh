@@ -1,0 +1,242 @@
+// What a block of decode.cu computes of a chunk: scores, weights, and the weighted sum of the values.
+#pragma once
+#include "attention/block.cuh"
+#include "attention/cache.cuh"
+
+constexpr int kScoreTiles = kWarpKeys / 8;  // accumulators of mma
+constexpr int kOutTiles = kWarpDims / 8;
+
+using Scores = float[kScoreTiles][4];
+
+// Four 8 x 8 matrices side by side: eight rows, four chunks from `chunk` on.
+__device__ __forceinline__ void load_strip(ptx::uint32 (&fragment)[4], const Unit* tile, int row0, int chunk) {
+    const int lane = threadIdx.x % 32;
+    ptx::ldmatrix_x4(fragment, ptx::shared_address(tile + chunk_offset<kColumns>(row0 + lane % 8, chunk + lane / 8)));
+}
+
+// Products of the tile's 16 queries with the warp's keys: an accumulator of mma for each 8 keys.
+__device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* queries, const Unit* keys,
+                                              const Place& place, int code) {
+    constexpr int kSteps = kCoded ? 4 : 2;  // of 16 dimensions in a strip
+#pragma unroll
+    for (int strip = 0; strip < kPieces / 4; ++strip) {
+        ptx::uint32 k[kScoreTiles][4];
+#pragma unroll
+        for (int j = 0; j < kScoreTiles; ++j) load_strip(k[j], keys, place.quarter * kWarpKeys + 8 * j, 4 * strip);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            ptx::uint32 q[4];
+            load_block<HEAD_DIM, Second::below, false>(q, queries, 0, (strip * kSteps + step) * 16);
+#pragma unroll
+            for (int j = 0; j < kScoreTiles; ++j) {
+                if constexpr (kCoded) {
+                    ptx::mma_m16n8k16<ELEMENT>(scores[j], q, attention::dequantize<ELEMENT, 0, 1>(k[j][step], code),
+                                               attention::dequantize<ELEMENT, 2, 3>(k[j][step], code));
+                } else {
+                    ptx::mma_m16n8k16<ELEMENT>(scores[j], q, k[j][2 * step], k[j][2 * step + 1]);
+                }
+            }
+        }
+    }
+}
+
+// Scale and mask the scores, and leave the largest of each query and quarter in shared memory. `end` is where the keys
+// end, from the beginning of the chunk; `scales` those of the chunk's keys, for codes.
+__device__ __forceinline__ void find_maxima(Scores& scores, float scale, const float* scales, int end, float* maxima,
+                                            const Place& place) {
+    float largest[2] = {attention::minus_infinity(), attention::minus_infinity()};
+#pragma unroll
+    for (int j = 0; j < kScoreTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int key = place.key(j) + i % 2;
+            const float factor = kCoded ? scale * scales[key] : scale;
+            scores[j][i] = key < end ? scores[j][i] * factor : attention::minus_infinity();
+            largest[i / 2] = fmaxf(largest[i / 2], scores[j][i]);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAll, largest[r], 1));
+        largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAll, largest[r], 2));
+        if (place.t == 0) maxima[place.row(r) * kWarps + place.quarter] = largest[r];
+    }
+}
+
+// Add the products of the chunk's weights with the warp's dimensions of the values. Codes stand in pairs, so that their
+// accumulators have the even and the odd dimensions of each 16; see output_dim.
+__device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], const ELEMENT* weights, const Unit* values,
+                                                const Place& place, int code) {
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+        ptx::uint32 p[4];
+        load_block<kKeys, Second::below, false>(p, weights, 0, 16 * step);
+#pragma unroll
+        for (int block = 0; block < kWarpDims / kBlockDims; ++block) {
+            ptx::uint32 v[4];
+            const int column = 16 * (place.quarter * (kWarpDims / kBlockDims) + block);
+            load_block<kColumns, Second::below, true>(v, values, 16 * step, column);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if constexpr (kCoded) {
+                    float(*out)[4] = sums + 4 * block + 2 * half;
+                    const ptx::uint32 low = v[2 * half], high = v[2 * half + 1];
+                    ptx::mma_m16n8k16<ELEMENT>(out[0], p, attention::dequantize<ELEMENT, 0, 2>(low, code),
+                                               attention::dequantize<ELEMENT, 0, 2>(high, code));
+                    ptx::mma_m16n8k16<ELEMENT>(out[1], p, attention::dequantize<ELEMENT, 1, 3>(low, code),
+                                               attention::dequantize<ELEMENT, 1, 3>(high, code));
+                } else {
+                    ptx::mma_m16n8k16<ELEMENT>(sums[2 * block + half], p, v[2 * half], v[2 * half + 1]);
+                }
+            }
+        }
+    }
+}
+
+// The pair number `pair` (0 or 1) of a thread's dimensions in the 16 from 16 `half` of its warp's on: where it begins
+// in the head, and its sums in row lane / 4 (`below` 0) or 8 below.
+__device__ __forceinline__ int output_dim(const Place& place, int half, int pair) {
+    return place.quarter * kWarpDims + 16 * half + (kCoded ? 4 * place.t + 2 * pair : 8 * pair + 2 * place.t);
+}
+__device__ __forceinline__ float2 output_pair(const float (&sums)[kOutTiles][4], int half, int pair, int below) {
+    const float* first = sums[2 * half];
+    const float* second = sums[2 * half + 1];
+    if constexpr (kCoded) return make_float2(first[2 * below + pair], second[2 * below + pair]);
+    return pair == 0 ? make_float2(first[2 * below], first[2 * below + 1])
+                     : make_float2(second[2 * below], second[2 * below + 1]);
+}
+
+// What a thread keeps of rows lane / 4 and 8 below: exponents, sums of weights, and accumulators of its dimensions.
+struct Running {
+    float exponent[2];
+    float weight[2];
+    float values[kOutTiles][4];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            exponent[r] = attention::minus_infinity();
+            weight[r] = 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[n][i] = 0.0f;
+        }
+    }
+
+    // Add a unit; `factor` is what its values have to be multiplied with, a power of two.
+    __device__ __forceinline__ void add(const Running& unit, float factor) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float joined = fmaxf(exponent[r], unit.exponent[r]);
+            const float keep = attention::power_of_two(exponent[r] - joined);
+            const float take = attention::power_of_two(unit.exponent[r] - joined);
+            exponent[r] = joined;
+            weight[r] = fmaf(unit.weight[r], take, weight[r] * keep);
+#pragma unroll
+            for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+                for (int i = 2 * r; i < 2 * r + 2; ++i) {
+                    values[n][i] = fmaf(unit.values[n][i], take * factor, values[n][i] * keep);
+                }
+            }
+        }
+    }
+};
+
+// The largest of the chunk's value scales, rounded down to a power of two, as its exponent: weights are multiplied with
+// the scales over that, so that they stay within what 16 bits hold. 0 for a chunk of zeros.
+__device__ __forceinline__ float scale_exponent(const float* scales) {
+    const int lane = threadIdx.x % 32;
+    unsigned int largest = 0;
+#pragma unroll
+    for (int i = lane; i < kKeys; i += 32) largest = max(largest, __float_as_uint(scales[i]));
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAll, largest, offset));
+    const int exponent = static_cast<int>(largest >> 23);
+    return exponent == 0 ? 0.0f : static_cast<float>(exponent - 127);
+}
+
+// 2^exponent for any integer exponent whose power is a normal number; for others the nearest one.
+__device__ __forceinline__ float any_power_of_two(float exponent) {
+    return __int_as_float((127 + static_cast<int>(fminf(fmaxf(exponent, -126.0f), 127.0f))) << 23);
+}
+
+// The unit that a block is at: the sums so far, relative to an exponent that grows with the maxima. With codes the
+// values are, beside that, relative to the exponent of the largest of their scales.
+struct Unfinished {
+    Running sums;
+    float value_exponent;
+
+    __device__ __forceinline__ void clear() {
+        sums.clear();
+        value_exponent = kCoded ? attention::minus_infinity() : 0.0f;
+    }
+
+    // Make room for a chunk: raise the exponents to its maxima, and to its scales of values, for codes.
+    __device__ __forceinline__ void raise(const float* maxima, const float* value_scales, const Place& place) {
+        float drop = 1.0f;
+        if constexpr (kCoded) {
+            const float joined = fmaxf(value_exponent, scale_exponent(value_scales));
+            drop = attention::power_of_two(value_exponent - joined);
+            value_exponent = joined;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float4 four = *reinterpret_cast<const float4*>(maxima + place.row(r) * kWarps);
+            const float largest = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w));
+            const float joined = fmaxf(sums.exponent[r], ceilf(largest));
+            const float rescale = attention::power_of_two(sums.exponent[r] - joined);
+            sums.exponent[r] = joined;
+            sums.weight[r] *= rescale;
+#pragma unroll
+            for (int n = 0; n < kOutTiles; ++n) {
+                sums.values[n][2 * r] *= rescale * drop;
+                sums.values[n][2 * r + 1] *= rescale * drop;
+            }
+        }
+    }
+
+    // The weights of the warp's keys, as operands for the product with the values, and their sums, into shared memory.
+    __device__ __forceinline__ void weigh(const Scores& scores, const float* value_scales, ELEMENT* weights,
+                                          float* totals, const Place& place) const {
+        const float inverse = kCoded ? any_power_of_two(-value_exponent) : 1.0f;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float total = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kScoreTiles; ++j) {
+                float low = exp2f(scores[j][2 * r] - sums.exponent[r]);
+                float high = exp2f(scores[j][2 * r + 1] - sums.exponent[r]);
+                total += low + high;
+                if constexpr (kCoded) {
+                    low *= value_scales[place.key(j)] * inverse;
+                    high *= value_scales[place.key(j) + 1] * inverse;
+                }
+                const int chunk = place.quarter * (kWarpKeys / kChunk) + j;
+                ELEMENT* pair = weights + chunk_offset<kKeys>(place.row(r), chunk) + 2 * place.t;
+                *reinterpret_cast<unsigned int*>(pair) = pack_pair<ELEMENT>(low, high);
+            }
+            total += __shfl_xor_sync(kAll, total, 1);
+            total += __shfl_xor_sync(kAll, total, 2);
+            if (place.t == 0) totals[place.row(r) * kWarps + place.quarter] = total;
+        }
+    }
+
+    // Add what all four warps have weighed.
+    __device__ __forceinline__ void add(const ELEMENT* weights, const float* totals, const Unit* values, int code,
+                                        const Place& place) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float4 four = *reinterpret_cast<const float4*>(totals + place.row(r) * kWarps);
+            sums.weight[r] += (four.x + four.y) + (four.z + four.w);
+        }
+        if (place.quarter * kWarpDims < HEAD_DIM) multiply_values(sums.values, weights, values, place, code);
+    }
+
+    __device__ __forceinline__ void finish(Running& all) {
+        all.add(sums, kCoded ? any_power_of_two(value_exponent) : 1.0f);
+        clear();
+    }
+};
