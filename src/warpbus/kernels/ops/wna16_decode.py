@@ -6,21 +6,21 @@ import itertools
 import torch
 from torch import Tensor
 
+from warpbus.cuda import driver
 from warpbus.cuda.kernel import Kernel
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, multiprocessors
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.units import unit
 
-MOST_TOKENS = 8
-_MOST_X = 66 << 10  # bytes of x in shared memory
+MOST_TOKENS = 16
 _WARPS = 16
-_STAGES = {4: 6, 8: 3}  # by bits: as many bytes either way
+_MOST_STAGES, _FEWEST_STAGES = 6, 3  # of weights in flight
 _PAD = 8  # elements between the rows of x in shared memory
 
 
-def fits(m: int, k: int) -> bool:
-    """Whether x `[m, k]` is small enough."""
-    return m <= MOST_TOKENS and m * (blocks((k, TILE_COLUMNS)) * TILE_COLUMNS + _PAD) * 2 <= _MOST_X
+def fits(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether x `[m, k]` has few enough rows and leaves room for weights beside it in shared memory."""
+    return x.shape[0] <= MOST_TOKENS and _stages(x, weight) >= _FEWEST_STAGES
 
 
 def multiply(
@@ -48,13 +48,15 @@ def multiply(
     chunks = blocks((k, TILE_COLUMNS))
     size = weight.scheme.group_size
     shift = 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1
-    two_scales = size == 32
-    _kernel(x.dtype, weight.bits, two_scales)(
+    stages = min(_stages(x, weight), _MOST_STAGES)
+    stage, others = _shared(m, k, weight)
+    _kernel(x.dtype, weight.bits, size == 32, _tokens(m))(
         multiprocessors(x.device),
         32 * (_WARPS + 1),
         *(weight.codes, weight.scales, weight.zeros, x, norm, bias, residual, out),
-        *(m, n, k, x.stride(0), chunks, weight.scales.shape[1], shift, n // 2 // TILE_ROWS if gated else 0, eps),
-        shared=_shared(m, chunks, weight.bits, two_scales),
+        *(m, n, k, x.stride(0), chunks, weight.scales.shape[1], shift, n // 2 // TILE_ROWS if gated else 0),
+        *(stages, eps),
+        shared=stages * stage + others,
         dependent=True,
     )
 
@@ -67,30 +69,41 @@ def _padded(x: Tensor) -> Tensor:
     return copy
 
 
-def _shared(m: int, chunks: int, bits: int, two_scales: bool) -> int:
-    """Bytes of shared memory of a block."""
-    codes = 2 * _WARPS * 512 * bits // 4
-    scales = 2 * (_WARPS * (2 if two_scales else 1) + 1) * 32
+def _tokens(m: int) -> int:
+    """Of the kernel that multiplies m rows."""
+    return 8 if m <= 8 else 16
+
+
+def _stages(x: Tensor, weight: PackedWeight) -> int:
+    """How many stages of weights there is room for."""
+    stage, others = _shared(*x.shape, weight)
+    return (driver.attribute(driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, x.get_device()) - others) // stage
+
+
+def _shared(m: int, k: int, weight: PackedWeight) -> tuple[int, int]:
+    """Bytes of shared memory: of one stage, and of all the rest of a block."""
+    tokens = _tokens(m)
+    codes = 2 * _WARPS * 512 * weight.bits // 4
+    scales = 2 * (_WARPS * (2 if weight.scheme.group_size == 32 else 1) + 1) * 32
     stage = blocks((codes + 2 * scales, 128)) * 128
-    sums = _WARPS * 2 * 32 * 16
-    barriers = 16 * _STAGES[bits]
-    x = m * (chunks * TILE_COLUMNS + _PAD) * 2
-    return stage * _STAGES[bits] + sums + barriers + MOST_TOKENS * _WARPS * 4 + x
+    sums = _WARPS * 2 * (tokens // 8) * 32 * 16
+    barriers, squares = 128, tokens * _WARPS * 4
+    return stage, sums + barriers + squares + m * (blocks((k, TILE_COLUMNS)) * TILE_COLUMNS + _PAD) * 2
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, bits: int, two_scales: bool) -> Kernel:
+def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Kernel:
     declared = unit(
         "wna16/decode.cu",
         needs="sm_90",
         ELEMENT=ELEMENTS[dtype],
         BITS=bits,
         GROUPS=2 if two_scales else 1,
+        TOKENS=tokens,
         WARPS=_WARPS,
-        STAGES=_STAGES[bits],
     )
-    return declared.kernel("wna16_decode", "PPPPPPPPiiiiiiiif")
+    return declared.kernel("wna16_decode", "PPPPPPPPiiiiiiiiif")
 
 
-for _dtype, _bits, _two in itertools.product(HALVES, (4, 8), (False, True)):
-    _kernel(_dtype, _bits, _two)
+for _dtype, _bits, _two, _tokens_of in itertools.product(HALVES, (4, 8), (False, True), (8, 16)):
+    _kernel(_dtype, _bits, _two, _tokens_of)

@@ -15,36 +15,46 @@ from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.units import unit
 
-_ROWS = 128  # of the weight in a tile
-_CONSUMERS = 2
-_THREADS = 128 * (1 + _CONSUMERS)
 _NO_MAP = bytes(128)
+_FULL_ENOUGH = 0.9
 _GROUP = 4096  # rows of x that are walked together
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How many rows of x are in a tile, and blocks of k in flight by the bits of a code."""
+    """How `wna16/sm90_wna16.cu` cuts a product.
+
+    Attributes:
+        tokens: rows of x in a tile.
+        consumers: warpgroups that multiply, each 64 rows of the weight.
+        stages: blocks of k in flight, by the bits of a code.
+    """
 
     tokens: int
+    consumers: int
     stages: dict[int, int]
+
+    @property
+    def rows(self) -> int:
+        """Of the weight in a tile."""
+        return 64 * self.consumers
 
     def shared(self, bits: int) -> int:
         """Bytes: the ring with its barriers, staging buffers, and room to align."""
-        stage = (self.tokens * 2 + _ROWS * bits // 8) * TILE_COLUMNS + 2 * _ROWS // TILE_ROWS * 2 * 32 + 16
-        return stage * self.stages[bits] + _CONSUMERS * min(self.tokens, 64) * 64 * 2 + 1024
+        stage = (self.tokens * 2 + self.rows * bits // 8) * TILE_COLUMNS + 2 * self.rows // TILE_ROWS * 2 * 32 + 16
+        return stage * self.stages[bits] + self.consumers * min(self.tokens, 64) * 64 * 2 + 1024
 
     def kernel(self, dtype: torch.dtype, bits: int) -> Kernel:
         """The kernel with these tiles."""
-        return _kernel(dtype, bits, self.tokens, self.stages[bits])
+        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits])
 
 
 TILINGS = (
-    Tiling(16, {4: 24, 8: 16}),
-    Tiling(32, {4: 16, 8: 12}),
-    Tiling(64, {4: 12, 8: 10}),
-    Tiling(128, {4: 8, 8: 7}),
-    Tiling(256, {4: 5, 8: 4}),
+    Tiling(16, 4, {4: 14, 8: 8}),
+    Tiling(32, 4, {4: 12, 8: 7}),
+    Tiling(64, 4, {4: 9, 8: 6}),
+    Tiling(128, 2, {4: 8, 8: 7}),
+    Tiling(256, 2, {4: 5, 8: 4}),
 )
 
 
@@ -66,32 +76,44 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     scale_words = 16 if size == 32 else 8
     x = addressable(x)
     scale_map = functools.partial(
-        tensor_map, box_rows=_ROWS // TILE_ROWS, box_columns=scale_words, swizzled=False
+        tensor_map, box_rows=tiling.rows // TILE_ROWS, box_columns=scale_words, swizzled=False
     )
     codes = weight.codes.view(rows, -1)
     direct = not fits(out)
     maps = (
         tensor_map(x, tiling.tokens, TILE_COLUMNS),
-        tensor_map(codes, _ROWS // TILE_ROWS, 32 * bits, swizzled=False),
+        tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
         scale_map(_words(weight.scales)),
         _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
         _NO_MAP if direct else tensor_map(out, min(tiling.tokens, 64), 64),
     )
-    tiles = blocks((m, tiling.tokens), (n, _ROWS))
+    tiles = blocks((m, tiling.tokens), (n, tiling.rows))
     grid = min(multiprocessors(x.device), tiles * chunks)
-    waves = tiles // grid - bool(tiles % grid) if tiles >= grid else 0
-    shared_tiles = tiles > waves * grid
-    partials = x.new_empty(grid * _ROWS * tiling.tokens, dtype=torch.float32) if shared_tiles else None
+    waves = _waves(tiles, grid)
+    shared_tiles = tiles > waves * grid  # with whole waves the last may hold fewer
+    partials = x.new_empty(grid * tiling.rows * tiling.tokens, dtype=torch.float32) if shared_tiles else None
     tiling.kernel(x.dtype, bits)(
         grid,
-        _THREADS,
-        *(b"".join(maps), bias, out, partials, counters(x.device, grid * _CONSUMERS) if shared_tiles else None),
+        128 * (1 + tiling.consumers),
+        *(b"".join(maps), bias, out, partials, counters(x.device, grid * tiling.consumers) if shared_tiles else None),
         *(int(weight.zeros is None), m, n, k, chunks),
         *(31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1, scale_words),
         *(max(_GROUP // tiling.tokens, 1), waves, int(direct)),
         shared=tiling.shared(bits),
         dependent=True,
     )
+
+
+def _waves(tiles: int, grid: int) -> int:
+    """Whole tiles of each block; the rest is shared by all.
+
+    Tiles are whole where a last wave that is not full wastes little: blocks at different places along k would not find
+    each other's part of x in L2.
+    """
+    full = blocks((tiles, grid))
+    if tiles >= _FULL_ENOUGH * full * grid:
+        return full
+    return max(tiles // grid - 1, 0)
 
 
 def choose(m: int) -> Tiling:
@@ -110,9 +132,15 @@ def _words(scales: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, bits: int, tokens: int, stages: int) -> Kernel:
+def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: int) -> Kernel:
     declared = unit(
-        "wna16/sm90_wna16.cu", needs="sm_90a", ELEMENT=ELEMENTS[dtype], BITS=bits, TOKENS=tokens, STAGES=stages
+        "wna16/sm90_wna16.cu",
+        needs="sm_90a",
+        ELEMENT=ELEMENTS[dtype],
+        BITS=bits,
+        TOKENS=tokens,
+        CONSUMERS=consumers,
+        STAGES=stages,
     )
     return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiii")
 

@@ -1,11 +1,11 @@
-// out [m, n] = epilogue(norm(x) [m, k] weight [n, k]^T) for up to 8 rows of x: quantized weights, 16-bit activations.
+// out [m, n] = epilogue(norm(x) [m, k] weight [n, k]^T) for up to TOKENS rows of x: quantized weights, 16-bit x.
 //
 // Macros
 //   ELEMENT   __half or __nv_bfloat16: of x, the scales, the zero points and out
 //   BITS      4 or 8: of a packed code; kernels/ops/packed.py says how they lie
 //   GROUPS    1: a scale for 64 columns or more; 2: one for 32
+//   TOKENS    8 or 16: the most rows of x
 //   WARPS     that multiply
-//   STAGES    of weights in flight
 //
 // Prologue: with `norm`, RMSNorm of x. Epilogue: bias, then silu(gate) * up where the upper half of the weight's rows is the
 // gate and the lower half goes up (`gate_tiles` > 0, n / 2 columns in out), then the sum with `residual`, all in fp32.
@@ -21,6 +21,8 @@
 
 using Packed = Codes<ELEMENT, BITS>;
 constexpr int kThreads = 32 * WARPS;  // that multiply
+constexpr int kTokenTiles = TOKENS / 8;
+constexpr int kMostStages = 8;
 constexpr int kLoads = BITS / 4;      // of 16 bytes, a lane's share of 16 rows by 64 columns
 constexpr int kChunk = 64;
 constexpr int kPad = 8;  // elements between rows of x: eight rows lie in eight groups of banks
@@ -32,6 +34,7 @@ struct Problem {
     int groups;      // scales of a row
     int shift;       // a group has 2^shift chunks
     int gate_tiles;  // tiles of the gate, or 0
+    int stages;      // of weights in flight, as many as fit beside x
     float eps;
 };
 
@@ -48,7 +51,7 @@ struct alignas(128) Stage {
 };
 
 struct Barriers {
-    ptx::uint64 full[STAGES], empty[STAGES];
+    ptx::uint64 full[kMostStages], empty[kMostStages];
 };
 
 __device__ __forceinline__ int tile_of(int pair, int which, const Problem& p) {
@@ -87,9 +90,10 @@ __device__ __forceinline__ void load(Stage& stage, ptx::uint32 full, const Weigh
     }
 }
 
-// Adds the products of a warp's chunk. `x` is where this lane's row of the first fragment begins in shared memory, `group`
+// Adds the products of a warp's chunk. `x` is where this lane's rows of the first fragments begin in shared memory, `group`
 // the first group's place in the stage.
-__device__ __forceinline__ void multiply(float (&sum)[2][4], const Stage& stage, ptx::uint32 x, int group,
+__device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
+                                         const ptx::uint32 (&x)[kTokenTiles], ptx::uint32 offset, int group,
                                          bool symmetric) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -99,9 +103,12 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Stage& stage,
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) codes[r][i] = stage.codes[r][warp][i][lane];
     }
-    ptx::uint32 b[2][4];
-    ptx::ldmatrix_x4(b[0], x);
-    ptx::ldmatrix_x4(b[1], x + 64);
+    ptx::uint32 b[kTokenTiles][2][4];
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+        ptx::ldmatrix_x4(b[t][0], x[t] + offset);
+        ptx::ldmatrix_x4(b[t][1], x[t] + offset + 64);
+    }
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
         typename Packed::Zeros zeros[2];
@@ -112,22 +119,28 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Stage& stage,
             zeros[r] = Packed::zeros(symmetric ? middle : stage.zeros[r][group + h][lane / 4]);
             scale[r] = unpack_pair<ELEMENT>(stage.scales[r][group + h][lane / 4]);
         }
-        float part[2][4] = {};
+        float part[2][kTokenTiles][4] = {};
 #pragma unroll
         for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 ptx::uint32 a[4];
                 Packed::integers(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords, zeros[r]);
-                ptx::mma_m16n8k16<ELEMENT>(part[r], a, b[s / 2][2 * (s % 2)], b[s / 2][2 * (s % 2) + 1]);
+#pragma unroll
+                for (int t = 0; t < kTokenTiles; ++t) {
+                    ptx::mma_m16n8k16<ELEMENT>(part[r][t], a, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
+                }
             }
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            sum[r][0] = fmaf(part[r][0], scale[r].x, sum[r][0]);
-            sum[r][1] = fmaf(part[r][1], scale[r].x, sum[r][1]);
-            sum[r][2] = fmaf(part[r][2], scale[r].y, sum[r][2]);
-            sum[r][3] = fmaf(part[r][3], scale[r].y, sum[r][3]);
+#pragma unroll
+            for (int t = 0; t < kTokenTiles; ++t) {
+                sum[r][t][0] = fmaf(part[r][t][0], scale[r].x, sum[r][t][0]);
+                sum[r][t][1] = fmaf(part[r][t][1], scale[r].x, sum[r][t][1]);
+                sum[r][t][2] = fmaf(part[r][t][2], scale[r].y, sum[r][t][2]);
+                sum[r][t][3] = fmaf(part[r][t][3], scale[r].y, sum[r][t][3]);
+            }
         }
     }
 }
@@ -220,10 +233,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
                  const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, const Problem p) {
     extern __shared__ __align__(128) unsigned char memory[];
     Stage* const ring = reinterpret_cast<Stage*>(memory);
-    float4* const sums = reinterpret_cast<float4*>(ring + STAGES);  // [WARPS][2][32]
-    Barriers* const barriers = reinterpret_cast<Barriers*>(sums + WARPS * 2 * 32);
-    float* const squares = reinterpret_cast<float*>(barriers + 1);  // [8][WARPS]
-    ELEMENT* const staged = reinterpret_cast<ELEMENT*>(squares + 8 * WARPS);
+    float4* const sums = reinterpret_cast<float4*>(ring + p.stages);  // [WARPS][2][kTokenTiles][32]
+    Barriers* const barriers = reinterpret_cast<Barriers*>(sums + WARPS * 2 * kTokenTiles * 32);
+    float* const squares = reinterpret_cast<float*>(barriers + 1);  // [TOKENS][WARPS]
+    ELEMENT* const staged = reinterpret_cast<ELEMENT*>(squares + TOKENS * WARPS);
     const ptx::uint32 full = ptx::shared_address(barriers->full);
     const ptx::uint32 empty = ptx::shared_address(barriers->empty);
     const Weight weight = {codes, scales, zeros};
@@ -233,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
 
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
+        for (int i = 0; i < p.stages; ++i) {
             ptx::mbarrier_init(full + 8 * i, 1);
             ptx::mbarrier_init(empty + 8 * i, WARPS);
         }
@@ -249,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
                 for (int chunk = 0; chunk < p.chunks; chunk += WARPS) {
                     ptx::mbarrier_wait(empty + 8 * slot, parity ^ 1);
                     load(ring[slot], full + 8 * slot, weight, pair, chunk, p);
-                    if (++slot == STAGES) {
+                    if (++slot == p.stages) {
                         slot = 0;
                         parity ^= 1;
                     }
@@ -268,22 +281,24 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
     // product depends on its own row alone, and those are not stored.
     const int row_size = p.chunks * kChunk + kPad;
-    const ptx::uint32 mine =
-        ptx::shared_address(staged + min(lane % 8, p.m - 1) * row_size + warp * kChunk) + lane / 8 * 16;
+    ptx::uint32 mine[kTokenTiles];
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+        const int row = min(8 * t + lane % 8, p.m - 1);
+        mine[t] = ptx::shared_address(staged + row * row_size + warp * kChunk) + lane / 8 * 16;
+    }
     const Epilogue epilogue = {bias, residual, out};
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
-        float sum[2][4] = {};
-        ptx::uint32 from = mine;
+        float sum[2][kTokenTiles][4] = {};
         for (int first = 0; first < p.chunks; first += WARPS) {
             ptx::mbarrier_wait(full + 8 * slot, parity);
             if (first + warp < p.chunks) {
                 const int group = group_of(first + warp, p) - group_of(first, p);
-                multiply(sum, ring[slot], from, group, zeros == nullptr);
+                multiply(sum, ring[slot], mine, first * kChunk * 2, group, zeros == nullptr);
             }
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(empty + 8 * slot);
-            from += WARPS * kChunk * 2;
-            if (++slot == STAGES) {
+            if (++slot == p.stages) {
                 slot = 0;
                 parity ^= 1;
             }
@@ -292,7 +307,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
         sync_consumers();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            sums[(warp * 2 + r) * 32 + lane] = make_float4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+#pragma unroll
+            for (int t = 0; t < kTokenTiles; ++t) {
+                sums[((warp * 2 + r) * kTokenTiles + t) * 32 + lane] =
+                    make_float4(sum[r][t][0], sum[r][t][1], sum[r][t][2], sum[r][t][3]);
+            }
         }
         sync_consumers();
         const float* const all = reinterpret_cast<const float*>(sums);
@@ -300,12 +319,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
             const int within = at % 16;
             const int token = at / 16;
             // Where the fragments of the product have this row and column.
-            const int place = ((within % 8) * 4 + token / 2) * 4 + within / 8 * 2 + token % 2;
+            const int place = ((within % 8) * 4 + token % 8 / 2) * 4 + within / 8 * 2 + token % 2;
             float total[2] = {};
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) total[r] += all[(w * 2 + r) * 128 + place];
+                for (int r = 0; r < 2; ++r) total[r] += all[((w * 2 + r) * kTokenTiles + token / 8) * 128 + place];
             }
             finish(total, pair, within, token, p, epilogue);
         }

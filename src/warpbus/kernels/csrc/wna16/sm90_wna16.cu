@@ -4,16 +4,17 @@
 //   ELEMENT   __half or __nv_bfloat16: of x, the scales, the zero points, the bias and out
 //   BITS      4 or 8: of a packed code; kernels/ops/packed.py says how they lie
 //   TOKENS    rows of x in a tile: 16, 32, 64, 128 or 256
+//   CONSUMERS warpgroups that multiply, 64 rows of the weight each: 2, or 4 where TOKENS leaves enough registers
 //   STAGES    blocks of 64 columns in flight
 //
-// Computed is the transpose: D [128 rows of the weight, TOKENS] = W x^T. A dequantized register already is a part of the
+// Computed is the transpose: D [64 CONSUMERS rows of the weight, TOKENS] = W x^T. A dequantized register already is a part of the
 // operand A of wgmma, so that weights go from shared memory to the tensor cores by way of registers, and x is its operand B
 // from shared memory. Codes minus zero points are exact and rounded once, in the product with their scale.
 //
 // Who does what: one thread feeds a ring of STAGES buffers by TMA, and it asks for weights before the kernel ahead has ended.
-// Two warpgroups have 64 rows each: they dequantize a block while the products of the one before run.
+// The other warpgroups dequantize a block while the products of the one before run.
 //
-// How the work is shared: `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
+// How the work is shared: up to `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
 // a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
 // their order, and writes it. All blocks are resident, so it can wait for them by a flag, which it takes back.
 #include "common/numeric.cuh"
@@ -21,9 +22,9 @@
 #include "wna16/dequantize.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;
-constexpr int kRows = 128;  // of the weight in a tile
-constexpr int kTileK = 64;  // one row of the 128-byte swizzle
-constexpr int kConsumers = 2;
+constexpr int kConsumers = CONSUMERS;
+constexpr int kRows = 64 * kConsumers;  // of the weight in a tile
+constexpr int kTileK = 64;              // one row of the 128-byte swizzle
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 64 columns
 constexpr int kXBytes = TOKENS * kTileK * 2;
@@ -32,7 +33,7 @@ constexpr int kScaleBytes = kRows / 16 * 2 * 32;  // room for two groups
 constexpr int kStoreTokens = TOKENS < 64 ? TOKENS : 64;
 constexpr int kStagingBytes = kStoreTokens * 64 * 2;
 constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 104;  // with the producer's no more than there were
 
 struct Problem {
     int m, n, k;
@@ -64,8 +65,9 @@ struct Schedule {
     }
     // Where the run of a block begins.
     __device__ __forceinline__ static int begin_of(int block, const Problem& p) {
-        const long long units = static_cast<long long>(tiles(p) - p.waves * gridDim.x) * p.chunks;
-        return static_cast<int>(units * block / gridDim.x);
+        const int left = max(tiles(p) - p.waves * static_cast<int>(gridDim.x), 0);
+        // Less than two tiles for each of a few hundred blocks: 32 bits suffice for a k of millions.
+        return static_cast<unsigned>(left * p.chunks) * block / gridDim.x;
     }
     __device__ __forceinline__ explicit Schedule(const Problem& p)
         : unit(begin_of(blockIdx.x, p)), last(begin_of(blockIdx.x + 1, p)), first(p.waves * gridDim.x) {}
@@ -74,7 +76,7 @@ struct Schedule {
         if (wave < p.waves) {
             segment = {static_cast<int>(wave * gridDim.x + blockIdx.x), 0, p.chunks};
             ++wave;
-            return true;
+            return segment.tile < tiles(p);  // the last wave need not be full, and nothing is left then
         }
         if (unit >= last) return false;
         segment.tile = first + unit / p.chunks;
@@ -123,15 +125,23 @@ struct Buffers {
     }
 };
 
-// The producer's way along the blocks of k of all segments.
+// The producer's way along the blocks of k of all segments. Where a tile lies takes divisions, more than a block has time
+// for: it is computed once a segment.
 struct Blocks {
     Schedule schedule;
     Segment segment;
+    Place place;
     bool there;
 
-    __device__ __forceinline__ explicit Blocks(const Problem& p) : schedule(p) { there = schedule.next(segment, p); }
+    __device__ __forceinline__ explicit Blocks(const Problem& p) : schedule(p) { begin_segment(p); }
     __device__ __forceinline__ void advance(const Problem& p) {
-        if (++segment.begin == segment.end) there = schedule.next(segment, p);
+        if (++segment.begin == segment.end) begin_segment(p);
+    }
+
+private:
+    __device__ __forceinline__ void begin_segment(const Problem& p) {
+        there = schedule.next(segment, p);
+        if (there) place = place_of(segment.tile, p);
     }
 };
 
@@ -141,7 +151,7 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
     const int scale_bytes = kRows / 16 * p.scale_words * 4;
     ptx::mbarrier_expect(full, kXBytes + kCodeBytes + scale_bytes * (symmetric ? 1 : 2));
     const int block = blocks.segment.begin;
-    const int tile = place_of(blocks.segment.tile, p).row / 16;
+    const int tile = blocks.place.row / 16;
     const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
     ptx::tma_load(buffers.codes + stage * kCodeBytes, &maps.codes, full, block * 128 * kLoads, tile);
     ptx::tma_load(buffers.scales + stage * kScaleBytes, &maps.scales, full, group * 8, tile);
@@ -151,7 +161,7 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
 __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks,
                                        const Problem& p) {
     ptx::tma_load(buffers.x + stage * kXBytes, &maps.x, buffers.full + 8 * stage, blocks.segment.begin * kTileK,
-                  place_of(blocks.segment.tile, p).token);
+                  blocks.place.token);
 }
 
 __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps, bool symmetric, const Problem& p) {
@@ -273,24 +283,26 @@ __device__ __forceinline__ void leave(const float (&d)[TOKENS / 2], float* parti
     if (thread == 0) ptx::store_release(flags + mine, 1);
 }
 
-// Adds what the blocks behind this one have left for a tile whose beginning is [0, end).
-__device__ __forceinline__ void gather(float (&d)[TOKENS / 2], int end, const float* partials, int* flags, int consumer,
+// Adds what the blocks behind this one have left for a tile that this one has the beginning of.
+__device__ __forceinline__ void gather(float (&d)[TOKENS / 2], int tile, const float* partials, int* flags, int consumer,
                                        const Problem& p) {
     const int thread = threadIdx.x % 128;
-    for (int block = blockIdx.x + 1; end < p.chunks; ++block) {
-        const int theirs = block * kConsumers + consumer;
-        if (thread == 0) {
-            while (ptx::load_acquire(flags + theirs) == 0) {
-            }
+    const int end = (tile - p.waves * static_cast<int>(gridDim.x) + 1) * p.chunks;
+    int count = 0;
+    while (blockIdx.x + count + 1 < gridDim.x && Schedule::begin_of(blockIdx.x + count + 1, p) < end) ++count;
+    int* const theirs = flags + (blockIdx.x + 1) * kConsumers + consumer;
+    for (int i = thread; i < count; i += 128) {
+        while (ptx::load_acquire(theirs + i * kConsumers) == 0) {
         }
-        ptx::named_barrier(1 + consumer, 128);
-        __threadfence();
-        const float* source = partials + static_cast<long long>(theirs) * (TOKENS / 2) * 128 + thread;
+    }
+    __threadfence();
+    ptx::named_barrier(1 + consumer, 128);
+    for (int i = thread; i < count; i += 128) theirs[i * kConsumers] = 0;
+    constexpr int kSums = TOKENS / 2 * 128;
+    const float* source = partials + ((blockIdx.x + 1ll) * kConsumers + consumer) * kSums + thread;
+    for (int block = 0; block < count; ++block, source += kConsumers * kSums) {
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) d[i] += __ldcg(source + i * 128);
-        ptx::named_barrier(1 + consumer, 128);
-        if (thread == 0) flags[theirs] = 0;
-        end += Schedule::begin_of(block + 1, p) - Schedule::begin_of(block, p);
     }
 }
 
@@ -331,7 +343,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
             leave(d, partials, flags, consumer);
             continue;
         }
-        gather(d, segment.end, partials, flags, consumer, p);
+        if (segment.end < p.chunks) gather(d, segment.tile, partials, flags, consumer, p);
         if (bias != nullptr) {
             const int row = place.row + 64 * consumer + thread / 32 * 16 + thread % 32 / 4;
             const float upper = row < p.n ? to_float(bias[row]) : 0.0f;
@@ -356,6 +368,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::mbarrier_init(buffers.empty + 8 * i, kConsumers);
         }
         ptx::mbarrier_fence_init();
+        ptx::prefetch_tensor_map(&maps.codes);
+        ptx::prefetch_tensor_map(&maps.scales);
+        ptx::prefetch_tensor_map(&maps.x);
+        if (!symmetric) ptx::prefetch_tensor_map(&maps.zeros);
+        if (!p.direct) ptx::prefetch_tensor_map(&maps.out);
     }
     __syncthreads();
     ptx::griddepcontrol_launch_dependents();
