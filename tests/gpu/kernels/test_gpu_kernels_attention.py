@@ -160,9 +160,14 @@ def test_many_rows(dtype, cache):
     check(problem(torch.randint(0, 90, (515,)).tolist(), dtype, cache, 3, 5, 64, 32))
 
 
-@pytest.mark.parametrize(("dtype", "cache"), [(torch.float16, code) for code in CODES])
-def test_values_of_any_magnitude(dtype, cache):
-    for value in (1e-4, 1e-2, 300.0):
+@pytest.mark.parametrize("cache", CODES)
+def test_values_of_any_magnitude(cache):
+    for dtype, value in (
+        (torch.float16, 0.02),
+        (torch.float16, 300.0),
+        (torch.bfloat16, 1e-20),
+        (torch.bfloat16, 1e20),
+    ):
         given = problem([500], dtype, cache, value=value)
         given["qkv"].view(-1, 128)[-2:] *= value
         check(given)
