@@ -114,10 +114,12 @@ class Step:
             x = self._model.embed(self.tokens[: len(lengths), None])
             logits = self._model.scores(self._model.transform(x, self.positions[: len(lengths), None], context)[:, 0])
             self.finish(logits)
-        elif self._graphs is None:
-            self.finish(self._fused_scores(cache, len(lengths), max(lengths) + 1))
+            return
+        limit = length_bucket(max(lengths) + 1, min(cache.capacity, len(self.table)))
+        if self._graphs is None:
+            self.finish(self._fused_scores(cache, len(lengths), limit))
         else:
-            self._replay(self._graphs, cache, lengths)
+            self._replay(self._graphs, cache, batch_bucket(len(lengths)), limit)
 
     def finish(self, logits: Tensor) -> None:
         """Choose the rows' tokens by their scores `[batch, vocabulary]`."""
@@ -144,8 +146,7 @@ class Step:
         x = self._embedded[:batch] if self.host_embedding else model.embed(self.tokens[:batch, None])
         return model.scores(model.transform(x, None, context)[:, 0])
 
-    def _replay(self, graphs: "_Graphs", cache: CacheRows, lengths: Sequence[int]) -> None:
-        batch, limit = batch_bucket(len(lengths)), length_bucket(max(lengths) + 1, self._capacity(cache))
+    def _replay(self, graphs: "_Graphs", cache: CacheRows, batch: int, limit: int) -> None:
         key = cache.rows, batch, limit
         if self.sampler.penalizes:
             # What was seen is of this batch alone: the choice stays outside of the graph.
@@ -158,10 +159,6 @@ class Step:
             self.finish(self._fused_scores(cache, batch, limit))
 
         graphs.run((*key, "greedy" if self.sampler.greedy else "drawn"), whole, self._held)
-
-    def _capacity(self, cache: CacheRows) -> int:
-        """Tokens that a row may have: what the cache and the rotary table reach."""
-        return min(cache.capacity, len(self.table))
 
     @property
     def _held(self) -> tuple[Tensor, ...]:
