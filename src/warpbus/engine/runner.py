@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Runner:
         self._step.begin(self.lengths)
         self._step.sampler.begin(self._sequences)
         logits = self.prefill()
-        with self._memory_errors():
+        with self._computing():
             self._step.sampler.draw()
             self._step.finish(logits)
             self._launched.append(self._step.outcome(len(self.lengths)))
@@ -87,7 +87,7 @@ class Runner:
             padded[row, : len(sequence.prompt)] = torch.tensor(sequence.prompt)
         padded = padded.to(self._device)
         last: list[Tensor | None] = [None] * len(self.lengths)
-        with self._memory_errors():
+        with self._computing():
             if isinstance(self._cache, KVCache):
                 self._cache.reserve(longest + 1)
             for start in range(0, longest, piece):
@@ -104,7 +104,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self) -> None:
         """Append each row's last token and choose the next one."""
-        with self._memory_errors():
+        with self._computing():
             if isinstance(self._cache, KVCache):
                 self._cache.reserve(max(self.lengths) + 1)
             if self._step.host_embedding:
@@ -148,9 +148,11 @@ class Runner:
         return FusedPrompt(self._model.config, self._step.table, self._cache, start, end - start)
 
     @contextmanager
-    def _memory_errors(self) -> Iterator[None]:
+    def _computing(self) -> Iterator[None]:
+        """On the model's device, whichever is the current one; full memory becomes an error of ours."""
         try:
-            yield
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                yield
         except torch.OutOfMemoryError as error:
             raise DeviceError(
                 f"{self._device}: out of memory with {len(self.lengths)} sequences of up to {max(self.lengths):,} "
