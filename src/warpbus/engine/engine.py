@@ -24,13 +24,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from warpbus.engine.kv_cache import KVCache, KVPool, stored_dtype
+import torch
+
+from warpbus.engine.kv_cache import KVCache, KVPool, stored_dtype, token_bytes
 from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.runner import Runner
 from warpbus.engine.sequence import SamplingParams
 from warpbus.engine.sequence import Sequence as Request
 from warpbus.engine.step import Step, batch_bucket
-from warpbus.errors import ContextLengthError, UsageError
+from warpbus.errors import ContextLengthError, DeviceError, UsageError
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models import Decoder, ModelConfig
 from warpbus.models.layers.fusion import gpu_has_kernels
@@ -175,9 +177,17 @@ class Engine:
         return room
 
     def _room(self, tokens: int) -> "_Room":
+        config, device, dtype = self.model.config, self.device, self.dtype
         rows = batch_bucket(self.max_num_seqs)
-        step = Step(self.model, rows, self.max_model_len, device=self.device, dtype=self.dtype)
-        pool = KVPool(self.model.config, tokens, device=self.device, dtype=self.dtype, kv_dtype=self._kv_dtype)
+        try:
+            step = Step(self.model, rows, self.max_model_len, device=device, dtype=dtype)
+            pool = KVPool(config, tokens, device=device, dtype=dtype, kv_dtype=self._kv_dtype)
+        except torch.OutOfMemoryError as error:
+            size = tokens * token_bytes(config, dtype, self._kv_dtype)
+            raise DeviceError(
+                f"{device}: out of memory for a cache of {tokens:,} tokens ({size / 1e9:.2f} GB): lower "
+                "max_num_seqs or max_model_len, or give kv_dtype int8"
+            ) from error
         return _Room(pool, step)
 
 
