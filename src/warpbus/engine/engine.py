@@ -41,7 +41,7 @@ PREFILL_TOKENS = {"cpu": 4096, "cuda": 2048}
 """In a piece of the prompts: a GPU is busy with fewer, and its memory is dearer."""
 
 _SMALLEST_POOL = 4096  # tokens a row: smaller ones are cheap, but would be outgrown by the next conversation
-_WARM_PROMPTS = (8, 48, 200)  # tokens: one for each kind of kernel that prompts are read with
+_WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prompts are read with
 
 
 class Engine:
