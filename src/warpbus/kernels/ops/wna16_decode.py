@@ -14,7 +14,7 @@ from warpbus.kernels.units import unit
 
 MOST_TOKENS = 16
 _WARPS = 16
-_MOST_STAGES, _FEWEST_STAGES = 6, 3  # of weights in flight
+_MOST_STAGES, _FEWEST_STAGES = 5, 3  # of weights in flight
 _PAD = 8  # elements between the rows of x in shared memory
 
 

@@ -163,15 +163,25 @@ __device__ __forceinline__ void stage_x(ELEMENT* target, const ELEMENT* x, const
     sync_consumers();
 }
 
-// RMSNorm of the rows in shared memory, which hold all of k.
-__device__ __forceinline__ void normalize(ELEMENT* rows, float* squares, const ELEMENT* norm, const Problem& p) {
+using Vector = Vector16<ELEMENT>;
+
+__device__ __forceinline__ Vector load_vector(const ELEMENT* from, bool there) {
+    return there ? *reinterpret_cast<const Vector*>(from) : Vector{};
+}
+
+// The same through RMSNorm; k is a multiple of 8. Each thread norms what it has brought. `weight` is what it needs of the
+// norm's weight for the first 8 kThreads columns, loaded before x was there.
+__device__ __forceinline__ void stage_normed_x(ELEMENT* target, float* squares, const ELEMENT* x, const ELEMENT* norm,
+                                               const Vector& weight, const Problem& p) {
     const int columns = p.chunks * kChunk;
+    const int begin = 8 * threadIdx.x;
     for (int token = 0; token < p.m; ++token) {
         float sum = 0.0f;
-        for (int at = 2 * threadIdx.x; at < columns; at += 2 * kThreads) {
-            const float2 value =
-                unpack_pair<ELEMENT>(*reinterpret_cast<const ptx::uint32*>(rows + token * (columns + kPad) + at));
-            sum = fmaf(value.x, value.x, fmaf(value.y, value.y, sum));
+        for (int at = begin; at < columns; at += 8 * kThreads) {
+            const Vector values = load_vector(x + static_cast<long long>(token) * p.pitch + at, at < p.k);
+            *reinterpret_cast<Vector*>(target + token * (columns + kPad) + at) = values;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sum = fmaf(to_float(values.element[i]), to_float(values.element[i]), sum);
         }
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
@@ -183,13 +193,17 @@ __device__ __forceinline__ void normalize(ELEMENT* rows, float* squares, const E
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) sum += squares[token * WARPS + warp];
         const float factor = rsqrtf(sum / p.k + p.eps);
-        for (int at = 2 * threadIdx.x; at < p.k; at += 2 * kThreads) {
-            ptx::uint32* pair = reinterpret_cast<ptx::uint32*>(rows + token * (columns + kPad) + at);
-            const float2 value = unpack_pair<ELEMENT>(*pair);
-            const float2 weight = unpack_pair<ELEMENT>(*reinterpret_cast<const ptx::uint32*>(norm + at));
-            // Rounded before the weight, as the layer is defined.
-            const float2 normed = unpack_pair<ELEMENT>(pack_pair<ELEMENT>(value.x * factor, value.y * factor));
-            *pair = pack_pair<ELEMENT>(normed.x * weight.x, normed.y * weight.y);
+        for (int at = begin; at < p.k; at += 8 * kThreads) {
+            Vector* place = reinterpret_cast<Vector*>(target + token * (columns + kPad) + at);
+            const Vector scale = at == begin ? weight : load_vector(norm + at, true);
+            Vector values = *place;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                // Rounded before the weight, as the layer is defined.
+                const ELEMENT normed = from_float<ELEMENT>(to_float(values.element[i]) * factor);
+                values.element[i] = from_float<ELEMENT>(to_float(normed) * to_float(scale.element[i]));
+            }
+            *place = values;
         }
     }
     sync_consumers();
@@ -273,10 +287,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
         return;
     }
 
+    const Vector norm_weight = load_vector(norm + 8 * threadIdx.x, norm != nullptr && 8 * threadIdx.x < p.k);
     ptx::griddepcontrol_wait();
     if (blockIdx.x >= pairs) return;
-    stage_x(staged, x, p);
-    if (norm != nullptr) normalize(staged, squares, norm, p);
+    if (norm == nullptr) stage_x(staged, x, p);
+    else stage_normed_x(staged, squares, x, norm, norm_weight, p);
 
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
     // product depends on its own row alone, and those are not stored.
