@@ -222,7 +222,7 @@ def _device(device: torch.device) -> Device:
 @functools.cache
 def _kernel(dtype: torch.dtype, head_dim: int, bits: int) -> Kernel:
     declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE_BITS=bits % 16)
-    return declared.kernel("decode_attention", "P" * 11 + "q" * 10 + "i" * 11 + "f")
+    return declared.kernel("decode_attention", "P" * 11 + "q" * 10 + "i" * 9 + "f")
 
 
 def _launch(
@@ -260,7 +260,7 @@ def _launch(
         part_weights = torch.empty(cut.parts * batch * heads * 2, dtype=torch.float32, device=qkv.device)
         counting = counters(qkv.device, batch * kv_heads)
     _kernel(qkv.dtype, cut.head_dim, bits)(
-        batch * kv_heads * cut.parts,
+        (cut.parts, kv_heads, batch),
         cut.threads,
         qkv,
         table,
@@ -277,7 +277,6 @@ def _launch(
         *values.stride()[:3],
         *((0, 0) if key_scales is None else key_scales.stride()[:2]),
         *((0, 0) if value_scales is None else value_scales.stride()[:2]),
-        kv_heads,
         group,
         size,
         table.shape[1],
@@ -286,7 +285,6 @@ def _launch(
         cut.stages,
         cut.chunks_per_unit,
         cut.units_per_block,
-        cut.parts,
         cut.combiners,
         math.log2(math.e) * size**-0.5,
         shared=cut.shared,

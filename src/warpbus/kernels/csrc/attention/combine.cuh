@@ -60,31 +60,31 @@ struct SharedCursor : Cursor {
     }
 };
 
-// The sum of up to eight partial results, one after another. All loads are under way before the first addition.
+// The sum of up to eight partial results, one after another. All loads are under way before the first addition: past
+// the last result it is loaded again, and counts nothing.
 template <typename Position>
 __device__ __forceinline__ Sum in_order(int count, Position at) {
     Sum part[kInGroup];
     float exponent = minus_infinity();
 #pragma unroll
     for (int i = 0; i < kInGroup; ++i) {
-        if (i < count) part[i] = at.load();
-        at.advance();
+        part[i] = at.load();
+        if (i + 1 < count) at.advance();
     }
 #pragma unroll
     for (int i = 0; i < kInGroup; ++i) {
-        if (i < count) exponent = fmaxf(exponent, part[i].exponent);
+        if (i >= count) part[i].exponent = minus_infinity();
+        exponent = fmaxf(exponent, part[i].exponent);
     }
     Sum sum = {{0.0f, 0.0f, 0.0f, 0.0f}, 0.0f, exponent};
 #pragma unroll
     for (int i = 0; i < kInGroup; ++i) {
-        if (i < count) {
-            const float scale = power_of_two(part[i].exponent - exponent);
-            sum.values.x = fmaf(part[i].values.x, scale, sum.values.x);
-            sum.values.y = fmaf(part[i].values.y, scale, sum.values.y);
-            sum.values.z = fmaf(part[i].values.z, scale, sum.values.z);
-            sum.values.w = fmaf(part[i].values.w, scale, sum.values.w);
-            sum.weight = fmaf(part[i].weight, scale, sum.weight);
-        }
+        const float scale = power_of_two(part[i].exponent - exponent);
+        sum.values.x = fmaf(part[i].values.x, scale, sum.values.x);
+        sum.values.y = fmaf(part[i].values.y, scale, sum.values.y);
+        sum.values.z = fmaf(part[i].values.z, scale, sum.values.z);
+        sum.values.w = fmaf(part[i].values.w, scale, sum.values.w);
+        sum.weight = fmaf(part[i].weight, scale, sum.weight);
     }
     return sum;
 }
@@ -103,7 +103,8 @@ __device__ __forceinline__ void store_normalized(T* out, const Sum& sum) {
 // the queries; this one is number `rank`. `scratch` has 8 (HeadDim + 2) floats, others for every four warps. Loops that
 // hold eight loads in registers are not unrolled.
 template <int HeadDim, typename T>
-__device__ __forceinline__ void combine(const Parts& parts, int count, int rank, int combiners, float* scratch, T* out) {
+__device__ __forceinline__ void combine(const Parts& parts, int count, int rank, int combiners, float* scratch,
+                                        T* out) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int warps = blockDim.x / 32;
@@ -173,9 +174,10 @@ __device__ __forceinline__ int arrive(int* counter, int blocks, int combiners) {
     return left;
 }
 
-// The same thread, when the block has done: the last combiner leaves the counter at 0 for the next kernel.
+// The same thread, when its block has combined: the last one leaves the counter at 0 for the next kernel. All blocks
+// have arrived, so nobody waits for it, and nothing is ordered by it.
 __device__ __forceinline__ void leave(int* counter, int blocks, int combiners) {
-    if (combiners == 1 || add_acquire_release(counter, 1) == blocks + combiners - 1) *counter = 0;
+    if (combiners == 1 || atomicAdd(counter, 1) == blocks + combiners - 1) *counter = 0;
 }
 
 }  // namespace attention

@@ -23,7 +23,7 @@
 //   HEAD_DIM    64, 128 or 256: the row in shared memory
 //   CODE_BITS   0: the cache holds ELEMENT; 8: it holds codes, int8 or e4m3 by the argument `code`
 //
-// Grid: kv_heads * parts blocks a row, the parts of a KV head one after another; 128 threads for each 16 queries.
+// Grid: (parts, kv_heads, batch); 128 threads for each 16 queries of a group.
 // Dynamic shared memory: Memory in block.cuh; `shared_bytes` in ops/attention.py.
 //
 // How it works. The queries of a KV head are the rows of a matrix product, so that a key or value is read once for all
@@ -82,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
                      int* counters, long long key_row_stride, long long key_head_stride, long long key_token_stride,
                      long long value_row_stride, long long value_head_stride, long long value_token_stride,
                      long long key_scale_row_stride, long long key_scale_head_stride, long long value_scale_row_stride,
-                     long long value_scale_head_stride, int kv_heads, int group, int head_dim, int rotary,
-                     int interleaved, int code, int stages, int chunks_per_unit, int units_per_block, int parts,
+                     long long value_scale_head_stride, int group, int head_dim, int rotary,
+                     int interleaved, int code, int stages, int chunks_per_unit, int units_per_block,
                      int combiners, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
 #if __CUDA_ARCH__ >= 900
@@ -91,16 +91,20 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
 #endif
-    const int part = blockIdx.x % parts;
-    const int pair = blockIdx.x / parts;  // of row and KV head
-    const long long row = pair / kv_heads;
-    const int kv_head = pair % kv_heads;
+    const int part = blockIdx.x;
+    const int kv_head = blockIdx.y;
+    const long long row = blockIdx.z;
     const int position = positions[row];
+    const int kv_heads = gridDim.y;
+    const int parts = gridDim.x;
     const int block_keys = units_per_block * chunks_per_unit * kKeys;
     const Range range = {part * block_keys, min((part + 1) * block_keys, position + 1), position};
     if (range.begin >= range.end) return;
 
     const Place place;
+    const long long pair = row * kv_heads + kv_head;
+    const long long head = pair * group;           // the first of the group in `out`
+    const int blocks = position / block_keys + 1;  // that have keys of this row
     const int chunks = (range.end - range.begin + kKeys - 1) / kKeys;
     const Memory at(memory, place);
     const Source key_source = {keys + row * key_row_stride + kv_head * key_head_stride, key_token_stride,
@@ -108,18 +112,18 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     const Source value_source = {values + row * value_row_stride + kv_head * value_head_stride, value_token_stride,
                                  value_scales + (row * value_scale_row_stride + kv_head * value_scale_head_stride)};
     // A chunk's keys with all scales are one group of copies, its values another; past the last chunk they are empty.
-    const auto begin_chunk = [&](int chunk) {
-        Stage& stage = at.stage(chunk % stages);
+    const auto begin_chunk = [&](int chunk, int index) {
+        Stage& stage = at.stage(index);
         const int first = range.begin + chunk * kKeys;
         if (chunk < chunks) {
-            fetch(stage.keys, key_source, first, range, head_dim);
+            fetch(stage.keys, key_source, first, range, head_dim, place);
             if constexpr (kCoded) fetch_scales(stage.scales(), key_source, value_source, first, range);
         }
         ptx::cp_async_commit();
-        if (chunk < chunks) fetch(stage.values, value_source, first, range, head_dim);
+        if (chunk < chunks) fetch(stage.values, value_source, first, range, head_dim, place);
         ptx::cp_async_commit();
     };
-    for (int chunk = 0; chunk < stages - 1; ++chunk) begin_chunk(chunk);
+    for (int chunk = 0; chunk < stages - 1; ++chunk) begin_chunk(chunk, chunk);
 
     const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
     const float* angles = table + static_cast<long long>(position) * rotary;
@@ -141,14 +145,16 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     Unfinished unit;
     all.clear();
     unit.clear();
+    int index = 0;  // of the chunk's stage
+    int left = chunks_per_unit;
     for (int chunk = 0; chunk < chunks; ++chunk) {
-        Stage& stage = at.stage(chunk % stages);
+        Stage& stage = at.stage(index);
         const float* value_scales = stage.scales() + kKeys;
         const int first = range.begin + chunk * kKeys;
         if (has_new && chunk == chunks - 1) insert(stage, *at.fresh, position - first);
         wait_keys(stages);
         __syncthreads();
-        begin_chunk(chunk + stages - 1);
+        begin_chunk(chunk + stages - 1, index == 0 ? stages - 1 : index - 1);
         Scores scores = {};
         multiply_keys(scores, at.tile->queries, stage.keys, place, code);
         find_maxima(scores, scale, stage.scales(), range.end - first, at.tile->maxima, place);
@@ -158,11 +164,13 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
         wait_values(stages);
         __syncthreads();
         unit.add(at.tile->weights, at.tile->sums, stage.values, code, place);
-        if ((chunk + 1) % chunks_per_unit == 0 || chunk + 1 == chunks) unit.finish(all);
+        if (--left == 0 || chunk + 1 == chunks) {
+            unit.finish(all);
+            left = chunks_per_unit;
+        }
+        index = index + 1 == stages ? 0 : index + 1;
     }
 
-    const int blocks = position / block_keys + 1;  // that have keys of this row
-    const long long head = static_cast<long long>(pair) * group;  // the first of the group in `out`
     const attention::Parts handed = {part_values + head * parts * head_dim, part_weights + head * parts, group,
                                      head_dim};
     if (blocks == 1) {

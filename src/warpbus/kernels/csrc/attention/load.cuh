@@ -17,24 +17,36 @@ struct Range {
 };
 
 // Begin to copy the chunk from key `first` on. Past the end, and past head_dim, come zeros, whatever the memory holds.
-// The row of the new token is left out.
-__device__ __forceinline__ void fetch(Unit* tile, const Source& source, int first, const Range& range, int head_dim) {
-    constexpr int kRounds = kTileUnits / kChunk / (32 * kWarps);
+// The row of the new token is left out. Each tile's threads copy a part of the rows. A chunk with nothing to look out
+// for, as most are, takes a few instructions for each copy.
+__device__ __forceinline__ void fetch(Unit* tile, const Source& source, int first, const Range& range, int head_dim,
+                                      const Place& place) {
+    constexpr int kThreads = 32 * kWarps;
+    constexpr int kRounds = kTileUnits / kChunk / kThreads;
+    const int tiles = blockDim.x / kThreads;
+    const int begin = place.tile * kRounds / tiles;
+    const int end = (place.tile + 1) * kRounds / tiles;
     const int piece = threadIdx.x % kPieces;
     const int dim = piece * (16 / static_cast<int>(sizeof(Cache)));
-    const int step = blockDim.x / kPieces;
-    int row = threadIdx.x / kPieces;
-    const Cache* from = source.data + (first + row) * source.stride + dim;
+    constexpr int kRows = kThreads / kPieces;  // in a round
+    const int row0 = threadIdx.x % kThreads / kPieces;
+    const auto to = [&](int row) { return ptx::shared_address(tile + chunk_offset<kColumns>(row, piece)); };
+    if (first + kKeys <= range.position && head_dim == HEAD_DIM) {
+        const Cache* from = source.data + (first + row0) * source.stride + dim;
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-        const int key = first + row;
-        if (row < kKeys && key != range.position) {
-            const bool there = key < range.end && dim < head_dim;
-            ptx::cp_async_16(ptx::shared_address(tile + chunk_offset<kColumns>(row, piece)), there ? from : source.data,
-                             there ? 16 : 0);
+        for (int i = 0; i < kRounds; ++i) {
+            if (i >= begin && i < end) ptx::cp_async_16(to(row0 + i * kRows), from);
+            from += kRows * source.stride;
         }
-        row += step;
-        from += step * source.stride;
+    } else {
+#pragma unroll 1
+        for (int i = begin; i < end; ++i) {
+            const int key = first + row0 + i * kRows;
+            if (key == range.position) continue;
+            const bool there = key < range.end && dim < head_dim;
+            const Cache* from = source.data + (there ? key * source.stride + dim : 0);
+            ptx::cp_async_16(to(row0 + i * kRows), from, there ? 16 : 0);
+        }
     }
 }
 
@@ -68,23 +80,29 @@ __device__ __forceinline__ int query_column(int dim) {
     return dim - within + (within % 4 == 0 ? within / 2 : 8 + within / 2 - 1);
 }
 
-// Rotate the tile's queries into shared memory; zeros where there is no query and past head_dim.
+// Rotate the tile's queries into shared memory; zeros where there is no query and past head_dim. A thread has the same
+// dimensions of several queries.
 __device__ __forceinline__ void load_queries(QueryTile* tile, const ELEMENT* heads, const float* angles, int group,
                                              int head_dim, int rotary, bool interleaved, const Place& place) {
     constexpr int kThreads = 32 * kWarps;
+    constexpr int kPairs = HEAD_DIM / 2;
+    constexpr int kRounds = kTile * kPairs / kThreads;
+    const int dim = 2 * (threadIdx.x % kPairs);
+    const int first = threadIdx.x % kThreads / kPairs;
+    const int column = query_column(dim);
+    const attention::Turn turn(angles, dim < head_dim ? dim : 0, rotary, interleaved);
+    float2 x[kRounds];
 #pragma unroll
-    for (int i = 0; i < kTile * HEAD_DIM / 2 / kThreads; ++i) {
-        const int pair = threadIdx.x % kThreads + i * kThreads;
-        const int row = pair / (HEAD_DIM / 2);
-        const int query = place.tile * kTile + row;
-        const int dim = 2 * (pair % (HEAD_DIM / 2));
-        float2 x = {0.0f, 0.0f};
-        if (query < group && dim < head_dim) {
-            x = attention::rotated_pair(heads + query * head_dim, dim, angles, rotary, interleaved);
-        }
-        const int column = query_column(dim);
+    for (int i = 0; i < kRounds; ++i) {
+        const int query = min(place.tile * kTile + first + i * (kTile / kRounds), group - 1);
+        x[i] = attention::turned_pair(heads + query * head_dim, turn);
+    }
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+        const int row = first + i * (kTile / kRounds);
+        const bool there = place.tile * kTile + row < group && dim < head_dim;
         ELEMENT* element = tile->queries + chunk_offset<HEAD_DIM>(row, column / kChunk) + column % kChunk;
-        *reinterpret_cast<unsigned int*>(element) = pack_pair<ELEMENT>(x.x, x.y);
+        *reinterpret_cast<unsigned int*>(element) = there ? pack_pair<ELEMENT>(x[i].x, x[i].y) : 0;
     }
 }
 
@@ -99,9 +117,9 @@ __device__ __forceinline__ void append(const ELEMENT* head, const float* angles,
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
         const int dim = 2 * (lane + 32 * i);
-        float2 x = {0.0f, 0.0f};
-        if (dim < head_dim) x = attention::rotated_pair(head, dim, angles, rotary, interleaved);
-        pairs[i] = pack_pair<ELEMENT>(x.x, x.y);
+        const attention::Turn turn(angles, dim < head_dim ? dim : 0, rotary, interleaved);
+        const float2 x = attention::turned_pair(head, turn);
+        pairs[i] = dim < head_dim ? pack_pair<ELEMENT>(x.x, x.y) : 0;
     }
     if constexpr (!kCoded) {
 #pragma unroll
