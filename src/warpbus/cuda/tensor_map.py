@@ -15,7 +15,14 @@ from warpbus.errors import TensorError
 ALIGNMENT = 16  # bytes: of the address, and of the distance between rows
 
 # CUtensorMapDataType; to a copy, 8 bits are 8 bits.
-_ELEMENT = {torch.int8: 0, torch.float8_e4m3fn: 0, torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_ELEMENT = {
+    torch.int8: 0,
+    torch.float8_e4m3fn: 0,
+    torch.int32: 3,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
 _SWIZZLE_128 = 3
 _PROMOTION_256 = 3  # fetch 256 bytes into L2 at a time
 

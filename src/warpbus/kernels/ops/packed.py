@@ -1,15 +1,15 @@
 """`PackedWeight`: a `QTensor` in the order in which the tensor cores take it.
 
-The codes of a tile of 16 rows lie so that 16 bytes a lane, once dequantized, are the A fragments of `mma.m16n8k16` (and of
-`wgmma` with A in registers). Lane 4 g + t holds the rows g and g + 8 of the tile and of every 16 columns 2 t, 2 t + 1,
-2 t + 8 and 2 t + 9.
+The codes of a tile of 16 rows lie so that 16 bytes a lane, once dequantized, are the A fragments of `mma.m16n8k16` (and
+of `wgmma` with A in registers). Lane 4 g + t holds the rows g and g + 8 of the tile and of every 16 columns 2 t,
+2 t + 1, 2 t + 8 and 2 t + 9.
 
 4 bits: tiles of 16 rows by 64 columns, `[ceil(n / 16)][ceil(k / 64)][lane][word]`; word s covers the columns 16 s to
-16 s + 15. Its nibbles, from the lowest bits up: column 2 t of rows g and g + 8, column 2 t + 8 of both, then the same of
-the columns 2 t + 1 and 2 t + 9 in the upper half: a mask picks a pair that is one register of the fragment.
+16 s + 15. Its nibbles, from the lowest bits up: column 2 t of rows g and g + 8, column 2 t + 8 of both, then the same
+of the columns 2 t + 1 and 2 t + 9 in the upper half: a mask picks a pair that is one register of the fragment.
 
-8 bits: tiles of 16 rows by 32 columns; words 2 s and 2 s + 1 cover the columns 16 s to 16 s + 15: column 2 t of rows g and
-g + 8, column 2 t + 1 of both, then the same 8 columns on.
+8 bits: tiles of 16 rows by 32 columns; words 2 s and 2 s + 1 cover the columns 16 s to 16 s + 15: column 2 t of rows g
+and g + 8, column 2 t + 1 of both, then the same 8 columns on.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """`wna16`: a linear layer whose weights have 2 to 8 bits and whose activations are floating point.
 
-Three kernels share the weights' one layout (`packed`): `wna16/decode.cu` reads them once for a few tokens and does the norm
-before and what follows in the same pass, `wna16/sm90_wna16.cu` multiplies on Hopper's wgmma and `wna16/sm80_wna16.cu` by
-mma.sync on every GPU since Ampere.
+Three kernels share the weights' one layout (`packed`): `wna16/decode.cu` reads them once for a few tokens and does the
+norm before and what follows in the same pass, `wna16/sm90_wna16.cu` multiplies on Hopper's wgmma and
+`wna16/sm80_wna16.cu` by mma.sync on every GPU since Ampere.
 """
 
 from torch import Tensor
@@ -154,8 +154,8 @@ def _fake(
 
 
 _wna16 = operator(
-    "wna16(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, int n, int bits, int group, Tensor? bias, Tensor? norm, "
-    "float eps, Tensor? residual, str activation) -> Tensor",
+    "wna16(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, int n, int bits, int group, Tensor? bias, "
+    "Tensor? norm, float eps, Tensor? residual, str activation) -> Tensor",
     cuda=_launch,
     reference=_reference,
     fake=_fake,

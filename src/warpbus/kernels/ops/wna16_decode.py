@@ -1,4 +1,4 @@
-"""Launching `wna16/decode.cu`: quantized weights times a few tokens, with what surrounds the product in a decoder layer."""
+"""Launching `wna16/decode.cu`: quantized weights times a few tokens, with what surrounds the product in a layer."""
 
 import functools
 import itertools

@@ -1,8 +1,8 @@
 """Counters by which the blocks of one kernel find out which of them comes last.
 
-Kernels find zeros and leave zeros. Those of one stream run one after another and share their counters. A captured kernel
-runs wherever its graph is replayed, so each has counters of its own, from a reserve that is set aside beforehand: in a
-capture nothing can be zeroed once and for all.
+Kernels find zeros and leave zeros. Those of one stream run one after another and share their counters. A captured
+kernel runs wherever its graph is replayed, so each has counters of its own, from a reserve that is set aside
+beforehand: in a capture nothing can be zeroed once and for all.
 """
 
 import torch
