@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 
@@ -28,6 +29,10 @@ _PROFILED_STEP = 3  # the first ones compile and capture
 # Tokens that are read and generated, as in ChatGLM2-6B's README, and the GB that INT4 takes by it.
 _TASKS = (("encode", 2048), ("generate", 8192))
 _PUBLISHED = {"chatglm2-6b": (5.5, 5.1)}
+# Bytes of the GPU's memory that we are also given to plan with.
+_PLANNED = {"chatglm2-6b": 4_800_000_000}
+
+_Made = TypeVar("_Made")
 
 Peers = Callable[[int], Sequence[tuple[str, str, Generate]]]
 """From the tokens that are generated to the name and version of each peer, and what generates them."""
@@ -44,7 +49,8 @@ def _cases(run: Run) -> list[Task]:
     tasks: list[Task] = []
     # Before anything else is on the GPU.
     if not run.quick:
-        tasks += [partial(_memory, run, name, scheme) for scheme in schemes]
+        limits = [None, *([_PLANNED[name]] if name in _PLANNED else [])]
+        tasks += [partial(_memory, run, name, scheme, limit) for scheme in schemes for limit in limits]
     peers = lru_cache(maxsize=1)(partial(_peers, run, SHAPES[name]))
     return tasks + [partial(_speed, run, name, scheme, tokens, peers) for tokens in sizes for scheme in schemes]
 
@@ -53,13 +59,21 @@ def _speed(run: Run, name: str, scheme: Scheme, tokens: int, peers: Peers) -> li
     config, dtype = SHAPES[name], _dtype(run)
     model = random_model(config, scheme, run.device, dtype)
     beside = peers(tokens)
-    contenders = [decoders.ours(model, _PROMPT + tokens), *(generate for _, _, generate in beside)]
+    ours = decoders.ours(model, _PROMPT + tokens)
     # What is captured at a first call; the peers have had theirs.
-    contenders[0](_PROMPT, tokens)
-    samples: list[list[float]] = [[] for _ in contenders]
+    ours(_PROMPT, tokens)
+    own: list[float] = []
+    samples: dict[str, list[float]] = {name: [] for name, _, _ in beside}
     for _ in range(_QUICK_ROUNDS if run.quick else _ROUNDS):
-        for taken, generate in zip(samples, contenders, strict=True):
-            taken.append((tokens - 1) / generate(_PROMPT, tokens))
+        own.append((tokens - 1) / ours(_PROMPT, tokens))
+        for peer, _, generate in beside:
+            if peer not in samples:
+                continue
+            seconds = _tried(run, peer, partial(generate, _PROMPT, tokens))
+            if seconds is None:
+                del samples[peer]
+            else:
+                samples[peer].append((tokens - 1) / seconds)
     if run.profile:
         run.note(_profile(run, model, scheme))
     read = sum(_step_bytes(config, scheme, dtype, _PROMPT + tokens // 2).values())
@@ -75,8 +89,8 @@ def _speed(run: Run, name: str, scheme: Scheme, tokens: int, peers: Peers) -> li
         },
         metric="speed",
         unit="tokens/s",
-        ours=samples[0],
-        peers=[(peer, version, taken) for (peer, version, _), taken in zip(beside, samples[1:], strict=True)],
+        ours=own,
+        peers=[(peer, version, samples[peer]) for peer, version, _ in beside if peer in samples],
         floor=copy_bandwidth(run.device) / read,
     )
     return [result]
@@ -91,33 +105,45 @@ def _peers(run: Run, config: ModelConfig, tokens: int) -> list[tuple[str, str, G
 
     makers: list[tuple[str, str, Callable[[], Generate]]] = [
         (f"warpbus, {dtype_name(dtype)}", warpbus.__version__, unquantized),
-        ("torch.compile, int4", torch.__version__, partial(decoders.plain, config, length, run.device)),
+        ("torch.compile, int4", torch.__version__, partial(decoders.Plain, config, length, run.device)),
     ]
     if not run.quick:
         version = distribution("transformers") or "none"
         makers.append(("transformers", version, partial(decoders.transformers, config, run.device)))
     found = []
     for name, version, make in makers:
-        try:
-            generate = make()
-            # What it compiles is compiled now, for just these lengths.
-            generate(_PROMPT, tokens)
-        except Exception as error:  # not installed, out of memory, or whatever the compilers below torch raise
-            said = str(error).strip().splitlines() or [""]
-            run.note(f"{name} was left out: it does not work here ({type(error).__name__}: {said[0][:200]}).")
-        else:
+        generate = _tried(run, name, partial(_ready, make, tokens))
+        if generate is not None:
             found.append((name, version, generate))
     return found
 
 
-def _memory(run: Run, name: str, scheme: Scheme) -> list[Result]:
+def _ready(make: Callable[[], Generate], tokens: int) -> Generate:
+    """What it compiles is compiled now, for just these lengths."""
+    generate = make()
+    generate(_PROMPT, tokens)
+    return generate
+
+
+def _tried(run: Run, name: str, attempt: Callable[[], _Made]) -> _Made | None:
+    """What a peer makes of an attempt, or a note on why it has none."""
+    try:
+        return attempt()
+    except Exception as error:  # not installed, out of memory, or whatever the compilers below torch raise
+        said = str(error).strip().splitlines() or [""]
+        run.note(f"{name} was left out: it does not work here ({type(error).__name__}: {said[0][:200]}).")
+        return None
+
+
+def _memory(run: Run, name: str, scheme: Scheme, limit: int | None) -> list[Result]:
     (_, encode), (_, generate) = _TASKS
-    used = measure_memory(name, scheme, _dtype(run), run.device, encode=encode, generate=generate)
+    used = measure_memory(name, scheme, _dtype(run), run.device, encode=encode, generate=generate, limit=limit)
     published = _PUBLISHED.get(name)
+    planned = "no limit" if limit is None else f"planned for {limit / 1e9:g}GB"
     results = []
     for at, (task, tokens) in enumerate(_TASKS):
         taken = used[at] / 1e9
-        run.note(f"{scheme}, memory by the driver's account: {task} {tokens:,} tokens {taken:.2f} GB")
+        run.note(f"{scheme}, {planned}, memory by the driver's account: {task} {tokens:,} tokens {taken:.2f} GB")
         if published is not None:
             results.append(
                 Result(
@@ -125,6 +151,7 @@ def _memory(run: Run, name: str, scheme: Scheme) -> list[Result]:
                         "shape": name,
                         "task": task,
                         "tokens": tokens,
+                        "memory": planned,
                         "dtype": dtype_name(_dtype(run)),
                         "variant": str(scheme),
                     },

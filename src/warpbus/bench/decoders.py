@@ -41,51 +41,57 @@ def _generate(engine: Engine, prompt: int, tokens: int) -> float:
         return time.perf_counter() - started
 
 
-def plain(config: ModelConfig, length: int, device: torch.device, linear: Linear = Int4Linear) -> Generate:
+class Plain:
     """`PlainDecoder` compiled by torch, its step in a CUDA graph. Random keys and values stand for the prompt's.
 
-    Its tokens are read at the very end: it never waits for the host.
+    Its tokens are read at the very end: it never waits for the host. A graph keeps neither the memory that it reads nor
+    the kernels that it launches: torch frees a model, and unloads what was compiled for it, with the last reference. So
+    all that a step uses is kept here, for as long as the graph.
     """
-    # Else functions compiled before this count towards torch's limit.
-    torch.compiler.reset()
-    with torch.device(device), torch.no_grad():
-        model = PlainDecoder(config, length, linear)
+
+    def __init__(self, config: ModelConfig, length: int, device: torch.device, linear: Linear = Int4Linear) -> None:
+        # Else functions compiled before this count towards torch's limit.
+        torch.compiler.reset()
+        with torch.device(device), torch.no_grad():
+            model = PlainDecoder(config, length, linear)
+            if device.type == "cuda":
+                model = model.to(torch.bfloat16)
+            self._token, self._position = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        self._model = model.requires_grad_(False)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._forward: Callable[[Tensor, Tensor], Tensor] = self._model
         if device.type == "cuda":
-            model = model.to(torch.bfloat16)
-        token, position = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
-    model.requires_grad_(False)
-    forward = torch.compile(model, dynamic=False, fullgraph=True) if device.type == "cuda" else model
+            self._forward = torch.compile(self._model, dynamic=False, fullgraph=True)
+            self._graph = self._captured()
+
+    def __call__(self, prompt: int, tokens: int) -> float:
+        """See `Generate`."""
+        self._token.zero_()
+        self._position.fill_(prompt)
+        step = self._step if self._graph is None else self._graph.replay
+        int(self._token)
+        started = time.perf_counter()
+        for _ in range(tokens - 1):
+            step()
+        int(self._token)
+        return time.perf_counter() - started
 
     @torch.no_grad()
-    def step() -> None:
-        token.copy_(forward(token, position).argmax(-1))
-        position.add_(1)
+    def _step(self) -> None:
+        self._token.copy_(self._forward(self._token, self._position).argmax(-1))
+        self._position.add_(1)
 
-    return partial(_replay, _captured(step) if device.type == "cuda" else step, token, position)
-
-
-def _replay(step: Callable[[], None], token: Tensor, position: Tensor, prompt: int, tokens: int) -> float:
-    token.zero_()
-    position.fill_(prompt)
-    int(token)
-    started = time.perf_counter()
-    for _ in range(tokens - 1):
-        step()
-    int(token)
-    return time.perf_counter() - started
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_STEPS):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_STEPS):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph
 
 
 def transformers(config: ModelConfig, device: torch.device) -> Generate:

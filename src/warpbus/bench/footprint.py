@@ -12,13 +12,21 @@ import torch
 
 from warpbus.bench.decoders import random_prompt
 from warpbus.engine.engine import Engine
+from warpbus.engine.plan import MemoryPlan, Stored, enforce, plan_memory
 from warpbus.errors import DeviceError
-from warpbus.models import SHAPES, random_model
+from warpbus.models import SHAPES, Decoder, ModelConfig, random_model
 from warpbus.qtensor import Scheme
 
 
 def measure_memory(
-    shape: str, scheme: Scheme, dtype: torch.dtype, device: torch.device, encode: int, generate: int
+    shape: str,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    encode: int,
+    generate: int,
+    limit: int | None = None,
 ) -> tuple[int, int]:
     """The most bytes taken while a prompt is read, and while tokens are generated.
 
@@ -26,13 +34,15 @@ def measure_memory(
         shape: one of `SHAPES`, with random weights.
         encode: tokens of the prompt that is read.
         generate: tokens that are generated.
+        limit: bytes of the GPU's memory that a plan is made for, as `warpbus chat --memory` does; None: without a plan,
+            nothing is rounded or moved to take less.
 
     Raises:
         DeviceError: that process fails; the message is its own.
     """
     code = "from warpbus.bench.footprint import main; main()"
     free = torch.cuda.mem_get_info(device)[0]
-    words = [shape, scheme, str(dtype).removeprefix("torch."), device, encode, generate]
+    words = [shape, scheme, str(dtype).removeprefix("torch."), device, encode, generate, limit or 0]
     command = [sys.executable, "-c", code, *map(str, words)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
@@ -44,18 +54,34 @@ def measure_memory(
 
 def main() -> None:
     """What that process does: prints the bytes that were free when least were."""
-    shape, scheme, dtype, where, encode, generate = sys.argv[1:]
+    shape, scheme, dtype, where, encode, generate, limit = sys.argv[1:]
     device = torch.device(where)
     torch.cuda.set_device(device)
-    config = SHAPES[shape]
-    model = random_model(config, Scheme.parse(scheme), device, getattr(torch, dtype))
+    tasks = {"encode": (int(encode), 1), "generate": (1, int(generate))}
+    longest = max(map(sum, tasks.values()))
+    model, plan = _made(SHAPES[shape], Scheme.parse(scheme), getattr(torch, dtype), device, int(limit), longest)
     left = {}
-    for name, prompt, tokens in (("encode", int(encode), 1), ("generate", 1, int(generate))):
+    for name, (prompt, tokens) in tasks.items():
         # What torch keeps for itself is never given back on its own: what is free at the end was so at the peak.
         gc.collect()
         torch.cuda.empty_cache()
-        engine = Engine(model, max_model_len=prompt + tokens, max_num_seqs=1)
-        engine.decode([random_prompt(config, prompt)], tokens)
+        if plan is None:
+            engine = Engine(model, max_model_len=prompt + tokens, max_num_seqs=1)
+        else:
+            engine = Engine.planned(model, plan, max_num_seqs=1)
+        engine.decode([random_prompt(model.config, prompt)], tokens)
         left[name] = torch.cuda.mem_get_info(device)[0]
         del engine
     print(json.dumps(left))
+
+
+def _made(
+    config: ModelConfig, scheme: Scheme, dtype: torch.dtype, device: torch.device, limit: int, longest: int
+) -> tuple[Decoder, MemoryPlan | None]:
+    """The model; within `limit` bytes, if there are any, laid out by a plan that is in force from now on."""
+    if not limit:
+        return random_model(config, scheme, device, dtype), None
+    plan = plan_memory(Stored.uniform(config, dtype, scheme), limit, max_model_len=longest, max_num_seqs=1)
+    enforce(plan, device)
+    where = "cpu" if plan.embedding_on_cpu else None
+    return random_model(config, scheme, device, dtype, head=plan.head, embedding=where), plan

@@ -38,8 +38,8 @@ def small(monkeypatch):
     monkeypatch.setattr(decode, "_PROMPT", 8)
     monkeypatch.setattr(decode, "_QUICK_TOKENS", 5)
     monkeypatch.setattr(decode, "copy_bandwidth", lambda device: 1e9)
-    whole = decoders.plain
-    monkeypatch.setattr(decoders, "plain", lambda *given: whole(*given, linear=nn.Linear))
+    whole = decoders.Plain
+    monkeypatch.setattr(decoders, "Plain", lambda *given: whole(*given, linear=nn.Linear))
     return replace(DECODE, needs_gpu=False)
 
 
@@ -61,23 +61,67 @@ def test_a_peer_that_does_not_work_is_left_out_and_said_so(small, monkeypatch):
     def broken(*given):
         raise OSError("no compiler\nat all")
 
-    monkeypatch.setattr(decoders, "plain", broken)
+    monkeypatch.setattr(decoders, "Plain", broken)
     asked = settings(variants=("w4a16-g32",))
     assert [record.peer.name for record in run(small, asked)] == ["warpbus, float32"]
     assert asked.notes == ["torch.compile, int4 was left out: it does not work here (OSError: no compiler)."]
 
 
+def test_a_peer_that_fails_later_is_left_out_and_the_others_go_on(small, monkeypatch):
+    whole = decoders.Plain
+
+    def failing(*given):
+        generate, answers = whole(*given), iter((1.0, 1.0))
+
+        def call(prompt, tokens):
+            for seconds in answers:
+                return seconds * generate(prompt, tokens)
+            raise RuntimeError("lost")
+
+        return call
+
+    monkeypatch.setattr(decoders, "Plain", failing)
+    asked = settings(variants=("w4a16-g32",))
+    (record,) = run(small, asked)
+    assert (record.peer.name, len(record.samples["peer"])) == ("warpbus, float32", 2)
+    assert asked.notes == ["torch.compile, int4 was left out: it does not work here (RuntimeError: lost)."]
+
+
 def test_memory_is_measured_first_and_held_against_what_is_published(monkeypatch):
     asked = settings(quick=False)
-    monkeypatch.setattr(decode, "measure_memory", lambda *given, encode, generate: (4_200_000_000, 4_600_000_000))
+    limits = []
+
+    def measured(*given, encode, generate, limit):
+        limits.append(limit)
+        return 4_200_000_000, 4_600_000_000
+
+    monkeypatch.setattr(decode, "measure_memory", measured)
     tasks = DECODE.cases(asked)
-    assert len(tasks) == 2
+    assert len(tasks) == 3
     reading, generating = tasks[0]()
     assert (reading.parameters["task"], reading.parameters["tokens"]) == ("encode", 2048)
+    assert reading.parameters["memory"] == "no limit"
     assert (reading.ours, reading.peers[0][2], reading.unit) == ([4.2], [5.5], "GB")
     assert (generating.parameters["task"], generating.ours, generating.peers[0][2]) == ("generate", [4.6], [5.1])
-    assert asked.notes[0] == "w4a16-g128, memory by the driver's account: encode 2,048 tokens 4.20 GB"
-    assert DECODE.cases(settings(quick=False, shape="llama-3-8b"))[0]() == []
+    assert tasks[1]()[0].parameters["memory"] == "planned for 4.8GB"
+    assert limits == [None, 4_800_000_000]
+    assert asked.notes[0] == "w4a16-g128, no limit, memory by the driver's account: encode 2,048 tokens 4.20 GB"
+    others = DECODE.cases(settings(quick=False, shape="llama-3-8b"))
+    assert len(others) == 2
+    assert others[0]() == []
+
+
+def test_a_planned_model_is_laid_out_within_its_limit(monkeypatch):
+    enforced = []
+    monkeypatch.setattr(footprint, "enforce", lambda plan, device: enforced.append(plan))
+    config, scheme = tiny("chatglm2-6b"), Scheme.parse("w4a16-g32")
+    assert footprint._made(config, scheme, torch.float16, CPU, 0, 64)[1] is None
+    assert enforced == []
+    model, plan = footprint._made(config, scheme, torch.float16, CPU, 640_000_000, 64)
+    assert enforced == [plan]
+    assert (plan.context, plan.pool_tokens) == (64, 64)
+    assert plan.total <= 640_000_000
+    assert model.config == config
 
 
 def test_what_cannot_be_asked_for():

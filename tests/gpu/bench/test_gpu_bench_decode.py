@@ -1,5 +1,6 @@
 """`bench decode` with a small model: every contender runs in a CUDA graph, and the profile names our kernels."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from warpbus.bench import Run, run
 from warpbus.bench.decode import DECODE
+from warpbus.bench.decoders import Plain
 from warpbus.bench.footprint import measure_memory
 from warpbus.bench.peers import Tinygemm
 from warpbus.bench.plain import Int4Linear
@@ -45,9 +47,26 @@ def test_int4_layers_of_the_plain_model():
     assert 0.3 < (product - layer.bias).float().std() < 3
 
 
+def test_a_graph_outlives_what_made_it():
+    """The plain model's kernels and weights stay, whatever is collected or compiled beside it."""
+    config = replace(SHAPES["chatglm2-6b"], **SIZES)
+    plain = Plain(config, 40, DEVICE)
+    plain(8, 16)
+    last = plain._token.item()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=DEVICE))
+    for _ in range(3):
+        assert plain(8, 16) > 0
+        assert plain._token.item() == last
+
+
 def test_memory_by_the_driver():
     scheme = Scheme.parse("w4a16-g128")
     encoding, generating = measure_memory("chatglm2-6b", scheme, torch.float16, DEVICE, encode=64, generate=4)
     # The weights at least, and no more than a card of 8 GB has.
     assert 3.9e9 < encoding < 8e9
     assert 3.9e9 < generating < 8e9
+    limit = 4_800_000_000
+    planned = measure_memory("chatglm2-6b", scheme, torch.float16, DEVICE, encode=64, generate=4, limit=limit)
+    assert 3e9 < max(planned) <= limit
