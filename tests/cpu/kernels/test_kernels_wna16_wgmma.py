@@ -1,0 +1,170 @@
+"""The wgmma product with packed weights without a GPU: a model of how its blocks share the work; its plans."""
+
+import itertools
+import random
+import re
+
+import pytest
+import torch
+
+from warpbus.kernels.ops.wna16_wgmma import _GROUP, TILINGS, _waves, choose
+from warpbus.kernels.units import CSRC
+
+GRIDS = [1, 2, 7, 78, 114, 132, 148]
+SIZES = [(1, 1), (1, 64), (1, 1000), (2, 3), (9, 64), (36, 64), (107, 64), (131, 5), (132, 5), (133, 5), (16, 214)]
+MORE = [(118, 64), (119, 64), (237, 64), (238, 64), (264, 2), (265, 2), (350, 7), (396, 64), (400, 1), (1700, 64)]
+
+
+def run_begin(block, left, chunks, grid):
+    """`Schedule::begin_of` in sm90_wna16.cu, in unsigned integers of 32 bits."""
+    product = left * chunks
+    assert product < 2**31
+    assert product * grid < 2**32
+    return product * block // grid
+
+
+def segments(block, tiles, chunks, grid, waves):
+    """What `Schedule::next` gives a block, in order: (tile, begin, end)."""
+    found = []
+    for wave in range(waves):
+        tile = wave * grid + block
+        if tile >= tiles:
+            return found  # nothing is left then
+        found.append((tile, 0, chunks))
+    left = max(tiles - waves * grid, 0)
+    unit, last = (run_begin(at, left, chunks, grid) for at in (block, block + 1))
+    while unit < last:
+        begin = unit % chunks
+        end = min(chunks, begin + last - unit)
+        found.append((waves * grid + unit // chunks, begin, end))
+        unit += end - begin
+    return found
+
+
+def gathered(block, tile, tiles, chunks, grid, waves):
+    """The blocks whose sums `gather` adds, in order."""
+    end = (tile - waves * grid + 1) * chunks
+    left = max(tiles - waves * grid, 0)
+    return list(itertools.takewhile(lambda b: run_begin(b, left, chunks, grid) < end, range(block + 1, grid)))
+
+
+def check(tiles, chunks, processors):
+    grid = min(processors, tiles * chunks)
+    waves = _waves(tiles, grid)
+    of_block = [segments(block, tiles, chunks, grid, waves) for block in range(grid)]
+    parts = {}
+    for block, mine in enumerate(of_block):
+        left_over = [segment for segment in mine if segment[1] > 0]
+        # A block has room for the sums of one part, and leaves them before it waits for others.
+        assert left_over in ([], [segment for segment in mine if segment[0] >= waves * grid][:1])
+        for tile, begin, end in mine:
+            assert 0 <= begin < end <= chunks
+            parts.setdefault(tile, []).append((begin, end, block))
+    assert sorted(parts) == list(range(tiles))
+    for tile, cut in parts.items():
+        cut.sort()
+        ends = [0, *(end for _, end, _ in cut)]
+        assert [begin for begin, _, _ in cut] == ends[:-1]
+        assert ends[-1] == chunks
+        owner, *others = (block for _, _, block in cut)
+        if others:
+            assert tiles > waves * grid  # partial sums and flags are there
+            assert others == gathered(owner, tile, tiles, chunks, grid, waves)
+    longest, shortest = (pick(sum(end - begin for _, begin, end in mine) for mine in of_block) for pick in (max, min))
+    assert longest - shortest <= (chunks if waves and tiles <= waves * grid else 1)
+
+
+@pytest.mark.parametrize("processors", GRIDS)
+@pytest.mark.parametrize(("tiles", "chunks"), [*SIZES, *MORE])
+def test_every_part_of_every_tile_belongs_to_one_block(tiles, chunks, processors):
+    check(tiles, chunks, processors)
+
+
+def test_the_same_of_sizes_at_random():
+    dice = random.Random(0)
+    for _ in range(60):
+        check(dice.randint(1, 700), dice.randint(1, 220), dice.choice(GRIDS))
+
+
+def test_sums_of_millions_are_shared_by_32_bits():
+    for processors, tiles in itertools.product((132, 148), (1, 100, 147, 263)):
+        grid = processors
+        left = tiles - _waves(tiles, grid) * grid
+        for block in (0, 1, grid // 2, grid):
+            run_begin(block, max(left, 0), 6_000_000 // 64, grid)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_waves_are_whole_or_leave_enough_to_share(grid):
+    for tiles in range(1, 5 * grid):
+        waves = _waves(tiles, grid)
+        left = tiles - waves * grid
+        assert waves >= 0
+        if left <= 0:
+            assert tiles >= 0.9 * waves * grid
+            assert tiles > (waves - 1) * grid
+        else:
+            assert left < 2 * grid
+            assert waves == 0 or left >= grid
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 33, 64, 65, 100, 128, 129, 256, 300, 1000, 4096, 5000])
+@pytest.mark.parametrize("n", [1, 100, 256, 4608, 27392])
+def test_every_tile_has_its_place(m, n):
+    """`place_of` in sm90_wna16.cu, with what `multiply` gives it."""
+    tiling = choose(m)
+    group = max(_GROUP // tiling.tokens, 1)
+    tokens, rows = -(-m // tiling.tokens), -(-n // tiling.rows)
+    places = set()
+    for tile in range(tokens * rows):
+        first = tile // (group * rows) * group
+        height = min(group, tokens - first)
+        within = tile % (group * rows)
+        places.add((first + within % height, within // height))
+    assert places == set(itertools.product(range(tokens), range(rows)))
+
+
+def test_the_tiling_is_the_smallest_that_holds_the_rows():
+    sizes = [tiling.tokens for tiling in TILINGS]
+    assert sizes == sorted(sizes)
+    for m in range(1, sizes[-1] + 1):
+        assert choose(m).tokens == min(size for size in sizes if size >= m)
+
+
+def test_of_more_rows_than_any_tiling_little_is_wasted():
+    middle, largest = TILINGS[-2:]
+    assert choose(300) is middle  # 384 rows in place of 512
+    assert choose(512) is largest
+    assert choose(1000) is largest
+    assert choose(4096) is largest
+    for m in range(257, 3000, 7):
+        chosen = choose(m)
+        assert chosen in (middle, largest)
+        assert -(-m // chosen.tokens) * chosen.tokens < m + chosen.tokens
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: str(tiling.tokens))
+def test_tilings_fit_a_multiprocessor(tiling, bits):
+    assert tiling.shared(bits) <= 227 * 1024
+    assert tiling.stages[bits] >= 2  # the products of one stage run while the next is dequantized
+    # What a block of k needs, one after another as Buffers in sm90_wna16.cu has them.
+    x, codes, scales = tiling.tokens * 64 * 2, tiling.rows * 64 * bits // 8, tiling.rows // 16 * 64
+    staging = tiling.consumers * min(tiling.tokens, 64) * 64 * 2
+    assert tiling.shared(bits) >= 1023 + tiling.stages[bits] * (x + codes + 2 * scales + 16) + staging
+    assert staging % 1024 == 0  # the codes behind it are aligned for bulk copies
+    assert tiling.rows // 16 <= 256  # a side of a box of a tensor map
+    assert tiling.tokens <= 256
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: str(tiling.tokens))
+def test_registers_of_a_block_can_be_shared_out_anew(tiling, bits):
+    """setmaxnreg waits forever where the warpgroups want more than the block was given."""
+    pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda")
+    source = (CSRC / "wna16" / "sm90_wna16.cu").read_text(encoding="utf-8")
+    producer = int(re.search(r"kProducerRegisters = (\d+);", source)[1])
+    two, four = re.search(r"kConsumerRegisters = kConsumers == 2 \? (\d+) : (\d+);", source).groups()
+    wanted = producer + tiling.consumers * int(two if tiling.consumers == 2 else four)
+    given = tiling.kernel(torch.float16, bits).resources("sm_90a").registers
+    assert wanted <= (1 + tiling.consumers) * given
