@@ -34,8 +34,9 @@ def wna16_linear(
 ) -> Tensor:
     """`residual + activation(norm(x) @ weight.T + bias)`.
 
-    On a GPU from Hopper on, all of it is one kernel where x has up to 16 rows and fits into shared memory beside the
-    weights in flight (16 rows of 4096, 5 of 13696); otherwise kernels of their own compute what surrounds the product.
+    On a GPU from Hopper on, all of it is one kernel where x has up to 16 rows; the norm too, where x fits into shared
+    memory beside the weights in flight (16 rows of 4096). Otherwise kernels of their own compute what surrounds the
+    product.
 
     Args:
         x: `[..., k]`. With a `PackedWeight` in its dtype, float16 or bfloat16; with a `QTensor` any floating dtype, and
@@ -101,7 +102,7 @@ def _launch(
     bias = None if bias is None else bias.contiguous()
     arch = architecture(x.device)
     if runs_on(arch, "sm_90") and wna16_decode.fits(x, weight) and not (gated and n // 2 % TILE_ROWS):
-        if norm is not None and k % 8:
+        if norm is not None and not wna16_decode.norms(x, weight):
             x, norm = rms_norm(x, norm, eps), None
         out = x.new_empty(m, n // 2 if gated else n)
         norm = None if norm is None else norm.contiguous()

@@ -14,13 +14,19 @@ from warpbus.kernels.units import unit
 
 MOST_TOKENS = 16
 _WARPS = 16
-_MOST_STAGES, _FEWEST_STAGES = 5, 3  # of weights in flight
+_MOST_STAGES, _FEWEST_STAGES = 5, 2  # in flight
+_ROUNDS = 1.5  # pairs of tiles of a block, up to which x is streamed: it is read again for each
 _PAD = 8  # elements between the rows of x in shared memory
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether x `[m, k]` has few enough rows and leaves room for weights beside it in shared memory."""
-    return x.shape[0] <= MOST_TOKENS and _stages(x, weight) >= _FEWEST_STAGES
+    """Whether x `[m, k]` has few enough rows for a GPU's shared memory."""
+    return x.shape[0] <= MOST_TOKENS and _stages(x, weight, streamed=True) >= _FEWEST_STAGES
+
+
+def norms(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether x can be normed on the way: it has to lie in shared memory as a whole."""
+    return x.shape[1] % 8 == 0 and _stages(x, weight, streamed=False) >= _FEWEST_STAGES
 
 
 def multiply(
@@ -36,26 +42,28 @@ def multiply(
     """`out = epilogue(norm(x) @ weight.T)` on sm_90 and later; see `wna16.wna16_linear`.
 
     Args:
-        x: `[m, k]`, contiguous; it `fits`, and with `norm` k is a multiple of 8.
-        bias, norm, residual: `[n]`, `[k]` and the shape of `out`, contiguous, or `None`.
+        x: `[m, k]`, contiguous; it `fits`.
+        bias, norm, residual: `[n]`, `[k]` and the shape of `out`, contiguous, or `None`; `norm` where it `norms`.
         gated: the result is `silu(gate) * up`; n / 2 is a multiple of 16.
         out: `[m, n]`, or `[m, n / 2]` where gated, contiguous.
     """
     m, k = x.shape
     n = weight.shape[0]
-    if k % 8 or x.data_ptr() % 16:
+    pairs = n // 2 // TILE_ROWS if gated else blocks((n, 2 * TILE_ROWS))
+    few = pairs <= _ROUNDS * multiprocessors(x.device)
+    streamed = norm is None and (few or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
+    if x.data_ptr() % 16 or k % (TILE_COLUMNS if streamed else 8):
         x = _padded(x)
-    chunks = blocks((k, TILE_COLUMNS))
     size = weight.scheme.group_size
     shift = 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1
-    stages = min(_stages(x, weight), _MOST_STAGES)
-    stage, others = _shared(m, k, weight)
+    stages = min(_stages(x, weight, streamed=streamed), _MOST_STAGES)
+    stage, others = _shared(m, k, weight, streamed=streamed)
     _kernel(x.dtype, weight.bits, size == 32, _tokens(m))(
         multiprocessors(x.device),
         32 * (_WARPS + 1),
         *(weight.codes, weight.scales, weight.zeros, x, norm, bias, residual, out),
-        *(m, n, k, x.stride(0), chunks, weight.scales.shape[1], shift, n // 2 // TILE_ROWS if gated else 0),
-        *(stages, eps),
+        *(m, n, k, x.stride(0), blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, pairs if gated else 0),
+        *(stages, stage, int(streamed), eps),
         shared=stages * stage + others,
         dependent=True,
     )
@@ -74,13 +82,13 @@ def _tokens(m: int) -> int:
     return 8 if m <= 8 else 16
 
 
-def _stages(x: Tensor, weight: PackedWeight) -> int:
-    """How many stages of weights there is room for."""
-    stage, others = _shared(*x.shape, weight)
+def _stages(x: Tensor, weight: PackedWeight, *, streamed: bool) -> int:
+    """How many stages there is room for."""
+    stage, others = _shared(*x.shape, weight, streamed=streamed)
     return (driver.attribute(driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, x.get_device()) - others) // stage
 
 
-def _shared(m: int, k: int, weight: PackedWeight) -> tuple[int, int]:
+def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[int, int]:
     """Bytes of shared memory: of one stage, and of all the rest of a block."""
     tokens = _tokens(m)
     codes = 2 * _WARPS * 512 * weight.bits // 4
@@ -88,7 +96,11 @@ def _shared(m: int, k: int, weight: PackedWeight) -> tuple[int, int]:
     stage = blocks((codes + 2 * scales, 128)) * 128
     sums = _WARPS * 2 * (tokens // 8) * 32 * 16
     barriers, squares = 128, tokens * _WARPS * 4
-    return stage, sums + barriers + squares + m * (blocks((k, TILE_COLUMNS)) * TILE_COLUMNS + _PAD) * 2
+    others = sums + barriers + squares
+    if streamed:
+        row = _WARPS * TILE_COLUMNS + _PAD
+        return stage + blocks((m * row * 2, 128)) * 128, others
+    return stage, others + m * (blocks((k, TILE_COLUMNS)) * TILE_COLUMNS + _PAD) * 2
 
 
 @functools.cache
@@ -102,7 +114,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Ker
         TOKENS=tokens,
         WARPS=_WARPS,
     )
-    return declared.kernel("wna16_decode", "PPPPPPPPiiiiiiiiif")
+    return declared.kernel("wna16_decode", "PPPPPPPPiiiiiiiiiiif")
 
 
 for _dtype, _bits, _two, _tokens_of in itertools.product(HALVES, (4, 8), (False, True), (8, 16)):

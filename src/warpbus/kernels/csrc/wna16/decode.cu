@@ -14,7 +14,8 @@
 // time, across the borders of tiles, and it begins before the kernel ahead has ended. A stage is two tiles of 16 rows (of a
 // gated layer one of each half) by WARPS chunks of 64 columns, one for each of the other warps. Codes become fragments in
 // registers; they are multiplied as whole numbers and the sum of a group is scaled in fp32, so that no weight is rounded.
-// The warps' sums are added in a fixed order. A grid has one block for each multiprocessor.
+// The warps' sums are added in a fixed order. x lies in shared memory, or where a block has few tiles anyway or x is too
+// large, comes along with the weights. A grid has one block for each multiprocessor.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "wna16/dequantize.cuh"
@@ -34,7 +35,9 @@ struct Problem {
     int groups;      // scales of a row
     int shift;       // a group has 2^shift chunks
     int gate_tiles;  // tiles of the gate, or 0
-    int stages;      // of weights in flight, as many as fit beside x
+    int stages;      // in flight
+    int stage_size;  // bytes: a Stage, with the part of x behind it where x is streamed
+    int streamed;    // x comes with the weights, stage by stage; else all of it lies in shared memory
     float eps;
 };
 
@@ -49,6 +52,9 @@ struct alignas(128) Stage {
     ptx::uint32 scales[2][WARPS * GROUPS + 1][8];
     ptx::uint32 zeros[2][WARPS * GROUPS + 1][8];
 };
+
+// Elements from one row to the next of the part of x that goes with a stage.
+constexpr int kStreamedRow = WARPS * kChunk + kPad;
 
 struct Barriers {
     ptx::uint64 full[kMostStages], empty[kMostStages];
@@ -68,25 +74,91 @@ __device__ __forceinline__ int group_of(int chunk, const Problem& p) {
     return GROUPS == 2 ? 2 * chunk : chunk >> p.shift;
 }
 
-// Asks for up to WARPS chunks from `chunk` on.
-__device__ __forceinline__ void load(Stage& stage, ptx::uint32 full, const Weight& weight, int pair, int chunk,
-                                     const Problem& p) {
-    const int chunks = min(WARPS, p.chunks - chunk);
-    const int group = group_of(chunk, p);
-    const int groups = group_of(chunk + chunks - 1, p) + GROUPS - group;
+// A stage's place in the work of a block: a pair of tiles, and the first of up to WARPS chunks.
+struct Step {
+    int pair, chunk;
+
+    __device__ __forceinline__ bool there(const Problem& p) const { return pair < pairs_of(p); }
+    __device__ __forceinline__ void advance(const Problem& p) {
+        chunk += WARPS;
+        if (chunk >= p.chunks) {
+            chunk = 0;
+            pair += gridDim.x;
+        }
+    }
+};
+
+// Columns of x that go with a step.
+__device__ __forceinline__ int columns_of(Step step, const Problem& p) {
+    return min(WARPS, p.chunks - step.chunk) * kChunk;
+}
+
+__device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, Step step,
+                                             const Problem& p) {
+    const int chunks = min(WARPS, p.chunks - step.chunk);
+    const int group = group_of(step.chunk, p);
+    const int groups = group_of(step.chunk + chunks - 1, p) + GROUPS - group;
     const int code_bytes = chunks * kLoads * 512;
     const int scale_bytes = groups * 32;
-    ptx::mbarrier_expect(full, 2 * (code_bytes + scale_bytes * (weight.zeros == nullptr ? 1 : 2)));
+    const int x_bytes = p.streamed ? p.m * columns_of(step, p) * 2 : 0;
+    ptx::mbarrier_expect(full, 2 * (code_bytes + scale_bytes * (weight.zeros == nullptr ? 1 : 2)) + x_bytes);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int tile = tile_of(pair, r, p);
-        const uint4* codes = weight.codes + (static_cast<long long>(tile) * p.chunks + chunk) * 32 * kLoads;
+        const int tile = tile_of(step.pair, r, p);
+        const uint4* codes = weight.codes + (static_cast<long long>(tile) * p.chunks + step.chunk) * 32 * kLoads;
         const int at = (tile * p.groups + group) * 8;
         ptx::bulk_load(ptx::shared_address(stage.codes[r]), codes, code_bytes, full);
         ptx::bulk_load(ptx::shared_address(stage.scales[r]), weight.scales + at, scale_bytes, full);
         if (weight.zeros != nullptr) {
             ptx::bulk_load(ptx::shared_address(stage.zeros[r]), weight.zeros + at, scale_bytes, full);
         }
+    }
+}
+
+__device__ __forceinline__ void load_x(Stage& stage, ptx::uint32 full, const ELEMENT* x, Step step, const Problem& p) {
+    const ptx::uint32 target = ptx::shared_address(&stage + 1);
+    for (int token = 0; token < p.m; ++token) {
+        ptx::bulk_load(target + token * kStreamedRow * 2, x + static_cast<long long>(token) * p.pitch + step.chunk * kChunk,
+                       columns_of(step, p) * 2, full);
+    }
+}
+
+// A position in the ring: a stage, and the parity of the phase its barriers are in.
+struct Ring {
+    int slot = 0, parity = 0;
+
+    __device__ __forceinline__ void advance(const Problem& p) {
+        if (++slot == p.stages) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+__device__ __forceinline__ Stage& stage_at(unsigned char* memory, int slot, const Problem& p) {
+    return *reinterpret_cast<Stage*>(memory + slot * p.stage_size);
+}
+
+// What the warp that multiplies nothing does, by one thread. Weights are nobody's output, so that it asks for the first of
+// them before the kernel ahead has ended.
+__device__ __forceinline__ void produce(unsigned char* memory, ptx::uint32 full, ptx::uint32 empty, const Weight& weight,
+                                        const ELEMENT* x, const Problem& p) {
+    const Step begin = {static_cast<int>(blockIdx.x), 0};
+    Step ahead = begin;
+    for (int i = 0; i < p.stages && ahead.there(p); ++i, ahead.advance(p)) {
+        load_weights(stage_at(memory, i, p), full + 8 * i, weight, ahead, p);
+    }
+    ptx::griddepcontrol_wait();
+    Ring ring;
+    Step behind = begin;
+    for (int i = 0; i < p.stages && behind.there(p); ++i, behind.advance(p), ring.advance(p)) {
+        if (p.streamed) load_x(stage_at(memory, i, p), full + 8 * i, x, behind, p);
+    }
+    for (; ahead.there(p); ahead.advance(p), ring.advance(p)) {
+        Stage& stage = stage_at(memory, ring.slot, p);
+        ptx::mbarrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
+        load_weights(stage, full + 8 * ring.slot, weight, ahead, p);
+        if (p.streamed) load_x(stage, full + 8 * ring.slot, x, ahead, p);
     }
 }
 
@@ -246,14 +318,13 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     wna16_decode(const uint4* codes, const ptx::uint32* scales, const ptx::uint32* zeros, const ELEMENT* x,
                  const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, const Problem p) {
     extern __shared__ __align__(128) unsigned char memory[];
-    Stage* const ring = reinterpret_cast<Stage*>(memory);
-    float4* const sums = reinterpret_cast<float4*>(ring + p.stages);  // [WARPS][2][kTokenTiles][32]
+    // Behind the stages: [WARPS][2][kTokenTiles][32]
+    float4* const sums = reinterpret_cast<float4*>(memory + p.stages * p.stage_size);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + WARPS * 2 * kTokenTiles * 32);
     float* const squares = reinterpret_cast<float*>(barriers + 1);  // [TOKENS][WARPS]
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(squares + TOKENS * WARPS);
     const ptx::uint32 full = ptx::shared_address(barriers->full);
     const ptx::uint32 empty = ptx::shared_address(barriers->empty);
-    const Weight weight = {codes, scales, zeros};
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int pairs = pairs_of(p);
@@ -268,55 +339,41 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     }
     __syncthreads();
 
-    int slot = 0, parity = 0;
     if (warp == WARPS) {
-        // Weights are nobody's output, so that this warp need not wait for the kernel ahead.
-        if (lane == 0) {
-            for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
-                for (int chunk = 0; chunk < p.chunks; chunk += WARPS) {
-                    ptx::mbarrier_wait(empty + 8 * slot, parity ^ 1);
-                    load(ring[slot], full + 8 * slot, weight, pair, chunk, p);
-                    if (++slot == p.stages) {
-                        slot = 0;
-                        parity ^= 1;
-                    }
-                }
-            }
-        }
-        ptx::griddepcontrol_wait();
+        if (lane == 0) produce(memory, full, empty, {codes, scales, zeros}, x, p);
         return;
     }
 
     const Vector norm_weight = load_vector(norm + 8 * threadIdx.x, norm != nullptr && 8 * threadIdx.x < p.k);
     ptx::griddepcontrol_wait();
     if (blockIdx.x >= pairs) return;
-    if (norm == nullptr) stage_x(staged, x, p);
-    else stage_normed_x(staged, squares, x, norm, norm_weight, p);
+    if (norm != nullptr) stage_normed_x(staged, squares, x, norm, norm_weight, p);
+    else if (!p.streamed) stage_x(staged, x, p);
 
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
     // product depends on its own row alone, and those are not stored.
-    const int row_size = p.chunks * kChunk + kPad;
+    const int row_size = p.streamed ? kStreamedRow : p.chunks * kChunk + kPad;
+    const ELEMENT* const rows = p.streamed ? reinterpret_cast<const ELEMENT*>(&stage_at(memory, 0, p) + 1) : staged;
     ptx::uint32 mine[kTokenTiles];
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
         const int row = min(8 * t + lane % 8, p.m - 1);
-        mine[t] = ptx::shared_address(staged + row * row_size + warp * kChunk) + lane / 8 * 16;
+        mine[t] = ptx::shared_address(rows + row * row_size + warp * kChunk) + lane / 8 * 16;
     }
     const Epilogue epilogue = {bias, residual, out};
+    Ring ring;
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
         float sum[2][kTokenTiles][4] = {};
         for (int first = 0; first < p.chunks; first += WARPS) {
-            ptx::mbarrier_wait(full + 8 * slot, parity);
+            ptx::mbarrier_wait(full + 8 * ring.slot, ring.parity);
             if (first + warp < p.chunks) {
                 const int group = group_of(first + warp, p) - group_of(first, p);
-                multiply(sum, ring[slot], mine, first * kChunk * 2, group, zeros == nullptr);
+                const int offset = p.streamed ? ring.slot * p.stage_size : first * kChunk * 2;
+                multiply(sum, stage_at(memory, ring.slot, p), mine, offset, group, zeros == nullptr);
             }
             __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(empty + 8 * slot);
-            if (++slot == p.stages) {
-                slot = 0;
-                parity ^= 1;
-            }
+            if (lane == 0) ptx::mbarrier_arrive(empty + 8 * ring.slot);
+            ring.advance(p);
         }
 
         sync_consumers();
