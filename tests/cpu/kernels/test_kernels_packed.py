@@ -135,6 +135,13 @@ def test_shapes_are_known_beforehand(scheme, n, k):
         assert (packed.codes.numel(), tuple(packed.scales.shape)) == (words, shape)
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w3a16-g32-asym", "w8a16-g64"])
+def test_matrices_without_rows_or_columns(scheme):
+    for n, k in [(0, 128), (20, 0), (0, 0)]:
+        weight = quantized(scheme, n, k, torch.float16)
+        same(unpack(pack(weight, torch.float16)), weight)
+
+
 def test_what_a_packed_weight_says_of_itself():
     packed = pack(quantized("w3a16-g64-asym", 20, 128), torch.bfloat16)
     assert packed.bits == 4

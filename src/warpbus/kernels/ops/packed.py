@@ -95,10 +95,10 @@ def pack(weight: QTensor, dtype: torch.dtype) -> PackedWeight:
     words, shape = packed_shapes(scheme, n, k)
     codes = torch.empty(words, dtype=torch.int32, device=weight.device)
     arrange = _arrange_8 if stored_bits(scheme) == 8 else _arrange_4
-    padding = -k % TILE_COLUMNS, -n % TILE_ROWS
-    per_row = words // (n + padding[1])
+    padding = -k % TILE_COLUMNS
+    per_row = (k + padding) * stored_bits(scheme) // 32
     for start, part in _pieces(weight):
-        rows = F.pad(part.codes(), (0, padding[0], 0, -part.shape[0] % TILE_ROWS))
+        rows = F.pad(part.codes(), (0, padding, 0, -part.shape[0] % TILE_ROWS))
         arranged = arrange(rows.to(torch.int32))
         codes[start * per_row : start * per_row + arranged.numel()] = arranged
     zeros = None if weight.zeros is None else _by_tile(weight.zeros.to(dtype), shape)
@@ -108,9 +108,9 @@ def pack(weight: QTensor, dtype: torch.dtype) -> PackedWeight:
 def unpack(packed: PackedWeight) -> QTensor:
     """The quantized matrix that was packed: the same codes, the scales as they were rounded."""
     n, k = packed.shape
-    columns = blocks((k, TILE_COLUMNS)) * TILE_COLUMNS
+    rows, columns = blocks((n, TILE_ROWS)) * TILE_ROWS, blocks((k, TILE_COLUMNS)) * TILE_COLUMNS
     restore = _restore_8 if packed.bits == 8 else _restore_4
-    codes = restore(packed.codes, columns)[:n, :k]
+    codes = restore(packed.codes, rows, columns)[:n, :k]
     groups = packed.scheme.groups(k)
     zeros = None if packed.zeros is None else _by_row(packed.zeros, n, groups).to(torch.uint8)
     return QTensor.from_codes(packed.scheme, codes, _by_row(packed.scales, n, groups), zeros)
@@ -127,31 +127,33 @@ def _pieces(weight: QTensor) -> Iterator[tuple[int, QTensor]]:
 
 
 def _arrange_4(codes: Tensor) -> Tensor:
-    cut = codes.view(-1, 2, 8, codes.shape[1] // 64, 4, 2, 4, 2)
+    rows, columns = codes.shape
+    cut = codes.view(rows // 16, 2, 8, columns // 64, 4, 2, 4, 2)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
     ordered = cut.permute(0, 3, 2, 6, 4, 7, 5, 1).flatten(-3)  # ..., (e, p, h)
     return (ordered << shifts).sum(-1, dtype=torch.int32).flatten()
 
 
-def _restore_4(words: Tensor, columns: int) -> Tensor:
+def _restore_4(words: Tensor, rows: int, columns: int) -> Tensor:
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     nibbles = ((words[:, None] >> shifts) & 15).to(torch.uint8)
-    cut = nibbles.view(-1, columns // 64, 8, 4, 4, 2, 2, 2)  # tile, tile, g, t, s, e, p, h
-    return cut.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(-1, columns)
+    cut = nibbles.view(rows // 16, columns // 64, 8, 4, 4, 2, 2, 2)  # tile, tile, g, t, s, e, p, h
+    return cut.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(rows, columns)
 
 
 def _arrange_8(codes: Tensor) -> Tensor:
-    cut = codes.view(-1, 2, 8, codes.shape[1] // 32, 2, 2, 4, 2)
+    rows, columns = codes.shape
+    cut = codes.view(rows // 16, 2, 8, columns // 32, 2, 2, 4, 2)
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=codes.device)
     ordered = cut.permute(0, 3, 2, 6, 4, 5, 7, 1).flatten(-2)  # ..., (e, h)
     return (ordered << shifts).sum(-1, dtype=torch.int32).flatten()
 
 
-def _restore_8(words: Tensor, columns: int) -> Tensor:
+def _restore_8(words: Tensor, rows: int, columns: int) -> Tensor:
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
     octets = ((words[:, None] >> shifts) & 255).to(torch.uint8)
-    cut = octets.view(-1, columns // 32, 8, 4, 2, 2, 2, 2)  # tile, tile, g, t, s, p, e, h
-    return cut.permute(0, 7, 2, 1, 4, 5, 3, 6).reshape(-1, columns)
+    cut = octets.view(rows // 16, columns // 32, 8, 4, 2, 2, 2, 2)  # tile, tile, g, t, s, p, e, h
+    return cut.permute(0, 7, 2, 1, 4, 5, 3, 6).reshape(rows, columns)
 
 
 def _by_tile(values: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
@@ -163,4 +165,5 @@ def _by_tile(values: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
 def _by_row(values: Tensor, n: int, groups: int) -> Tensor:
     """The inverse of `_by_tile`."""
-    return values.permute(0, 3, 2, 1).reshape(-1, values.shape[1])[:n, :groups].contiguous()
+    tiles, padded = values.shape[:2]
+    return values.permute(0, 3, 2, 1).reshape(tiles * TILE_ROWS, padded)[:n, :groups].contiguous()

@@ -70,11 +70,11 @@ def wna16_linear(
     if isinstance(weight, QTensor):
         return reference_linear(x, weight, bias, norm, eps, residual, activation)
     check_alike("wna16_linear", HALVES, x=x, scales=weight.scales, **there)
-    group = weight.scheme.group_size or 0
+    m, group = x.shape[:-1].numel(), weight.scheme.group_size or 0
     out = _wna16(
-        x.reshape(-1, k),
+        x.reshape(m, k),
         *(weight.codes, weight.scales, weight.zeros, n, weight.scheme.bits, group),
-        *(bias, norm, eps, None if residual is None else residual.reshape(-1, columns), activation),
+        *(bias, norm, eps, None if residual is None else residual.reshape(m, columns), activation),
     )
     return out.view(*x.shape[:-1], columns)
 
