@@ -56,7 +56,7 @@ def gemv(weight: Tensor, x: Tensor, bias: Tensor | None = None, *, activation: s
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, warps: int, split: int, vector: int, activation: int) -> Kernel:
+def _kernel(dtype: torch.dtype, warps: int, split: int, vector: int) -> Kernel:
     declared = unit(
         "gemv/hgemv.cu",
         ELEMENT=ELEMENTS[dtype],
@@ -64,9 +64,8 @@ def _kernel(dtype: torch.dtype, warps: int, split: int, vector: int, activation:
         SPLIT=split,
         UNROLL=_UNROLL,
         VECTOR=vector,
-        ACTIVATION=activation,
     )
-    return declared.kernel("hgemv", "PPPPii")
+    return declared.kernel("hgemv", "PPPPiii")
 
 
 def launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -79,8 +78,9 @@ def launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> T
     vector = 8 if aligned(weight, x) else 1
     n, k = weight.shape
     warps, split = _SHORT_ROWS if k <= _SHORT else _LONG_ROWS
-    kernel = _kernel(weight.dtype, warps, split, vector, ACTIVATIONS[activation])
-    kernel(blocks((n, warps // split)), 32 * warps, weight, x, bias, out, n, k, dependent=True)
+    grid = blocks((n, warps // split))
+    arguments = weight, x, bias, out, n, k, ACTIVATIONS[activation]
+    _kernel(weight.dtype, warps, split, vector)(grid, 32 * warps, *arguments, dependent=True)
     return out
 
 
@@ -92,6 +92,6 @@ _gemv = operator(
 )
 
 
-for _dtype, _vector, _activation in itertools.product(HALVES, (8, 1), ACTIVATIONS.values()):
-    _kernel(_dtype, *_LONG_ROWS, _vector, _activation)
-    _kernel(_dtype, *_SHORT_ROWS, _vector, _activation)
+for _dtype, _vector in itertools.product(HALVES, (8, 1)):
+    _kernel(_dtype, *_LONG_ROWS, _vector)
+    _kernel(_dtype, *_SHORT_ROWS, _vector)

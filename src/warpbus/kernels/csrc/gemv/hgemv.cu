@@ -1,8 +1,8 @@
-// HGEMV: y [n] = activation(weight [n, k] x [k] + bias [n]), 16-bit elements, fp32 accumulation.
+// HGEMV: y [n] = activation(weight [n, k] x [k] + bias [n]), 16-bit elements, fp32 accumulation. `activation` is a number of
+// numeric.cuh.
 //
 // Macros
 //   ELEMENT     __half or __nv_bfloat16
-//   ACTIVATION  a number of numeric.cuh
 //   WARPS       of a block
 //   SPLIT       warps that share a row of the weight, each a part of k; a divisor of WARPS
 //   UNROLL      16-byte loads in flight in one lane
@@ -59,7 +59,7 @@ __device__ __forceinline__ void accumulate(float2& sum, const Chunk& weight, con
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     hgemv(const ELEMENT* __restrict__ weight, const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ bias,
-          ELEMENT* __restrict__ y, int n, int k) {
+          ELEMENT* __restrict__ y, int n, int k, int activation) {
 #if __CUDA_ARCH__ >= 900
     // The kernel after this one may start where this one has left room; this one waits for what the one before it wrote.
     ptx::griddepcontrol_launch_dependents();
@@ -96,6 +96,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     if (lane == 0 && warp % SPLIT == 0 && index < n) {
         if (bias != nullptr) total += to_float(bias[index]);
-        y[index] = from_float<ELEMENT>(activate(ACTIVATION, total));
+        y[index] = from_float<ELEMENT>(activate(activation, total));
     }
 }
