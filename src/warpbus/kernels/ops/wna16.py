@@ -5,6 +5,8 @@ norm before and what follows in the same pass, `wna16/sm90_wna16.cu` multiplies 
 `wna16/sm80_wna16.cu` by mma.sync on every GPU since Ampere.
 """
 
+from math import prod
+
 from torch import Tensor
 
 from warpbus.cuda.jit import architecture
@@ -70,7 +72,7 @@ def wna16_linear(
     if isinstance(weight, QTensor):
         return reference_linear(x, weight, bias, norm, eps, residual, activation)
     check_alike("wna16_linear", HALVES, x=x, scales=weight.scales, **there)
-    m, group = x.shape[:-1].numel(), weight.scheme.group_size or 0
+    m, group = prod(x.shape[:-1]), weight.scheme.group_size or 0
     out = _wna16(
         x.reshape(m, k),
         *(weight.codes, weight.scales, weight.zeros, n, weight.scheme.bits, group),

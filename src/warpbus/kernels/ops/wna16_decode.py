@@ -8,7 +8,7 @@ from torch import Tensor
 
 from warpbus.cuda import driver
 from warpbus.cuda.kernel import Kernel
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, multiprocessors
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, multiprocessors
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.units import unit
 
@@ -54,6 +54,8 @@ def multiply(
     streamed = norm is None and (few or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
     if x.data_ptr() % 16 or k % (TILE_COLUMNS if streamed else 8):
         x = _padded(x)
+    if norm is not None and not aligned(norm):
+        norm = norm.clone()
     size = weight.scheme.group_size
     shift = 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1
     stages = min(_stages(x, weight, streamed=streamed), _MOST_STAGES)
@@ -84,7 +86,8 @@ def _tokens(m: int) -> int:
 
 def _stages(x: Tensor, weight: PackedWeight, *, streamed: bool) -> int:
     """How many stages there is room for."""
-    stage, others = _shared(*x.shape, weight, streamed=streamed)
+    m, k = x.shape
+    stage, others = _shared(m, k, weight, streamed=streamed)
     return (driver.attribute(driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, x.get_device()) - others) // stage
 
 
