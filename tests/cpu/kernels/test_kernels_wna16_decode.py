@@ -1,0 +1,142 @@
+"""The product of a few tokens without a GPU: what fits into shared memory; models of what a block loads and writes."""
+
+import itertools
+
+import pytest
+import torch
+
+from warpbus.cuda import driver
+from warpbus.kernels.ops import wna16_decode
+from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
+from warpbus.qtensor import Scheme
+
+HOPPER, GEFORCE = 227 * 1024, 99 * 1024  # bytes of shared memory that a block can ask for
+WARPS = wna16_decode._WARPS
+SCHEMES = ["w4a16", "w4a16-g128", "w4a16-g64-asym", "w4a16-g32", "w3a16-g32-asym", "w8a16", "w8a16-g32", "w8a16-g128"]
+WIDTHS = [1, 64, 96, 1000, 1024, 1088, 3424, 4096, 6848, 13696, 27392]
+
+
+def weight_of(scheme, n, k):
+    scheme = Scheme.parse(scheme)
+    none = torch.empty(0)
+    return PackedWeight(none, none, None, scheme, (n, k))
+
+
+@pytest.fixture
+def shared_memory(monkeypatch):
+    def set_to(size):
+        monkeypatch.setattr(driver, "attribute", lambda which, device: size)
+
+    set_to(HOPPER)
+    return set_to
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_sixteen_rows_of_any_width_fit_hopper(shared_memory, scheme):
+    for m, k in itertools.product(range(1, 17), WIDTHS):
+        assert wna16_decode.fits(torch.empty(m, k), weight_of(scheme, 64, k))
+    assert not wna16_decode.fits(torch.empty(17, 64), weight_of(scheme, 64, 64))
+
+
+def test_what_is_normed_on_the_way(shared_memory):
+    def norms(m, k, scheme="w4a16-g128"):
+        return wna16_decode.norms(torch.empty(m, k), weight_of(scheme, 64, k))
+
+    assert norms(16, 4096)
+    assert norms(8, 4096, "w8a16")
+    assert norms(1, 13696)
+    assert not norms(16, 13696)
+    assert not norms(1, 4100)  # no whole number of 16 bytes
+    shared_memory(GEFORCE)
+    assert norms(4, 4096)
+    assert not norms(16, 4096)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("size", [HOPPER, GEFORCE])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_taken_is_what_is_there(shared_memory, scheme, size, streamed):
+    """The layout of decode.cu: `Stage`, behind it the part of x where it is streamed; sums, barriers, squares, x."""
+    shared_memory(size)
+    for m, k in itertools.product((1, 7, 8, 9, 16), WIDTHS):
+        weight, tokens = weight_of(scheme, 64, k), 8 if m <= 8 else 16
+        groups = 2 if weight.scheme.group_size == 32 else 1
+        stage = 2 * WARPS * weight.bits // 4 * 32 * 16 + 2 * (2 * (WARPS * groups + 1) * 8 * 4)
+        stage = -(-stage // 128) * 128
+        rest = WARPS * 2 * (tokens // 8) * 32 * 16 + 2 * 8 * 8 + tokens * WARPS * 4
+        assert rest % 16 == 0  # x behind it is read 16 bytes at a time
+        if streamed:
+            stage += m * (WARPS * 64 + 8) * 2
+        else:
+            rest += m * (-(-k // 64) * 64 + 8) * 2
+        of_stage, others = wna16_decode._shared(m, k, weight, streamed=streamed)
+        assert of_stage % 128 == 0
+        assert stage <= of_stage < stage + 128
+        assert rest == others
+        stages = wna16_decode._stages(torch.empty(m, k), weight, streamed=streamed)
+        assert stages * of_stage + others <= size < (stages + 1) * of_stage + others
+
+
+@pytest.mark.parametrize("grid", [1, 78, 132])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n", [32, 64, 96, 4608, 27392])
+def test_every_tile_has_its_block(n, gated, grid):
+    """`Step`, `tile_of` and what is written of a pair of tiles."""
+    tiles, gate_tiles = -(-n // 16), n // 32 if gated else 0
+    pairs = gate_tiles if gated else (tiles + 1) // 2
+    written = []
+    for block in range(grid):
+        for pair in range(block, pairs, grid):
+            found = [pair + r * gate_tiles if gated else min(2 * pair + r, tiles - 1) for r in range(2)]
+            assert all(tile < tiles for tile in found)
+            rows = [16 * (pair + r * gate_tiles if gated else 2 * pair + r) for r in range(2)]
+            written += [row // 16 for row in rows if row < n]
+            assert all(row >= n or row == 16 * tile for row, tile in zip(rows, found, strict=True))
+    assert sorted(written) == list(range(tiles))
+
+
+@pytest.mark.parametrize("n", [1, 15, 17, 33, 47, 100])
+def test_odd_numbers_of_rows(n):
+    tiles = -(-n // 16)
+    rows = [16 * (2 * pair + r) + within for pair in range((tiles + 1) // 2) for r in range(2) for within in range(16)]
+    assert [row for row in rows if row < n] == list(range(n))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "k"), [(s, k) for s in SCHEMES for k in WIDTHS if k % (Scheme.parse(s).group_size or 1) == 0]
+)
+def test_loads_stay_inside_the_weight_and_its_stage(scheme, k):
+    """`load_weights`: the chunks and the groups of a step, and the group that each warp looks for in the stage."""
+    scheme = Scheme.parse(scheme)
+    chunks, (words, shape) = -(-k // 64), packed_shapes(scheme, 16, k)
+    assert words == chunks * 128 * (8 if scheme.bits == 8 else 4) // 4
+    two = 2 if scheme.group_size == 32 else 1
+    shift = 31 if scheme.group_size is None else max(scheme.group_size // 64, 1).bit_length() - 1
+
+    def group_of(chunk):
+        return 2 * chunk if two == 2 else chunk >> shift
+
+    for first in range(0, chunks, WARPS):
+        count = min(WARPS, chunks - first)
+        groups = group_of(first + count - 1) + two - group_of(first)
+        assert groups <= WARPS * two + 1
+        assert group_of(first) + groups <= shape[1]
+        for warp in range(count):
+            chunk = first + warp
+            place = group_of(chunk) - group_of(first)
+            assert 0 <= place <= groups - two
+            of_columns = [column // (scheme.group_size or k) for column in (64 * chunk, min(64 * chunk + 32, k - 1))]
+            assert group_of(chunk) == of_columns[0]
+            assert two == 1 or 64 * chunk + 32 >= k or group_of(chunk) + 1 == of_columns[1]
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_a_thread_finishes_the_sums_of_its_row_and_token(tokens):
+    """Where accumulators of mma.m16n8k16 lie (PTX ISA), and where the end of decode.cu looks for them."""
+    where = {}
+    for lane, tile, register in itertools.product(range(32), range(tokens // 8), range(4)):
+        row, token = lane // 4 + register // 2 * 8, 8 * tile + 2 * (lane % 4) + register % 2
+        where[row, token] = (tile * 32 + lane) * 4 + register
+    for within, token in itertools.product(range(16), range(tokens)):
+        place = ((within % 8) * 4 + token % 8 // 2) * 4 + within // 8 * 2 + token % 2
+        assert where[within, token] == token // 8 * 128 + place
