@@ -281,37 +281,39 @@ __device__ __forceinline__ void stage_normed_x(ELEMENT* target, float* squares, 
     sync_consumers();
 }
 
+// What a thread adds to the sums of one row of each of the two tiles, and where they go. Fetched before the sums are there.
 struct Epilogue {
-    const ELEMENT* bias;
-    const ELEMENT* residual;
-    ELEMENT* out;
+    int row[2];
+    float bias[2], residual[2];
 };
 
-__device__ __forceinline__ void store(float value, int row, int token, int rows, const Epilogue& e) {
-    const long long at = static_cast<long long>(token) * rows + row;
-    if (e.residual != nullptr) value += to_float(e.residual[at]);
-    e.out[at] = from_float<ELEMENT>(value);
+__device__ __forceinline__ Epilogue fetch_epilogue(const ELEMENT* bias, const ELEMENT* residual, int pair, int within,
+                                                   int token, const Problem& p) {
+    Epilogue e = {};
+    const int rows = p.gate_tiles > 0 ? p.n / 2 : p.n;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        e.row[r] = 16 * (p.gate_tiles > 0 ? pair + r * p.gate_tiles : 2 * pair + r) + within;
+        if (bias != nullptr && e.row[r] < p.n) e.bias[r] = to_float(bias[e.row[r]]);
+        if (residual != nullptr && e.row[r] < rows) {
+            e.residual[r] = to_float(residual[static_cast<long long>(token) * rows + e.row[r]]);
+        }
+    }
+    return e;
 }
 
-// What becomes of the sums of one row of each of the two tiles.
-__device__ __forceinline__ void finish(const float (&total)[2], int pair, int within, int token, const Problem& p,
-                                       const Epilogue& e) {
-    float value[2];
-    int row[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        row[r] = 16 * (p.gate_tiles > 0 ? pair + r * p.gate_tiles : 2 * pair + r) + within;
-        value[r] = total[r];
-        if (e.bias != nullptr && row[r] < p.n) value[r] += to_float(e.bias[row[r]]);
-    }
+__device__ __forceinline__ void store(const float (&total)[2], const Epilogue& e, ELEMENT* out, int token,
+                                      const Problem& p) {
+    const float first = total[0] + e.bias[0];
+    const float second = total[1] + e.bias[1];
     if (p.gate_tiles > 0) {
-        store(activate(kSilu, value[0]) * value[1], row[0], token, p.n / 2, e);
+        const float gated = activate(kSilu, first) * second;
+        out[static_cast<long long>(token) * (p.n / 2) + e.row[0]] = from_float<ELEMENT>(gated + e.residual[0]);
         return;
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        if (row[r] < p.n) store(value[r], row[r], token, p.n, e);
-    }
+    ELEMENT* target = out + static_cast<long long>(token) * p.n;
+    if (e.row[0] < p.n) target[e.row[0]] = from_float<ELEMENT>(first + e.residual[0]);
+    if (e.row[1] < p.n) target[e.row[1]] = from_float<ELEMENT>(second + e.residual[1]);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
@@ -360,9 +362,15 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
         const int row = min(8 * t + lane % 8, p.m - 1);
         mine[t] = ptx::shared_address(rows + row * row_size + warp * kChunk) + lane / 8 * 16;
     }
-    const Epilogue epilogue = {bias, residual, out};
+    // The sums of 16 rows and m tokens, of both tiles, are finished by a thread each.
+    static_assert(16 * TOKENS <= kThreads, "a thread finishes one row of one token");
+    const int within = threadIdx.x % 16;
+    const int token = threadIdx.x / 16;
+    const bool finishes = token < p.m;
     Ring ring;
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
+        Epilogue epilogue;
+        if (finishes) epilogue = fetch_epilogue(bias, residual, pair, within, token, p);
         float sum[2][kTokenTiles][4] = {};
         for (int first = 0; first < p.chunks; first += WARPS) {
             ptx::mbarrier_wait(full + 8 * ring.slot, ring.parity);
@@ -386,19 +394,17 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
             }
         }
         sync_consumers();
-        const float* const all = reinterpret_cast<const float*>(sums);
-        for (int at = threadIdx.x; at < 16 * p.m; at += kThreads) {
-            const int within = at % 16;
-            const int token = at / 16;
+        if (finishes) {
             // Where the fragments of the product have this row and column.
             const int place = ((within % 8) * 4 + token % 8 / 2) * 4 + within / 8 * 2 + token % 2;
+            const float* const mine_of_all = reinterpret_cast<const float*>(sums) + token / 8 * 128 + place;
             float total[2] = {};
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) total[r] += all[((w * 2 + r) * kTokenTiles + token / 8) * 128 + place];
+                for (int r = 0; r < 2; ++r) total[r] += mine_of_all[(w * 2 + r) * kTokenTiles * 128];
             }
-            finish(total, pair, within, token, p, epilogue);
+            store(total, epilogue, out, token, p);
         }
     }
 }

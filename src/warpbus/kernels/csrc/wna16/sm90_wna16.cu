@@ -4,7 +4,7 @@
 //   ELEMENT   __half or __nv_bfloat16: of x, the scales, the zero points, the bias and out
 //   BITS      4 or 8: of a packed code; kernels/ops/packed.py says how they lie
 //   TOKENS    rows of x in a tile: 16, 32, 64, 128 or 256
-//   CONSUMERS warpgroups that multiply, 64 rows of the weight each: 2, or 4 where TOKENS leaves enough registers
+//   CONSUMERS warpgroups that multiply, 64 rows of the weight each: 2, or 3 where TOKENS leaves enough registers
 //   STAGES    blocks of 64 columns in flight
 //
 // Computed is the transpose: D [64 CONSUMERS rows of the weight, TOKENS] = W x^T. A dequantized register already is a part of the
@@ -33,7 +33,8 @@ constexpr int kScaleBytes = kRows / 16 * 2 * 32;  // room for two groups
 constexpr int kStoreTokens = TOKENS < 64 ? TOKENS : 64;
 constexpr int kStagingBytes = kStoreTokens * 64 * 2;
 constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 104;  // with the producer's no more than there were
+// With the producer's no more than a block is given at its start.
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 152;
 
 struct Problem {
     int m, n, k;
