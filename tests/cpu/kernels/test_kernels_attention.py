@@ -7,8 +7,8 @@ from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops.attention import Device, decode_attention, plan
 from warpbus.kernels.reference.rope import quantize
 
-H100 = Device(132, 233472)
-RTX4090 = Device(128, 102400)
+H100 = Device(132, 233472, clusters=True)
+RTX4090 = Device(128, 102400, clusters=False)
 CODES = [torch.int8, torch.float8_e4m3fn]
 
 
@@ -146,17 +146,37 @@ def test_cuts_cover_every_row(size, group, bits, device):
             chunk = 32 if size > 128 else 64
             block = chunk * cut.chunks_per_unit * cut.units_per_block
             assert (cut.parts - 1) * block < limit <= cut.parts * block
-            # A warp keeps 8 parts in registers, and scratch has room for 8 groups of 8.
-            assert cut.parts <= (64 if cut.units_per_block == 1 else 8)
+            # A warp keeps 8 parts in registers, scratch has room for 8 groups of 8, and a cluster for 8 blocks.
+            assert cut.in_group <= 8
+            assert cut.parts <= 8 * cut.in_group
+            assert cut.cluster in ((1, 2, 4, 8) if device.clusters else (1,))
+            if cut.combiners == 0:
+                assert device.clusters
+                assert cut.in_group == 1
+                assert cut.parts <= cut.cluster < 2 * cut.parts
             assert cut.shared <= device.shared - 1024
             assert 2 <= cut.stages <= 4
             assert cut.threads in range(128, 513, 128)
 
 
-def test_a_unit_depends_on_the_limit_alone():
-    for limit in (100, 4096, 4097, 100_000):
-        cuts = {plan(pairs, 16, 128, 16, limit, H100).chunks_per_unit for pairs in (1, 8, 64, 1024)}
-        assert len(cuts) == 1
+def test_units_and_groups_depend_on_the_limit_alone():
+    for limit in (100, 1024, 4096, 4097, 100_000):
+        cuts = [plan(pairs, 16, 128, 16, limit, device) for pairs in (1, 8, 64, 1024) for device in (H100, RTX4090)]
+        assert len({cut.chunks_per_unit for cut in cuts}) == 1
+        assert len({cut.in_group * cut.units_per_block for cut in cuts}) == 1
+
+
+def test_where_clusters_combine():
+    assert all(plan(2, 16, 128, 16, limit, H100).combiners == 0 for limit in (64, 256, 1024))
+    assert all(plan(pairs, 16, 128, 16, 4096, H100).combiners == 0 for pairs in (16, 64, 1024))
+    assert plan(2, 16, 128, 16, 32768, H100).combiners == 16  # few rows, long contexts: more blocks than a cluster has
+
+
+def test_one_block_never_sums_dozens_of_parts():
+    for device in (H100, RTX4090):
+        for pairs in range(1, 200):
+            cut = plan(pairs, 16, 128, 16, 4096, device)
+            assert cut.combiners != 1 or cut.parts <= 8
 
 
 def test_blocks_that_wait_for_others_fit_the_gpu():

@@ -1,5 +1,7 @@
 """decode_attention on a GPU against float64: heads, caches, lengths, strides, graphs; the same bits for any cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,7 +66,8 @@ def bits(tensor):
 
 
 def repeated(row, times):
-    return bits(row).repeat_interleave(times, 0).view(row.dtype)
+    """A batch of one, `times` times. Not by bytes of a single dimension, which are not whole elements."""
+    return row.expand(times, *row.shape[1:]).contiguous()
 
 
 def expected(given):
@@ -218,31 +221,39 @@ def test_the_same_bits_at_every_run_and_alone(dtype, cache):
     given = problem(lengths, dtype, cache, limit=4096)
     whole = decode_attention(**given)
     assert all(torch.equal(decode_attention(**given), whole) for _ in range(5))
-    cuts = set()
     for row in range(10):
         names = ["qkv", "positions", "keys", "values"] + ([] if cache == dtype else [*SCALES])
         alone = given | {name: given[name][row : row + 1] for name in names}
         assert torch.equal(decode_attention(**alone)[0], whole[row]), lengths[row]
         several = given | {name: repeated(given[name][row : row + 1], 6) for name in names}
         assert torch.equal(decode_attention(**several), whole[row].expand(6, -1, -1)), lengths[row]
-    device = attention._device(torch.device("cuda", 0))
-    for pairs in (2, 64):
-        cuts.add(attention.plan(pairs, 16, 128, 8 * given["keys"].element_size(), 4096, device).units_per_block)
-    assert cuts == {1, 8}  # the rows were cut in both ways
 
 
-@pytest.mark.parametrize(("fine", "combiners"), [(0, 1), (0, 16), (100, 1)])
-def test_every_way_to_cut_gives_the_same_bits(fine, combiners, monkeypatch):
-    given = problem([4095, 1000, 70], torch.float16, torch.float16)
+CUTS = [  # what the model of time thinks a chunk, a global sum and a cluster's cost; whether blocks may form clusters
+    (1.0, 0.0, 9.0, True),  # a unit a block
+    (1.0, 99.0, 0.0, True),  # clusters
+    (1.0, 99.0, 0.0, False),  # a group of units a block, global
+    (1.0, 0.0, 0.0, False),
+]
+
+
+@pytest.mark.parametrize(("chunk", "globally", "clustered", "clusters"), CUTS)
+@pytest.mark.parametrize(("dtype", "cache"), BOTH)
+def test_every_way_to_cut_gives_the_same_bits(dtype, cache, chunk, globally, clustered, clusters, monkeypatch):
+    given = problem([4095, 1000, 70, 0], dtype, cache)
     wanted = decode_attention(**given)
-    monkeypatch.setattr(attention, "_FINE_BLOCKS", fine)
-    monkeypatch.setattr(attention, "_COMBINERS", combiners)
-    attention.plan.cache_clear()
+    device = attention._device(torch.device("cuda", torch.cuda.current_device()))
+    monkeypatch.setattr(attention, "_CHUNK_TIME", chunk)
+    monkeypatch.setattr(attention, "_GLOBAL_TIME", globally)
+    monkeypatch.setattr(attention, "_CLUSTER_TIME", clustered)
+    monkeypatch.setattr(attention, "_device", lambda _: replace(device, clusters=device.clusters and clusters))
     try:
         for stages in (2, 3, 4):
-            monkeypatch.setattr(attention, "_STAGES", {16: stages, 8: stages})
-            attention.plan.cache_clear()
-            assert torch.equal(decode_attention(**given), wanted)
+            for combiners in (1, 3, 16):
+                monkeypatch.setattr(attention, "_STAGES", {16: stages, 8: stages})
+                monkeypatch.setattr(attention, "_COMBINERS", combiners)
+                attention.plan.cache_clear()
+                assert torch.equal(decode_attention(**given), wanted)
     finally:
         monkeypatch.undo()
         attention.plan.cache_clear()
@@ -274,12 +285,14 @@ def test_a_captured_graph_and_a_second_stream(dtype, cache):
 
 
 def test_many_launches_leave_the_counters_at_zero():
-    given = problem([4095] * 3, torch.float16, torch.float16)
+    given = problem([8191], torch.float16, torch.float16)
+    device = attention._device(given["qkv"].device)
+    assert attention.plan(2, 16, 128, 16, 8192, device).combiners > 0
     wanted = decode_attention(**given)
     for _ in range(200):
         found = decode_attention(**given)
     assert torch.equal(found, wanted)
-    assert not attention.counters(given["qkv"].device, 6).any()
+    assert not attention.counters(given["qkv"].device, 2).any()
 
 
 def test_nothing_to_do():

@@ -23,10 +23,17 @@ _THREADS = 128  # for each tile of queries
 _REGISTERS = {64: 128, 128: 128, 256: 256}  # of a thread, at most
 _RESERVED = 1024  # bytes of shared memory that each block takes beside its own
 _UNITS = 64  # of a row, at most
-_UNITS_TOGETHER = 8  # in csrc/attention/combine.cuh: kInGroup
-_FINE_BLOCKS = 3  # a multiprocessor: as long as there are no more, a block has one unit alone
-_STAGES = {16: 3, 8: 4}  # chunks under way in a block, by the bits of an element of the cache
+_GROUPS = (
+    8  # of units, at most, and units of a group; also the blocks that a cluster can have on every GPU with clusters
+)
+_STAGES = {16: 4, 8: 4}  # chunks under way in a block, by the bits of an element of the cache
+_STAGES_CROWDED = {16: 3, 8: 4}  # where not every block has a multiprocessor to itself
 _COMBINERS = 16  # blocks that share the sum over a row's parts
+# Microseconds on an H100, for the choice between two cuts alone: a chunk of a block, and the sum over a row's parts
+# through global memory (written, counted, waited for, read in two rounds) or through a cluster's shared memory.
+_CHUNK_TIME = 0.4
+_GLOBAL_TIME = 3.0
+_CLUSTER_TIME = 1.0
 
 
 def decode_attention(
@@ -137,10 +144,11 @@ def _check(
 
 @dataclass(frozen=True)
 class Device:
-    """What decides how a row is cut: multiprocessors, and bytes of shared memory of one."""
+    """What decides how a row is cut: multiprocessors, bytes of shared memory of one, whether blocks form clusters."""
 
     multiprocessors: int
     shared: int
+    clusters: bool
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,8 @@ class Plan:
 
     Attributes:
         parts: blocks for each row and KV head; `shared`: bytes of dynamic shared memory of each.
+        in_group: parts that are summed first; `combiners`: 0 where the blocks form a cluster, which sums them all.
+        cluster: its blocks, a power of two, of which some may have no part; 1 for none.
     """
 
     head_dim: int
@@ -156,7 +166,9 @@ class Plan:
     chunks_per_unit: int
     units_per_block: int
     parts: int
+    in_group: int
     combiners: int
+    cluster: int
     threads: int
     shared: int
 
@@ -181,23 +193,51 @@ def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
             f"{_LARGEST_GROUP[head_dim]}"
         )
     tiles = -(-group // _TILE)
+    threads = tiles * _THREADS
     chunks = -(-limit // _keys(head_dim))
     chunks_per_unit = -(-chunks // _UNITS)
     units = -(-chunks // chunks_per_unit)
-    fine = pairs * units <= _FINE_BLOCKS * device.multiprocessors
-    units_per_block = 1 if fine else _UNITS_TOGETHER
-    parts = -(-units // units_per_block)
-    stages = _STAGES[bits]
-    of_block = units_per_block * chunks_per_unit
-    while stages > 2 and shared_bytes(head_dim, bits, tiles, min(stages, of_block)) > device.shared - _RESERVED:
-        stages -= 1
-    shared = shared_bytes(head_dim, bits, tiles, min(stages, of_block))
-    threads = tiles * _THREADS
-    resident = device.multiprocessors * min(
-        device.shared // (shared + _RESERVED), (1 << 16) // (threads * _REGISTERS[head_dim])
+    in_group = -(-units // _GROUPS)
+
+    def fitted(units_per_block: int) -> tuple[int, int, int]:
+        """Stages, shared memory of a block, and how many blocks the GPU holds."""
+        own = pairs * -(-units // units_per_block) <= device.multiprocessors
+        stages, chunks = (_STAGES if own else _STAGES_CROWDED)[bits], units_per_block * chunks_per_unit
+        while stages > 2 and shared_bytes(head_dim, bits, tiles, min(stages, chunks)) > device.shared - _RESERVED:
+            stages -= 1
+        shared = shared_bytes(head_dim, bits, tiles, min(stages, chunks))
+        of_one = min(device.shared // (shared + _RESERVED), (1 << 16) // (threads * _REGISTERS[head_dim]))
+        return stages, shared, of_one * device.multiprocessors
+
+    def time(units_per_block: int, combine: float) -> float:
+        turns = -(-pairs * -(-units // units_per_block) // device.multiprocessors)
+        return combine + turns * units_per_block * chunks_per_unit * _CHUNK_TIME
+
+    # A unit for each block, where all blocks run at once: else one would have to combine dozens of parts alone.
+    fine = (
+        in_group > 1
+        and pairs * units <= fitted(1)[2]
+        and time(1, _GLOBAL_TIME) < time(in_group, _CLUSTER_TIME if device.clusters else _GLOBAL_TIME)
     )
+    units_per_block = 1 if fine else in_group
+    parts = -(-units // units_per_block)
+    stages, shared, resident = fitted(units_per_block)
     combiners = min(_COMBINERS, group) if pairs * parts <= resident else 1
-    return Plan(head_dim, stages, chunks_per_unit, units_per_block, parts, combiners, threads, shared)
+    cluster = 1
+    if device.clusters and not fine:
+        combiners, cluster = 0, 1 << (parts - 1).bit_length()
+    return Plan(
+        head_dim,
+        stages,
+        chunks_per_unit,
+        units_per_block,
+        parts,
+        in_group if fine else 1,
+        combiners,
+        cluster,
+        threads,
+        shared,
+    )
 
 
 def shared_bytes(head_dim: int, bits: int, tiles: int, stages: int) -> int:
@@ -216,13 +256,15 @@ def _keys(head_dim: int) -> int:
 @functools.cache
 def _device(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
-    return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+    return Device(
+        properties.multi_processor_count, properties.shared_memory_per_multiprocessor, clusters=properties.major >= 9
+    )
 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, head_dim: int, bits: int) -> Kernel:
     declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE_BITS=bits % 16)
-    return declared.kernel("decode_attention", "P" * 11 + "q" * 10 + "i" * 9 + "f")
+    return declared.kernel("decode_attention", "P" * 11 + "q" * 10 + "i" * 10 + "f")
 
 
 def _launch(
@@ -255,12 +297,12 @@ def _launch(
     group = heads // kv_heads
     cut = plan(batch * kv_heads, group, size, bits, limit, _device(qkv.device))
     part_values = part_weights = counting = None
-    if cut.parts > 1:
+    if cut.parts > 1 and cut.combiners:
         part_values = torch.empty(cut.parts * batch * heads * size, dtype=torch.float32, device=qkv.device)
         part_weights = torch.empty(cut.parts * batch * heads * 2, dtype=torch.float32, device=qkv.device)
         counting = counters(qkv.device, batch * kv_heads)
     _kernel(qkv.dtype, cut.head_dim, bits)(
-        (cut.parts, kv_heads, batch),
+        (max(cut.parts, cut.cluster), kv_heads, batch),
         cut.threads,
         qkv,
         table,
@@ -285,9 +327,11 @@ def _launch(
         cut.stages,
         cut.chunks_per_unit,
         cut.units_per_block,
+        cut.in_group,
         cut.combiners,
         math.log2(math.e) * size**-0.5,
         shared=cut.shared,
+        cluster=cut.cluster,
         dependent=True,
     )
     return out

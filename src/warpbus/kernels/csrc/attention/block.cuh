@@ -63,6 +63,15 @@ struct Stage {
 };
 constexpr int kStageBytes = sizeof(Stage) + (kCoded ? 2 * kKeys * sizeof(float) : 0);
 
+// Behind `Fresh`, a block that has used up all else keeps its result for the cluster (or, to combine, less than that).
+// Rows of sums are apart by so many floats more, so that the threads of a warp write to different banks.
+constexpr int kPartPadding = 8;
+constexpr int kMaxTiles = kMaxThreads / (32 * kWarps);
+static_assert(kTile * ((HEAD_DIM + kPartPadding) * sizeof(float) + sizeof(float2)) * kMaxTiles <=
+                  sizeof(QueryTile) * kMaxTiles + kStageBytes,
+              "a part fits behind Fresh; with fewer tiles all the more");
+static_assert(8 * (HEAD_DIM + 2) <= kTile * (HEAD_DIM + kPartPadding), "so does the scratch of combine");
+
 struct Memory {
     Fresh* fresh;
     QueryTile* tile;  // of the thread's warp

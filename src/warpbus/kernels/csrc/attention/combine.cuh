@@ -3,13 +3,13 @@
 // A partial result of a query is, over some keys, the weighted sum of the values and the sum of the weights, where a
 // key with the score s (in powers of two) has the weight 2^(s - exponent). The exponent is an integer, so that to bring
 // two results to one exponent is exact: a sum depends on the order of its additions alone, not on where blocks begin
-// and end. The order is fixed: units one after another in groups of eight, then the groups one after another.
+// and end. The order is fixed: up to eight units of a group one after another, then up to eight groups.
 #pragma once
 #include "attention/cache.cuh"
 
 namespace attention {
 
-constexpr int kInGroup = 8;
+constexpr int kInGroup = 8;  // results that are summed at a time
 
 // Four dimensions of a partial result.
 struct Sum {
@@ -18,12 +18,13 @@ struct Sum {
     float exponent;
 };
 
-// The results that the blocks of one row and KV head leave in global memory.
+// The results that the blocks of one row and KV head leave in global memory, or one block in shared memory.
 struct Parts {
     float* values;    // [parts, group, head_dim]
     float2* weights;  // [parts, group]: exponent, sum of weights
     int group;
     int head_dim;
+    int stride;  // of queries in `values`: at least head_dim
 
     __device__ __forceinline__ int index(int part, int query) const { return part * group + query; }
 };
@@ -44,8 +45,8 @@ struct Cursor {
 // Past L1: another block has written it while this one ran.
 struct GlobalCursor : Cursor {
     __device__ __forceinline__ GlobalCursor(const Parts& parts, int part, int query, int dim)
-        : Cursor{parts.values + parts.index(part, query) * parts.head_dim + dim,
-                 parts.weights + parts.index(part, query), parts.group * parts.head_dim, parts.group} {}
+        : Cursor{parts.values + parts.index(part, query) * parts.stride + dim,
+                 parts.weights + parts.index(part, query), parts.group * parts.stride, parts.group} {}
     __device__ __forceinline__ Sum load() const {
         const float2 weight = __ldcg(weights);
         return {__ldcg(reinterpret_cast<const float4*>(values)), weight.y, weight.x};
@@ -59,6 +60,23 @@ struct SharedCursor : Cursor {
         return {*reinterpret_cast<const float4*>(values), weights->y, weights->x};
     }
 };
+
+#if __CUDA_ARCH__ >= 900
+// From one block of the cluster to the next: each has its part in its own shared memory, at the same place.
+struct ClusterCursor {
+    const float* values;
+    const float2* weights;
+    int rank;
+
+    __device__ __forceinline__ ClusterCursor(const Parts& own, int query, int dim)
+        : values(own.values + query * own.stride + dim), weights(own.weights + query), rank(0) {}
+    __device__ __forceinline__ void advance() { ++rank; }
+    __device__ __forceinline__ Sum load() const {
+        const float2 weight = *ptx::of_cluster_block(weights, rank);
+        return {*ptx::of_cluster_block(reinterpret_cast<const float4*>(values), rank), weight.y, weight.x};
+    }
+};
+#endif
 
 // The sum of up to eight partial results, one after another. All loads are under way before the first addition: past
 // the last result it is loaded again, and counts nothing.
@@ -99,16 +117,32 @@ __device__ __forceinline__ void store_normalized(T* out, const Sum& sum) {
     *reinterpret_cast<uint2*>(out) = packed;
 }
 
-// Sum `count` (up to 64) parts of a row and KV head and write the output [group, head_dim]. `combiners` blocks share
-// the queries; this one is number `rank`. `scratch` has 8 (HeadDim + 2) floats, others for every four warps. Loops that
-// hold eight loads in registers are not unrolled.
+#if __CUDA_ARCH__ >= 900
+// Sum the parts of the first `count` blocks of a cluster, which all call this with their `own`, and write the output
+// [group, head_dim]: each block a share of it.
+template <typename T>
+__device__ __forceinline__ void combine_cluster(const Parts& own, int count, int rank, T* out) {
+    ptx::cluster_sync();
+    const int pieces = own.head_dim / 4;
+#pragma unroll 1
+    for (int i = rank * blockDim.x + threadIdx.x; i < own.group * pieces; i += count * blockDim.x) {
+        const Sum sum = in_order(count, ClusterCursor(own, i / pieces, i % pieces * 4));
+        store_normalized(out + 4 * i, sum);
+    }
+    ptx::cluster_sync();  // nobody ends before all have read
+}
+#endif
+
+// Sum `count` parts of a row and KV head, groups of `in_group` (8 at most), and write the output [group, head_dim].
+// `combiners` blocks share the queries; this one is number `rank`. `scratch` has 8 (HeadDim + 2) floats, others for
+// every four warps. Loops that hold eight loads in registers are not unrolled.
 template <int HeadDim, typename T>
-__device__ __forceinline__ void combine(const Parts& parts, int count, int rank, int combiners, float* scratch,
-                                        T* out) {
+__device__ __forceinline__ void combine(const Parts& parts, int count, int in_group, int rank, int combiners,
+                                        float* scratch, T* out) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int warps = blockDim.x / 32;
-    if (count <= kInGroup) {  // a warp has a query to itself
+    if (in_group == 1) {  // a warp has a query to itself
 #pragma unroll 1
         for (int query = rank + combiners * warp; query < parts.group; query += combiners * warps) {
 #pragma unroll 1
@@ -119,7 +153,7 @@ __device__ __forceinline__ void combine(const Parts& parts, int count, int rank,
         }
         return;
     }
-    const int groups = (count + kInGroup - 1) / kInGroup;
+    const int groups = (count + in_group - 1) / in_group;
     const int team = warp / 4;  // four warps have a query: each sums groups, then they sum those sums
     const int teams = warps / 4;
     float* values = scratch;
@@ -131,8 +165,8 @@ __device__ __forceinline__ void combine(const Parts& parts, int count, int rank,
         for (int group = warp % 4; group < groups && query < parts.group; group += 4) {
 #pragma unroll 1
             for (int dim = 4 * lane; dim < parts.head_dim; dim += 128) {
-                const int begin = kInGroup * group;
-                const Sum sum = in_order(min(kInGroup, count - begin), GlobalCursor(parts, begin, query, dim));
+                const int begin = in_group * group;
+                const Sum sum = in_order(min(in_group, count - begin), GlobalCursor(parts, begin, query, dim));
                 *reinterpret_cast<float4*>(values + group * HeadDim + dim) = sum.values;
                 if (lane == 0) weights[group] = make_float2(sum.exponent, sum.weight);
             }

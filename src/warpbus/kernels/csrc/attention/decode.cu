@@ -12,10 +12,14 @@
 //   key_scales, value_scales  float [rows, kv_heads, capacity], the last stride 1, for codes: the largest magnitude
 //              of a head's vector / 127 or / 448
 //   out        [batch, kv_heads * group, head_dim] ELEMENT, contiguous
-//   part_values, part_weights  scratch for `parts` parts of each row and KV head, see combine.cuh; unused if parts is 1
+//   part_values, part_weights  scratch for `parts` parts of each row and KV head, see combine.cuh; unused if parts
+//              is 1 or combiners 0
 //   counters   int [batch * kv_heads], zero; left at zero
 //   head_dim is a multiple of 16 up to HEAD_DIM, rotary is even and at most head_dim, group is at most 64.
 //   The first `rotary` dimensions rotate: as pairs (2i, 2i+1) where `interleaved`, else (i, i + rotary / 2).
+//   chunks_per_unit, units_per_block   how the keys are cut; the first block has the first keys
+//   in_group   blocks whose results are summed first, then groups of them: 1 to 8, 1 if there are at most 8 blocks
+//   combiners  blocks that sum those of a row, through global memory; 0: its blocks are a cluster, sm_90 and later
 //   scale      log2(e) / sqrt(head_dim)
 //
 // Macros
@@ -23,17 +27,19 @@
 //   HEAD_DIM    64, 128 or 256: the row in shared memory
 //   CODE_BITS   0: the cache holds ELEMENT; 8: it holds codes, int8 or e4m3 by the argument `code`
 //
-// Grid: (parts, kv_heads, batch); 128 threads for each 16 queries of a group.
+// Grid: (parts or more, kv_heads, batch), all blocks along x a cluster if combiners is 0; 128 threads for each 16
+// queries of a group.
 // Dynamic shared memory: Memory in block.cuh; `shared_bytes` in ops/attention.py.
 //
 // How it works. The queries of a KV head are the rows of a matrix product, so that a key or value is read once for all
 // of them. Keys come in chunks of kKeys, by cp.async in `stages` stages. In a chunk, each of four warps multiplies the
 // queries with a quarter of the keys; they agree on the maximum, write the weights to shared memory, and each
 // multiplies them with a quarter of the values' dimensions. `chunks_per_unit` chunks make a unit, whose sum the tensor
-// cores keep; a block has `units_per_block` units, 1 or 8, and sums them in float32; the last blocks of a row sum the
-// blocks. Weights are relative to an integer exponent and additions have one order (combine.cuh), so the result does
-// not depend on units_per_block, and that of a row not on the batch around it. The block that has the position of the
-// new token rotates the key, writes both into the cache and puts them into its own tiles.
+// cores keep; a block has `units_per_block` units, one or a whole group, and sums them in float32. Then the blocks of a
+// row are summed: by the cluster that they form, or through global memory by those that come last. Weights are relative
+// to an integer exponent and additions have one order (combine.cuh), so the result does not depend on units_per_block,
+// and that of a row not on the batch around it. The block that has the position of the new token rotates the key,
+// writes both into the cache and puts them into its own tiles.
 #include "attention/combine.cuh"
 #include "attention/load.cuh"
 #include "attention/products.cuh"
@@ -67,7 +73,7 @@ __device__ __forceinline__ void store_part(const attention::Parts& parts, int pa
         for (int i = 0; i < kOutTiles; ++i) {
             const int dim = output_dim(place, i / 2, i % 2);
             if (dim < parts.head_dim) {
-                *reinterpret_cast<float2*>(parts.values + index * parts.head_dim + dim) =
+                *reinterpret_cast<float2*>(parts.values + index * parts.stride + dim) =
                     output_pair(all.values, i / 2, i % 2, r);
             }
         }
@@ -84,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
                      long long key_scale_row_stride, long long key_scale_head_stride, long long value_scale_row_stride,
                      long long value_scale_head_stride, int group, int head_dim, int rotary,
                      int interleaved, int code, int stages, int chunks_per_unit, int units_per_block,
-                     int combiners, float scale) {
+                     int in_group, int combiners, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
 #if __CUDA_ARCH__ >= 900
     // The cache may have been written just before, so nothing is read ahead of the wait.
@@ -94,14 +100,18 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     const int part = blockIdx.x;
     const int kv_head = blockIdx.y;
     const long long row = blockIdx.z;
-    const int position = positions[row];
     const int kv_heads = gridDim.y;
     const int parts = gridDim.x;
+    const Place place;
+    const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
+    const int position = positions[row];  // everything waits for it but these:
+    const Queries queries(projected + kv_head * group * head_dim, group, head_dim, rotary, interleaved, place);
     const int block_keys = units_per_block * chunks_per_unit * kKeys;
     const Range range = {part * block_keys, min((part + 1) * block_keys, position + 1), position};
     if (range.begin >= range.end) return;
 
-    const Place place;
+    const float* row_angles = table + static_cast<long long>(position) * rotary;
+    const attention::Angles angles(row_angles, queries.pair, rotary);
     const long long pair = row * kv_heads + kv_head;
     const long long head = pair * group;           // the first of the group in `out`
     const int blocks = position / block_keys + 1;  // that have keys of this row
@@ -125,9 +135,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     };
     for (int chunk = 0; chunk < stages - 1; ++chunk) begin_chunk(chunk, chunk);
 
-    const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
-    const float* angles = table + static_cast<long long>(position) * rotary;
-    load_queries(at.tile, projected + kv_head * group * head_dim, angles, group, head_dim, rotary, interleaved, place);
+    queries.store(at.tile, angles, group, head_dim, place);
     const bool has_new = range.end == position + 1;
     const int warp = threadIdx.x / 32;
     if (has_new && warp < 2) {
@@ -136,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
         const Source source = {is_key ? key_source.data : value_source.data,
                                is_key ? key_source.stride : value_source.stride,
                                is_key ? key_source.scales : value_source.scales};
-        append(head, angles, source, position, at.fresh->rows[warp], at.fresh->scales + warp, head_dim,
+        append(head, row_angles, source, position, at.fresh->rows[warp], at.fresh->scales + warp, head_dim,
                is_key ? rotary : 0, interleaved, code);
     }
     __syncthreads();
@@ -171,12 +179,24 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
         index = index + 1 == stages ? 0 : index + 1;
     }
 
-    const attention::Parts handed = {part_values + head * parts * head_dim, part_weights + head * parts, group,
-                                     head_dim};
     if (blocks == 1) {
         store_output(out + head * head_dim, all, group, head_dim, place);
         return;
     }
+    auto* scratch = reinterpret_cast<float*>(at.fresh + 1);  // all behind it has been used
+#if __CUDA_ARCH__ >= 900
+    if (combiners == 0) {
+        const int stride = head_dim + kPartPadding;
+        auto* weights = reinterpret_cast<float2*>(scratch + group * stride);
+        const attention::Parts own = {scratch, weights, group, head_dim, stride};
+        __syncthreads();
+        store_part(own, 0, all, place);
+        attention::combine_cluster(own, blocks, part, out + head * head_dim);
+        return;
+    }
+#endif
+    const attention::Parts handed = {part_values + head * parts * head_dim, part_weights + head * parts, group,
+                                     head_dim, head_dim};
     store_part(handed, part, all, place);
     __syncthreads();
     const int sharing = min(combiners, blocks);
@@ -184,8 +204,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     __syncthreads();
     const int rank = at.fresh->rank;
     if (rank < 0) return;
-    auto* scratch = reinterpret_cast<float*>(at.tile);
-    static_assert(sizeof(QueryTile) >= attention::kInGroup * (HEAD_DIM + 2) * sizeof(float), "scratch of four warps");
-    attention::combine<HEAD_DIM>(handed, blocks, rank, sharing, scratch, out + head * head_dim);
+    scratch += threadIdx.x / (32 * kWarps) * attention::kInGroup * (HEAD_DIM + 2);
+    attention::combine<HEAD_DIM>(handed, blocks, in_group, rank, sharing, scratch, out + head * head_dim);
     if (threadIdx.x == 0) attention::leave(counters + pair, blocks, sharing);
 }

@@ -80,31 +80,41 @@ __device__ __forceinline__ int query_column(int dim) {
     return dim - within + (within % 4 == 0 ? within / 2 : 8 + within / 2 - 1);
 }
 
-// Rotate the tile's queries into shared memory; zeros where there is no query and past head_dim. A thread has the same
-// dimensions of several queries.
-__device__ __forceinline__ void load_queries(QueryTile* tile, const ELEMENT* heads, const float* angles, int group,
-                                             int head_dim, int rotary, bool interleaved, const Place& place) {
-    constexpr int kThreads = 32 * kWarps;
-    constexpr int kPairs = HEAD_DIM / 2;
-    constexpr int kRounds = kTile * kPairs / kThreads;
-    const int dim = 2 * (threadIdx.x % kPairs);
-    const int first = threadIdx.x % kThreads / kPairs;
-    const int column = query_column(dim);
-    const attention::Turn turn(angles, dim < head_dim ? dim : 0, rotary, interleaved);
-    float2 x[kRounds];
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-        const int query = min(place.tile * kTile + first + i * (kTile / kRounds), group - 1);
-        x[i] = attention::turned_pair(heads + query * head_dim, turn);
+// A tile's queries on their way to shared memory. A thread has the same pair of dimensions of several queries.
+struct Queries {
+    static constexpr int kPairs = HEAD_DIM / 2;
+    static constexpr int kRounds = kTile * kPairs / (32 * kWarps);
+    attention::Pair pair;
+    attention::Unturned<ELEMENT> unturned[kRounds];
+
+    __device__ __forceinline__ static int dim() { return 2 * (threadIdx.x % kPairs); }
+    __device__ __forceinline__ static int row(int i) {
+        return threadIdx.x % (32 * kWarps) / kPairs + i * (kTile / kRounds);
     }
+
+    // Begin to load.
+    __device__ __forceinline__ Queries(const ELEMENT* heads, int group, int head_dim, int rotary, bool interleaved,
+                                       const Place& place)
+        : pair(dim() < head_dim ? dim() : 0, rotary, interleaved) {
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-        const int row = first + i * (kTile / kRounds);
-        const bool there = place.tile * kTile + row < group && dim < head_dim;
-        ELEMENT* element = tile->queries + chunk_offset<HEAD_DIM>(row, column / kChunk) + column % kChunk;
-        *reinterpret_cast<unsigned int*>(element) = there ? pack_pair<ELEMENT>(x[i].x, x[i].y) : 0;
+        for (int i = 0; i < kRounds; ++i) {
+            unturned[i].load(heads + min(place.tile * kTile + row(i), group - 1) * head_dim, pair);
+        }
     }
-}
+
+    // Rotate them into shared memory; zeros where there is no query and past head_dim.
+    __device__ __forceinline__ void store(QueryTile* tile, const attention::Angles& angles, int group, int head_dim,
+                                          const Place& place) const {
+        const int column = query_column(dim());
+#pragma unroll
+        for (int i = 0; i < kRounds; ++i) {
+            const bool there = place.tile * kTile + row(i) < group && dim() < head_dim;
+            const float2 x = unturned[i].turned(pair, angles);
+            ELEMENT* element = tile->queries + chunk_offset<HEAD_DIM>(row(i), column / kChunk) + column % kChunk;
+            *reinterpret_cast<unsigned int*>(element) = there ? pack_pair<ELEMENT>(x.x, x.y) : 0;
+        }
+    }
+};
 
 // A warp writes the new token's key or value into the cache, and for this block into `fresh`. A value has rotary 0.
 __device__ __forceinline__ void append(const ELEMENT* head, const float* angles, const Source& source, int position,
@@ -117,8 +127,10 @@ __device__ __forceinline__ void append(const ELEMENT* head, const float* angles,
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
         const int dim = 2 * (lane + 32 * i);
-        const attention::Turn turn(angles, dim < head_dim ? dim : 0, rotary, interleaved);
-        const float2 x = attention::turned_pair(head, turn);
+        const attention::Pair pair(dim < head_dim ? dim : 0, rotary, interleaved);
+        attention::Unturned<ELEMENT> unturned;
+        unturned.load(head, pair);
+        const float2 x = unturned.turned(pair, attention::Angles(angles, pair, rotary));
         pairs[i] = dim < head_dim ? pack_pair<ELEMENT>(x.x, x.y) : 0;
     }
     if constexpr (!kCoded) {

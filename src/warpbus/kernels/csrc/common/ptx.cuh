@@ -277,6 +277,15 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// An object in the shared memory of block `rank` of the cluster, by its place in one's own. That block must have reached
+// a barrier of the cluster after it wrote it, and may not end before another one.
+template <typename T>
+__device__ __forceinline__ const T* of_cluster_block(const T* own, int rank) {
+    const T* other;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(own), "r"(rank));
+    return other;
+}
+
 // Give registers back, or take more: `Registers` a thread (a multiple of 8), by all warps of a warpgroup. The kernel has
 // a register cap (__launch_bounds__), and the sum over the block stays within the register file.
 template <int Registers>

@@ -9,9 +9,7 @@ namespace step {
 template <typename T>
 __device__ __forceinline__ const T* of_block(const T* own, int rank) {
 #if __CUDA_ARCH__ >= 900
-    const T* other;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(own), "r"(rank));
-    return other;
+    return ptx::of_cluster_block(own, rank);
 #else
     return own;
 #endif
