@@ -164,7 +164,7 @@ def test_registers_of_a_block_can_be_shared_out_anew(tiling, bits):
     pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda")
     source = (CSRC / "wna16" / "sm90_wna16.cu").read_text(encoding="utf-8")
     producer = int(re.search(r"kProducerRegisters = (\d+);", source)[1])
-    two, four = re.search(r"kConsumerRegisters = kConsumers == 2 \? (\d+) : (\d+);", source).groups()
-    wanted = producer + tiling.consumers * int(two if tiling.consumers == 2 else four)
+    two, more = re.search(r"kConsumerRegisters = kConsumers == 2 \? (\d+) : (\d+);", source).groups()
+    wanted = producer + tiling.consumers * int(two if tiling.consumers == 2 else more)
     given = tiling.kernel(torch.float16, bits).resources("sm_90a").registers
     assert wanted <= (1 + tiling.consumers) * given
