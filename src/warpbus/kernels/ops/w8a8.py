@@ -168,7 +168,9 @@ def _reaches(device: torch.device, arch: str) -> bool:
 
 # ---- Rounding to codes ----
 
-_QUANTIZE_BLOCK = 256  # kThreads in quantize.cu
+_CHUNK = 8  # elements that are read at a time
+_KEPT = 8  # kKept in quantize.cu: chunks that a thread keeps
+_QUANTIZE_MOST = 256  # kMostThreads in quantize.cu
 _QUANTIZE = {
     (dtype, codes): unit(
         "w8a8/quantize.cu", needs=_NEEDS[codes], ELEMENT=ELEMENTS[dtype], E4M3=int(codes == torch.float8_e4m3fn)
@@ -184,9 +186,10 @@ def _launch_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     codes, scales = _fake_quantize(x, dtype)
     k = x.shape[-1]
-    arguments = x, codes, scales, k, int(aligned(x))
+    whole = aligned(x) and k % _CHUNK == 0
+    threads = min(_QUANTIZE_MOST, 32 * blocks((k, 32 * _CHUNK * _KEPT))) if whole else _QUANTIZE_MOST
     dependent = _reaches(x.device, "sm_90")
-    _QUANTIZE[x.dtype, dtype](x.numel() // k, _QUANTIZE_BLOCK, *arguments, dependent=dependent)
+    _QUANTIZE[x.dtype, dtype](x.numel() // k, threads, x, codes, scales, k, int(whole), dependent=dependent)
     return codes, scales
 
 
@@ -244,13 +247,12 @@ class HopperTiling(Tiling):
 # float8_e4m3fn needs a second set of sums in registers, which 128 x 256 has no room for.
 HOPPER = {
     torch.float8_e4m3fn: (
-        HopperTiling(128, 192, 128, 4, 0.9, 3),
-        HopperTiling(128, 176, 128, 5, 0.88, 2),
-        HopperTiling(128, 128, 128, 6, 0.8, 1),
+        HopperTiling(128, 192, 128, 4, 0.75, 3),
+        HopperTiling(128, 128, 128, 5, 0.7, 2),
     ),
     torch.int8: (
-        HopperTiling(128, 256, 128, 4, 0.95, 1),
-        HopperTiling(128, 128, 128, 6, 0.8, 1),
+        HopperTiling(128, 256, 128, 4, 0.78, 1),
+        HopperTiling(128, 128, 128, 6, 0.7, 1),
     ),
 }
 AMPERE = (Tiling(128, 128, 64, 4, 0.4), Tiling(64, 64, 128, 3, 0.25))
@@ -264,7 +266,8 @@ _LEAST_PART = 512  # of k, below which splitting is not considered
 _MOST_SPLITS = 16
 _REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
 
-# The model of `choose`, in clocks of a multiprocessor; the rates are an H100's.
+# The model of `choose`, in clocks of a multiprocessor; the rates are an H100's. At 1.7 GHz it comes within 12% of what
+# gate_up and down of ChatGLM2-6B took there with 1024 and 4096 tokens, and ranks the tilings of HOPPER as they did.
 _PRODUCTS = 4096  # multiplications and additions a clock
 _MEMORY = 1750  # bytes a clock from and to global memory, for all multiprocessors
 _TILE = 1500  # a tile beside its products: filling the ring, writing the result

@@ -154,9 +154,8 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64 a, uint64 b, int
 
 template <int N>
 __device__ __forceinline__ void wgmma_k32(float (&d)[N / 2], uint64 a, uint64 b, int accumulate) {
-    static_assert(N == 128 || N == 176 || N == 192, "wgmma_k32: of e4m3, with N = 128, 176 or 192");
+    static_assert(N == 128 || N == 192, "wgmma_k32: of e4m3, with N = 128 or 192");
     if constexpr (N == 128) WGMMA_E4M3(128, 64, "%64", "%65", "%66");
-    else if constexpr (N == 176) WGMMA_E4M3(176, 88, "%88", "%89", "%90");
     else WGMMA_E4M3(192, 96, "%96", "%97", "%98");
 }
 

@@ -1,119 +1,121 @@
-// codes [rows, k] = x [rows, k] / scales, scales [rows] = absmax of the row / LARGEST: 8 bits a row with a scale of its own.
+// codes [rows, k] = x [rows, k] / scales, scales [rows] = absmax of the row / LARGEST: 8 bits, a scale for every row.
 //
 // Macros
 //   ELEMENT  of x: __half or __nv_bfloat16
 //   E4M3     1: codes are e4m3, LARGEST = 448 (sm_89); 0: they are int8 of -127 to 127, LARGEST = 127
 //
-// x is contiguous, `aligned` says that its rows begin at multiples of 16 bytes (those of codes then begin at 8). Any
-// rows, k >= 1. Rounded to nearest even after a product with 1 / scale. A scale below the smallest normal float32 is 0,
-// and its codes too; a row with NaN or infinity has a scale that shows it.
+// x is contiguous; `whole` says that its rows are whole chunks of 8 elements which begin at multiples of 16 bytes (those
+// of codes then begin at 8). Any rows, k >= 1. Rounded to nearest even after a product with 1 / scale. A scale below the
+// smallest normal float32 is 0, and its codes too; a row with NaN or infinity has a scale that shows it.
 //
-// A block takes a row. It keeps kKept chunks of 8 elements a thread in registers from the first reading, which is all of
-// a row of up to 16384; what is beyond is read again.
+// A block of up to kMostThreads takes a row. It has as many threads as keep the row in registers from the one reading,
+// kKept chunks each, so that rows of any length are under way with as many bytes. What a row of more than 16384 elements
+// has beyond that is read again.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
-#include "common/tile.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kMostThreads = 256;
 constexpr int kKept = 8;
 constexpr float kLargest = E4M3 ? 448.0f : 127.0f;
 constexpr float kSmallestNormal = 1.17549435e-38f;
 
-struct Chunk {
-    unsigned int pair[4];
-};
-
-__device__ __forceinline__ Chunk load(const ELEMENT* row, int chunk, int k, bool aligned) {
-    const Vector16<ELEMENT> loaded = load_chunk(row + static_cast<long long>(chunk) * kChunk, k - chunk * kChunk, aligned);
-    return *reinterpret_cast<const Chunk*>(&loaded);
+// Load 16 bytes that nobody reads after this: they leave L2 first, which has room for the codes then.
+__device__ __forceinline__ uint4 load_last(const uint4* global) {
+    uint4 value;
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(global)
+                 : "memory");
+    return value;
 }
 
-// The largest of both halves, as bits: without its sign a 16-bit float is ordered as an integer is, NaN the largest.
-__device__ __forceinline__ unsigned int larger(unsigned int best, const Chunk& chunk) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) best = __vmaxu2(best, chunk.pair[i] & 0x7fff7fff);
-    return best;
+// The larger of both halves, as bits: without its sign a 16-bit float is ordered as an integer is, NaN the largest.
+__device__ __forceinline__ unsigned int larger(unsigned int best, uint4 chunk) {
+    constexpr unsigned int kMagnitudes = 0x7fff7fff;
+    best = __vmaxu2(best, __vmaxu2(chunk.x & kMagnitudes, chunk.y & kMagnitudes));
+    return __vmaxu2(best, __vmaxu2(chunk.z & kMagnitudes, chunk.w & kMagnitudes));
 }
 
 // The largest over the block, of the two halves of `best` too.
 __device__ __forceinline__ unsigned int largest(unsigned int best) {
-    __shared__ unsigned int of_warp[kThreads / 32];
+    __shared__ unsigned int of_warp[kMostThreads / 32];
+    const int lane = threadIdx.x % 32;
     best = __reduce_max_sync(0xffffffff, max(best & 0xffff, best >> 16));
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
+    if (lane == 0) of_warp[threadIdx.x / 32] = best;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kThreads / 32; ++i) best = max(best, of_warp[i]);
-    return best;
+    return __reduce_max_sync(0xffffffff, lane < blockDim.x / 32 ? of_warp[lane] : 0);
 }
 
-struct alignas(8) Codes {
-    unsigned char code[kChunk];
-};
+// Stores the scale that belongs to the largest magnitude of the row, and returns what its elements are multiplied with.
+__device__ __forceinline__ float inverse_scale(unsigned int best, float* scales) {
+    float scale = unpack_pair<ELEMENT>(best).x / kLargest;
+    if (scale < kSmallestNormal) scale = 0.0f;
+    if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+    return scale == 0.0f ? 0.0f : 1.0f / scale;
+}
 
-__device__ __forceinline__ Codes round_chunk(const Chunk& chunk, float inverse) {
-    Codes codes;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 value = unpack_pair<ELEMENT>(chunk.pair[i]);
+// The codes of two elements; the first lies first in memory.
+__device__ __forceinline__ unsigned int round_pair(unsigned int pair, float inverse) {
+    const float2 value = unpack_pair<ELEMENT>(pair);
 #if E4M3
-        const unsigned int pair = ptx::pack_e4m3(value.x * inverse, value.y * inverse);
-        codes.code[2 * i] = static_cast<unsigned char>(pair);
-        codes.code[2 * i + 1] = static_cast<unsigned char>(pair >> 8);
+    return ptx::pack_e4m3(value.x * inverse, value.y * inverse);
 #else
-        codes.code[2 * i] = static_cast<unsigned char>(ptx::round_s8(value.x * inverse));
-        codes.code[2 * i + 1] = static_cast<unsigned char>(ptx::round_s8(value.y * inverse));
+    return __byte_perm(ptx::round_s8(value.x * inverse), ptx::round_s8(value.y * inverse), 0x0040);
 #endif
-    }
-    return codes;
 }
 
-__device__ __forceinline__ void store(unsigned char* row, int chunk, int k, bool aligned, const Codes& codes) {
-    unsigned char* target = row + static_cast<long long>(chunk) * kChunk;
-    const int valid = k - chunk * kChunk;
-    if (aligned && valid >= kChunk) {
-        *reinterpret_cast<Codes*>(target) = codes;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-        if (i < valid) target[i] = codes.code[i];
-    }
+__device__ __forceinline__ uint2 round_chunk(uint4 chunk, float inverse) {
+    return {__byte_perm(round_pair(chunk.x, inverse), round_pair(chunk.y, inverse), 0x5410),
+            __byte_perm(round_pair(chunk.z, inverse), round_pair(chunk.w, inverse), 0x5410)};
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    quantize(const ELEMENT* __restrict__ x, unsigned char* __restrict__ codes, float* __restrict__ scales, int k,
-             int aligned) {
-#if __CUDA_ARCH__ >= 900
-    ptx::griddepcontrol_launch_dependents();
-    ptx::griddepcontrol_wait();
-#endif
-    const ELEMENT* row = x + static_cast<long long>(blockIdx.x) * k;
-    unsigned char* target = codes + static_cast<long long>(blockIdx.x) * k;
-    const int chunks = (k + kChunk - 1) / kChunk;
-    Chunk kept[kKept];
+// A row of whole chunks. Nothing is done with a chunk before all loads of the thread are on their way.
+__device__ __forceinline__ void quantize_chunks(const uint4* row, uint2* codes, float* scales, int chunks) {
+    uint4 kept[kKept];
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-        const int chunk = threadIdx.x + i * kThreads;
-        kept[i] = chunk < chunks ? load(row, chunk, k, aligned) : Chunk{};
+        const int chunk = threadIdx.x + i * blockDim.x;
+        kept[i] = make_uint4(0, 0, 0, 0);
+        if (chunk < chunks) kept[i] = load_last(row + chunk);
     }
     unsigned int best = 0;
 #pragma unroll
     for (int i = 0; i < kKept; ++i) best = larger(best, kept[i]);
-    for (int chunk = threadIdx.x + kKept * kThreads; chunk < chunks; chunk += kThreads) {
-        best = larger(best, load(row, chunk, k, aligned));
-    }
+    const int beyond = threadIdx.x + kKept * blockDim.x;
+    for (int chunk = beyond; chunk < chunks; chunk += blockDim.x) best = larger(best, row[chunk]);
 
-    const float absmax = unpack_pair<ELEMENT>(largest(best)).x;
-    float scale = absmax / kLargest;
-    if (scale < kSmallestNormal) scale = 0.0f;
-    const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
-    if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+    const float inverse = inverse_scale(largest(best), scales);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-        const int chunk = threadIdx.x + i * kThreads;
-        if (chunk < chunks) store(target, chunk, k, aligned, round_chunk(kept[i], inverse));
+        const int chunk = threadIdx.x + i * blockDim.x;
+        if (chunk < chunks) codes[chunk] = round_chunk(kept[i], inverse);
     }
-    for (int chunk = threadIdx.x + kKept * kThreads; chunk < chunks; chunk += kThreads) {
-        store(target, chunk, k, aligned, round_chunk(load(row, chunk, k, aligned), inverse));
+    for (int chunk = beyond; chunk < chunks; chunk += blockDim.x) codes[chunk] = round_chunk(row[chunk], inverse);
+}
+
+// Any other row, an element at a time.
+__device__ __forceinline__ void quantize_elements(const unsigned short* row, unsigned char* codes, float* scales,
+                                                  int k) {
+    unsigned int best = 0;
+    for (int i = threadIdx.x; i < k; i += blockDim.x) best = max(best, row[i] & 0x7fffu);
+    const float inverse = inverse_scale(largest(best), scales);
+    for (int i = threadIdx.x; i < k; i += blockDim.x) {
+        codes[i] = static_cast<unsigned char>(round_pair(row[i], inverse));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
+    quantize(const unsigned short* __restrict__ x, unsigned char* __restrict__ codes, float* __restrict__ scales, int k,
+             int whole) {
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+#endif
+    const unsigned short* row = x + static_cast<long long>(blockIdx.x) * k;
+    unsigned char* target = codes + static_cast<long long>(blockIdx.x) * k;
+    if (whole) {
+        quantize_chunks(reinterpret_cast<const uint4*>(row), reinterpret_cast<uint2*>(target), scales, k / 8);
+    } else {
+        quantize_elements(row, target, scales, k);
     }
 }

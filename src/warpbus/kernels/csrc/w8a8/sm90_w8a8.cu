@@ -3,7 +3,7 @@
 // Macros
 //   ELEMENT  of bias and out: __half or __nv_bfloat16
 //   SUM      float: a and b are e4m3; int: they are int8
-//   TILE_N   columns of `out` that a block computes at a time, for 128 rows
+//   TILE_N   columns of `out` that a block computes at a time, for 128 rows: a multiple of 64
 //   STAGES   tiles of a and b in flight
 //   BUFFERS  64 by 64 staging buffers of a consumer, through which its part of the tile is written: 1 to TILE_N / 64
 // a, b and out come through tensor maps, so rows begin at multiples of 16 bytes; `direct` says that those of out do not.
@@ -31,7 +31,6 @@ constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kBytesA = kTileM * kTileK;
 constexpr int kBytesB = TILE_N * kTileK;
 constexpr int kBox = 64 * 64 * 2;               // bytes of the output that leave by one copy
-constexpr int kStaged = TILE_N / 64 * 64;       // columns that leave by the copy engine; the others by ordinary stores
 constexpr int kRegisters = TILE_N / 2;          // that hold the sums of a thread
 constexpr int kFetched = (TILE_N + 127) / 128;  // columns whose scale and bias a thread fetches
 constexpr bool kRounds = static_cast<SUM>(0.5f) != 0;  // float: sums are carried over
@@ -257,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 continue;
             }
 #pragma unroll
-            for (int chunk = 0; chunk < kStaged / 64; ++chunk) {
+            for (int chunk = 0; chunk < TILE_N / 64; ++chunk) {
                 if (thread == 0) ptx::tma_store_wait_read<BUFFERS - 1>();
                 ptx::named_barrier(1 + consumer, 128);
                 const ptx::uint32 target = mine + buffer * kBox;
@@ -275,11 +274,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                     ptx::tma_store_commit();
                 }
                 buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
-            }
-#pragma unroll
-            for (int group = kStaged / 16; group < TILE_N / 16; ++group) {
-                finished(value, group);
-                store_direct(value, out, p.n, row, column + 16 * group, p);
             }
         }
         // The staging buffers have to outlive the stores that read them.
