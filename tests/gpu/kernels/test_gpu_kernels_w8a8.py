@@ -82,7 +82,15 @@ def test_codes_are_those_of_the_reference(dtype, codes):
 @pytest.mark.parametrize("codes", CODES)
 def test_codes_of_views_and_of_rows_that_are_not_numbers(codes):
     whole = torch.randn(9, 100, device="cuda", dtype=torch.float16)
-    for x in (whole[:, 3:80], whole.reshape(-1)[1:801].reshape(8, 100), whole.reshape(3, 3, 100)):
+    flat = whole.reshape(-1)
+    views = (
+        whole[:, 3:80],
+        flat[1:801].reshape(8, 100),
+        flat[1:801].reshape(10, 80),
+        flat[:77],
+        whole.reshape(3, 3, 100),
+    )
+    for x in views:
         found, scales = quantize_tokens(x, codes)
         expected, of_rows = reference.quantize(x.cpu(), codes)
         assert torch.equal(found.cpu().view(torch.int8), expected.view(torch.int8))
