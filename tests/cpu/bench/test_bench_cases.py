@@ -239,7 +239,7 @@ def test_how_many_cases_there_are_on_a_gpu(monkeypatch):
         "wna16": 36,
         "w8a8": 16,
         "attention": 36,
-        "decode": 2,
+        "decode": 3,
     }
     asked.quick = True
     fewer = {name: len(benchmark.cases(asked)) for name, benchmark in BENCHMARKS.items()}

@@ -4,8 +4,8 @@
 //   ELEMENT  of x: __half or __nv_bfloat16
 //   E4M3     1: codes are e4m3, LARGEST = 448 (sm_89); 0: they are int8 of -127 to 127, LARGEST = 127
 //
-// x is contiguous; `whole` says that its rows are whole chunks of 8 elements that begin at multiples of 16 bytes (those of
-// codes then begin at 8). Any rows, k >= 1. Rounded to nearest even after a product with 1 / scale. A scale below the
+// x is contiguous; `whole` says that its rows are whole chunks of 8 elements that begin at multiples of 16 bytes (codes
+// then begin at 8). Any rows, k >= 1. Rounded to nearest even after a product with 1 / scale. A scale below the
 // smallest normal float32 is 0, and its codes too; a row with NaN or infinity has a scale that shows it.
 //
 // A block of up to kMostThreads takes a row. It has as many threads as keep the row in registers from the one reading,
