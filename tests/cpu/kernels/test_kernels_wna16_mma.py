@@ -130,7 +130,7 @@ def test_epilogue_transposes_fragments_without_bank_conflicts(warp_n):
 @pytest.mark.parametrize(("tiles_m", "tiles_n"), [(1, 1), (1, 9), (9, 1), (8, 8), (13, 7), (17, 20)])
 def test_every_tile_is_visited_once(tiles_m, tiles_n):
     visited = []
-    for block in range(tiles_m * tiles_n):  # find_tile in sm80_wna16.cu
+    for block in range(tiles_m * tiles_n):  # tile_place in schedule.cuh
         band, within = divmod(block, 8 * tiles_n)
         height = min(tiles_m - band * 8, 8)
         visited.append((band * 8 + within % height, within // height))

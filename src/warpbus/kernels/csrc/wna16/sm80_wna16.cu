@@ -21,6 +21,7 @@
 // Launch: grid (tiles, splits), kThreads threads, kStages * kStageBytes of dynamic shared memory; no configuration
 // takes more than the 99 KB that sm_86 and sm_89 give to a block. On sm_90 and later it may start before the kernel
 // ahead of it has ended: it asks for weights before it waits.
+#include "common/schedule.cuh"
 #include "common/tile.cuh"
 #include "gemm/epilogue.cuh"
 #include "wna16/dequantize.cuh"
@@ -30,7 +31,7 @@ using Packed = Codes<ELEMENT, BITS>;
 constexpr int kTileM = TILE_M, kTileN = TILE_N, kTileK = 64;
 constexpr int kWarpM = WARP_M, kWarpN = WARP_N;
 constexpr int kStages = 3;
-constexpr int kBand = 8;  // tiles of x that blocks go down before they go on to the next rows of the weight
+constexpr unsigned kGroup = 8;  // tiles of x that blocks go down before they go on to the next rows of the weight
 
 constexpr int kWarpsM = kTileM / kWarpM;
 constexpr int kThreads = kTileN / kWarpN * kWarpsM * 32;
@@ -236,18 +237,6 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
     }
 }
 
-// The tile of this block: down a band of kBand tiles of x, then on to the next rows of the weight, so that blocks that
-// run at one time share what they read.
-__device__ __forceinline__ void find_tile(int m, int n, int& row0, int& column0) {
-    const unsigned tiles_m = (m + kTileM - 1u) / kTileM;
-    const unsigned tiles_n = (n + kTileN - 1u) / kTileN;
-    const unsigned band = blockIdx.x / (kBand * tiles_n);
-    const unsigned within = blockIdx.x % (kBand * tiles_n);
-    const unsigned height = min(tiles_m - band * kBand, static_cast<unsigned>(kBand));  // of the last band: less
-    row0 = (band * kBand + within % height) * kTileM;
-    column0 = within / height * kTileN;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16(
     const ELEMENT* __restrict__ x, const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
     const ELEMENT* __restrict__ zeros, const ELEMENT* __restrict__ bias, ELEMENT* __restrict__ out,
@@ -255,8 +244,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16(
     long long out_stride, int k_per_split) {
     alignas(128) extern __shared__ unsigned char shared[];
 
-    int row0, column0;
-    find_tile(m, n, row0, column0);
+    const auto place = tile_place(blockIdx.x, (m + kTileM - 1u) / kTileM, (n + kTileN - 1u) / kTileN, kGroup);
+    const int row0 = place.row * kTileM;
+    const int column0 = place.column * kTileN;
     const int warp = threadIdx.x / 32;
     const int warp_row = warp % kWarpsM * kWarpM;
     const int warp_column = warp / kWarpsM * kWarpN;

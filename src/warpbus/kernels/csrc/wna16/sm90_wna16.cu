@@ -18,6 +18,7 @@
 // a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
 // their order, and writes it. All blocks are resident, so it can wait for them by a flag, which it takes back.
 #include "common/numeric.cuh"
+#include "common/schedule.cuh"
 #include "common/wgmma.cuh"
 #include "wna16/dequantize.cuh"
 
@@ -93,23 +94,9 @@ struct Place {
 };
 
 __device__ __forceinline__ Place place_of(int tile, const Problem& p) {
-    const int rows = (p.n + kRows - 1) / kRows;
-    const int first = tile / (p.group * rows) * p.group;
-    const int height = min(p.group, (p.m + TOKENS - 1) / TOKENS - first);
-    const int within = tile % (p.group * rows);
-    return {(first + within % height) * TOKENS, within / height * kRows};
+    const auto place = tile_place(tile, (p.m + TOKENS - 1) / TOKENS, (p.n + kRows - 1) / kRows, p.group);
+    return {place.row * TOKENS, place.column * kRows};
 }
-
-// A position in the ring: a stage, and the parity of the phase its barriers are in.
-struct Ring {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 // Addresses in shared memory.
 struct Buffers {
@@ -167,7 +154,7 @@ __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const 
 
 __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps, bool symmetric, const Problem& p) {
     Blocks ahead(p), behind(p);
-    Ring ring;
+    Ring<STAGES> ring;
     for (int i = 0; i < STAGES && ahead.there; ++i, ahead.advance(p)) {
         load_weights(buffers, i, maps, ahead, symmetric, p);
     }
@@ -313,7 +300,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
     const int thread = threadIdx.x % 128;
     Schedule schedule(p);
     Segment segment;
-    Ring ring;
+    Ring<STAGES> ring;
     float d[TOKENS / 2];
     ptx::uint32 even[4][4], odd[4][4];
     while (schedule.next(segment, p)) {
