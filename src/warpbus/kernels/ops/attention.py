@@ -31,8 +31,8 @@ _STAGES_CROWDED = {16: 3, 8: 4}  # where not every block has a multiprocessor to
 _COMBINERS = 16  # blocks that share the sum over a row's parts
 # Microseconds on an H100, for the choice between two cuts alone: a chunk of a block, and the sum over a row's parts
 # through global memory (written, counted, waited for, read in two rounds) or through a cluster's shared memory.
-_CHUNK_TIME = 0.4
-_GLOBAL_TIME = 3.0
+_CHUNK_TIME = 0.35
+_GLOBAL_TIME = 4.0
 _CLUSTER_TIME = 1.0
 
 
@@ -244,7 +244,8 @@ def shared_bytes(head_dim: int, bits: int, tiles: int, stages: int) -> int:
     """The dynamic shared memory of a block: `Memory` in csrc/attention/block.cuh."""
     keys, row = _keys(head_dim), head_dim * bits // 8
     stage = 2 * keys * row + (8 * keys if bits == 8 else 0)
-    queries = tiles * _TILE * (2 * head_dim + 2 * keys + 2 * 4 * 4)
+    weighed = (2 if tiles * head_dim < 512 else 1) * (2 * keys + 2 * 4 * 4)
+    queries = tiles * _TILE * (2 * head_dim + weighed)
     return stages * stage + queries + 2 * row + 16
 
 

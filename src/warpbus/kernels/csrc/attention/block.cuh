@@ -46,13 +46,21 @@ struct Fresh {
     int unused;
 };
 
-// Queries as mma wants them, in the order of tile.cuh, and what four warps tell each other about them.
-struct QueryTile {
-    ELEMENT queries[kTile * HEAD_DIM];  // rotated
+// What four warps tell each other about a chunk: weights as mma wants them, in the order of tile.cuh, of each warp's
+// keys relative to its own exponent; the exponents; the sums of the weights.
+struct Weighed {
     ELEMENT weights[kTile * kKeys];
-    float maxima[kTile * kWarps];
+    float exponents[kTile * kWarps];
     float sums[kTile * kWarps];
 };
+
+// The rotated queries in the order of tile.cuh. Chunks are weighed into one and the other in turn, so that a warp may
+// begin with a chunk while others still read what is said of the last; where queries take most of the room there is one.
+struct QueryTile {
+    ELEMENT queries[kTile * HEAD_DIM];
+    Weighed weighed[2];
+};
+__device__ __forceinline__ int count_weighed() { return blockDim.x / (32 * kWarps) * HEAD_DIM < 512 ? 2 : 1; }
 
 // A chunk of the cache, in the order of tile.cuh. With codes, the scales of its keys and then of its values follow.
 struct Stage {
@@ -68,7 +76,7 @@ constexpr int kStageBytes = sizeof(Stage) + (kCoded ? 2 * kKeys * sizeof(float) 
 constexpr int kPartPadding = 8;
 constexpr int kMaxTiles = kMaxThreads / (32 * kWarps);
 static_assert(kTile * ((HEAD_DIM + kPartPadding) * sizeof(float) + sizeof(float2)) * kMaxTiles <=
-                  sizeof(QueryTile) * kMaxTiles + kStageBytes,
+                  (sizeof(QueryTile) - sizeof(Weighed)) * kMaxTiles + kStageBytes,
               "a part fits behind Fresh; with fewer tiles all the more");
 static_assert(8 * (HEAD_DIM + 2) <= kTile * (HEAD_DIM + kPartPadding), "so does the scratch of combine");
 
@@ -79,9 +87,10 @@ struct Memory {
 
     __device__ __forceinline__ Memory(unsigned char* begin, const Place& place) {
         fresh = reinterpret_cast<Fresh*>(begin);
-        auto* tiles = reinterpret_cast<QueryTile*>(fresh + 1);
-        tile = tiles + place.tile;
-        stages = reinterpret_cast<unsigned char*>(tiles + blockDim.x / (32 * kWarps));
+        auto* tiles = reinterpret_cast<unsigned char*>(fresh + 1);
+        const int bytes = sizeof(QueryTile) - (2 - count_weighed()) * sizeof(Weighed);
+        tile = reinterpret_cast<QueryTile*>(tiles + place.tile * bytes);
+        stages = tiles + blockDim.x / (32 * kWarps) * bytes;
     }
 
     __device__ __forceinline__ Stage& stage(int index) const {

@@ -24,6 +24,20 @@ __device__ __forceinline__ float power_of_two(float exponent) {
     return exponent < -126.0f ? 0.0f : __int_as_float((127 + static_cast<int>(exponent)) << 23);
 }
 
+// The type of two elements in 32 bits.
+template <typename T>
+struct PairType;
+template <>
+struct PairType<__half> {
+    using Type = __half2;
+};
+template <>
+struct PairType<__nv_bfloat16> {
+    using Type = __nv_bfloat162;
+};
+template <typename T>
+using PairOf = typename PairType<T>::Type;
+
 template <typename Pair>
 __device__ __forceinline__ Pair as_pair(ptx::uint32 bits) {
     return *reinterpret_cast<Pair*>(&bits);

@@ -33,8 +33,8 @@
 //
 // How it works. The queries of a KV head are the rows of a matrix product, so that a key or value is read once for all
 // of them. Keys come in chunks of kKeys, by cp.async in `stages` stages. In a chunk, each of four warps multiplies the
-// queries with a quarter of the keys; they agree on the maximum, write the weights to shared memory, and each
-// multiplies them with a quarter of the values' dimensions. `chunks_per_unit` chunks make a unit, whose sum the tensor
+// queries with a quarter of the keys and writes their weights to shared memory, relative to a maximum of its own; after
+// a barrier each brings them to one exponent and multiplies them with a quarter of the values' dimensions. `chunks_per_unit` chunks make a unit, whose sum the tensor
 // cores keep; a block has `units_per_block` units, one or a whole group, and sums them in float32. Then the blocks of a
 // row are summed: by the cluster that they form, or through global memory by those that come last. Weights are relative
 // to an integer exponent and additions have one order (combine.cuh), so the result does not depend on units_per_block,
@@ -106,6 +106,10 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
     const int position = positions[row];  // everything waits for it but these:
     const Queries queries(projected + kv_head * group * head_dim, group, head_dim, rotary, interleaved, place);
+    const int warp = threadIdx.x / 32;
+    const bool is_key = warp % 2 == 0;
+    const NewToken token(projected + (kv_heads * (group + warp % 2) + kv_head) * head_dim, head_dim,
+                         is_key ? rotary : 0, interleaved);
     const int block_keys = units_per_block * chunks_per_unit * kKeys;
     const Range range = {part * block_keys, min((part + 1) * block_keys, position + 1), position};
     if (range.begin >= range.end) return;
@@ -121,32 +125,49 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
                                key_scales + (row * key_scale_row_stride + kv_head * key_scale_head_stride)};
     const Source value_source = {values + row * value_row_stride + kv_head * value_head_stride, value_token_stride,
                                  value_scales + (row * value_scale_row_stride + kv_head * value_scale_head_stride)};
-    // A chunk's keys with all scales are one group of copies, its values another; past the last chunk they are empty.
-    const auto begin_chunk = [&](int chunk, int index) {
-        Stage& stage = at.stage(index);
-        const int first = range.begin + chunk * kKeys;
-        if (chunk < chunks) {
-            fetch(stage.keys, key_source, first, range, head_dim, place);
-            if constexpr (kCoded) fetch_scales(stage.scales(), key_source, value_source, first, range);
+    // The values of a chunk and the keys of the next, with its scales, are one group of copies. Past the last chunk a
+    // group is empty.
+    const auto begin_keys = [&](int chunk, int index) {
+        if (chunk >= chunks) return;
+        fetch(at.stage(index).keys, key_source, range.begin + chunk * kKeys, range, head_dim, place);
+        if constexpr (kCoded) {
+            fetch_scales(at.stage(index).scales(), key_source, value_source, range.begin + chunk * kKeys, range);
         }
-        ptx::cp_async_commit();
-        if (chunk < chunks) fetch(stage.values, value_source, first, range, head_dim, place);
-        ptx::cp_async_commit();
     };
-    for (int chunk = 0; chunk < stages - 1; ++chunk) begin_chunk(chunk, chunk);
+    const auto begin_values = [&](int chunk, int index) {
+        if (chunk >= chunks) return;
+        fetch(at.stage(index).values, value_source, range.begin + chunk * kKeys, range, head_dim, place);
+    };
+    begin_keys(0, 0);
+    ptx::cp_async_commit();
+    for (int chunk = 0; chunk < stages - 1; ++chunk) {
+        begin_values(chunk, chunk);
+        begin_keys(chunk + 1, chunk + 1);
+        ptx::cp_async_commit();
+    }
 
     queries.store(at.tile, angles, group, head_dim, place);
     const bool has_new = range.end == position + 1;
-    const int warp = threadIdx.x / 32;
     if (has_new && warp < 2) {
-        const ELEMENT* head = projected + (kv_heads * (group + warp) + kv_head) * head_dim;
-        const bool is_key = warp == 0;
         const Source source = {is_key ? key_source.data : value_source.data,
                                is_key ? key_source.stride : value_source.stride,
                                is_key ? key_source.scales : value_source.scales};
-        append(head, row_angles, source, position, at.fresh->rows[warp], at.fresh->scales + warp, head_dim,
+        append(token, row_angles, source, position, at.fresh->rows[warp], at.fresh->scales + warp, head_dim,
                is_key ? rotary : 0, interleaved, code);
     }
+    const int new_row = position - (range.begin + (chunks - 1) * kKeys);  // within the last chunk
+    // The key and all scales have to be there before the last chunk's turn, the value when its weights are.
+    const auto insert_key = [&](Stage& stage) {
+        if (!has_new || warp >= 2) return;
+        __syncwarp();
+        if (warp == 0) insert(stage.keys, at.fresh->rows[0], new_row);
+        if (kCoded && threadIdx.x % 32 == 0) stage.scales()[warp * kKeys + new_row] = at.fresh->scales[warp];
+    };
+    const auto insert_value = [&](Stage& stage) {
+        if (has_new && warp == 1) insert(stage.values, at.fresh->rows[1], new_row);
+    };
+    if (chunks == 1) insert_key(at.stage(0));
+    wait_for_copies(stages - 1);
     __syncthreads();
 
     Running all;
@@ -155,28 +176,35 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     unit.clear();
     int index = 0;  // of the chunk's stage
     int left = chunks_per_unit;
+    const int weighed_places = count_weighed();
+    // At the one barrier of a chunk its weights and values are there and the next one's keys; all warps have used its
+    // keys, and the values of the chunk before it, so that their places can be filled.
     for (int chunk = 0; chunk < chunks; ++chunk) {
         Stage& stage = at.stage(index);
+        Weighed& weighed = at.tile->weighed[chunk % weighed_places];
+        const int previous = index == 0 ? stages - 1 : index - 1;
+        const int next = index + 1 == stages ? 0 : index + 1;
         const float* value_scales = stage.scales() + kKeys;
-        const int first = range.begin + chunk * kKeys;
-        if (has_new && chunk == chunks - 1) insert(stage, *at.fresh, position - first);
-        wait_keys(stages);
-        __syncthreads();
-        begin_chunk(chunk + stages - 1, index == 0 ? stages - 1 : index - 1);
-        Scores scores = {};
+        Scores scores;
+        float largest[2];
         multiply_keys(scores, at.tile->queries, stage.keys, place, code);
-        find_maxima(scores, scale, stage.scales(), range.end - first, at.tile->maxima, place);
+        find_maxima(largest, scores, scale, stage.scales(), range.end - (range.begin + chunk * kKeys), place);
+        unit.raise(value_scales);
+        unit.weigh(weighed, scores, largest, value_scales, place);
+        if (chunk + 2 == chunks) insert_key(at.stage(next));
+        if (chunk + 1 == chunks) insert_value(stage);
+        wait_for_copies(stages - 2);
         __syncthreads();
-        unit.raise(at.tile->maxima, value_scales, place);
-        unit.weigh(scores, value_scales, at.tile->weights, at.tile->sums, place);
-        wait_values(stages);
-        __syncthreads();
-        unit.add(at.tile->weights, at.tile->sums, stage.values, code, place);
+        begin_values(chunk + stages - 1, previous);
+        begin_keys(chunk + stages, index);
+        ptx::cp_async_commit();
+        unit.add(weighed, stage.values, code, place);
+        if (weighed_places == 1) __syncthreads();
         if (--left == 0 || chunk + 1 == chunks) {
             unit.finish(all);
             left = chunks_per_unit;
         }
-        index = index + 1 == stages ? 0 : index + 1;
+        index = next;
     }
 
     if (blocks == 1) {

@@ -60,16 +60,12 @@ __device__ __forceinline__ void fetch_scales(float* scales, const Source& keys, 
     }
 }
 
-// Wait for a chunk's keys, or for its values too: what was begun after them may be under way. `stages` is 2 to 4.
-__device__ __forceinline__ void wait_keys(int stages) {
-    if (stages == 2) ptx::cp_async_wait<1>();
-    else if (stages == 3) ptx::cp_async_wait<3>();
-    else ptx::cp_async_wait<5>();
-}
-__device__ __forceinline__ void wait_values(int stages) {
-    if (stages == 2) ptx::cp_async_wait<2>();
-    else if (stages == 3) ptx::cp_async_wait<4>();
-    else ptx::cp_async_wait<6>();
+// Wait until at most `newest` (0 to 3) of the newest groups of copies are under way.
+__device__ __forceinline__ void wait_for_copies(int newest) {
+    if (newest == 0) ptx::cp_async_wait<0>();
+    else if (newest == 1) ptx::cp_async_wait<1>();
+    else if (newest == 2) ptx::cp_async_wait<2>();
+    else ptx::cp_async_wait<3>();
 }
 
 // Where the pair of dimensions from `dim` on stands in a row of queries. Codes of keys come out of ldmatrix four at a
@@ -116,22 +112,36 @@ struct Queries {
     }
 };
 
-// A warp writes the new token's key or value into the cache, and for this block into `fresh`. A value has rotary 0.
-__device__ __forceinline__ void append(const ELEMENT* head, const float* angles, const Source& source, int position,
+// The new token's key or value on its way to the cache; a warp has it whole. A value has rotary 0.
+struct NewToken {
+    static constexpr int kPairs = HEAD_DIM / 64;  // of a lane
+    attention::Unturned<ELEMENT> unturned[kPairs];
+
+    __device__ __forceinline__ static int dim(int i) { return 2 * (threadIdx.x % 32 + 32 * i); }
+    __device__ __forceinline__ static attention::Pair pair(int i, int head_dim, int rotary, bool interleaved) {
+        return attention::Pair(dim(i) < head_dim ? dim(i) : 0, rotary, interleaved);
+    }
+
+    // Begin to load.
+    __device__ __forceinline__ NewToken(const ELEMENT* head, int head_dim, int rotary, bool interleaved) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) unturned[i].load(head, pair(i, head_dim, rotary, interleaved));
+    }
+};
+
+// Write it, rotated, into the cache, and for this block into `fresh`.
+__device__ __forceinline__ void append(const NewToken& token, const float* angles, const Source& source, int position,
                                        Unit* fresh, float* fresh_scale, int head_dim, int rotary, bool interleaved,
                                        int code) {
-    constexpr int kPairs = HEAD_DIM / 64;  // of a lane
+    constexpr int kPairs = NewToken::kPairs;
     const int lane = threadIdx.x % 32;
     Cache* cached = source.data + position * source.stride;
     unsigned int pairs[kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-        const int dim = 2 * (lane + 32 * i);
-        const attention::Pair pair(dim < head_dim ? dim : 0, rotary, interleaved);
-        attention::Unturned<ELEMENT> unturned;
-        unturned.load(head, pair);
-        const float2 x = unturned.turned(pair, attention::Angles(angles, pair, rotary));
-        pairs[i] = dim < head_dim ? pack_pair<ELEMENT>(x.x, x.y) : 0;
+        const attention::Pair pair = NewToken::pair(i, head_dim, rotary, interleaved);
+        const float2 x = token.unturned[i].turned(pair, attention::Angles(angles, pair, rotary));
+        pairs[i] = NewToken::dim(i) < head_dim ? pack_pair<ELEMENT>(x.x, x.y) : 0;
     }
     if constexpr (!kCoded) {
 #pragma unroll
@@ -164,14 +174,11 @@ __device__ __forceinline__ void append(const ELEMENT* head, const float* angles,
     }
 }
 
-// Put the new token's key and value into row `row` of a chunk.
-__device__ __forceinline__ void insert(Stage& stage, const Fresh& fresh, int row) {
-    if (threadIdx.x < 2 * kPieces) {
-        const int piece = threadIdx.x % kPieces;
-        const bool is_value = threadIdx.x >= kPieces;
-        Unit* tile = is_value ? stage.values : stage.keys;
-        const uint4 part = reinterpret_cast<const uint4*>(fresh.rows)[threadIdx.x];
+// Put the new token's key or value into row `row` of a chunk, by the warp that has written it to `fresh`.
+__device__ __forceinline__ void insert(Unit* tile, const Unit* fresh, int row) {
+    const int piece = threadIdx.x % 32;
+    if (piece < kPieces) {
+        const uint4 part = reinterpret_cast<const uint4*>(fresh)[piece];
         *reinterpret_cast<uint4*>(tile + chunk_offset<kColumns>(row, piece)) = part;
-        if (kCoded && piece == 0) stage.scales()[is_value * kKeys + row] = fresh.scales[is_value];
     }
 }

@@ -14,10 +14,12 @@ __device__ __forceinline__ void load_strip(ptx::uint32 (&fragment)[4], const Uni
     ptx::ldmatrix_x4(fragment, ptx::shared_address(tile + chunk_offset<kColumns>(row0 + lane % 8, chunk + lane / 8)));
 }
 
-// Products of the tile's 16 queries with the warp's keys: an accumulator of mma for each 8 keys.
+// Products of the tile's 16 queries with the warp's keys: an accumulator of mma for each 8 keys, and another for each
+// second step, since a product waits for the one before it in its accumulator.
 __device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* queries, const Unit* keys,
                                               const Place& place, int code) {
     constexpr int kSteps = kCoded ? 4 : 2;  // of 16 dimensions in a strip
+    Scores sums[2] = {};
 #pragma unroll
     for (int strip = 0; strip < kPieces / 4; ++strip) {
         ptx::uint32 k[kScoreTiles][4];
@@ -30,21 +32,26 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* que
 #pragma unroll
             for (int j = 0; j < kScoreTiles; ++j) {
                 if constexpr (kCoded) {
-                    ptx::mma_m16n8k16<ELEMENT>(scores[j], q, attention::dequantize<ELEMENT, 0, 1>(k[j][step], code),
+                    ptx::mma_m16n8k16<ELEMENT>(sums[step % 2][j], q, attention::dequantize<ELEMENT, 0, 1>(k[j][step], code),
                                                attention::dequantize<ELEMENT, 2, 3>(k[j][step], code));
                 } else {
-                    ptx::mma_m16n8k16<ELEMENT>(scores[j], q, k[j][2 * step], k[j][2 * step + 1]);
+                    ptx::mma_m16n8k16<ELEMENT>(sums[step % 2][j], q, k[j][2 * step], k[j][2 * step + 1]);
                 }
             }
         }
     }
+#pragma unroll
+    for (int j = 0; j < kScoreTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[j][i] = sums[0][j][i] + sums[1][j][i];
+    }
 }
 
-// Scale and mask the scores, and leave the largest of each query and quarter in shared memory. `end` is where the keys
-// end, from the beginning of the chunk; `scales` those of the chunk's keys, for codes.
-__device__ __forceinline__ void find_maxima(Scores& scores, float scale, const float* scales, int end, float* maxima,
-                                            const Place& place) {
-    float largest[2] = {attention::minus_infinity(), attention::minus_infinity()};
+// Scale and mask the scores, and find the largest of each of the two queries. `end` is where the keys end, from the
+// beginning of the chunk; `scales` those of the chunk's keys, for codes.
+__device__ __forceinline__ void find_maxima(float (&largest)[2], Scores& scores, float scale, const float* scales,
+                                            int end, const Place& place) {
+    largest[0] = largest[1] = attention::minus_infinity();
 #pragma unroll
     for (int j = 0; j < kScoreTiles; ++j) {
 #pragma unroll
@@ -59,18 +66,30 @@ __device__ __forceinline__ void find_maxima(Scores& scores, float scale, const f
     for (int r = 0; r < 2; ++r) {
         largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAll, largest[r], 1));
         largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAll, largest[r], 2));
-        if (place.t == 0) maxima[place.row(r) * kWarps + place.quarter] = largest[r];
     }
+}
+
+// What brings the weights of each warp to one exponent, as pairs of elements, for the two queries of a thread.
+using Factors = ptx::uint32[2][kWarps];
+
+__device__ __forceinline__ ptx::uint32 multiply_pairs(ptx::uint32 x, ptx::uint32 y) {
+    using Pair = attention::PairOf<ELEMENT>;
+    return attention::as_bits(__hmul2(attention::as_pair<Pair>(x), attention::as_pair<Pair>(y)));
 }
 
 // Add the products of the chunk's weights with the warp's dimensions of the values. Codes stand in pairs, so that their
 // accumulators have the even and the odd dimensions of each 16; see output_dim.
-__device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], const ELEMENT* weights, const Unit* values,
-                                                const Place& place, int code) {
+__device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], const ELEMENT* weights,
+                                                const Factors& factors, const Unit* values, const Place& place,
+                                                int code) {
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
         ptx::uint32 p[4];
         load_block<kKeys, Second::below, false>(p, weights, 0, 16 * step);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // i % 2: which query; i / 2: which eight keys
+            p[i] = multiply_pairs(p[i], factors[i % 2][(16 * step + i / 2 * 8) / kWarpKeys]);
+        }
 #pragma unroll
         for (int block = 0; block < kWarpDims / kBlockDims; ++block) {
             ptx::uint32 v[4];
@@ -174,65 +193,79 @@ struct Unfinished {
         value_exponent = kCoded ? attention::minus_infinity() : 0.0f;
     }
 
-    // Make room for a chunk: raise the exponents to its maxima, and to its scales of values, for codes.
-    __device__ __forceinline__ void raise(const float* maxima, const float* value_scales, const Place& place) {
-        float drop = 1.0f;
+    // For codes: raise the exponent of the values to the chunk's scales.
+    __device__ __forceinline__ void raise(const float* value_scales) {
         if constexpr (kCoded) {
             const float joined = fmaxf(value_exponent, scale_exponent(value_scales));
-            drop = attention::power_of_two(value_exponent - joined);
+            const float drop = attention::power_of_two(value_exponent - joined);
             value_exponent = joined;
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float4 four = *reinterpret_cast<const float4*>(maxima + place.row(r) * kWarps);
-            const float largest = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w));
-            const float joined = fmaxf(sums.exponent[r], ceilf(largest));
-            const float rescale = attention::power_of_two(sums.exponent[r] - joined);
-            sums.exponent[r] = joined;
-            sums.weight[r] *= rescale;
 #pragma unroll
             for (int n = 0; n < kOutTiles; ++n) {
-                sums.values[n][2 * r] *= rescale * drop;
-                sums.values[n][2 * r + 1] *= rescale * drop;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums.values[n][i] *= drop;
             }
         }
     }
 
-    // The weights of the warp's keys, as operands for the product with the values, and their sums, into shared memory.
-    __device__ __forceinline__ void weigh(const Scores& scores, const float* value_scales, ELEMENT* weights,
-                                          float* totals, const Place& place) const {
+    // The weights of the warp's keys into shared memory, relative to an exponent that no other warp is asked for.
+    __device__ __forceinline__ void weigh(Weighed& to, const Scores& scores, const float (&largest)[2],
+                                          const float* value_scales, const Place& place) const {
         const float inverse = kCoded ? any_power_of_two(-value_exponent) : 1.0f;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            const float own = fmaxf(sums.exponent[r], ceilf(largest[r]));
+            const float from = own == attention::minus_infinity() ? 0.0f : own;  // where all keys are masked
             float total = 0.0f;
 #pragma unroll
             for (int j = 0; j < kScoreTiles; ++j) {
-                float low = exp2f(scores[j][2 * r] - sums.exponent[r]);
-                float high = exp2f(scores[j][2 * r + 1] - sums.exponent[r]);
+                float low = exp2f(scores[j][2 * r] - from);
+                float high = exp2f(scores[j][2 * r + 1] - from);
                 total += low + high;
                 if constexpr (kCoded) {
                     low *= value_scales[place.key(j)] * inverse;
                     high *= value_scales[place.key(j) + 1] * inverse;
                 }
                 const int chunk = place.quarter * (kWarpKeys / kChunk) + j;
-                ELEMENT* pair = weights + chunk_offset<kKeys>(place.row(r), chunk) + 2 * place.t;
+                ELEMENT* pair = to.weights + chunk_offset<kKeys>(place.row(r), chunk) + 2 * place.t;
                 *reinterpret_cast<unsigned int*>(pair) = pack_pair<ELEMENT>(low, high);
             }
             total += __shfl_xor_sync(kAll, total, 1);
             total += __shfl_xor_sync(kAll, total, 2);
-            if (place.t == 0) totals[place.row(r) * kWarps + place.quarter] = total;
+            if (place.t == 0) {
+                to.exponents[place.row(r) * kWarps + place.quarter] = own;
+                to.sums[place.row(r) * kWarps + place.quarter] = total;
+            }
         }
     }
 
     // Add what all four warps have weighed.
-    __device__ __forceinline__ void add(const ELEMENT* weights, const float* totals, const Unit* values, int code,
-                                        const Place& place) {
+    __device__ __forceinline__ void add(const Weighed& weighed, const Unit* values, int code, const Place& place) {
+        Factors factors;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float4 four = *reinterpret_cast<const float4*>(totals + place.row(r) * kWarps);
-            sums.weight[r] += (four.x + four.y) + (four.z + four.w);
+            const int first = place.row(r) * kWarps;
+            const float4 four = *reinterpret_cast<const float4*>(weighed.exponents + first);
+            const float4 totals = *reinterpret_cast<const float4*>(weighed.sums + first);
+            const float joined = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w));  // none is below sums.exponent
+            const float keep = attention::power_of_two(sums.exponent[r] - joined);
+            const float factor[kWarps] = {attention::power_of_two(four.x - joined),
+                                          attention::power_of_two(four.y - joined),
+                                          attention::power_of_two(four.z - joined),
+                                          attention::power_of_two(four.w - joined)};
+            sums.exponent[r] = joined;
+            sums.weight[r] = sums.weight[r] * keep + ((totals.x * factor[0] + totals.y * factor[1]) +
+                                                      (totals.z * factor[2] + totals.w * factor[3]));
+#pragma unroll
+            for (int i = 0; i < kWarps; ++i) factors[r][i] = pack_pair<ELEMENT>(factor[i], factor[i]);
+#pragma unroll
+            for (int n = 0; n < kOutTiles; ++n) {
+                sums.values[n][2 * r] *= keep;
+                sums.values[n][2 * r + 1] *= keep;
+            }
         }
-        if (place.quarter * kWarpDims < HEAD_DIM) multiply_values(sums.values, weights, values, place, code);
+        if (place.quarter * kWarpDims < HEAD_DIM) {
+            multiply_values(sums.values, weighed.weights, factors, values, place, code);
+        }
     }
 
     __device__ __forceinline__ void finish(Running& all) {
