@@ -1,8 +1,12 @@
-"""What the flags `--device` and `--dtype` mean."""
+"""What the flags `--device` and `--dtype` mean, and the context that the driver wants of each thread."""
+
+import threading
 
 import torch
 
 from warpbus.errors import DeviceError, UsageError
+
+_in_thread = threading.local()
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -48,3 +52,13 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def default_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     """What a checkpoint stored as `stored` is computed in: float32 on the CPU, its own 16 bits on a GPU."""
     return stored if device.type == "cuda" and stored in DTYPES.values() else torch.float32
+
+
+def enter_context() -> None:
+    """Give this thread a CUDA context, which the driver's functions need.
+
+    A thread that has not called CUDA yet has none: those of torch that compute gradients, for one.
+    """
+    if not getattr(_in_thread, "has_context", False):
+        torch.cuda.set_device(torch.cuda.current_device())
+        _in_thread.has_context = True

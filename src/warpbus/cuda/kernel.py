@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda import driver
+from warpbus.cuda.devices import enter_context
 from warpbus.cuda.jit import Cubin, Resources, architecture, compile_source
 from warpbus.errors import DeviceError
 
 Extent = int | tuple[int, ...]
 
 _LARGEST_WITHOUT_ASKING = 48 * 1024  # bytes of shared memory a block
-_in_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,7 @@ class Kernel:
         return self.unit.compile(arch).resources[self.name]
 
     def _prepare(self, index: int, shared: int) -> ctypes.c_void_p:
-        if not getattr(_in_thread, "has_context", False):
-            # A thread that has not called CUDA yet has no context, and a launch by the driver needs one.
-            torch.cuda.set_device(torch.cuda.current_device())
-            _in_thread.has_context = True
+        enter_context()
         handle = self._handles.get(index)
         if handle is None:
             handle = driver.kernel(self.unit.load(architecture(index)), self.name, self.unit.label)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda import driver
+from warpbus.cuda.devices import enter_context
 from warpbus.errors import TensorError
 
 ALIGNMENT = 16  # bytes: of the address, and of the distance between rows
@@ -60,6 +61,7 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int, *, swizzled: boo
 def _encode(
     address: int, element: int, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int, swizzle: int
 ) -> bytes:
+    enter_context()
     # A map only says where and how, so the same matrix at the same place has the same map, whatever it holds.
     storage = (ctypes.c_uint64 * 24)()
     target = -(-ctypes.addressof(storage) // 64) * 64  # the driver wants 64-byte alignment

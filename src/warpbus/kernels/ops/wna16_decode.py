@@ -64,8 +64,8 @@ def multiply(
         multiprocessors(x.device),
         32 * (_WARPS + 1),
         *(weight.codes, weight.scales, weight.zeros, x, norm, bias, residual, out),
-        *(m, n, k, x.stride(0), blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, pairs if gated else 0),
-        *(stages, stage, int(streamed), eps),
+        *(m, n, k, x.stride(0), blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
+        *(pairs if gated else 0, stages, stage, int(streamed), eps),
         shared=stages * stage + others,
         dependent=True,
     )
@@ -117,7 +117,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Ker
         TOKENS=tokens,
         WARPS=_WARPS,
     )
-    return declared.kernel("wna16_decode", "PPPPPPPPiiiiiiiiiiif")
+    return declared.kernel("wna16_decode", "PPPPPPPPiiiiiiiiiiiif")
 
 
 for _dtype, _bits, _two, _tokens_of in itertools.product(HALVES, (4, 8), (False, True), (8, 16)):

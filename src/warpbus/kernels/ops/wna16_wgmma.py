@@ -97,7 +97,11 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
         128 * (1 + tiling.consumers),
         *(b"".join(maps), bias, out, partials, counters(x.device, grid * tiling.consumers) if shared_tiles else None),
         *(int(weight.zeros is None), m, n, k, chunks),
-        *(31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1, scale_words),
+        *(
+            31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
+            weight.scheme.middle_code,
+            scale_words,
+        ),
         *(max(_GROUP // tiling.tokens, 1), waves, int(direct)),
         shared=tiling.shared(bits),
         dependent=True,
@@ -142,7 +146,7 @@ def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: 
         CONSUMERS=consumers,
         STAGES=stages,
     )
-    return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiii")
+    return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiiii")
 
 
 for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):

@@ -34,6 +34,7 @@ struct Problem {
     int chunks;      // of 64 columns in a row
     int groups;      // scales of a row
     int shift;       // a group has 2^shift chunks
+    int middle;      // the code that means zero in a symmetric scheme
     int gate_tiles;  // tiles of the gate, or 0
     int stages;      // in flight
     int stage_size;  // bytes: a Stage, with the part of x behind it where x is streamed
@@ -166,7 +167,7 @@ __device__ __forceinline__ void produce(unsigned char* memory, ptx::uint32 full,
 // the first group's place in the stage.
 __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
                                          const ptx::uint32 (&x)[kTokenTiles], ptx::uint32 offset, int group,
-                                         bool symmetric) {
+                                         bool symmetric, ptx::uint32 middle) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     uint4 codes[2][kLoads];
@@ -187,7 +188,6 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
         float2 scale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const ptx::uint32 middle = pack_pair<ELEMENT>(1 << (BITS - 1), 1 << (BITS - 1));
             zeros[r] = Packed::zeros(symmetric ? middle : stage.zeros[r][group + h][lane / 4]);
             scale[r] = unpack_pair<ELEMENT>(stage.scales[r][group + h][lane / 4]);
         }
@@ -283,9 +283,13 @@ __device__ __forceinline__ void stage_normed_x(ELEMENT* target, float* squares, 
 
 // What a thread adds to the sums of one row of each of the two tiles, and where they go. Fetched before the sums are there.
 struct Epilogue {
-    int row[2];
-    float bias[2], residual[2];
+    ELEMENT bias[2], residual[2];
 };
+
+// The row of the weight that is row `within` of one of the two tiles.
+__device__ __forceinline__ int row_of(int pair, int which, int within, const Problem& p) {
+    return 16 * (p.gate_tiles > 0 ? pair + which * p.gate_tiles : 2 * pair + which) + within;
+}
 
 __device__ __forceinline__ Epilogue fetch_epilogue(const ELEMENT* bias, const ELEMENT* residual, int pair, int within,
                                                    int token, const Problem& p) {
@@ -293,27 +297,26 @@ __device__ __forceinline__ Epilogue fetch_epilogue(const ELEMENT* bias, const EL
     const int rows = p.gate_tiles > 0 ? p.n / 2 : p.n;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        e.row[r] = 16 * (p.gate_tiles > 0 ? pair + r * p.gate_tiles : 2 * pair + r) + within;
-        if (bias != nullptr && e.row[r] < p.n) e.bias[r] = to_float(bias[e.row[r]]);
-        if (residual != nullptr && e.row[r] < rows) {
-            e.residual[r] = to_float(residual[static_cast<long long>(token) * rows + e.row[r]]);
-        }
+        const int row = row_of(pair, r, within, p);
+        if (bias != nullptr && row < p.n) e.bias[r] = bias[row];
+        if (residual != nullptr && row < rows) e.residual[r] = residual[static_cast<long long>(token) * rows + row];
     }
     return e;
 }
 
-__device__ __forceinline__ void store(const float (&total)[2], const Epilogue& e, ELEMENT* out, int token,
-                                      const Problem& p) {
-    const float first = total[0] + e.bias[0];
-    const float second = total[1] + e.bias[1];
+__device__ __forceinline__ void store(const float (&total)[2], const Epilogue& e, ELEMENT* out, int pair, int within,
+                                      int token, const Problem& p) {
+    const int row = row_of(pair, 0, within, p);
+    const float first = total[0] + to_float(e.bias[0]);
+    const float second = total[1] + to_float(e.bias[1]);
     if (p.gate_tiles > 0) {
         const float gated = activate(kSilu, first) * second;
-        out[static_cast<long long>(token) * (p.n / 2) + e.row[0]] = from_float<ELEMENT>(gated + e.residual[0]);
+        out[static_cast<long long>(token) * (p.n / 2) + row] = from_float<ELEMENT>(gated + to_float(e.residual[0]));
         return;
     }
     ELEMENT* target = out + static_cast<long long>(token) * p.n;
-    if (e.row[0] < p.n) target[e.row[0]] = from_float<ELEMENT>(first + e.residual[0]);
-    if (e.row[1] < p.n) target[e.row[1]] = from_float<ELEMENT>(second + e.residual[1]);
+    if (row < p.n) target[row] = from_float<ELEMENT>(first + to_float(e.residual[0]));
+    if (row + 16 < p.n) target[row + 16] = from_float<ELEMENT>(second + to_float(e.residual[1]));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
@@ -367,6 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     const int within = threadIdx.x % 16;
     const int token = threadIdx.x / 16;
     const bool finishes = token < p.m;
+    const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
     Ring ring;
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
         Epilogue epilogue;
@@ -377,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
             if (first + warp < p.chunks) {
                 const int group = group_of(first + warp, p) - group_of(first, p);
                 const int offset = p.streamed ? ring.slot * p.stage_size : first * kChunk * 2;
-                multiply(sum, stage_at(memory, ring.slot, p), mine, offset, group, zeros == nullptr);
+                multiply(sum, stage_at(memory, ring.slot, p), mine, offset, group, zeros == nullptr, middle);
             }
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(empty + 8 * ring.slot);
@@ -404,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) total[r] += mine_of_all[(w * 2 + r) * kTokenTiles * 128];
             }
-            store(total, epilogue, out, token, p);
+            store(total, epilogue, out, pair, within, token, p);
         }
     }
 }

@@ -41,6 +41,7 @@ struct Problem {
     int m, n, k;
     int chunks;       // of 64 columns in a row of the weight
     int shift;        // a group has 2^shift chunks
+    int middle;       // the code that means zero in a symmetric scheme
     int scale_words;  // of a tile of 16 rows that a block of k needs: 8, or 16 where a chunk has two groups
     int group;        // tiles along m that are walked together, so that L2 serves a wave of blocks
     int waves;        // whole tiles of each block
@@ -193,7 +194,7 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const RowPairs scales = spread_rows(load_shared(buffers.scales + offset + h * second));
-        const ptx::uint32 middle = pack_pair<ELEMENT>(1 << (BITS - 1), 1 << (BITS - 1));
+        const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
         const auto zeros = Packed::zeros(symmetric ? middle : load_shared(buffers.zeros + offset + h * second));
 #pragma unroll
         for (int s = 2 * h; s < 2 * h + 2; ++s) {
