@@ -302,8 +302,8 @@ def test_nothing_to_do():
 
 
 def test_what_a_gpu_rejects():
-    given = problem([3], torch.float16, torch.float16, size=20, rotary=20)
-    with pytest.raises(UsageError, match="head_dim is 20"):
+    given = problem([3], torch.float16, torch.float16, size=24, rotary=24)
+    with pytest.raises(UsageError, match="head_dim is 24"):
         decode_attention(**given)
     given = problem([3], torch.float16, torch.float16, group=65)
     with pytest.raises(UsageError, match="65 queries share"):
