@@ -185,11 +185,11 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
         typename Packed::Zeros zeros[2];
-        float2 scale[2];
+        ptx::uint32 scales[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             zeros[r] = Packed::zeros(symmetric ? middle : stage.zeros[r][group + h][lane / 4]);
-            scale[r] = unpack_pair<ELEMENT>(stage.scales[r][group + h][lane / 4]);
+            scales[r] = stage.scales[r][group + h][lane / 4];
         }
         float part[2][kTokenTiles][4] = {};
 #pragma unroll
@@ -206,12 +206,13 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            const float2 scale = unpack_pair<ELEMENT>(scales[r]);
 #pragma unroll
             for (int t = 0; t < kTokenTiles; ++t) {
-                sum[r][t][0] = fmaf(part[r][t][0], scale[r].x, sum[r][t][0]);
-                sum[r][t][1] = fmaf(part[r][t][1], scale[r].x, sum[r][t][1]);
-                sum[r][t][2] = fmaf(part[r][t][2], scale[r].y, sum[r][t][2]);
-                sum[r][t][3] = fmaf(part[r][t][3], scale[r].y, sum[r][t][3]);
+                sum[r][t][0] = fmaf(part[r][t][0], scale.x, sum[r][t][0]);
+                sum[r][t][1] = fmaf(part[r][t][1], scale.x, sum[r][t][1]);
+                sum[r][t][2] = fmaf(part[r][t][2], scale.y, sum[r][t][2]);
+                sum[r][t][3] = fmaf(part[r][t][3], scale.y, sum[r][t][3]);
             }
         }
     }
