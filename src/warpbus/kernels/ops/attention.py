@@ -265,7 +265,7 @@ def _device(device: torch.device) -> Device:
 @functools.cache
 def _kernel(dtype: torch.dtype, head_dim: int, bits: int) -> Kernel:
     declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE_BITS=bits % 16)
-    return declared.kernel("decode_attention", "P" * 11 + "q" * 10 + "i" * 10 + "f")
+    return declared.kernel("decode_attention", "P" * 11 + "q" * 10 + "i" * 11 + "f")
 
 
 def _launch(
@@ -330,6 +330,7 @@ def _launch(
         cut.units_per_block,
         cut.in_group,
         cut.combiners,
+        limit,
         math.log2(math.e) * size**-0.5,
         shared=cut.shared,
         cluster=cut.cluster,

@@ -55,7 +55,7 @@ struct Weighed {
 };
 
 // The rotated queries in the order of tile.cuh. Chunks are weighed into one and the other in turn, so that a warp may
-// begin with a chunk while others still read what is said of the last; where queries take most of the room there is one.
+// begin with a chunk while others still read what is said of the last; where queries take most room there is one.
 struct QueryTile {
     ELEMENT queries[kTile * HEAD_DIM];
     Weighed weighed[2];

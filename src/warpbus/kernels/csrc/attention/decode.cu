@@ -20,6 +20,7 @@
 //   chunks_per_unit, units_per_block   how the keys are cut; the first block has the first keys
 //   in_group   blocks whose results are summed first, then groups of them: 1 to 8, 1 if there are at most 8 blocks
 //   combiners  blocks that sum those of a row, through global memory; 0: its blocks are a cluster, sm_90 and later
+//   limit      what all positions are below
 //   scale      log2(e) / sqrt(head_dim)
 //
 // Macros
@@ -34,12 +35,13 @@
 // How it works. The queries of a KV head are the rows of a matrix product, so that a key or value is read once for all
 // of them. Keys come in chunks of kKeys, by cp.async in `stages` stages. In a chunk, each of four warps multiplies the
 // queries with a quarter of the keys and writes their weights to shared memory, relative to a maximum of its own; after
-// a barrier each brings them to one exponent and multiplies them with a quarter of the values' dimensions. `chunks_per_unit` chunks make a unit, whose sum the tensor
-// cores keep; a block has `units_per_block` units, one or a whole group, and sums them in float32. Then the blocks of a
-// row are summed: by the cluster that they form, or through global memory by those that come last. Weights are relative
-// to an integer exponent and additions have one order (combine.cuh), so the result does not depend on units_per_block,
-// and that of a row not on the batch around it. The block that has the position of the new token rotates the key,
-// writes both into the cache and puts them into its own tiles.
+// a barrier each brings them to one exponent and multiplies them with a quarter of the values' dimensions.
+// `chunks_per_unit` chunks make a unit, whose sum the tensor cores keep; a block has `units_per_block` units, one or a
+// whole group, and sums them in float32. Then the blocks of a row are summed: by the cluster that they form, or through
+// global memory by those that come last. Weights are relative to an integer exponent and additions have one order
+// (combine.cuh), so the result does not depend on units_per_block, and that of a row not on the batch around it. The
+// block that has the position of the new token rotates the key, writes both into the cache and puts them into its own
+// tiles.
 #include "attention/combine.cuh"
 #include "attention/load.cuh"
 #include "attention/products.cuh"
@@ -81,36 +83,46 @@ __device__ __forceinline__ void store_part(const attention::Parts& parts, int pa
     }
 }
 
+// What the kernel ahead may have written, qkv and positions, is not __restrict__: loads of what nobody writes in this
+// kernel could move ahead of griddepcontrol_wait.
 extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
-    decode_attention(const ELEMENT* __restrict__ qkv, const float* __restrict__ table,
-                     const int* __restrict__ positions, Cache* keys, Cache* values, float* key_scales,
-                     float* value_scales, ELEMENT* __restrict__ out, float* part_values, float2* part_weights,
-                     int* counters, long long key_row_stride, long long key_head_stride, long long key_token_stride,
-                     long long value_row_stride, long long value_head_stride, long long value_token_stride,
+    decode_attention(const ELEMENT* qkv, const float* __restrict__ table, const int* positions, Cache* keys,
+                     Cache* values, float* key_scales, float* value_scales, ELEMENT* __restrict__ out,
+                     float* part_values, float2* part_weights, int* counters, long long key_row_stride,
+                     long long key_head_stride, long long key_token_stride, long long value_row_stride,
+                     long long value_head_stride, long long value_token_stride,
                      long long key_scale_row_stride, long long key_scale_head_stride, long long value_scale_row_stride,
                      long long value_scale_head_stride, int group, int head_dim, int rotary,
                      int interleaved, int code, int stages, int chunks_per_unit, int units_per_block,
-                     int in_group, int combiners, float scale) {
+                     int in_group, int combiners, int limit, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
-#if __CUDA_ARCH__ >= 900
-    // The cache may have been written just before, so nothing is read ahead of the wait.
-    ptx::griddepcontrol_launch_dependents();
-    ptx::griddepcontrol_wait();
-#endif
     const int part = blockIdx.x;
     const int kv_head = blockIdx.y;
     const long long row = blockIdx.z;
     const int kv_heads = gridDim.y;
     const int parts = gridDim.x;
+    const int warp = threadIdx.x / 32;
     const Place place;
+    const Memory at(memory, place);
+    const int block_keys = units_per_block * chunks_per_unit * kKeys;
+    const Source key_source = {keys + row * key_row_stride + kv_head * key_head_stride, key_token_stride,
+                               key_scales + (row * key_scale_row_stride + kv_head * key_scale_head_stride)};
+    const Source value_source = {values + row * value_row_stride + kv_head * value_head_stride, value_token_stride,
+                                 value_scales + (row * value_scale_row_stride + kv_head * value_scale_head_stride)};
+#if __CUDA_ARCH__ >= 900
+    // The cache may have been written just before, so nothing is read ahead of the wait; but L2 may fetch it.
+    ptx::griddepcontrol_launch_dependents();
+    const int ahead = min(min(stages * kKeys, block_keys), limit - part * block_keys);
+    if (threadIdx.x == 0) prefetch(key_source, part * block_keys, ahead, head_dim);
+    if (threadIdx.x == 32) prefetch(value_source, part * block_keys, ahead, head_dim);
+    ptx::griddepcontrol_wait();
+#endif
     const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
     const int position = positions[row];  // everything waits for it but these:
     const Queries queries(projected + kv_head * group * head_dim, group, head_dim, rotary, interleaved, place);
-    const int warp = threadIdx.x / 32;
     const bool is_key = warp % 2 == 0;
     const NewToken token(projected + (kv_heads * (group + warp % 2) + kv_head) * head_dim, head_dim,
                          is_key ? rotary : 0, interleaved);
-    const int block_keys = units_per_block * chunks_per_unit * kKeys;
     const Range range = {part * block_keys, min((part + 1) * block_keys, position + 1), position};
     if (range.begin >= range.end) return;
 
@@ -120,11 +132,6 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     const long long head = pair * group;           // the first of the group in `out`
     const int blocks = position / block_keys + 1;  // that have keys of this row
     const int chunks = (range.end - range.begin + kKeys - 1) / kKeys;
-    const Memory at(memory, place);
-    const Source key_source = {keys + row * key_row_stride + kv_head * key_head_stride, key_token_stride,
-                               key_scales + (row * key_scale_row_stride + kv_head * key_scale_head_stride)};
-    const Source value_source = {values + row * value_row_stride + kv_head * value_head_stride, value_token_stride,
-                                 value_scales + (row * value_scale_row_stride + kv_head * value_scale_head_stride)};
     // The values of a chunk and the keys of the next, with its scales, are one group of copies. Past the last chunk a
     // group is empty.
     const auto begin_keys = [&](int chunk, int index) {

@@ -16,6 +16,15 @@ struct Range {
     int begin, end, position;
 };
 
+#if __CUDA_ARCH__ >= 900
+// Bring `count` keys or values from `first` on into L2, if they lie one after another. One thread calls it.
+__device__ __forceinline__ void prefetch(const Source& source, int first, int count, int head_dim) {
+    if (count > 0 && source.stride == head_dim) {
+        ptx::bulk_prefetch(source.data + first * source.stride, count * head_dim * static_cast<int>(sizeof(Cache)));
+    }
+}
+#endif
+
 // Begin to copy the chunk from key `first` on. Past the end, and past head_dim, come zeros, whatever the memory holds.
 // The row of the new token is left out. Each tile's threads copy a part of the rows. A chunk with nothing to look out
 // for, as most are, takes a few instructions for each copy.

@@ -32,8 +32,9 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* que
 #pragma unroll
             for (int j = 0; j < kScoreTiles; ++j) {
                 if constexpr (kCoded) {
-                    ptx::mma_m16n8k16<ELEMENT>(sums[step % 2][j], q, attention::dequantize<ELEMENT, 0, 1>(k[j][step], code),
-                                               attention::dequantize<ELEMENT, 2, 3>(k[j][step], code));
+                    const ptx::uint32 low = attention::dequantize<ELEMENT, 0, 1>(k[j][step], code);
+                    const ptx::uint32 high = attention::dequantize<ELEMENT, 2, 3>(k[j][step], code);
+                    ptx::mma_m16n8k16<ELEMENT>(sums[step % 2][j], q, low, high);
                 } else {
                     ptx::mma_m16n8k16<ELEMENT>(sums[step % 2][j], q, k[j][2 * step], k[j][2 * step + 1]);
                 }

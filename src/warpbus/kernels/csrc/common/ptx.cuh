@@ -203,6 +203,12 @@ __device__ __forceinline__ void bulk_load(uint32 shared, const void* global, int
                  : "memory");
 }
 
+// Bring `bytes` contiguous bytes into L2; address and size are multiples of 16. L2 is where all writes meet, so it changes
+// nothing that could be seen and may stand before griddepcontrol_wait. One thread calls it.
+__device__ __forceinline__ void bulk_prefetch(const void* global, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // The 128 bytes that describe a tensor to the copy engine, encoded on the host; a __grid_constant__ kernel parameter.
 struct alignas(64) TensorMap {
     uint64 opaque[16];
