@@ -1,6 +1,7 @@
 """Kernels as Python callables: compiled at their first launch on a device, or before it by `Unit.compile`."""
 
 import ctypes
+import functools
 import re
 import struct
 import threading
@@ -108,7 +109,8 @@ class Kernel:
             arguments: one for each parameter; tensors have to be on one device.
             shared: bytes of dynamic shared memory a block.
             cluster: blocks in a cluster along x.
-            dependent: start early and wait inside (programmatic dependent launch).
+            dependent: start early and wait inside (programmatic dependent launch); before Hopper, which has no such
+                thing, it changes nothing.
 
         Raises:
             DeviceError: the launch failed, with the limits of the device; or the kernel could not be compiled.
@@ -139,7 +141,7 @@ class Kernel:
             shared=shared,
             stream=torch.cuda.current_stream(index).cuda_stream,
             cluster=cluster,
-            dependent=dependent,
+            dependent=dependent and self._may_depend(index),
         )
         if status:
             raise driver.explain_launch(status, *sides, shared, index, self.label)
@@ -152,6 +154,11 @@ class Kernel:
     def resources(self, arch: str) -> Resources:
         """Registers, shared memory and spills on an architecture. Needs no GPU."""
         return self.unit.compile(arch).resources[self.name]
+
+    @staticmethod
+    @functools.cache
+    def _may_depend(index: int) -> bool:
+        return runs_on(architecture(index), "sm_90")
 
     def _prepare(self, index: int, shared: int) -> ctypes.c_void_p:
         enter_context()

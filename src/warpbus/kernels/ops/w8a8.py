@@ -188,8 +188,7 @@ def _launch_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     k = x.shape[-1]
     whole = aligned(x) and k % _CHUNK == 0
     threads = min(_QUANTIZE_MOST, 32 * blocks((k, 32 * _CHUNK * _KEPT))) if whole else _QUANTIZE_MOST
-    dependent = _reaches(x.device, "sm_90")
-    _QUANTIZE[x.dtype, dtype](x.numel() // k, threads, x, codes, scales, k, int(whole), dependent=dependent)
+    _QUANTIZE[x.dtype, dtype](x.numel() // k, threads, x, codes, scales, k, int(whole), dependent=True)
     return codes, scales
 
 
@@ -365,7 +364,7 @@ def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: Tiling, pa
         *(a, b, *finish, out, partial),
         *(m, n, k, a.stride(0), b.stride(0), part),
         shared=tiling.shared,
-        dependent=_reaches(a.device, "sm_90"),
+        dependent=True,
     )
     _reduce(partial, finish[2], out)
 
