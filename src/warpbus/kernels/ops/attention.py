@@ -201,7 +201,8 @@ def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
 
     def fitted(units_per_block: int) -> tuple[int, int, int]:
         """Stages, shared memory of a block, and how many blocks the GPU holds."""
-        own = pairs * -(-units // units_per_block) <= device.multiprocessors
+        # Clusters keep to a part of the GPU each and may leave some of its multiprocessors over.
+        own = pairs * -(-units // units_per_block) <= device.multiprocessors * 3 // 4
         stages, chunks = (_STAGES if own else _STAGES_CROWDED)[bits], units_per_block * chunks_per_unit
         while stages > 2 and shared_bytes(head_dim, bits, tiles, min(stages, chunks)) > device.shared - _RESERVED:
             stages -= 1
