@@ -371,7 +371,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     const int within = threadIdx.x % 16;
     const int token = threadIdx.x / 16;
     const bool finishes = token < p.m;
-    const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
     Ring ring;
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
         Epilogue epilogue;
@@ -382,6 +381,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
             if (first + warp < p.chunks) {
                 const int group = group_of(first + warp, p) - group_of(first, p);
                 const int offset = p.streamed ? ring.slot * p.stage_size : first * kChunk * 2;
+                const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
                 multiply(sum, stage_at(memory, ring.slot, p), mine, offset, group, zeros == nullptr, middle);
             }
             __syncwarp();
