@@ -32,7 +32,7 @@ def test_a_model_is_trained_and_its_losses_shown(blank_model, tmp_path, data):
     assert found.stdout == ""
     assert "step 2: loss" in found.stderr
     assert "training.png" in found.stderr.replace("\n", "")
-    assert "192 tokens in" in found.stderr.replace("\n", " ")
+    assert "192 tokens in" in " ".join(found.stderr.split())
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
