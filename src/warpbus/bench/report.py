@@ -8,6 +8,9 @@ from rich.text import Text
 
 from warpbus.bench.records import Parameter, Record
 
+# How a case was timed is for the file.
+_FOR_THE_FILE = {"timed"}
+
 
 def shared_and_varying(records: Sequence[Record]) -> tuple[dict[str, Parameter], list[str]]:
     """The parameters that all cases have in common, and the names of those in which they differ."""
@@ -27,14 +30,16 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
         notes: what else has to be said.
     """
     shared, _ = shared_and_varying(records)
-    # How a case was timed is for the file.
-    shared.pop("timed", None)
     heading = Text(f"{title}, {records[0].device}", style="bold", overflow="fold")
-    # What has another unit is another table: its numbers cannot be compared.
-    units = list(dict.fromkeys(record.unit for record in records))
-    tables = [_rows([record for record in records if record.unit == unit], set(shared)) for unit in units]
-    lines = [f"{name}: {shown(value)}" for name, value in shared.items()]
-    below = [Text(", ".join(lines), style="dim")] if lines else []
+    # What has another unit is another table: its numbers cannot be compared. So is another variant of ours, lest the
+    # rows get too wide.
+    tables: list[RenderableType] = []
+    for kind in dict.fromkeys(_kind(record) for record in records):
+        rows = [record for record in records if _kind(record) == kind]
+        common, varying = shared_and_varying(rows)
+        tables.append(_rows(rows, [name for name in varying if name not in _FOR_THE_FILE]))
+        tables += _listed({name: value for name, value in common.items() if name not in shared})
+    below = _listed(shared)
     below += [
         Text.assemble(f"geometric mean, {group}: ", (f"{mean:.3f}x", _style(mean))) for group, mean in means.items()
     ]
@@ -42,19 +47,28 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
     return Group(heading, *tables, *below)
 
 
-def _rows(records: Sequence[Record], shared: set[str]) -> Table:
-    """Records of one unit; narrow enough for 80 columns, so what all rows have in common stands in a heading."""
-    names = list(dict.fromkeys(name for record in records for name in record.case))
-    varying = [name for name in names if name not in shared and name != "timed"]
+def _kind(record: Record) -> tuple[str, Parameter | None]:
+    return record.unit, record.case.get("variant")
+
+
+def _listed(parameters: dict[str, Parameter]) -> list[Text]:
+    """A line of what the rows above it have in common."""
+    lines = [f"{name}: {shown(value)}" for name, value in parameters.items() if name not in _FOR_THE_FILE]
+    return [Text(", ".join(lines), style="dim")] if lines else []
+
+
+def _rows(records: Sequence[Record], varying: Sequence[str]) -> Table:
+    """Records of one kind, with a column for each parameter that varies. Where the terminal is narrow, words wrap."""
     peers = list(dict.fromkeys(record.peer.name for record in records))
     unit = records[0].unit
     drawn = Table()
     for name in varying:
-        drawn.add_column(name, justify="left" if isinstance(records[0].case.get(name), str) else "right", no_wrap=True)
+        words = isinstance(records[0].case.get(name), str)
+        drawn.add_column(name, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     drawn.add_column(f"ours\n{unit}", justify="right", no_wrap=True)
     if len(peers) > 1:
-        drawn.add_column("peer", min_width=9)
-    drawn.add_column(f"{peers[0] if len(peers) == 1 else 'its value'}\n{unit}", justify="right", no_wrap=True)
+        drawn.add_column("peer", overflow="fold")
+    drawn.add_column(f"{peers[0] if len(peers) == 1 else 'its'}\n{unit}", justify="right", no_wrap=True)
     drawn.add_column("ratio", justify="right", no_wrap=True)
     floors = any(record.floor is not None for record in records)
     if floors:

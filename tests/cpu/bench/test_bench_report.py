@@ -42,8 +42,8 @@ LINES = [
 ]
 
 
-def shown(records, means=None, notes=(), color=False):
-    console = Console(file=io.StringIO(), width=120, force_terminal=color, color_system="standard" if color else None)
+def shown(records, means=None, notes=(), color=False, width=120):
+    console = Console(file=io.StringIO(), width=width, force_terminal=color, color_system="standard" if color else None)
     console.print(table(records, "Products [16]", means or {}, notes))
     return console.file.getvalue()
 
@@ -84,6 +84,54 @@ def test_another_unit_is_another_table():
     assert "GB/s" in bandwidths
     assert "2,000" in bandwidths
     assert "limit" not in bandwidths
+
+
+def whole_model(variants, sizes):
+    """What `bench decode` measures: memory, which is published, and tokens a second of three peers."""
+    shared = {"shape": "chatglm2-6b", "dtype": "float16"}
+    taken = [
+        record({**shared, "task": task, "tokens": 2048, "memory": limit, "variant": variant}, 4.7, 5.5, unit="GB")
+        for variant in variants
+        for limit in ("no limit", "planned for 4.8GB")
+        for task in ("encode", "generate")
+    ]
+    speeds = [
+        record(
+            {**shared, "batch": 1, "prompt": 128, "generated": size, "variant": variant},
+            350,
+            250,
+            peer,
+            unit="tokens/s",
+        )
+        for size in sizes
+        for variant in variants
+        for peer in ("warpbus, float16", "torch.compile, int4", "transformers")
+    ]
+    return taken + speeds
+
+
+@pytest.mark.parametrize("variants", [("w4a16-g128",), ("w4a16-g128", "w4a16-g32-asym")])
+@pytest.mark.parametrize("sizes", [(256,), (256, 1024)])
+def test_a_whole_model_fits_80_columns(variants, sizes):
+    text = shown(whole_model(variants, sizes), width=80)
+    assert "…" not in text
+    for word in ("generate ", "planned for 4.8GB", "torch.compile, int4 ", "transformers ", "1.40x", " tokens/s ┃"):
+        assert word in text
+    assert {line[-1] for line in text.splitlines() if line[:1] in set("┃│")} == set("┃│")
+    # What a table's rows have in common is said below that table, and what all have, once.
+    *_, speeds = text.split("┏")
+    assert ("batch: 1, prompt: 128" in speeds, "generated: 256" in speeds) == (True, len(sizes) == 1)
+    assert text.count("shape: chatglm2-6b, dtype: float16") == 1
+    assert all(f"variant: {variant}" in text for variant in variants)
+
+
+def test_words_wrap_where_there_is_no_room():
+    text = shown(
+        [record({"shape": "a", "m": m}, 2, 1, peer) for m in (1, 2) for peer in ("a peer", "x" * 30)], width=60
+    )
+    rows = [[cell.strip() for cell in line.split("│")] for line in text.splitlines() if line.startswith("│")]
+    assert "".join(row[3] for row in rows).replace("a peer", "") == "x" * 60
+    assert rows[0][1:-1] == ["1", "2.00", "a peer", "1.00", "2.00x", "0 %"]
 
 
 @pytest.mark.parametrize(("ours", "code"), [(660, "32"), (598, "32"), (571, "33"), (500, "31")])
