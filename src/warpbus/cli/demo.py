@@ -1,6 +1,7 @@
 """`warpbus demo`: the packaged model quantized, compared with the original, and writing."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -50,13 +51,20 @@ def demo(
     )
     console.print(f"[bold]{request}[/]")
     console.print(Columns([Panel(poet.text, title=poet.name, padding=(0, 2)) for poet in poets]))
-    console.print(f"\nPicture: {output / 'comparison.png'}    Page: {output / 'comparison.html'}\n", highlight=False)
+    console.print(f"\nPicture: {output / 'comparison.png'}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"Page: {output / 'comparison.html'}\n", highlight=False, markup=False, soft_wrap=True)
+    _next_steps(console, models[showcase.BEST])
+
+
+def _next_steps(console: Console, poet: Path) -> None:
+    """What to do after the demo. Commands stand on lines of their own, whole, so that they can be copied."""
     console.print("[bold]What next?[/]")
-    for command, purpose in (
-        (f"warpbus chat {models[showcase.BEST]}", "talk to the 4-bit poet"),
-        ("warpbus quantize MODEL OUTPUT --calibration texts.jsonl", "quantize a model of your own"),
-        ("warpbus eval MODEL OUTPUT --data texts.jsonl", "see what that cost"),
-        ("warpbus doctor", "see what this machine can run"),
+    for purpose, command in (
+        ("Talk to the 4-bit poet:", f"warpbus chat {shlex.quote(str(poet))}"),
+        ("Quantize a model of your own:", "warpbus quantize MODEL OUTPUT --calibration texts.jsonl"),
+        ("See what that cost:", "warpbus eval MODEL OUTPUT --data texts.jsonl"),
+        ("See what this machine can run:", "warpbus doctor"),
     ):
-        console.print(f"  {command:<58} [dim]{purpose}[/]", highlight=False)
+        console.print(f"  {purpose}", style="dim", highlight=False)
+        console.print(f"    {command}", highlight=False, markup=False, soft_wrap=True)
     console.print("[dim]The command is in .venv/bin; `. .venv/bin/activate` puts it on your path.[/]", highlight=False)
