@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from warpbus.engine.kv_cache import stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
@@ -102,13 +104,14 @@ class MemoryPlan:
         lines = [f"{name:<24} {_gigabytes(size):>9}" for name, size in self._rows()]
         return "\n".join([*lines, *self._choices()])
 
-    def table(self) -> Table:
-        """The plan for a terminal."""
-        table = Table("memory", "", caption="; ".join(self._choices()), caption_justify="left")
+    def table(self) -> RenderableType:
+        """The plan for a terminal: a table of the parts and, below it, what was chosen."""
+        table = Table("memory", "")
         table.columns[1].justify = "right"
         for name, size in self._rows():
             table.add_row(name, _gigabytes(size))
-        return table
+        # As the table's caption they would have to be as narrow as it is.
+        return Group(table, *(Text(choice, style="dim") for choice in self._choices()))
 
     def to_json(self) -> dict[str, object]:
         """The plan in plain types; sizes in bytes."""

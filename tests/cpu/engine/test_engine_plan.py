@@ -1,5 +1,5 @@
+import io
 import json
-import os
 import re
 from dataclasses import replace
 
@@ -161,10 +161,24 @@ def test_a_plan_can_be_shown():
     assert isinstance(plan, MemoryPlan)
     shown = json.loads(json.dumps(plan.to_json()))
     assert (shown["total"], shown["context"]) == (plan.total, plan.context)
-    with open(os.devnull, "w") as nowhere:
-        console = Console(width=100, record=True, file=nowhere)
-        console.print(plan.table())
-    for text in (str(plan), console.export_text()):
+    console = Console(width=80, file=io.StringIO())
+    console.print(plan.table())
+    for text in (str(plan), console.file.getvalue()):
         assert "KV cache" in text
         assert "5.00 GB" in text
         assert f"{plan.context:,}" in text
+
+
+def test_what_a_plan_gave_up_stands_below_its_table_line_by_line():
+    plan = plan_memory(CHATGLM2, int(4.3 * GB))
+    assert plan.head is not None
+    assert plan.embedding_on_cpu
+    console = Console(width=80, file=io.StringIO())
+    console.print(plan.table())
+    below = console.file.getvalue().split("┘\n")[1].splitlines()
+    assert [line.rstrip() for line in below] == [
+        f"context {plan.context:,} tokens, cache for {plan.pool_tokens:,} (kv_dtype int8)",
+        "head rounded to w8a16-g128",
+        "embedding on the CPU",
+        f"prompts read {plan.prefill_tokens:,} tokens at a time",
+    ]
