@@ -29,12 +29,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="print the records as JSON"
 # What does not change the figures is no part of the command that measures them again.
 _NOT_RECORDED = {"output", "plot", "as_json"}
 
+
+def _paragraphs(text: str) -> str:
+    """A help text whose paragraphs are one line each: typer keeps the line breaks of all but the first."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
 bench = typer.Typer(
     no_args_is_help=True,
-    help="""Measure the operators beside torch, cuBLAS and the limits of this machine.
+    help=_paragraphs(
+        """Measure the operators beside torch, cuBLAS and the limits of this machine.
 
-    Each prints a table, and writes its records and a picture to ./benchmarks/results in place of those of an earlier
-    run; docs/benchmarks.md says what is in them.""",
+        Each prints a table, and writes its records and a picture to ./benchmarks/results in place of those of an
+        earlier run; docs/benchmarks.md says what is in them.
+        """
+    ),
 )
 
 
@@ -156,15 +165,17 @@ for _name, _help in {
     Variants say what the cache is kept in: auto (as the activations), int8 or fp8. With --size, these contexts alone.
     """,
 }.items():
-    bench.command(_name, help=_help)(measure)
+    bench.command(_name, help=_paragraphs(_help))(measure)
 
 bench.command(
     "decode",
-    help="""A whole model of random weights generates, beside other ways to run one of its shape. Needs a GPU.
+    help=_paragraphs(
+        """A whole model of random weights generates, beside other ways to run one of its shape. Needs a GPU.
 
-    Tokens a second after the first, 256 of them after a prompt of 128; and by the driver's account the memory that
-    reading 2048 tokens and generating 8192 takes. Variants are quantization schemes. With --size, so many tokens.
-    """,
+        Tokens a second after the first, 256 of them after a prompt of 128; and by the driver's account the memory that
+        reading 2048 tokens and generating 8192 takes. Variants are quantization schemes. With --size, so many tokens.
+        """
+    ),
 )(measure_decode)
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from warpbus.bench import BENCHMARKS, cases, ceilings, timing
@@ -89,3 +90,18 @@ def test_help_lists_the_benchmarks():
     text = invoke("--help").stdout
     assert all(name in text for name in BENCHMARKS)
     assert "--variant" in invoke("gemm", "--help").stdout
+
+
+def commands(group):
+    for command in group.commands.values():
+        yield command
+        if hasattr(command, "commands"):
+            yield from commands(command)
+
+
+def test_help_is_as_wide_as_the_terminal():
+    """typer keeps the line breaks of all paragraphs but the first."""
+    listed = list(commands(typer.main.get_command(app)))
+    assert len(listed) > len(BENCHMARKS)
+    later = [paragraph for command in listed for paragraph in command.help.strip().split("\n\n")[1:]]
+    assert [paragraph for paragraph in later if "\n" in paragraph.strip()] == []
