@@ -168,8 +168,9 @@ def test_units_and_groups_depend_on_the_limit_alone():
 
 def test_where_clusters_combine():
     assert all(plan(2, 16, 128, 16, limit, H100).combiners == 0 for limit in (64, 256, 1024))
-    assert all(plan(pairs, 16, 128, 16, 4096, H100).combiners == 0 for pairs in (16, 64, 1024))
+    assert plan(8, 16, 128, 16, 1024, H100).cluster == 8
     assert plan(2, 16, 128, 16, 32768, H100).combiners == 16  # few rows, long contexts: more blocks than a cluster has
+    assert all(plan(pairs, 16, 128, 16, 4096, H100).cluster == 1 for pairs in (16, 64, 1024))  # they would fill the GPU
 
 
 def test_one_block_never_sums_dozens_of_parts():

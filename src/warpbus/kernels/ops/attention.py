@@ -23,17 +23,17 @@ _THREADS = 128  # for each tile of queries
 _REGISTERS = {64: 128, 128: 128, 256: 256}  # of a thread, at most
 _RESERVED = 1024  # bytes of shared memory that each block takes beside its own
 _UNITS = 64  # of a row, at most
-_GROUPS = (
-    8  # of units, at most, and units of a group; also the blocks that a cluster can have on every GPU with clusters
-)
+_GROUPS = 8  # of units, at most, and units of a group; also the blocks of a cluster that every GPU with clusters has
 _STAGES = {16: 4, 8: 4}  # chunks under way in a block, by the bits of an element of the cache
 _STAGES_CROWDED = {16: 3, 8: 4}  # where not every block has a multiprocessor to itself
 _COMBINERS = 16  # blocks that share the sum over a row's parts
-# Microseconds on an H100, for the choice between two cuts alone: a chunk of a block, and the sum over a row's parts
-# through global memory (written, counted, waited for, read in two rounds) or through a cluster's shared memory.
-_CHUNK_TIME = 0.35
-_GLOBAL_TIME = 4.0
-_CLUSTER_TIME = 1.0
+# Microseconds on an H100, for the choice between two cuts alone: a chunk of a block that has a multiprocessor to itself,
+# and all the rest, with the sum over a row's parts through global memory (written, counted, waited for, read in two
+# rounds) or through a cluster's shared memory. Measured: 6.4 with one chunk and a cluster, 15.4 with eight; 9.1 with one
+# chunk and the sum through global memory.
+_CHUNK_TIME = 1.3
+_GLOBAL_TIME = 7.8
+_CLUSTER_TIME = 5.1
 
 
 def decode_attention(
@@ -198,11 +198,12 @@ def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
     chunks_per_unit = -(-chunks // _UNITS)
     units = -(-chunks // chunks_per_unit)
     in_group = -(-units // _GROUPS)
+    # The blocks of a cluster want neighbouring multiprocessors: where clusters fill the GPU, some have to wait.
+    clusters = device.clusters and 2 * pairs * -(-units // in_group) <= device.multiprocessors
 
     def fitted(units_per_block: int) -> tuple[int, int, int]:
         """Stages, shared memory of a block, and how many blocks the GPU holds."""
-        # Clusters keep to a part of the GPU each and may leave some of its multiprocessors over.
-        own = pairs * -(-units // units_per_block) <= device.multiprocessors * 3 // 4
+        own = pairs * -(-units // units_per_block) <= device.multiprocessors
         stages, chunks = (_STAGES if own else _STAGES_CROWDED)[bits], units_per_block * chunks_per_unit
         while stages > 2 and shared_bytes(head_dim, bits, tiles, min(stages, chunks)) > device.shared - _RESERVED:
             stages -= 1
@@ -218,14 +219,14 @@ def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
     fine = (
         in_group > 1
         and pairs * units <= fitted(1)[2]
-        and time(1, _GLOBAL_TIME) < time(in_group, _CLUSTER_TIME if device.clusters else _GLOBAL_TIME)
+        and time(1, _GLOBAL_TIME) < time(in_group, _CLUSTER_TIME if clusters else _GLOBAL_TIME)
     )
     units_per_block = 1 if fine else in_group
     parts = -(-units // units_per_block)
     stages, shared, resident = fitted(units_per_block)
     combiners = min(_COMBINERS, group) if pairs * parts <= resident else 1
     cluster = 1
-    if device.clusters and not fine:
+    if clusters and not fine:
         combiners, cluster = 0, 1 << (parts - 1).bit_length()
     return Plan(
         head_dim,
