@@ -207,12 +207,18 @@ def _missing(distributions: tuple[str, ...]) -> list[str]:
 
 def _runs(found: dict[str, Any]) -> dict[str, str]:
     gpus = found["gpus"]
+    cpu = f"CPU, {found['cores']} cores, float32"
     if not gpus:
-        place = f"CPU, {found['cores']} cores, float32"
-        return {"chat, eval, demo": place, "quantize": place, "train": f"{place}: small models only"}
-    gpu = f"GPU 0 ({gpus[0]['name']})"
-    several = f"{len(gpus)} GPUs with --gpus {len(gpus)}" if len(gpus) > 1 else gpu
-    return {"chat, eval, demo": gpu, "quantize": gpu, "train": several}
+        return {"chat, eval, demo": cpu, "quantize": cpu, "train": f"{cpu}: small models only"}
+    # Without --device it is the first GPU, whatever that is. Training needs no kernels of ours.
+    able = [gpu for gpu in gpus if _has_kernels(gpu)]
+    if not able:
+        place = f"{cpu}, with --device cpu"
+    else:
+        index = able[0]["index"]
+        place = f"GPU {index} ({able[0]['name']})" + (f", with --device cuda:{index}" if index else "")
+    several = f"{len(gpus)} GPUs with --gpus {len(gpus)}" if len(gpus) > 1 else f"GPU 0 ({gpus[0]['name']})"
+    return {"chat, eval, demo": place, "quantize": place, "train": several}
 
 
 def _advice(found: dict[str, Any]) -> list[str]:
@@ -222,14 +228,15 @@ def _advice(found: dict[str, Any]) -> list[str]:
         for gpu in found["gpus"]:
             if gpu["problem"]:
                 advice.append(f"GPU {gpu['index']} ({gpu['name']}) cannot be used ({gpu['problem']}): see nvidia-smi")
-            if not gpu["compiled"]:
+            if not _has_kernels(gpu):
+                advice.append(
+                    f"GPU {gpu['index']} ({gpu['name']}) is older than Ampere: Warpbus's kernels do not run there: use "
+                    "--device cpu"
+                )
+            elif not gpu["compiled"]:
                 advice.append(
                     f"This torch has no code for GPU {gpu['index']} ({gpu['name']}, sm_{_sm(gpu)}): install a torch "
                     "build that has"
-                )
-            elif _number(gpu["capability"]) < (8, 0):
-                advice.append(
-                    f"GPU {gpu['index']} ({gpu['name']}) is older than Ampere: bfloat16 is slow, use --dtype float16"
                 )
     elif found["driver"] is None:
         advice.append("No NVIDIA driver was found: everything runs on the CPU. With an NVIDIA GPU, install its driver.")
@@ -252,6 +259,11 @@ def _advice(found: dict[str, Any]) -> list[str]:
             f"{found['disk']['path']} has {found['disk']['free'] / 1e9:.0f} GB free: a 6 B model in 16 bits is 13 GB."
         )
     return advice
+
+
+def _has_kernels(gpu: dict[str, Any]) -> bool:
+    """Whether the kernels are written for a GPU: for Ampere and what came after."""
+    return _number(gpu["capability"]) >= (8, 0)
 
 
 def _number(version: str) -> tuple[int, ...]:

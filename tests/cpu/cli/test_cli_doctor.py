@@ -125,18 +125,40 @@ def test_why_there_is_no_gpu(machine, driver, build, advice):
 
 
 def test_gpus_that_cannot_do_everything(machine):
-    gpus = [("Tesla V100", 7, 0), ("Tesla T4", 7, 5), ("NVIDIA B200", 10, 0), ("NVIDIA H100", 9, 0)]
-    machine("13.0", "13.0", gpus, busy=[3])
+    gpus = [("NVIDIA RTX", 12, 0), ("Tesla T4", 7, 5), ("NVIDIA B200", 10, 0), ("NVIDIA H100", 9, 0)]
+    machine("13.0", "13.0", gpus, archs=["sm_75", "sm_90", "sm_100"], busy=[3])
     found = examined()
     assert [gpu["compiled"] for gpu in found["gpus"]] == [False, True, True, True]
     assert [gpu["free"] for gpu in found["gpus"]] == [70 * 10**9] * 3 + [None]
     assert found["advice"] == [
-        "This torch has no code for GPU 0 (Tesla V100, sm_70): install a torch build that has",
-        "GPU 1 (Tesla T4) is older than Ampere: bfloat16 is slow, use --dtype float16",
+        "This torch has no code for GPU 0 (NVIDIA RTX, sm_120): install a torch build that has",
+        "GPU 1 (Tesla T4) is older than Ampere: Warpbus's kernels do not run there: use --device cpu",
         "GPU 3 (NVIDIA H100) cannot be used (CUDA error: all CUDA-capable devices are busy or unavailable): "
         "see nvidia-smi",
     ]
     assert "unknown of 80.0 GB free" in shown()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "place"),
+    [
+        ([("Tesla T4", 7, 5)], "CPU, {cores} cores, float32, with --device cpu"),
+        # torch may have no code for it either, but another torch would be of no help.
+        ([("Tesla V100", 7, 0), ("Tesla T4", 7, 5)], "CPU, {cores} cores, float32, with --device cpu"),
+        ([("Tesla T4", 7, 5), ("NVIDIA A100", 8, 0)], "GPU 1 (NVIDIA A100), with --device cuda:1"),
+        ([("NVIDIA A100", 8, 0), ("Tesla T4", 7, 5)], "GPU 0 (NVIDIA A100)"),
+    ],
+)
+def test_gpus_that_the_kernels_do_not_run_on(machine, gpus, place):
+    machine("13.0", "13.0", gpus)
+    found = examined()
+    assert found["runs"]["chat, eval, demo"] == found["runs"]["quantize"] == place.format(cores=found["cores"])
+    assert found["advice"] == [
+        f"GPU {index} ({name}) is older than Ampere: Warpbus's kernels do not run there: use --device cpu"
+        for index, (name, major, _) in enumerate(gpus)
+        if major < 8
+    ]
+    assert all(text in shown() for text in found["advice"])
 
 
 @pytest.mark.parametrize(
