@@ -27,9 +27,9 @@ _GROUPS = 8  # of units, at most, and units of a group; also the blocks of a clu
 _STAGES = {16: 4, 8: 4}  # chunks under way in a block, by the bits of an element of the cache
 _STAGES_CROWDED = {16: 3, 8: 4}  # where not every block has a multiprocessor to itself
 _COMBINERS = 16  # blocks that share the sum over a row's parts
-# Microseconds on an H100, for the choice between two cuts alone: a chunk of a block that has a multiprocessor to itself,
-# and all the rest, with the sum over a row's parts through global memory (written, counted, waited for, read in two
-# rounds) or through a cluster's shared memory. Measured: 6.4 with one chunk and a cluster, 15.4 with eight; 9.1 with one
+# Microseconds on an H100, for the choice between two cuts alone: a chunk of a block that has a multiprocessor to
+# itself, and the rest, with the sum over a row's parts through global memory (written, counted, waited for, read in two
+# rounds) or through a cluster's shared memory. Seen: 6.4 with a chunk and a cluster, 15.4 with eight chunks; 9.1 with a
 # chunk and the sum through global memory.
 _CHUNK_TIME = 1.3
 _GLOBAL_TIME = 7.8
