@@ -125,6 +125,24 @@ def test_a_whole_model_fits_80_columns(variants, sizes):
     assert all(f"variant: {variant}" in text for variant in variants)
 
 
+def test_what_a_shape_stands_for_is_said_once():
+    layers = {"gate_up": (27392, 4096), "down": (4096, 13696)}
+    records = [
+        record({"shape": shape, "m": m, "n": n, "k": k, "variant": "fp8"}, 1250, 1200, peer)
+        for shape, (n, k) in layers.items()
+        for m in (16, 4096)
+        for peer in ("cuBLAS", "torch._scaled_mm")
+    ]
+    text = shown(records, width=80)
+    assert "gate_up: n 27,392, k 4,096; down: n 4,096, k 13,696" in text
+    assert text.count("27,392") == 1
+    assert text.count(" torch._scaled_mm ") == 4
+    # Where each shape has but one case, its numbers stand beside it.
+    once = shown(records[:1] + records[4:5], width=80)
+    assert "27,392 │" in once
+    assert "gate_up:" not in once
+
+
 def test_words_wrap_where_there_is_no_room():
     text = shown(
         [record({"shape": "a", "m": m}, 2, 1, peer) for m in (1, 2) for peer in ("a peer", "x" * 30)], width=60
