@@ -16,6 +16,20 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
+// ---- Loads by address in shared memory ----
+
+// A word, and four words from a multiple of 16 bytes on.
+__device__ __forceinline__ uint32 load_shared(uint32 address) {
+    uint32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+__device__ __forceinline__ void load_shared_16(uint32* words, uint32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address));
+}
+
 // ---- Copies from global to shared memory by threads (sm_80) ----
 
 // Copy 16 bytes, past L1. Both addresses are multiples of 16. `valid` of the 16 bytes are read and the others are written

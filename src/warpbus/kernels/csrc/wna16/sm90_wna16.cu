@@ -170,12 +170,6 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps
     }
 }
 
-__device__ __forceinline__ ptx::uint32 load_shared(ptx::uint32 address) {
-    ptx::uint32 value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
-    return value;
-}
-
 // The operands A of a block of k, for the 16 rows of this warp.
 __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers& buffers, int stage, bool symmetric,
                                            const Problem& p) {
@@ -184,18 +178,16 @@ __device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers
     ptx::uint32 words[4 * kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-        const ptx::uint32 from = buffers.codes + stage * kCodeBytes + tile * 512 * kLoads + i * 512 + lane * 16;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words[4 * i]), "=r"(words[4 * i + 1]), "=r"(words[4 * i + 2]), "=r"(words[4 * i + 3])
-                     : "r"(from));
+        ptx::load_shared_16(&words[4 * i],
+                            buffers.codes + stage * kCodeBytes + tile * 512 * kLoads + i * 512 + lane * 16);
     }
     const ptx::uint32 offset = stage * kScaleBytes + tile * p.scale_words * 4 + lane / 4 * 4;
     const ptx::uint32 second = p.scale_words == 16 ? 32 : 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const RowPairs scales = spread_rows(load_shared(buffers.scales + offset + h * second));
+        const RowPairs scales = spread_rows(ptx::load_shared(buffers.scales + offset + h * second));
         const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
-        const auto zeros = Packed::zeros(symmetric ? middle : load_shared(buffers.zeros + offset + h * second));
+        const auto zeros = Packed::zeros(symmetric ? middle : ptx::load_shared(buffers.zeros + offset + h * second));
 #pragma unroll
         for (int s = 2 * h; s < 2 * h + 2; ++s) {
             Packed::integers(a[s], words + s * Packed::kWords, zeros);
