@@ -11,11 +11,11 @@ from warpbus.cuda.kernel import Kernel
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
+from warpbus.kernels.ops.cache import CODES, check_cache
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.reference import attention as reference
 from warpbus.kernels.units import unit
 
-_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in csrc/attention/cache.cuh; 0 is the dtype of qkv
 _HEAD_DIMS = (64, 128, 256)  # what the kernel is compiled for; others run on the next larger one
 _TILE = 16  # queries of a group that an instruction takes
 _LARGEST_GROUP = {64: 64, 128: 64, 256: 32}  # by what the registers of a block hold
@@ -94,14 +94,12 @@ def _check(
     limit: int,
 ) -> None:
     name = "decode_attention"
-    check_rank(name, 2, qkv=qkv, table=table)
+    check_rank(name, 2, qkv=qkv)
     check_rank(name, 1, positions=positions)
     check_alike(name, HALVES if qkv.is_cuda else tuple(ELEMENTS), qkv=qkv)
-    if keys.dim() != 4:
-        raise TensorError(f"{name}: keys have shape {list(keys.shape)}, expected [rows, kv_heads, capacity, head_dim]")
+    check_cache(name, qkv, table, keys, values, key_scales, value_scales)
     rows, kv_heads, capacity, size = keys.shape
     batch, width = qkv.shape
-    check_shape(name, {"values": tuple(keys.shape)}, "that of keys", values=values)
     if rows < batch or kv_heads < 1 or heads < 1 or heads % kv_heads or width != (heads + 2 * kv_heads) * size:
         raise TensorError(
             f"{name}: qkv has shape {list(qkv.shape)}, keys {list(keys.shape)}, and there are {heads} heads: give qkv "
@@ -116,25 +114,8 @@ def _check(
             f"{name}: table has {rotary} columns, expected an even number up to head_dim = {size}: give cosines and "
             "then sines"
         )
-    for of, tensor in (("keys", keys), ("values", values)):
-        if tensor.dtype not in (qkv.dtype, *_CODES) or tensor.dtype != keys.dtype or tensor.stride(-1) != 1:
-            raise TensorError(
-                f"{name}: {of} are {tensor.dtype} with strides {tensor.stride()}: give both caches in {qkv.dtype}, "
-                "torch.int8 or torch.float8_e4m3fn, with 1 as the last stride"
-            )
-    for of, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
-        if (scales is None) != (keys.dtype not in _CODES):
-            wanted = "float32 [rows, kv_heads, capacity]" if scales is None else "None"
-            raise TensorError(f"{name}: {of} does not go with a cache of {keys.dtype}: give {wanted}")
-        if scales is not None:
-            check_shape(name, {of: (rows, kv_heads, capacity)}, "that of keys", **{of: scales})
-            if scales.stride(-1) != 1:
-                raise TensorError(f"{name}: {of} has strides {scales.stride()}: give 1 as the last one")
-    floats = {"table": table, "key_scales": key_scales, "value_scales": value_scales}
-    check_alike(name, (torch.float32,), **{of: tensor for of, tensor in floats.items() if tensor is not None})
-    for of, tensor in (("table", table), ("positions", positions), ("keys", keys), ("values", values)):
-        if tensor.device != qkv.device:
-            raise TensorError(f"{name}: {of} is on {tensor.device} and qkv on {qkv.device}: move one with .to()")
+    if positions.device != qkv.device:
+        raise TensorError(f"{name}: positions are on {positions.device} and qkv on {qkv.device}: move one with .to()")
     if not 0 < limit <= min(capacity, table.shape[0]):
         raise UsageError(
             f"{name}: limit is {limit}, with a cache of {capacity} and a table of {table.shape[0]} positions: give one "
@@ -326,7 +307,7 @@ def _launch(
         size,
         table.shape[1],
         int(interleaved),
-        _CODES.get(keys.dtype, 0),
+        CODES.get(keys.dtype, 0),
         cut.stages,
         cut.chunks_per_unit,
         cut.units_per_block,

@@ -1,11 +1,11 @@
 """`rope_and_cache`: rotary positions of a prompt, and its keys and values into the cache, in one pass."""
 
-import torch
 from torch import Tensor
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import aligned, check_alike, check_rank, check_shape, per_dtype
+from warpbus.kernels.ops.arguments import aligned, check_alike, check_rank, per_dtype
+from warpbus.kernels.ops.cache import CODES, check_cache
 from warpbus.kernels.reference import rope as reference
 
 _KERNEL = per_dtype("step/rope_and_cache.cu", "rope_and_cache", "PPPPPPPP" + "q" * 10 + "i" * 10)
@@ -13,7 +13,6 @@ _KERNEL = per_dtype("step/rope_and_cache.cu", "rope_and_cache", "PPPPPPPP" + "q"
 _CHUNK = 8  # elements: kChunk in step/chunk.cuh
 _BLOCK = 128
 _LARGEST_HEAD = 32 * _CHUNK
-_CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in step/rope_and_cache.cu; 0 is the dtype of qkv
 
 
 def rope_and_cache(
@@ -71,13 +70,9 @@ def _check(
     name = "rope_and_cache"
     check_rank(name, 3, qkv=qkv)
     check_alike(name, qkv=qkv)
-    check_rank(name, 2, table=table)
-    if keys.dim() != 4:
-        raise TensorError(f"{name}: keys have shape {list(keys.shape)}, expected [rows, kv_heads, capacity, head_dim]")
+    check_cache(name, qkv, table, keys, values, key_scales, value_scales)
     rows, kv_heads, capacity, size = keys.shape
     batch, tokens, width = qkv.shape
-    because = "that of keys"
-    check_shape(name, {"values": tuple(keys.shape)}, because, values=values)
     if rows < batch or width != (heads + 2 * kv_heads) * size or heads < 1:
         raise TensorError(
             f"{name}: qkv has shape {list(qkv.shape)}, keys {list(keys.shape)}, and there are {heads} heads: give qkv "
@@ -89,25 +84,6 @@ def _check(
             f"{name}: heads have {size} dimensions and table has {rotary} columns: give at most {_LARGEST_HEAD}, "
             "and an even number of columns up to that"
         )
-    for of, tensor in (("keys", keys), ("values", values)):
-        if tensor.dtype not in (qkv.dtype, *_CODES) or tensor.dtype != keys.dtype or tensor.stride(-1) != 1:
-            raise TensorError(
-                f"{name}: {of} are {tensor.dtype} with strides {tensor.stride()}: give both caches in {qkv.dtype}, "
-                "torch.int8 or torch.float8_e4m3fn, with 1 as the last stride"
-            )
-    for of, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
-        if (scales is None) != (keys.dtype not in _CODES):
-            wanted = "float32 [rows, kv_heads, capacity]" if scales is None else "None"
-            raise TensorError(f"{name}: {of} does not go with a cache of {keys.dtype}: give {wanted}")
-        if scales is not None:
-            check_shape(name, {of: (rows, kv_heads, capacity)}, because, **{of: scales})
-            if scales.stride(-1) != 1:
-                raise TensorError(f"{name}: {of} has strides {scales.stride()}: give 1 as the last one")
-    floats = {"table": table, "key_scales": key_scales, "value_scales": value_scales}
-    check_alike(name, (torch.float32,), **{of: tensor for of, tensor in floats.items() if tensor is not None})
-    for of, tensor in (("table", table), ("keys", keys), ("values", values)):
-        if tensor.device != qkv.device:
-            raise TensorError(f"{name}: {of} is on {tensor.device} and qkv on {qkv.device}: move one with .to()")
     if not 0 <= start <= start + tokens <= min(capacity, table.shape[0]):
         raise UsageError(
             f"{name}: tokens {start} to {start + tokens - 1} do not fit a cache of {capacity} and a table of "
@@ -168,7 +144,7 @@ def _launch(
         size,
         rotary,
         lanes,
-        _CODES.get(keys.dtype, 0),
+        CODES.get(keys.dtype, 0),
         int(interleaved),
         int(vectorised),
         dependent=True,
