@@ -6,7 +6,7 @@ from torch import Tensor
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.arguments import check_alike, check_rank, check_shape
 
-CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in csrc/attention/cache.cuh; 0 is the dtype of qkv
+CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in csrc/common/cache_codes.cuh; 0 is the dtype of qkv
 
 
 def check_cache(

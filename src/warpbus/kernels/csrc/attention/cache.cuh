@@ -3,12 +3,11 @@
 // 16-bit elements are used as they are. Codes of 8 bits have a float32 scale for each token and head, which the kernel
 // multiplies into scores and weights, so the codes themselves become 16-bit elements: exactly, in either element type.
 #pragma once
+#include "common/cache_codes.cuh"
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 
 namespace attention {
-
-enum Code { kElement = 0, kInt8 = 1, kFp8 = 2 };
 
 // The compiler has no macro for it.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
@@ -98,21 +97,6 @@ struct Dequantizer<__nv_bfloat16, First, Second> {
 template <typename T, int First, int Second>
 __device__ __forceinline__ ptx::uint32 dequantize(ptx::uint32 codes, int code) {
     return Dequantizer<T, First, Second>::of(codes, code);
-}
-
-// Rounded to nearest even; in software, for GPUs that have no instruction for it (before sm_89).
-__device__ __forceinline__ ptx::uint32 to_e4m3(float x) {
-    const ptx::uint32 sign = __float_as_uint(x) >> 24 & 0x80;
-    const float magnitude = fminf(fabsf(x), 448.0f);
-    if (x != x) return sign | 0x7F;
-    if (magnitude < 0.015625f) return sign | __float2int_rn(magnitude * 512.0f);  // subnormal: multiples of 2^-9
-    const ptx::uint32 wide = __float_as_uint(magnitude);
-    // 3 of 23 bits of the mantissa stay; the exponent's bias goes from 127 to 7.
-    return sign | (((wide + 0x7FFFF + (wide >> 20 & 1)) >> 20) - (120 << 3));
-}
-
-__device__ __forceinline__ ptx::uint32 quantize(float x, int code) {
-    return code == kInt8 ? max(-127, min(127, __float2int_rn(x))) & 0xFF : to_e4m3(x);
 }
 
 }  // namespace attention

@@ -169,13 +169,13 @@ __device__ __forceinline__ void append(const NewToken& token, const float* angle
         }
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAll, largest, offset));
-        const float scale = __uint_as_float(largest) / (code == attention::kInt8 ? 127.0f : 448.0f);
+        const float scale = __uint_as_float(largest) / largest_code(code);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             const int pair = lane + 32 * i;
             float2 x = unpack_pair<ELEMENT>(pairs[i]);
             x = scale == 0.0f ? make_float2(0.0f, 0.0f) : make_float2(x.x / scale, x.y / scale);
-            const unsigned int codes = attention::quantize(x.x, code) | attention::quantize(x.y, code) << 8;
+            const unsigned int codes = to_code(x.x, code) | to_code(x.y, code) << 8;
             fresh[pair] = static_cast<Unit>(codes);
             if (2 * pair < head_dim) reinterpret_cast<Unit*>(cached)[pair] = static_cast<Unit>(codes);
         }

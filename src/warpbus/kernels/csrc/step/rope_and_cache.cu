@@ -18,6 +18,7 @@
 //
 // A thread has the same dimensions in all its heads, so it keeps its cosines and sines in registers. What its elements
 // are paired with is read a second time, from L1: the other half of the head has been asked for by the same warp.
+#include "common/cache_codes.cuh"
 #include "common/ptx.cuh"
 #include "step/chunk.cuh"
 
@@ -26,7 +27,6 @@ using step::kChunk;
 
 constexpr int kBlock = 128;
 
-enum Code { kElement = 0, kInt8 = 1, kFp8 = 2 };
 
 struct alignas(8) Codes {
     unsigned char code[kChunk];
@@ -76,22 +76,6 @@ __device__ __forceinline__ Chunk<ELEMENT> partners(const ELEMENT* head, const Ch
     return other;
 }
 
-// Rounded to nearest even; in software, for GPUs that have no instruction for it (before sm_89).
-__device__ __forceinline__ unsigned char to_e4m3(float x) {
-    const unsigned int bits = __float_as_uint(x);
-    const unsigned int sign = bits >> 24 & 0x80;
-    const float magnitude = fminf(fabsf(x), 448.0f);
-    if (x != x) return sign | 0x7F;
-    if (magnitude < 0.015625f) return sign | __float2int_rn(magnitude * 512.0f);  // subnormal: multiples of 2^-9
-    const unsigned int wide = __float_as_uint(magnitude);
-    // 3 of 23 bits of the mantissa stay; the exponent's bias goes from 127 to 7.
-    return sign | (((wide + 0x7FFFF + (wide >> 20 & 1)) >> 20) - (120 << 3));
-}
-
-__device__ __forceinline__ unsigned char to_int8(float x) {
-    return static_cast<unsigned char>(max(-127, min(127, __float2int_rn(x))));
-}
-
 // Quantize a head's vector, spread over `lanes` threads, and write codes and scale. Threads that do not store come
 // along to the shuffles.
 __device__ __forceinline__ void store_codes(unsigned char* row, float* scale_of_row, int chunk, int size, int lanes,
@@ -104,13 +88,13 @@ __device__ __forceinline__ void store_codes(unsigned char* row, float* scale_of_
         largest = max(largest, __shfl_xor_sync(0xffffffff, largest, offset));
     }
     if (!stores) return;
-    const float scale = __uint_as_float(largest) / (code == kInt8 ? 127.0f : 448.0f);
+    const float scale = __uint_as_float(largest) / largest_code(code);
     Codes codes = {};
     if (scale != 0.0f) {
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) {
             const float x = to_float(value.element[i]) / scale;
-            codes.code[i] = code == kInt8 ? to_int8(x) : to_e4m3(x);
+            codes.code[i] = static_cast<unsigned char>(to_code(x, code));
         }
     }
     if (vectorised) {
