@@ -23,6 +23,7 @@
 using Packed = Codes<ELEMENT, BITS>;
 constexpr int kThreads = 32 * WARPS;  // that multiply
 constexpr int kTokenTiles = TOKENS / 8;
+constexpr bool kAtOnce = kTokenTiles == 1;  // fetch all fragments of x ahead: with more tokens registers are too few
 constexpr int kMostStages = 8;
 constexpr int kLoads = BITS / 4;      // of 16 bytes, a lane's share of 16 rows by 64 columns
 constexpr int kChunk = 64;
@@ -180,7 +181,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
         ptx::ldmatrix_x4(b[t][0], x[t] + offset);
-        ptx::ldmatrix_x4(b[t][1], x[t] + offset + 64);
+        if (kAtOnce) ptx::ldmatrix_x4(b[t][1], x[t] + offset + 64);
     }
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
@@ -194,6 +195,10 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
         float part[2][kTokenTiles][4] = {};
 #pragma unroll
         for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
+            if (s == 2 && !kAtOnce) {
+#pragma unroll
+                for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], x[t] + offset + 64);
+            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 ptx::uint32 a[4];
