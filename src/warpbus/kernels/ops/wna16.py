@@ -6,6 +6,7 @@ norm before and what follows in the same pass, `wna16/sm90_wna16.cu` multiplies 
 """
 
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -122,37 +123,14 @@ def _launch(
 
 
 def _reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    bits: int,
-    group: int,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    activation: str,
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, bits: int, group: int, *others: Any
 ) -> Tensor:
     packed = PackedWeight(codes, scales, zeros, Scheme(bits, group or None, zeros is None), (n, x.shape[1]))
-    return reference_linear(x, unpack(packed), bias, norm, eps, residual, activation)
+    return reference_linear(x, unpack(packed), *others)
 
 
-def _fake(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    bits: int,
-    group: int,
-    bias: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    activation: str,
-) -> Tensor:
+def _fake(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, n: int, *others: Any) -> Tensor:
+    activation = others[-1]
     return x.new_empty(x.shape[0], n // 2 if activation == "swiglu" else n)
 
 

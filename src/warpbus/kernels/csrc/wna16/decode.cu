@@ -25,7 +25,7 @@ constexpr int kThreads = 32 * WARPS;  // that multiply
 constexpr int kTokenTiles = TOKENS / 8;
 constexpr bool kAtOnce = kTokenTiles == 1;  // fetch all fragments of x ahead: with more tokens registers are too few
 constexpr int kMostStages = 8;
-constexpr int kLoads = BITS / 4;      // of 16 bytes, a lane's share of 16 rows by 64 columns
+constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 64 columns
 constexpr int kChunk = 64;
 constexpr int kPad = 8;  // elements between rows of x: eight rows lie in eight groups of banks
 
