@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from warpbus.errors import TensorError
+from warpbus.errors import SchemeError, TensorError
 from warpbus.qtensor.packing import pack, packed_words, unpack
 from warpbus.qtensor.scheme import Scheme
 
@@ -19,8 +19,9 @@ class QTensor:
     """A quantized matrix of `out` rows and `in` columns: `weight = (code - zero) * scale`.
 
     Attributes:
-        scheme: bits, group size, symmetric or not.
-        qweight: int32 `[out, packed_words(in, bits)]`, codes packed along `in` (see `packing`).
+        scheme: bits, group size, symmetric or not; or w8a8.
+        qweight: int32 `[out, packed_words(in, bits)]`, codes packed along `in` (see `packing`). For a w8a8 scheme the
+            values `[out, in]` themselves, int8 or float8_e4m3fn: `weight = value * scale`.
         scales: floating `[out, groups]`.
         zeros: uint8 `[out, groups]`, or `None` where the scheme is symmetric.
         shape: `(out, in)`.
@@ -39,7 +40,8 @@ class QTensor:
     def __post_init__(self) -> None:
         out, columns = self.shape
         groups = self.scheme.groups(columns)
-        _expect("qweight", self.qweight, (out, packed_words(columns, self.scheme.bits)), torch.int32)
+        width = columns if self.holds_values else packed_words(columns, self.scheme.bits)
+        _expect("qweight", self.qweight, (out, width), self.scheme.dtype)
         _expect("scales", self.scales, (out, groups), None)
         if not self.scales.is_floating_point():
             raise TensorError(f"scales: expected a floating-point type, found {self.scales.dtype}")
@@ -50,14 +52,35 @@ class QTensor:
 
     @classmethod
     def from_codes(cls, scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> "QTensor":
-        """Pack unsigned codes `[out, in]` with their scales and zero points `[out, groups]`."""
+        """Pack unsigned codes `[out, in]` with their scales and zero points `[out, groups]`.
+
+        Raises:
+            SchemeError: if the scheme has no codes; see `from_values`.
+        """
         out, columns = codes.shape
+        if scheme.activations is not None:
+            return cls(
+                scheme, (codes.to(torch.int16) - scheme.middle_code).to(scheme.dtype), scales, zeros, (out, columns)
+            )
         packed = pack(codes, scheme.bits)
         return cls(scheme, packed, scales, None if zeros is None else zeros.to(torch.uint8), (out, columns))
+
+    @classmethod
+    def from_values(cls, scheme: Scheme, values: Tensor, scales: Tensor) -> "QTensor":
+        """A w8a8 matrix of values int8 or float8_e4m3fn `[out, in]` and scales `[out]` or `[out, 1]`."""
+        if scheme.activations is None:
+            raise SchemeError(f"a matrix is made of values where the scheme is w8a8, not {scheme}: use from_codes")
+        out, columns = values.shape
+        return cls(scheme, values, scales.view(-1, 1), None, (out, columns))
 
     @property
     def device(self) -> torch.device:
         return self.qweight.device
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether `qweight` has an element for each weight, as w8a8 schemes have, and not packed codes."""
+        return self.scheme.activations is not None
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +89,9 @@ class QTensor:
         return sum(part.nbytes for part in parts)
 
     def codes(self) -> Tensor:
-        """The unsigned codes, uint8 `[out, in]`."""
+        """The unsigned codes, uint8 `[out, in]`. SchemeError if the scheme has none."""
+        if self.holds_values:
+            return (self.qweight.to(torch.int16) + self.scheme.middle_code).to(torch.uint8)
         return unpack(self.qweight, self.scheme.bits, self.shape[1])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -76,6 +101,8 @@ class QTensor:
         read the same numbers out of the same file.
         """
         dtype = dtype or self.scales.dtype
+        if self.holds_values:
+            return self.qweight.to(dtype) * self.scales.to(dtype)
         groups = self.scales.shape[1]
         zero: Tensor | int = self.scheme.middle_code
         if self.zeros is not None:

@@ -1,19 +1,28 @@
-"""Quantization schemes and their one spelling: `w4a16-g128`, `w4a16-g32-asym`, `w8a16`.
+"""Quantization schemes and their one spelling: `w4a16-g128`, `w4a16-g32-asym`, `w8a16`, `w8a8-int8`, `w8a8-fp8`.
 
 w<bits>a16     weights of 2, 3, 4 or 8 bits, activations in 16 bits (or 32 on the CPU)
 -g<size>       one scale for each group of 32, 64 or 128 columns; without it, one for each row ("per channel")
 -asym          with a zero point for each group; without it, symmetric
+
+w8a8-<type>    weights and activations are both int8, or both fp8 (e4m3): symmetric, with a scale for each row of the
+               weights and one for each token, which is found when the token comes by ("dynamic")
 """
 
 import re
 from dataclasses import dataclass
 
+import torch
+
 from warpbus.errors import SchemeError
 
 WEIGHT_BITS = (2, 3, 4, 8)
 GROUP_SIZES = (32, 64, 128)
+ACTIVATIONS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""What activations may be rounded to, and the dtype that they and the weights then have."""
 
-_PATTERN = re.compile(r"w(?P<bits>[1-9]\d{0,3})a16(?:-g(?P<group>[1-9]\d{0,3}))?(?P<asym>-asym)?", re.ASCII)
+_PATTERN = re.compile(
+    r"w(?P<bits>[1-9]\d{0,3})a16(?:-g(?P<group>[1-9]\d{0,3}))?(?P<asym>-asym)?|w8a8-(?P<activations>int8|fp8)", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -23,11 +32,15 @@ class Scheme:
     A weight is stored as an unsigned code of `bits` bits and read as `(code - zero) * scale`.
     `group_size` columns share a scale; `None` means that a whole row does. A symmetric scheme
     fixes `zero` at the middle code.
+
+    `activations` is "int8" or "fp8" where the layer's inputs are rounded too; the weights are then values of that
+    type, read as `value * scale`. An int8 value is its code minus the middle code; fp8 has no codes.
     """
 
     bits: int
     group_size: int | None
     symmetric: bool = True
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in WEIGHT_BITS:
@@ -36,6 +49,15 @@ class Scheme:
             raise SchemeError(
                 f"groups of {self.group_size} are not supported: choose from {_listed(GROUP_SIZES)}, "
                 "or leave -g out for one scale a row"
+            )
+        if self.activations is None:
+            return
+        if self.activations not in ACTIVATIONS:
+            raise SchemeError(f"activations in {self.activations} are not supported: choose from int8, fp8")
+        if (self.bits, self.group_size, self.symmetric) != (8, None, True):
+            raise SchemeError(
+                f"activations in {self.activations} go with symmetric weights of 8 bits and one scale a row: "
+                f"use w8a8-{self.activations}"
             )
 
     @classmethod
@@ -49,23 +71,40 @@ class Scheme:
         if match is None:
             raise SchemeError(
                 f"unknown scheme {text!r}: expected w<bits>a16[-g<group>][-asym], for instance w4a16-g128, "
-                f"with bits from {_listed(WEIGHT_BITS)} and groups from {_listed(GROUP_SIZES)}"
+                f"with bits from {_listed(WEIGHT_BITS)} and groups from {_listed(GROUP_SIZES)}; "
+                "or w8a8-int8 or w8a8-fp8"
             )
+        if match["activations"]:
+            return cls(8, None, activations=match["activations"])
         group = match["group"]
         return cls(int(match["bits"]), None if group is None else int(group), match["asym"] is None)
 
     def __str__(self) -> str:
+        if self.activations is not None:
+            return f"w8a8-{self.activations}"
         group = "" if self.group_size is None else f"-g{self.group_size}"
         return f"w{self.bits}a16{group}{'' if self.symmetric else '-asym'}"
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of a `QTensor`'s `qweight`: int32, words of packed codes; int8 or float8_e4m3fn, one element a weight."""
+        return torch.int32 if self.activations is None else ACTIVATIONS[self.activations]
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether weights are integers: all schemes but fp8."""
+        return self.activations != "fp8"
+
+    @property
     def max_code(self) -> int:
-        """The largest code: 15 for 4 bits."""
+        """The largest code: 15 for 4 bits. SchemeError if the scheme has no codes."""
+        self._require_codes()
         return 2**self.bits - 1
 
     @property
     def middle_code(self) -> int:
-        """The code that means zero in a symmetric scheme: 8 for 4 bits."""
+        """The code that means zero in a symmetric scheme: 8 for 4 bits. SchemeError if the scheme has no codes."""
+        self._require_codes()
         return int(2 ** (self.bits - 1))
 
     def groups(self, in_features: int, name: str = "matrix") -> int:
@@ -89,6 +128,10 @@ class Scheme:
         """The average number of bits stored for a weight, scales and zero points included."""
         group = self.group_size or in_features
         return self.bits + (scale_bits + (0 if self.symmetric else self.bits)) / group
+
+    def _require_codes(self) -> None:
+        if not self.has_codes:
+            raise SchemeError(f"{self}: its weights are floating-point values, not integer codes: use w8a8-int8")
 
 
 def _listed(values: tuple[int, ...] | list[int]) -> str:

@@ -109,3 +109,56 @@ def test_parts_that_do_not_fit_are_named() -> None:
 def test_a_group_size_that_does_not_divide_is_a_scheme_error() -> None:
     with pytest.raises(SchemeError, match="50 columns cannot be cut into groups of 32"):
         QTensor.from_codes(Scheme(4, 32), torch.zeros(2, 50), torch.ones(2, 2))
+
+
+def random_values(text: str, out: int = 6, columns: int = 10, seed: int = 0) -> QTensor:
+    generator = torch.Generator().manual_seed(seed)
+    scheme = Scheme.parse(text)
+    values = torch.randint(-127, 128, (out, columns), generator=generator).to(scheme.dtype)
+    return QTensor.from_values(scheme, values, torch.rand(out, generator=generator) + 0.01)
+
+
+W8A8 = ("w8a8-int8", "w8a8-fp8")
+
+
+@pytest.mark.parametrize("text", W8A8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_are_multiplied_by_the_scale_of_their_row(text: str, dtype: torch.dtype) -> None:
+    weight = random_values(text)
+    assert weight.scales.shape == (6, 1)
+    assert weight.nbytes == 6 * 10 + 6 * 4
+    found = weight.dequantize(dtype)
+    for row in range(6):
+        for column in range(10):
+            exact = float(weight.qweight[row, column]) * float(weight.scales[row, 0].to(dtype))
+            assert found[row, column] == torch.tensor(exact, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("text", W8A8)
+def test_values_are_cut_stacked_and_moved(text: str) -> None:
+    parts = [random_values(text, out, seed=out) for out in (2, 5, 1)]
+    whole = QTensor.concatenate(parts)
+    assert whole.shape == (8, 10)
+    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert torch.equal(whole.rows(2, 7).dequantize(), parts[1].dequantize())
+    assert whole.to("meta").qweight.dtype == whole.scheme.dtype
+
+
+def test_codes_of_int8_are_values_above_the_least() -> None:
+    scheme = Scheme.parse("w8a8-int8")
+    codes = torch.tensor([[0, 1, 128, 255]], dtype=torch.uint8)
+    weight = QTensor.from_codes(scheme, codes, torch.ones(1, 1))
+    assert weight.qweight.tolist() == [[-128, -127, 0, 127]]
+    assert torch.equal(weight.codes(), codes)
+
+
+def test_fp8_has_no_codes_and_packed_schemes_no_values() -> None:
+    weight = random_values("w8a8-fp8")
+    with pytest.raises(SchemeError, match="w8a8-fp8: its weights are floating-point values"):
+        weight.codes()
+    with pytest.raises(SchemeError, match="w8a8-fp8: its weights are floating-point values"):
+        QTensor.from_codes(weight.scheme, torch.zeros(2, 4), torch.ones(2, 1))
+    with pytest.raises(SchemeError, match=r"w8a8, not w4a16-g32: use from_codes"):
+        QTensor.from_values(Scheme(4, 32), torch.zeros(2, 32, dtype=torch.int8), torch.ones(2))
+    with pytest.raises(TensorError, match=r"qweight: expected torch\.float8_e4m3fn, found torch\.int8"):
+        QTensor.from_values(weight.scheme, torch.zeros(2, 4, dtype=torch.int8), torch.ones(2))
