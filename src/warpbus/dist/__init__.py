@@ -1,6 +1,7 @@
-"""Processes that work together: joining them (`group`) and starting them (`launch`)."""
+"""Processes that work together: joining them (`group`), adding up over them (`tree`), and starting them (`launch`)."""
 
-from warpbus.dist.group import Group, joined_group
+from warpbus.dist.group import SHARES, Group, joined_group
 from warpbus.dist.launch import relaunch
+from warpbus.dist.tree import TreeSum
 
-__all__ = ["Group", "joined_group", "relaunch"]
+__all__ = ["SHARES", "Group", "TreeSum", "joined_group", "relaunch"]

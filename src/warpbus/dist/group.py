@@ -1,7 +1,7 @@
 """The processes of one job on `torch.distributed`: NCCL between GPUs, gloo between CPUs."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,6 +10,11 @@ import torch.distributed
 
 from warpbus.cuda.devices import resolve_device
 from warpbus.errors import UsageError
+
+# Work is cut into the same shares whatever the number of processes, and a share goes to one process as a whole. What a
+# share gives, and the order in which shares are added up (`TreeSum`), are then the same in a job of 1, 2 or 8
+# processes, bit for bit. A power of two, so that 1, 2, 4 and 8 processes have equal loads.
+SHARES = 8
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,59 @@ class Group:
         """Wait until every process is here."""
         if self.world > 1:
             torch.distributed.barrier()
+
+    def shares(self, rank: int | None = None) -> range:
+        """The shares of `SHARES` that a rank does, this process's own if none is given.
+
+        Raises:
+            UsageError: if there are more processes than shares.
+        """
+        if self.world > SHARES:
+            raise UsageError(
+                f"{self.world} processes: the work is cut into {SHARES} shares: use at most {SHARES} processes"
+            )
+        rank = self.rank if rank is None else rank
+        return range(SHARES * rank // self.world, SHARES * (rank + 1) // self.world)
+
+    def gather(self, tensor: torch.Tensor, lengths: Sequence[int] | None = None) -> torch.Tensor:
+        """Concatenate the processes' tensors along axis 0 in rank order, on every process.
+
+        Args:
+            tensor: [n, ...] of any dtype; n may differ between processes, dtype and the other axes may not.
+            lengths: n of each rank, where the caller knows them; it saves a wait for the device.
+        """
+        if self.world == 1:
+            return tensor
+        lengths = self._lengths(len(tensor)) if lengths is None else lengths
+        gathered = tensor.new_empty((sum(lengths), *tensor.shape[1:]))
+        parts = list(gathered.split(list(lengths)))
+        parts[self.rank].copy_(tensor)
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        self.exchange([(rank, parts[self.rank]) for rank in others], [(rank, parts[rank]) for rank in others])
+        return gathered
+
+    def exchange(self, sent: Iterable[tuple[int, torch.Tensor]], received: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Send tensors to ranks and fill tensors from ranks, all at once; every process of the group calls it.
+
+        Tensors are contiguous, of any dtype, and not empty on one side only. Those from one rank to another are matched
+        in their order.
+        """
+        distributed = torch.distributed
+        operations = [
+            # As bytes: the transports do not know every dtype.
+            distributed.P2POp(operation, tensor.view(-1).view(torch.uint8), rank)
+            for operation, messages in ((distributed.isend, sent), (distributed.irecv, received))
+            for rank, tensor in messages
+            if tensor.numel()
+        ]
+        # In a batch NCCL uses the communicator of the whole group instead of opening one for each pair.
+        for work in distributed.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+    def _lengths(self, own: int) -> list[int]:
+        lengths = torch.zeros(self.world, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = own
+        return self.sum(lengths).tolist()
 
 
 @contextmanager
