@@ -8,11 +8,15 @@ from warpbus.formats.compressed_tensors import (
     read_scheme,
     to_tensors,
 )
+from warpbus.formats.growing import GrowingCheckpoint
+from warpbus.formats.parts import FinishedParts
 from warpbus.formats.writer import CheckpointWriter
 
 __all__ = [
     "Checkpoint",
     "CheckpointWriter",
+    "FinishedParts",
+    "GrowingCheckpoint",
     "from_tensors",
     "is_quantized",
     "quantization_config",

@@ -1,11 +1,16 @@
-"""Single files that are there complete or not at all: reports, pictures, states of a training run."""
+"""Files and directories that are there complete or not at all: what reports, states and checkpoints share."""
 
+import errno
+import fcntl
+import json
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from warpbus.errors import StorageError
+from warpbus.errors import CheckpointError, StorageError
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -31,3 +36,153 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
                 f"{path}: cannot be written ({reason}): free some space or choose another path"
             ) from None
         raise
+
+
+def write_new(path: Path, content: Path | bytes) -> None:
+    if isinstance(content, bytes):
+        replace_file(path, lambda partial: partial.write_bytes(content))
+    elif content.is_file():
+        replace_file(path, lambda partial: shutil.copyfile(content, partial))
+    else:
+        raise CheckpointError(f"{content}: there is no such file to copy")
+
+
+def write_json(path: Path, content: object) -> None:
+    write_new(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; `None` if it is not there or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def check_target(directory: Path, *, overwrite: bool) -> None:
+    """Refuse a directory that a model must not take the place of.
+
+    Raises:
+        StorageError: if it exists and is not to be overwritten, or is no model directory.
+    """
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise StorageError(f"{directory}: is a file: name a directory that does not exist yet")
+    if not any(directory.iterdir()):
+        return
+    if not overwrite:
+        raise StorageError(f"{directory}: exists and is not empty: name another directory, or ask to overwrite it")
+    if not (directory / "config.json").is_file():
+        raise StorageError(
+            f"{directory}: holds no model (no config.json), so it is not overwritten: name another directory"
+        )
+
+
+def put_in_place(written: Path, directory: Path, aside: Path) -> None:
+    """Give a complete directory its name; one that has the name already goes `aside` first and is removed last.
+
+    Raises:
+        OSError: if a directory cannot be renamed; what was at `directory` is there again then.
+    """
+    exists = directory.exists()
+    if exists:
+        directory.rename(aside)
+    try:
+        written.rename(directory)
+    except BaseException:
+        if exists:
+            aside.rename(directory)
+        raise
+    sync(directory.parent)
+    if exists:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or a directory's list of names. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a directory
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def check_space(path: Path, expected: int) -> None:
+    """Raises StorageError if the disk with the directory of `path` has not `expected` free bytes."""
+    free = shutil.disk_usage(path.parent).free
+    if free < expected:
+        raise disk_full(path, expected)
+
+
+def storage_error(path: Path, error: OSError, *, needed: int) -> StorageError:
+    """What to raise for a failed write of `needed` bytes to `path`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return disk_full(path, needed)
+    return StorageError(f"{path}: cannot be written: {error.strerror or error}")
+
+
+def disk_full(path: Path, needed: int) -> StorageError:
+    """The error that says how much is needed and how much is free."""
+    directory = next(parent for parent in path.parents if parent.exists())
+    return StorageError(
+        f"{path}: disk full: needs at least {_size(needed)}, {_size(shutil.disk_usage(directory).free)} free: "
+        "make room or name a directory on another disk"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+class FileLock:
+    """What one process at a time can have, until `release` or until it ends, however it ends.
+
+    Args:
+        path: of an empty file, which is there as long as the lock is held, or until the next holder releases it.
+        what: what is locked, for the message.
+
+    Raises:
+        StorageError: if another process has it, or the file system has no locks.
+    """
+
+    def __init__(self, path: Path, what: Path) -> None:
+        self._path = path
+        while True:
+            try:
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise storage_error(what, error, needed=0) from error
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(self._descriptor)
+                if isinstance(error, BlockingIOError):
+                    raise StorageError(
+                        f"{what}: another process is writing it: wait for it to end, or name another directory"
+                    ) from None
+                raise StorageError(
+                    f"{path}: cannot be locked ({error.strerror or error}): name a directory on another disk"
+                ) from error
+            if self._is_current():
+                return
+            os.close(self._descriptor)
+
+    def release(self) -> None:
+        """Let others have it; the file goes away."""
+        # Removed while it is held: whoever opened it before sees that it is gone, and opens it anew.
+        with suppress(OSError):
+            self._path.unlink()
+        # Not only closed: a forked child may have the same descriptor.
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+
+    def _is_current(self) -> bool:
+        """Whether the file that was locked is still the one of that name."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False

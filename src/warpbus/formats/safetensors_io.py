@@ -9,8 +9,10 @@ tensor by tensor needs the memory of one tensor.
 import json
 import mmap
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -115,12 +117,15 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def write_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_file(file: Path, tensors: Mapping[str, Tensor]) -> int:
     """Write tensors to a new safetensors file and wait until the disk has it.
 
     Args:
         file: where to write.
         tensors: contiguous CPU tensors.
+
+    Returns:
+        the CRC-32 of the file, as of `zlib.crc32`.
 
     Raises:
         OSError: if the file cannot be written; the caller removes what is there of it.
@@ -134,13 +139,16 @@ def write_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    beginning: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+    pieces = (tensor.reshape(-1).view(torch.uint8).numpy().data for _, tensor in ordered)
+    checksum = 0
     with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little"))
-        stream.write(text)
-        for _, tensor in ordered:
-            stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        for piece in chain(beginning, pieces):
+            stream.write(piece)
+            checksum = zlib.crc32(piece, checksum)
         stream.flush()
         os.fsync(stream.fileno())
+    return checksum
 
 
 def can_store(dtype: torch.dtype) -> bool:

@@ -1,10 +1,9 @@
 """`CheckpointWriter`: writes a model directory that is there complete or not at all."""
 
-import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,10 @@ from typing import Any, Self
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, StorageError, TensorError, UsageError
+from warpbus.formats.files import check_space, check_target, put_in_place, storage_error, sync
 from warpbus.formats.safetensors_io import can_store, shown, write_file
+
+INDEX = "model.safetensors.index.json"
 
 
 class CheckpointWriter:
@@ -48,7 +50,7 @@ class CheckpointWriter:
         self._shards: list[list[str]] = []
         self._names: set[str] = set()
         self._total_bytes = 0
-        self._check_target(overwrite)
+        check_target(self.directory, overwrite=overwrite)
         self._partial = self.directory.with_name(f".{self.directory.name}.partial-{os.getpid()}")
         try:
             self._partial.parent.mkdir(parents=True, exist_ok=True)
@@ -57,9 +59,8 @@ class CheckpointWriter:
                     f"{self._partial}: left over by a run that was killed, or being written by another: "
                     "remove it and try again"
                 )
-            free = shutil.disk_usage(self._partial.parent).free
-            if expected_bytes is not None and free < expected_bytes:
-                raise _disk_full(self.directory, expected_bytes, free)
+            if expected_bytes is not None:
+                check_space(self.directory, expected_bytes)
             self._partial.mkdir()
         except StorageError:
             raise
@@ -110,7 +111,7 @@ class CheckpointWriter:
             raise CheckpointError(f"{source}: there is no such file to copy")
         with self._writing(source.name, source.stat().st_size):
             shutil.copyfile(source, self._partial / source.name)
-            _sync(self._partial / source.name)
+            sync(self._partial / source.name)
 
     def write_json(self, filename: str, content: object) -> None:
         """Write a JSON file.
@@ -122,7 +123,7 @@ class CheckpointWriter:
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         with self._writing(filename, len(text.encode())):
             (self._partial / filename).write_text(text, encoding="utf-8")
-            _sync(self._partial / filename)
+            sync(self._partial / filename)
 
     def finish(self) -> Path:
         """Write what is held, name the shards, and put the directory in its place.
@@ -147,18 +148,19 @@ class CheckpointWriter:
         else:
             weight_map: dict[str, str] = {}
             for number, names in enumerate(self._shards):
-                final = f"model-{number + 1:05}-of-{count:05}.safetensors"
+                final = shard_name(number, count)
                 weight_map.update(dict.fromkeys(names, final))
                 with self._writing(final, 0):
                     _shard_file(self._partial, number).rename(self._partial / final)
-            index: dict[str, Any] = {
-                "metadata": {"total_size": self._total_bytes},
-                "weight_map": dict(sorted(weight_map.items())),
-            }
-            self.write_json("model.safetensors.index.json", index)
+            self.write_json(INDEX, shard_index(weight_map, self._total_bytes))
         with self._writing("", 0):
-            _sync(self._partial)
-            self._put_in_place()
+            sync(self._partial)
+            put_in_place(
+                self._partial,
+                self.directory,
+                self.directory.with_name(f".{self.directory.name}.replaced-{os.getpid()}"),
+            )
+        self._open = False
         return self.directory
 
     def abort(self) -> None:
@@ -168,22 +170,6 @@ class CheckpointWriter:
             self._pending.clear()
             shutil.rmtree(self._partial, ignore_errors=True)
 
-    def _check_target(self, overwrite: bool) -> None:
-        if not self.directory.exists():
-            return
-        if not self.directory.is_dir():
-            raise StorageError(f"{self.directory}: is a file: name a directory that does not exist yet")
-        if not any(self.directory.iterdir()):
-            return
-        if not overwrite:
-            raise StorageError(
-                f"{self.directory}: exists and is not empty: name another directory, or ask to overwrite it"
-            )
-        if not (self.directory / "config.json").is_file():
-            raise StorageError(
-                f"{self.directory}: holds no model (no config.json), so it is not overwritten: name another directory"
-            )
-
     def _flush(self) -> None:
         file = _shard_file(self._partial, len(self._shards))
         with self._writing("model.safetensors", self._pending_bytes):
@@ -192,22 +178,6 @@ class CheckpointWriter:
         self._total_bytes += self._pending_bytes
         self._pending = {}
         self._pending_bytes = 0
-
-    def _put_in_place(self) -> None:
-        replaced = self.directory.with_name(f".{self.directory.name}.replaced-{os.getpid()}")
-        exists = self.directory.exists()
-        if exists:
-            self.directory.rename(replaced)
-        try:
-            self._partial.rename(self.directory)
-        except BaseException:
-            if exists:
-                replaced.rename(self.directory)
-            raise
-        self._open = False
-        _sync(self.directory.parent)
-        if exists:
-            shutil.rmtree(replaced, ignore_errors=True)
 
     def _require_open(self) -> None:
         if not self._open:
@@ -220,35 +190,19 @@ class CheckpointWriter:
             yield
         except OSError as error:
             self.abort()
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # Free space now counts what was just removed, so what is needed has to count it too.
-                free = shutil.disk_usage(self.directory.parent).free
-                raise _disk_full(self.directory / filename, self._total_bytes + needed, free) from error
-            raise StorageError(f"{self.directory / filename}: cannot be written: {error.strerror or error}") from error
+            # Free space now counts what was just removed, so what is needed has to count it too.
+            raise storage_error(self.directory / filename, error, needed=self._total_bytes + needed) from error
+
+
+def shard_name(number: int, count: int) -> str:
+    """What the format calls the shard `number`, counted from 0, of `count`."""
+    return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def shard_index(weight_map: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
+    """What `INDEX` holds: the file of each tensor, and the bytes of all tensors."""
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def _shard_file(directory: Path, number: int) -> Path:
     return directory / f"shard-{number:05}.safetensors"
-
-
-def _sync(path: Path) -> None:
-    """Wait until the disk has a file, or a directory's list of names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync a directory
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _disk_full(path: Path, needed: int, free: int) -> StorageError:
-    return StorageError(
-        f"{path}: disk full: needs at least {_size(needed)}, {_size(free)} free: "
-        "make room or name a directory on another disk"
-    )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,379 @@
+"""`GrowingCheckpoint`: a model directory that grows part by part, and goes on where it was when it is killed.
+
+Until the model is complete its parts are in `OUTPUT.quantization/`:
+
+    run.json                  what decides the result, and its SHA-256
+    PART.safetensors          the tensors of a part
+    PART.json                 size and checksum of that file, and what the caller says about the part
+    order.json, model/        while `finish` is at work
+
+Every file is written under another name, synced and renamed, PART.json last, so a part is there whole or not at all.
+`finish` moves the parts into `model/` and renames that to OUTPUT; what it had done when it was killed is undone when
+the checkpoint is opened again.
+"""
+
+import hashlib
+import json
+import queue
+import re
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import StorageError, TensorError, UsageError
+from warpbus.formats.files import (
+    FileLock,
+    check_space,
+    check_target,
+    put_in_place,
+    read_json,
+    replace_file,
+    storage_error,
+    sync,
+    write_json,
+    write_new,
+)
+from warpbus.formats.parts import OTHERS, FinishedParts
+from warpbus.formats.safetensors_io import can_store, shown, write_file
+from warpbus.formats.writer import INDEX, shard_index, shard_name
+
+WAITING = 2
+"""Parts that wait for the disk at most, besides the one that is being written."""
+
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_RUN, _ORDER, _MODEL = "run.json", "order.json", "model"
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A part on its way to the disk; `ready` are the moments at which its tensors on GPUs have their values."""
+
+    part: str
+    tensors: dict[str, Tensor]
+    ready: dict[torch.device, torch.cuda.Event]
+    facts: Any
+
+
+class GrowingCheckpoint(FinishedParts):
+    """A checkpoint that is written part by part, in the background, by one process at a time.
+
+    Use it in a `with` statement, or call `close`: parts that wait are written then, and the lock is given back. What
+    was kept for another identity is removed when this one is opened, see `found`.
+
+    Args:
+        output: where the model is going to be. Missing parents are made.
+        identity: all that decides the result, as JSON.
+        overwrite: replace a model that is there already; it is removed only once the new one is in its place.
+        expected_bytes: of all that is going to be written; free space is checked, with what is there already.
+
+    Attributes:
+        found: what was there: "nothing", "finished parts" of the same identity, or those of "another run".
+        found_parts: how many parts those were.
+
+    Raises:
+        StorageError: if another process is writing the same output, if the output exists and is not to be overwritten
+            or is no model, if the directory is in use for something else, cannot be written, or has too little space.
+    """
+
+    found: Literal["nothing", "finished parts", "another run"]
+    found_parts: int
+
+    def __init__(
+        self,
+        output: str | Path,
+        *,
+        identity: Mapping[str, Any],
+        overwrite: bool = False,
+        expected_bytes: int | None = None,
+    ) -> None:
+        super().__init__(output)
+        self.output = Path(output).resolve()
+        self._overwrite = overwrite
+        self._error: BaseException | None = None
+        self._queue: queue.Queue[_Waiting | None] = queue.Queue(WAITING)
+        self._thread: threading.Thread | None = None
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(self.output, error, needed=0) from error
+        self._lock = FileLock(self.output.with_name(f".{self.directory.name}.lock"), self.output)
+        try:
+            self._open(json.loads(json.dumps(identity)), expected_bytes)
+        except BaseException as error:
+            self._lock.release()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise storage_error(self.directory, error, needed=0) from error
+            raise
+        self._is_open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def commit(self, part: str, tensors: Mapping[str, Tensor], facts: Any = None) -> None:
+        """Hand a finished part over; returns at once unless `WAITING` parts wait already.
+
+        Args:
+            part: its name, of letters, digits, "_", "." and "-". A part that is there is replaced.
+            tensors: on any device; they must not be changed afterwards. Those on a GPU stay there until their turn.
+            facts: what `facts` is to give later, as JSON.
+
+        Raises:
+            UsageError: if the name cannot be a file's, or the checkpoint is closed.
+            TensorError: if the format has no such dtype.
+            StorageError: if a part before it could not be written; those that were are kept.
+        """
+        self._require_open()
+        if not _PART.fullmatch(part) or part in OTHERS:
+            raise UsageError(f"part {shown(part)!r}: expected letters, digits, '_', '.' and '-'")
+        for name, tensor in tensors.items():
+            if not can_store(tensor.dtype):
+                raise TensorError(f"tensor {shown(name)}: safetensors has no type for {tensor.dtype}")
+        ready = {}
+        for device in {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}:
+            ready[device] = torch.cuda.Event()
+            ready[device].record(torch.cuda.current_stream(device))
+        self._raise_error()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="checkpoint", daemon=True)
+            self._thread.start()
+        held = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._queue.put(_Waiting(part, held, ready, json.loads(json.dumps(facts))))
+
+    def drain(self) -> None:
+        """Wait until all parts are on the disk. Raises StorageError as `commit` does."""
+        self._queue.join()
+        self._raise_error()
+
+    def finish(
+        self, config: Mapping[str, Any], files: Sequence[tuple[str, Path | bytes]], order: Sequence[str]
+    ) -> Path:
+        """Put the model in its place and forget the parts.
+
+        Args:
+            config: of `config.json`.
+            files: what else belongs to the model: names, and what they are copied from or hold.
+            order: all parts, in the order in which they become shards.
+
+        Returns:
+            The model directory.
+
+        Raises:
+            UsageError: if `order` does not name every part once, or a file has no plain or another file's name.
+            TensorError: if two parts have a tensor of the same name.
+            CheckpointError: if a part is damaged, or a file to copy is not there.
+            StorageError: if something cannot be written; the parts are kept, and a model that was to be overwritten
+                is still there.
+        """
+        self._require_open()
+        self.drain()
+        if sorted(order) != self.parts():
+            raise UsageError(f"{self.directory}: order names {sorted(order)}, committed were {self.parts()}")
+        shards = {part: shard_name(number, len(order)) for number, part in enumerate(order)}
+        names = [*shards.values(), "config.json", INDEX, *(name for name, _ in files)]
+        if len(set(names)) != len(names) or any(Path(name).name != name for name in names):
+            raise UsageError(f"{self.output}: files {names}: expected plain names, each once")
+        weight_map: dict[str, str] = {}
+        total_bytes = 0
+        for part in order:
+            for name, entry in self.read(part).items():
+                if name in weight_map:
+                    raise TensorError(f"tensor {shown(name)} is in two parts of {self.directory}")
+                weight_map[name] = shards[part]
+                total_bytes += entry.nbytes
+        try:
+            check_target(self.output, overwrite=self._overwrite)
+            self._build(config, files, shards, shard_index(weight_map, total_bytes))
+            put_in_place(self.directory / _MODEL, self.output, self._aside("replaced"))
+            self._forget()
+        except BaseException as error:
+            with suppress(OSError):
+                self._undo()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise storage_error(self.output, error, needed=0) from error
+            raise
+        self.close()
+        return self.output
+
+    def discard(self) -> None:
+        """Forget all parts, and close. Raises StorageError if they cannot be removed."""
+        self._require_open()
+        self._queue.join()
+        try:
+            self._forget()
+        except OSError as error:
+            raise storage_error(self.directory, error, needed=0) from error
+        self.close()
+
+    def close(self) -> None:
+        """Write what waits, keep the parts, and let others have the output. A second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        self._lock.release()
+
+    def _open(self, identity: dict[str, Any], expected_bytes: int | None) -> None:
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        shutil.rmtree(self._aside("removed"), ignore_errors=True)
+        if self._aside("replaced").exists():  # the last run was killed while it overwrote a model
+            if self.output.exists():
+                shutil.rmtree(self._aside("replaced"))
+            else:
+                self._aside("replaced").rename(self.output)
+        run = read_json(self.directory / _RUN)
+        kept_for = run.get("sha256") if isinstance(run, dict) else None
+        if kept_for is None and self.directory.exists():
+            if not self.directory.is_dir() or any(self.directory.iterdir()):
+                raise StorageError(
+                    f"{self.directory}: is in the way of the finished parts, and holds something else: "
+                    "move it, or name another output"
+                )
+            self.directory.rmdir()
+        if kept_for == digest:
+            self._undo()
+        check_target(self.output, overwrite=self._overwrite)
+        self.found_parts = len(self.parts())
+        if kept_for == digest:
+            self.found = "finished parts" if self.found_parts else "nothing"
+        else:
+            self.found = "nothing" if kept_for is None else "another run"
+        if kept_for not in (None, digest):
+            self._forget()
+        if not self.directory.exists():
+            # Renamed when it has its run.json, so that a directory without one is somebody else's.
+            created = self._aside("created")
+            shutil.rmtree(created, ignore_errors=True)
+            created.mkdir()
+            write_json(created / _RUN, {"sha256": digest, "identity": identity})
+            sync(created)
+            created.rename(self.directory)
+            sync(self.directory.parent)
+        for file in self.directory.glob(".*.partial-*"):
+            file.unlink()
+        if expected_bytes is not None:
+            there = sum(self.tensors_file(part).stat().st_size for part in self.parts())
+            check_space(self.output, expected_bytes - there)
+
+    def _build(
+        self,
+        config: Mapping[str, Any],
+        files: Sequence[tuple[str, Path | bytes]],
+        shards: Mapping[str, str],
+        index: Mapping[str, Any],
+    ) -> None:
+        """Make the model in a directory of its own; `_undo` takes it back."""
+        model = self.directory / _MODEL
+        names = ["config.json", INDEX, *shards.values(), *(name for name, _ in files)]
+        write_json(self.directory / _ORDER, {"parts": list(shards), "files": sorted(names)})
+        sync(self.directory)
+        model.mkdir()
+        write_json(model / "config.json", config)
+        write_json(model / INDEX, index)
+        for name, content in files:
+            write_new(model / name, content)
+        for part, shard in shards.items():
+            self.tensors_file(part).rename(model / shard)
+        sync(model)
+
+    def _undo(self) -> None:
+        """Take back what a `finish` has done that did not end."""
+        order = read_json(self.directory / _ORDER)
+        if order is None:
+            return
+        model = self.directory / _MODEL
+        if not model.exists() and self.output.is_dir():
+            # Killed after the model was put in its place, if it is this one.
+            if sorted(file.name for file in self.output.iterdir()) != order["files"]:
+                self._forget()
+                return
+            self.output.rename(model)
+        for number, part in enumerate(order["parts"]):
+            shard = model / shard_name(number, len(order["parts"]))
+            if shard.exists():
+                shard.rename(self.tensors_file(part))
+        sync(self.directory)
+        shutil.rmtree(model, ignore_errors=True)
+        (self.directory / _ORDER).unlink()
+
+    def _forget(self) -> None:
+        """Remove the directory: at once under its name, then file by file."""
+        if self.directory.exists():
+            removed = self._aside("removed")
+            self.directory.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+        self._sound.clear()
+
+    def _work(self) -> None:
+        """The background thread; after an error it only takes what is handed over."""
+        while (waiting := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    self._write_part(waiting)
+            except BaseException as error:
+                self._error = error
+            finally:
+                del waiting  # what it holds is large
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _write_part(self, waiting: _Waiting) -> None:
+        part, tensors = waiting.part, _on_host(waiting)
+        self._sound.pop(part, None)
+        file, checksum = self.tensors_file(part), 0
+
+        def write(partial: Path) -> None:
+            nonlocal checksum
+            checksum = write_file(partial, tensors)
+
+        # Without its facts a part is not there, so tensors and facts always belong together.
+        self.facts_file(part).unlink(missing_ok=True)
+        replace_file(file, write)
+        record = {"bytes": file.stat().st_size, "crc32": checksum, "facts": waiting.facts}
+        write_json(self.facts_file(part), record)
+        sync(self.directory)
+        self._sound[part] = record
+
+    def _raise_error(self) -> None:
+        if isinstance(self._error, OSError):
+            raise StorageError(
+                f"{self._error}; the {len(self.parts())} finished parts are kept in {self.directory}: "
+                "the same command goes on from there"
+            ) from self._error
+        if self._error is not None:
+            raise self._error
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise UsageError(f"{self.output}: this checkpoint is finished or closed: open it again")
+
+    def _aside(self, what: str) -> Path:
+        return self.output.with_name(f".{self.directory.name}.{what}")
+
+
+def _on_host(waiting: _Waiting) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous; copied from a GPU beside what it computes meanwhile."""
+    streams = {device: torch.cuda.Stream(device) for device in waiting.ready}
+    copied = {}
+    for name, tensor in waiting.tensors.items():
+        if tensor.device.type == "cuda":
+            with torch.cuda.stream(streams[tensor.device]):
+                streams[tensor.device].wait_event(waiting.ready[tensor.device])
+                copied[name] = tensor.contiguous().cpu()
+        else:
+            copied[name] = tensor.contiguous()
+    return copied
