@@ -69,7 +69,7 @@ class Schemes:
             SchemeError: if `value` is not what `to_json` gives.
         """
         if not isinstance(value, dict) or not isinstance(value.get("exceptions"), dict):
-            raise SchemeError(f"schemes are {ascii(value):.80}: expected an object with default and exceptions")
+            raise SchemeError(f"schemes are {value!a:.80}: expected an object with default and exceptions")
         exceptions = {str(name): _read(text) for name, text in value["exceptions"].items()}
         return cls(_read(value.get("default")), exceptions)
 
@@ -78,12 +78,12 @@ def _read(text: object) -> Scheme | None:
     if text is None:
         return None
     if not isinstance(text, str):
-        raise SchemeError(f"scheme {ascii(text):.80}: expected a name such as w4a16-g128, or null")
+        raise SchemeError(f"scheme {text!a:.80}: expected a name such as w4a16-g128, or null")
     return Scheme.parse(text)
 
 
 def _check_pattern(pattern: str) -> None:
-    shown = f"pattern {ascii(pattern):.80}"
+    shown = f"pattern {pattern!a:.80}"
     if len(pattern) > _LONGEST:
         raise SchemeError(f"{shown}: it has {len(pattern)} characters, expected {_LONGEST} at most")
     syntax = _NO_SYNTAX.sub("x", pattern)
