@@ -1,100 +1,23 @@
-"""The grid that the weights of a group are rounded to: a scale, and where the scheme has one a zero point.
-
-Where a symmetric grid lies. Its codes run from -2^(b-1) to 2^(b-1) - 1, so one side reaches a step further than the
-other. `fit` puts the group's largest weight exactly on that longer side: scale = -extreme / 2^(b-1), negative where
-the extreme is positive. On normal weights in groups of 128 that leaves 9 % less root-mean-square error than
-absmax / (2^(b-1) - 1/2) at 3 bits and 5 % less at 4 bits (12 % against absmax / (2^(b-1) - 1)), and a negative scale
-costs the reader nothing.
-"""
+"""The grid of a matrix (see `kernels.reference.grid`), and what its weights have to be so that there is one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from warpbus.errors import NumericError
+from warpbus.kernels.reference import grid
+from warpbus.kernels.reference.gptq import SINGLE_THREAD_WEIGHTS
+from warpbus.kernels.reference.grid import Grid, fit, search, slices
 from warpbus.qtensor import Scheme
 
-# Matrices are worked on in slices of rows of about so many weights: enough to keep the device busy, while what is held
-# in float32 at a time stays small (a GPU spends most of a small operation on launching it).
-SLICE_WEIGHTS = {"cpu": 2**18, "cuda": 2**25}
-
-# Blocks of columns with fewer weights than that are worked on in one thread.
-SINGLE_THREAD_WEIGHTS = 2**20
-
-# Shares of the full range that `search` tries, then those about the best of them. Beyond 1 for the sign that `fit`
-# does not choose: its shorter side has to reach the extreme.
-COARSE_FACTORS = (1.14, 1.06, 0.98, 0.9, 0.82, 0.74, 0.66, 0.58, 0.5, 0.42, 0.34)
-FINE_STEPS = (0.04, -0.04, 0.02, -0.02)
-
-
-class Grid(NamedTuple):
-    """Scales and zero points, both float32 `[..., groups]`; the scales are exact in the dtype they are stored in."""
-
-    scales: Tensor
-    zeros: Tensor
-
-    def codes(self, groups: Tensor, scheme: Scheme) -> Tensor:
-        """The nearest codes to float32 `[..., groups, columns of a group]`: float32 integers of the same shape."""
-        return nearest(groups, self.scales.unsqueeze(-1), self.zeros.unsqueeze(-1), scheme)
-
-    def error(self, groups: Tensor, scheme: Scheme, importance: Tensor | None) -> Tensor:
-        """The squared error `[..., groups]` of rounding, each column's times its `importance` `[groups, columns]`."""
-        rounded = self.codes(groups, scheme).sub_(self.zeros.unsqueeze(-1)).mul_(self.scales.unsqueeze(-1))
-        squared = rounded.sub_(groups).square_()
-        return (squared if importance is None else squared.mul_(importance)).sum(-1)
+__all__ = ["Grid", "check_scales", "check_weight", "column_threads", "fit", "nearest", "search", "slices"]
 
 
 def nearest(weight: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor:
     """The codes nearest to float32 weights, as float32 integers; the arguments broadcast."""
-    return (weight / scale).round_().add_(zero).clamp_(0, scheme.max_code)
-
-
-def fit(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:
-    """The grid over the whole range of each group.
-
-    Args:
-        groups: float32 `[rows, groups, columns of a group]`.
-        scheme: symmetric: see this file's head; asymmetric: from the least to the greatest weight, zero included.
-        scale_dtype: what the scales are rounded to. A scale that becomes zero there, as that of an all-zero group
-            does, is taken as 1, so that the group's codes mean zero.
-    """
-    return _grid(_limits(groups, scheme), 1.0, scheme, scale_dtype)
-
-
-def search(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype, importance: Tensor) -> Grid:
-    """The grid that rounds each group with the least weighted error, out of `fit`'s and clipped ones.
-
-    Tried are shares of the full range: for a symmetric scheme with the longer side on either end, for an asymmetric
-    one with both ends drawn in alike.
-
-    Args:
-        groups, scheme, scale_dtype: as in `fit`.
-        importance: float32 `[groups, columns of a group]`, what a squared error in a column costs.
-    """
-    signs = (1.0, -1.0) if scheme.symmetric else (1.0,)
-    best = fit(groups, scheme, scale_dtype)
-    least = best.error(groups, scheme, importance)
-    factor = torch.ones_like(least)
-    limits = _limits(groups, scheme)
-
-    def attempt(trial: Tensor) -> None:
-        nonlocal best, least, factor
-        candidate = _grid(limits, trial, scheme, scale_dtype)
-        error = candidate.error(groups, scheme, importance)
-        better = error < least
-        least = torch.where(better, error, least)
-        factor = torch.where(better, trial, factor)
-        best = Grid(*(torch.where(better, new, old) for new, old in zip(candidate, best, strict=True)))
-
-    for share in COARSE_FACTORS:
-        for sign in signs:
-            attempt(torch.full_like(factor, sign * share))
-    for step in FINE_STEPS:
-        attempt(factor + step * factor.sign())
-    return best
+    return grid.nearest(weight, scale, zero, scheme.max_code)
 
 
 @contextmanager
@@ -113,32 +36,6 @@ def column_threads(columns: Tensor, block: int) -> Iterator[None]:
     finally:
         if small:
             torch.set_num_threads(threads)
-
-
-def slices(weight: Tensor) -> Iterator[slice]:
-    """Slices that cover the rows of a matrix, each of about `SLICE_WEIGHTS` weights."""
-    rows, columns = weight.shape
-    height = max(1, SLICE_WEIGHTS.get(weight.device.type, 2**18) // columns)
-    return (slice(start, min(start + height, rows)) for start in range(0, rows, height))
-
-
-def _limits(groups: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """What the code 0 means and what the span of all codes is, over the full range; each `[rows, groups]`."""
-    if scheme.symmetric:
-        extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-        return extreme, extreme * (-scheme.max_code / scheme.middle_code)
-    low = groups.amin(-1).clamp_(max=0)
-    return low, groups.amax(-1).clamp_(min=0) - low
-
-
-def _grid(limits: tuple[Tensor, Tensor], factor: Tensor | float, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:
-    """The grid over a share of the range: the scales as they are stored, then the zero points that go with them."""
-    low, span = limits
-    stored = (span * factor / scheme.max_code).to(scale_dtype).float()
-    scales = torch.where(stored == 0, torch.ones_like(stored), stored)
-    if scheme.symmetric:
-        return Grid(scales, torch.full_like(scales, scheme.middle_code))
-    return Grid(scales, (-low * factor / scales).round_().clamp_(0, scheme.max_code))
 
 
 def check_weight(weight: Tensor, name: str) -> None:

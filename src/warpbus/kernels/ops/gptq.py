@@ -1,0 +1,250 @@
+"""The sequential inner loops of quantization: rounding columns one after the other, fitting scales, choosing grids.
+
+A solve is laid out `[parts, columns, rows]`: the output rows of a matrix, transposed, so that a column of the matrix is
+contiguous, in parts of equal size. Rows are independent of each other, bit for bit: what a row becomes does not depend
+on the rows and parts that are given with it. All tensors but the outputs may have any strides, with the last axis
+contiguous. Nothing waits for the GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import TensorError, UsageError
+from warpbus.kernels.operators import operator
+from warpbus.kernels.ops.arguments import ELEMENTS, check_alike, check_rank, check_shape
+from warpbus.kernels.reference import gptq as reference
+
+LARGEST_BLOCK = 128  # columns of a block
+_FLOAT = (torch.float32,)
+_LARGEST_CODE = 255
+
+
+def round_columns(
+    weight: Tensor, target: Tensor, corner: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
+) -> tuple[Tensor, Tensor]:
+    """Round a block of columns in order, each after it has made up for the errors of those before it.
+
+    GPTQ (Frantar et al., 2022), seen as Babai's nearest plane: with H^-1 = U^T U and the unit upper triangular
+    `diag(U)^-1 U`, for j = 0, 1, ...
+
+        t = target[j] + sum over k < j of errors[k] * corner[k, j]
+        codes[j] = clamp(round(t / scale) + zero, 0, max_code), half to even
+        errors[j] = weight[j] - (codes[j] - zero) * scale
+
+    Args:
+        weight, target: float32 `[parts, columns, rows]`, at most 128 columns.
+        corner: float32 `[columns, columns]`; only what is above the diagonal is used.
+        scales, zeros: float32 `[parts, groups, rows]`; scales may be negative, zero points are integers.
+        groups: int32 `[columns]`, the group of each column.
+        max_code: 1 to 255.
+
+    Returns:
+        the codes, uint8, and the errors, float32, both contiguous `[parts, columns, rows]`. A GPU differs from the CPU
+        by the rounding of the sum over k, and of the errors where a code times its scale is not a float32.
+
+    Raises:
+        TensorError: other shapes, strides, dtypes or devices.
+        UsageError: another `max_code`.
+    """
+    name = "round_columns"
+    check_rank(name, 3, weight=weight)
+    _check_block(name, weight, corner, scales, zeros, groups, max_code, target=target)
+    return _round_columns(weight, target, corner, scales, zeros, groups, max_code)
+
+
+def round_again(
+    gradient: Tensor, corner: Tensor, centred: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
+) -> Tensor:
+    """Round a block of columns anew in order, each to what is best while all others stay as they are.
+
+    Coordinate descent on tr(dW H dW^T) (QuantEase; Behdin et al., 2023). For j = 0, 1, ...
+
+        g = gradient[j] - sum over k < j of corner[k, j] * changes[k]
+        wanted = centred[j] * scale + g / corner[j, j]
+        new = clamp(round(wanted / scale) + zero, 0, max_code) - zero
+        changes[j] = (new - centred[j]) * scale;  centred[j] = new
+
+    Args:
+        gradient: float32 `[parts, columns, rows]`, H (W - Q) of these columns, at most 128.
+        corner: float32 `[columns, columns]`, H among these columns; what is below the diagonal is not used.
+        centred: float32 `[parts, columns, rows]`, the codes less their zero points; changed in place.
+        scales, zeros, groups, max_code: as in `round_columns`.
+
+    Returns:
+        the changes of the weights, float32, contiguous `[parts, columns, rows]`. A GPU differs from the CPU by the
+        rounding of the sum over k.
+
+    Raises:
+        TensorError: other shapes, strides, dtypes or devices.
+        UsageError: another `max_code`.
+    """
+    name = "round_again"
+    check_rank(name, 3, gradient=gradient)
+    _check_block(name, gradient, corner, scales, zeros, groups, max_code, centred=centred)
+    return _round_again(gradient, corner, centred, scales, zeros, groups, max_code)
+
+
+def fit_scales(
+    gradient: Tensor, members: Tensor, centred: Tensor, corner: Tensor, scales: Tensor, scale_dtype: torch.dtype
+) -> Tensor:
+    """Set the scales of one group to their least-squares optimum, where that helps after it is rounded.
+
+    With the group's columns c of `centred` and g of `gradient`, the optimum lies `c . g / c . corner c` from where the
+    scale is. It is rounded to `scale_dtype`, and the scale stays where the error would not fall.
+
+    Args:
+        gradient: float32 `[parts, columns, rows]`, H (W - Q).
+        members: int64 `[size]`, the columns of the group.
+        centred: float32 `[parts, columns, rows]`, the codes less their zero points.
+        corner: float32 `[size, size]`, H among the members, symmetric.
+        scales: float32 `[parts, rows]`, those of the group; changed in place.
+        scale_dtype: float32, float16 or bfloat16.
+
+    Returns:
+        the change of the members' weights, float32, contiguous `[parts, size, rows]`. A GPU differs from the CPU by the
+        rounding of the sums.
+
+    Raises:
+        TensorError: other shapes, strides, dtypes or devices.
+    """
+    name = "fit_scales"
+    check_rank(name, 3, gradient=gradient)
+    check_rank(name, 1, members=members)
+    check_alike(name, _FLOAT, gradient=gradient, centred=centred, corner=corner, scales=scales)
+    check_alike(name, (torch.int64,), members=members)
+    parts, _, rows = gradient.shape
+    size = len(members)
+    check_shape(name, {"centred": tuple(gradient.shape)}, "it has one number for each of gradient's", centred=centred)
+    check_shape(name, {"corner": (size, size)}, f"there are {size} members", corner=corner)
+    check_shape(name, {"scales": (parts, rows)}, "one for each part and row of gradient", scales=scales)
+    _check_device(name, gradient, members=members)
+    _check_strides(name, gradient=gradient, members=members, centred=centred, corner=corner, scales=scales)
+    _check_scale_dtype(name, scale_dtype)
+    return _fit_scales(gradient, members, centred, corner, scales, scale_dtype)
+
+
+def clip_search(
+    weight: Tensor, importance: Tensor, group_size: int, bits: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The grid of each group that rounds it with the least weighted error: the full range or a clipped one.
+
+    The candidates, their order and what decides between them are those of `kernels.reference.grid.search`.
+
+    Args:
+        weight: float32, float16 or bfloat16 `[rows, columns]`.
+        importance: float32 `[columns]`, what a squared error in a column costs.
+        group_size: columns of a group, a divisor of `columns`; all of them for one group a row.
+        bits, symmetric: of the codes; 2, 3, 4 or 8 bits.
+        scale_dtype: what the scales are rounded to: float32, float16 or bfloat16.
+
+    Returns:
+        scales and zero points, float32 `[rows, groups]`. A GPU sums the errors in another order than the CPU, so that
+        one of two candidates with nearly the same error may win there and the other one here.
+
+    Raises:
+        TensorError: other shapes, strides, dtypes or devices.
+        SchemeError: other bits.
+    """
+    name = "clip_search"
+    check_rank(name, 2, weight=weight)
+    check_rank(name, 1, importance=importance)
+    check_alike(name, weight=weight)
+    check_alike(name, _FLOAT, importance=importance)
+    columns = weight.shape[1]
+    check_shape(name, {"importance": (columns,)}, f"weight has {columns} columns", importance=importance)
+    _check_device(name, weight, importance=importance)
+    _check_strides(name, weight=weight, importance=importance)
+    _check_scale_dtype(name, scale_dtype)
+    if group_size < 1 or columns % group_size:
+        raise TensorError(
+            f"{name}: {columns} columns cannot be cut into groups of {group_size}: give a group_size that divides them"
+        )
+    return _clip_search(weight, importance, group_size, bits, symmetric, scale_dtype)
+
+
+def _check_block(
+    name: str,
+    first: Tensor,
+    corner: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    max_code: int,
+    **second: Tensor,
+) -> None:
+    """The arguments of a loop over columns fit each other."""
+    check_rank(name, 3, scales=scales)
+    check_alike(name, _FLOAT, first=first, corner=corner, scales=scales, zeros=zeros, **second)
+    check_alike(name, (torch.int32,), groups=groups)
+    parts, columns, rows = first.shape
+    if columns > LARGEST_BLOCK:
+        raise TensorError(f"{name}: a block of {columns} columns, expected at most {LARGEST_BLOCK}: cut it")
+    for other, tensor in second.items():
+        check_shape(name, {other: tuple(first.shape)}, "both have one number for each weight", **{other: tensor})
+    check_shape(name, {"corner": (columns, columns)}, f"the block has {columns} columns", corner=corner)
+    check_shape(name, {"groups": (columns,)}, f"the block has {columns} columns", groups=groups)
+    count = scales.shape[1]
+    wanted = (parts, count, rows)
+    check_shape(name, {"scales": wanted, "zeros": wanted}, "[parts, groups, rows] alike", scales=scales, zeros=zeros)
+    _check_device(name, first, groups=groups)
+    _check_strides(name, first=first, corner=corner, scales=scales, zeros=zeros, groups=groups, **second)
+    if not 1 <= max_code <= _LARGEST_CODE:
+        raise UsageError(f"{name}: max_code is {max_code}: give 1 to {_LARGEST_CODE}")
+
+
+def _check_device(name: str, first: Tensor, **tensors: Tensor) -> None:
+    for other, tensor in tensors.items():
+        if tensor.device != first.device:
+            raise TensorError(
+                f"{name}: {other} is on {tensor.device}, the others on {first.device}: move it with .to()"
+            )
+
+
+def _check_strides(name: str, **tensors: Tensor) -> None:
+    for other, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise TensorError(
+                f"{name}: {other} has strides {list(tensor.stride())}, expected 1 in the last: use .contiguous()"
+            )
+
+
+def _check_scale_dtype(name: str, scale_dtype: torch.dtype) -> None:
+    if scale_dtype not in ELEMENTS:
+        raise TensorError(f"{name}: scale_dtype is {scale_dtype}, expected float32, float16 or bfloat16")
+
+
+def _fake_clip_search(
+    weight: Tensor, importance: Tensor, group_size: int, bits: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    scales = weight.new_empty(weight.shape[0], weight.shape[1] // group_size, dtype=torch.float32)
+    return scales, torch.empty_like(scales)
+
+
+_round_columns = operator(
+    "round_columns(Tensor weight, Tensor target, Tensor corner, Tensor scales, Tensor zeros, Tensor groups, "
+    "int max_code) -> (Tensor, Tensor)",
+    cuda=reference.round_columns,
+    reference=reference.round_columns,
+    fake=lambda weight, *_: (weight.new_empty(weight.shape, dtype=torch.uint8), weight.new_empty(weight.shape)),
+)
+_round_again = operator(
+    "round_again(Tensor gradient, Tensor corner, Tensor(a!) centred, Tensor scales, Tensor zeros, Tensor groups, "
+    "int max_code) -> Tensor",
+    cuda=reference.round_again,
+    reference=reference.round_again,
+    fake=lambda gradient, *_: gradient.new_empty(gradient.shape),
+)
+_fit_scales = operator(
+    "fit_scales(Tensor gradient, Tensor members, Tensor centred, Tensor corner, Tensor(a!) scales, "
+    "ScalarType scale_dtype) -> Tensor",
+    cuda=reference.fit_scales,
+    reference=reference.fit_scales,
+    fake=lambda gradient, members, *_: gradient.new_empty(gradient.shape[0], members.shape[0], gradient.shape[2]),
+)
+_clip_search = operator(
+    "clip_search(Tensor weight, Tensor importance, int group_size, int bits, bool symmetric, ScalarType scale_dtype) "
+    "-> (Tensor, Tensor)",
+    cuda=reference.clip_search,
+    reference=reference.clip_search,
+    fake=_fake_clip_search,
+)

@@ -1,0 +1,102 @@
+"""The inner loops of GPTQ and of coordinate descent, in plain PyTorch: what the CPU runs, a column at a time.
+
+`addcmul_` and not `addr_` carries a column's error on: it gives an element the same bits wherever it stands in a row,
+so that a row's result does not depend on the rows beside it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from warpbus.kernels.reference.grid import nearest, search, slices
+from warpbus.qtensor import Scheme
+
+# Blocks of columns with fewer weights than that are worked on in one thread.
+SINGLE_THREAD_WEIGHTS = 2**20
+
+
+def round_columns(
+    weight: Tensor, target: Tensor, corner: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
+) -> tuple[Tensor, Tensor]:
+    """The codes of a block of columns and the errors they leave; see `ops.gptq.round_columns`."""
+    codes = weight.new_empty(weight.shape, dtype=torch.uint8)
+    errors = weight.new_empty(weight.shape)
+    wanted = target.clone()
+    with column_threads(weight):
+        for index, group in enumerate(groups.tolist()):
+            scale, zero = scales[:, group], zeros[:, group]
+            code = nearest(wanted[:, index], scale, zero, max_code)
+            codes[:, index] = code
+            torch.sub(weight[:, index], code.sub_(zero).mul_(scale), out=errors[:, index])
+            wanted[:, index + 1 :].addcmul_(corner[index, index + 1 :, None], errors[:, index, None])
+    return codes, errors
+
+
+def round_again(
+    gradient: Tensor, corner: Tensor, centred: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
+) -> Tensor:
+    """The changes of a block of columns that are rounded anew; see `ops.gptq.round_again`."""
+    pending = gradient.clone()
+    changes = gradient.new_empty(gradient.shape)
+    with column_threads(gradient):
+        for index, group in enumerate(groups.tolist()):
+            scale, zero, column = scales[:, group], zeros[:, group], centred[:, index]
+            wanted = (column * scale).addcdiv_(pending[:, index], corner[index, index])
+            rounded = nearest(wanted, scale, zero, max_code).sub_(zero)
+            torch.sub(rounded, column, out=changes[:, index]).mul_(scale)
+            column.copy_(rounded)
+            pending[:, index + 1 :].addcmul_(corner[index, index + 1 :, None], changes[:, index, None], value=-1)
+    return changes
+
+
+def fit_scales(
+    gradient: Tensor, members: Tensor, centred: Tensor, corner: Tensor, scales: Tensor, scale_dtype: torch.dtype
+) -> Tensor:
+    """The change of a group's weights by a better scale; see `ops.gptq.fit_scales`."""
+    delta = gradient.new_empty(len(gradient), len(members), gradient.shape[2])
+    # A part at a time: then the sums of a part have the same bits whichever parts stand beside it.
+    for slopes, codes, scale, change in zip(gradient, centred, scales, delta, strict=True):
+        own = codes[members]
+        slope = (own * slopes[members]).sum(0)
+        curvature = (own * (corner @ own)).sum(0)
+        wanted = scale + slope / curvature.clamp(min=torch.finfo(torch.float32).tiny)
+        step = wanted.to(scale_dtype).float() - scale
+        # Rounding to the stored dtype may lose more than the fit gains, and a scale of zero could not be divided by.
+        better = (step * (step * curvature - 2 * slope) < 0) & (scale + step != 0) & step.isfinite()
+        step = torch.where(better, step, torch.zeros_like(step))
+        scale.add_(step)
+        torch.mul(own, step, out=change)
+    return delta
+
+
+def clip_search(
+    weight: Tensor, importance: Tensor, group_size: int, bits: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scales and zero points of all groups; see `ops.gptq.clip_search`."""
+    scheme = Scheme(bits, None, symmetric)
+    costs = importance.unflatten(0, (-1, group_size))
+    scales = weight.new_empty(len(weight), len(costs), dtype=torch.float32)
+    zeros = torch.empty_like(scales)
+    for part in slices(weight):
+        scales[part], zeros[part] = search(weight[part].float().unflatten(1, costs.shape), scheme, scale_dtype, costs)
+    return scales, zeros
+
+
+@contextmanager
+def column_threads(block: Tensor) -> Iterator[None]:
+    """Within it, a loop over the columns of a small block `[parts, columns, rows]` on the CPU runs in one thread.
+
+    Its tiny operations gain nothing from a second thread, and where something else keeps a core busy, each of them
+    would wait until that thread is scheduled: minutes instead of seconds for a matrix.
+    """
+    threads = torch.get_num_threads()
+    small = block.numel() < SINGLE_THREAD_WEIGHTS
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if small:
+            torch.set_num_threads(threads)
