@@ -1,0 +1,180 @@
+"""`Layout`: how a file holds quantized matrices. The interface behind which each format stands."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import UsageError
+from warpbus.formats import awq, compressed_tensors, gptq, thudm
+from warpbus.formats.checkpoint import Checkpoint
+from warpbus.formats.reading import unreadable
+from warpbus.qtensor import QTensor, Scheme, Schemes
+
+Config = dict[str, Any]
+"""A parsed `config.json`."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A format that can be read.
+
+    Attributes:
+        name: what it is called on the command line.
+        parts: the endings of the tensors that a quantized matrix may have, for instance `.qweight`.
+        detect: whether a config.json describes it.
+        read_schemes: the schemes of the layers by their names, from a config.json that describes this format; raises
+            CheckpointError for one that is not understood.
+        is_quantized: `(checkpoint, prefix)`: whether the linear layer `prefix` is stored quantized.
+        from_tensors: `(checkpoint, prefix, scheme)`: the matrix of the linear layer `prefix`; raises TensorError,
+            CheckpointError or SchemeError, with the name of the tensor that is wrong.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    detect: Callable[[Config], bool]
+    read_schemes: Callable[[Config], Schemes]
+    is_quantized: Callable[[Checkpoint, str], bool]
+    from_tensors: Callable[[Checkpoint, str, Scheme], QTensor]
+
+    def stored(self, checkpoint: Checkpoint, prefix: str) -> list[str]:
+        """The names of the tensors that a checkpoint has for the quantized linear layer `prefix`."""
+        return [prefix + part for part in self.parts if prefix + part in checkpoint]
+
+
+@dataclass(frozen=True)
+class WritableLayout(Layout):
+    """A format that can be written, too.
+
+    Attributes:
+        scale_dtype: the only dtype that its scales have; `None` where that is free.
+        check: `(scheme, shape, name)`: raises SchemeError for a matrix that the format cannot hold.
+        check_zeros: `(zeros, name)`: raises SchemeError for zero points uint8 that it cannot hold.
+        to_tensors: `(prefix, weight)`: the tensors of the linear layer `prefix`.
+        quantization_config: `(schemes, ignore)`: what config.json holds under `quantization_config`; `schemes` is that
+            of all quantized linear layers or that of each by its name, `ignore` are the names of those that are not
+            quantized, for instance `lm_head`; raises SchemeError for schemes that cannot be together.
+    """
+
+    scale_dtype: torch.dtype | None
+    check: Callable[[Scheme, tuple[int, int], str], None]
+    check_zeros: Callable[[Tensor, str], None]
+    to_tensors: Callable[[str, QTensor], dict[str, Tensor]]
+    quantization_config: Callable[[Scheme | Mapping[str, Scheme], Sequence[str]], Config]
+
+
+def layout(name: str) -> WritableLayout:
+    """The format to write: "compressed-tensors", "gptq", "gptq-v2" or "awq".
+
+    Raises:
+        UsageError: if there is no format of that name.
+    """
+    try:
+        return WRITABLE[name]
+    except KeyError:
+        raise UsageError(f"format {name!r}: expected one of {', '.join(WRITABLE)}") from None
+
+
+def layout_of(config: Config) -> Layout | None:
+    """The format of a model's quantized matrices, from its `config.json`; `None` if it is not quantized.
+
+    Raises:
+        CheckpointError: if it is quantized in a format that is not understood.
+    """
+    for each in LAYOUTS:
+        if each.detect(config):
+            return each
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    if not isinstance(quantization, dict):
+        raise unreadable("quantization_config", quantization, "an object")
+    raise unreadable(
+        "quantization_config.quant_method", quantization.get("quant_method"), "'compressed-tensors', 'gptq' or 'awq'"
+    )
+
+
+def read_schemes(config: Config) -> Schemes:
+    """The schemes of a model's quantized matrices, from its `config.json`; none if it is not quantized.
+
+    Raises:
+        CheckpointError: if it is quantized in a way that is not understood.
+    """
+    found = layout_of(config)
+    return Schemes(None) if found is None else found.read_schemes(config)
+
+
+def _any_zeros(zeros: Tensor, name: str) -> None:
+    """What a format checks that can hold all zero points."""
+
+
+def _any_matrix(scheme: Scheme, shape: tuple[int, int], name: str) -> None:
+    scheme.groups(shape[1], name)
+
+
+def _gptq(name: str, version: int) -> WritableLayout:
+    return WritableLayout(
+        name=name,
+        parts=gptq.PARTS,
+        detect=lambda config: gptq.version(config) == version,
+        read_schemes=gptq.read_schemes,
+        is_quantized=gptq.is_quantized,
+        from_tensors=partial(gptq.from_tensors, version=version),
+        scale_dtype=torch.float16,
+        check=gptq.check,
+        check_zeros=partial(gptq.check_zeros, version=version),
+        to_tensors=partial(gptq.to_tensors, version=version),
+        quantization_config=partial(gptq.quantization_config, version=version),
+    )
+
+
+WRITABLE = {
+    each.name: each
+    for each in (
+        WritableLayout(
+            name="compressed-tensors",
+            parts=compressed_tensors.PARTS,
+            detect=compressed_tensors.detect,
+            read_schemes=compressed_tensors.read_schemes,
+            is_quantized=compressed_tensors.is_quantized,
+            from_tensors=compressed_tensors.from_tensors,
+            scale_dtype=None,
+            check=_any_matrix,
+            check_zeros=_any_zeros,
+            to_tensors=compressed_tensors.to_tensors,
+            quantization_config=compressed_tensors.quantization_config,
+        ),
+        _gptq("gptq", 1),
+        _gptq("gptq-v2", 2),
+        WritableLayout(
+            name="awq",
+            parts=awq.PARTS,
+            detect=awq.detect,
+            read_schemes=awq.read_schemes,
+            is_quantized=awq.is_quantized,
+            from_tensors=awq.from_tensors,
+            scale_dtype=torch.float16,
+            check=awq.check,
+            check_zeros=_any_zeros,
+            to_tensors=awq.to_tensors,
+            quantization_config=awq.quantization_config,
+        ),
+    )
+}
+"""The formats that are read and written, by their names."""
+
+LAYOUTS: tuple[Layout, ...] = (
+    *WRITABLE.values(),
+    Layout(
+        name="thudm",
+        parts=thudm.PARTS,
+        detect=thudm.detect,
+        read_schemes=thudm.read_schemes,
+        is_quantized=thudm.is_quantized,
+        from_tensors=thudm.from_tensors,
+    ),
+)
+"""All formats that are read."""
