@@ -1,23 +1,22 @@
 """What was done to a model, and what it cost: as JSON, a table and a picture."""
 
+import math
 import platform
 import resource
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import matplotlib
 import torch
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.ticker import MaxNLocator
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 import warpbus
-from warpbus.errors import StorageError
+from warpbus.errors import DataError, UsageError
+from warpbus.formats.files import replace_file
 from warpbus.models import LINEARS
+from warpbus.quantization import pictures
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,11 @@ class LayerResult:
         layer: the number of its decoder layer.
         linear: its name there, for instance "mlp.down".
         scheme: what it was quantized to.
-        error: for gptq sqrt(tr(dW H dW^T) / tr(W H W^T)), the relative error that rounding makes in its outputs on the
-            calibration data, W being the matrix that was rounded (see `aim`); for rtn the relative error of its
-            weights, in the Frobenius norm.
+        error: where the run was calibrated sqrt(tr(dW H dW^T) / tr(W H W^T)), the relative error that rounding makes in
+            its outputs on the calibration data, W being the matrix that was rounded (see `aim`); otherwise the relative
+            error of its weights, in the Frobenius norm.
         seconds: what quantizing it took, calibration included.
+        algorithm: what it was quantized by; `None` where that is the report's.
     """
 
     layer: int
@@ -39,6 +39,11 @@ class LayerResult:
     scheme: str
     error: float
     seconds: float
+    algorithm: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"layers.{self.layer}.{self.linear}"
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Report:
 
     Attributes:
         model, output: directories.
-        scheme, algorithm: as asked for.
+        scheme, algorithm: as asked for; what a single matrix got is in `layers`.
         settings: what else decides the result: calibration file, samples, seqlen, seed, damping; empty for rtn.
         calibration_tokens: tokens that the model was calibrated on; 0 for rtn.
         device: what it ran on.
@@ -58,6 +63,13 @@ class Report:
         peak_memory: the greatest resident size of the process, in bytes.
         peak_gpu_memory: the greatest size that torch allocated on the GPU, in bytes; `None` on the CPU.
         versions: of what the result may depend on.
+        devices: the names of all devices that took part.
+        stages: seconds of each stage of the work: reading, forward, hessians and so on.
+        estimate: what the preflight check expected: seconds, memory, gpu_memory, disk (bytes), as far as it knew.
+        gpu_seconds: GPUs times the seconds that they were held; `None` on the CPU.
+        energy_joules: what the GPUs took; `None` where it was not measured.
+        prices: what `cost` is computed from: gpu_hour, kwh; empty where no price is known.
+        cost: in the currency of the prices; `None` where no price is known, or what it is to be paid for is not.
     """
 
     model: str
@@ -75,18 +87,75 @@ class Report:
     peak_memory: int
     peak_gpu_memory: int | None
     versions: dict[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    stages: dict[str, float] = field(default_factory=dict)
+    estimate: dict[str, float] = field(default_factory=dict)
+    gpu_seconds: float | None = None
+    energy_joules: float | None = None
+    prices: dict[str, float] = field(default_factory=dict)
+    cost: float | None = None
 
     @property
     def error_kind(self) -> str:
         """What `LayerResult.error` measures."""
-        return "relative error of the outputs" if self.algorithm == "gptq" else "relative error of the weights"
+        return f"relative error of the {'outputs' if self.calibration_tokens else 'weights'}"
+
+    @property
+    def mean_error(self) -> float:
+        """Over all matrices."""
+        return math.fsum(row.error for row in self.layers) / len(self.layers)
+
+    @property
+    def worst(self) -> LayerResult:
+        """The matrix of the greatest error."""
+        return max(self.layers, key=lambda row: row.error)
+
+    def priced(self, *, gpu_hour: float | None = None, kwh: float | None = None) -> Self:
+        """The same report with its cost: what GPUs and electricity cost by these prices, each where it is given.
+
+        Args:
+            gpu_hour: the price of a GPU for an hour.
+            kwh: the price of a kilowatt-hour.
+
+        Raises:
+            UsageError: if a price is negative or no number.
+        """
+        prices = {name: price for name, price in (("gpu_hour", gpu_hour), ("kwh", kwh)) if price is not None}
+        for name, price in prices.items():
+            if not 0 <= price < math.inf:
+                raise UsageError(f"the price {name} is {price}: it has to be a number from 0 up")
+        amounts = {
+            "gpu_hour": None if self.gpu_seconds is None else self.gpu_seconds / 3600,
+            "kwh": None if self.energy_joules is None else self.energy_joules / 3.6e6,
+        }
+        parts = [None if (amount := amounts[name]) is None else price * amount for name, price in prices.items()]
+        known = [part for part in parts if part is not None]
+        return replace(self, prices=prices, cost=sum(known) if known and len(known) == len(parts) else None)
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary."""
         return asdict(self)
 
-    def table(self) -> Table:
-        """A table for the terminal: the error of each matrix, layer by layer."""
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Self:
+        """The report that `to_json` gave, also after it was JSON; of a later version, what this one knows.
+
+        Raises:
+            DataError: if it is not such a report.
+        """
+        try:
+            values = {each.name: found[each.name] for each in fields(cls) if each.name in found}
+            layers = tuple(LayerResult(**row) for row in found["layers"])
+            if not layers:
+                raise KeyError("layers")
+            return cls(**values | {"layers": layers, "devices": tuple(found.get("devices", ()))})
+        except (KeyError, TypeError) as error:
+            raise DataError(
+                f"not a report of a quantization: {error}: give warpbus-report.json of its output"
+            ) from None
+
+    def table(self) -> RenderableType:
+        """Tables for the terminal: the error of each matrix, layer by layer, and where the time went."""
         title = f"{self.scheme}, {self.algorithm}: {self.error_kind}"
         drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
         drawn.add_column("layer", justify="right")
@@ -95,45 +164,75 @@ class Report:
         drawn.add_column("seconds", justify="right")
         for layer in sorted({row.layer for row in self.layers}):
             rows = {row.linear: row for row in self.layers if row.layer == layer}
-            errors = [f"{rows[linear].error:.2%}" for linear in LINEARS]
-            drawn.add_row(str(layer), *errors, f"{sum(row.seconds for row in rows.values()):.1f}")
+            cells = [self._cell(rows[linear]) if linear in rows else "-" for linear in LINEARS]
+            drawn.add_row(str(layer), *cells, f"{sum(row.seconds for row in rows.values()):.1f}")
+        return Group(drawn, self._stage_table()) if self.stages else drawn
+
+    def _cell(self, row: LayerResult) -> str:
+        """An error, and where they are not those of the whole, scheme and algorithm."""
+        chosen = [row.scheme] * (row.scheme != self.scheme)
+        if row.algorithm is not None and row.algorithm != self.algorithm:
+            chosen.append(row.algorithm)
+        return "\n".join([f"{row.error:.2%}", *([" ".join(chosen)] if chosen else [])])
+
+    def _stage_table(self) -> Table:
+        drawn = Table(title="Where the time went", title_justify="left", title_style="bold", header_style="bold")
+        drawn.add_column("stage")
+        drawn.add_column("seconds", justify="right")
+        drawn.add_column("share", justify="right")
+        total = sum(self.stages.values()) or 1.0
+        for stage, seconds in self.stages.items():
+            drawn.add_row(stage, f"{seconds:.2f}", f"{seconds / total:.0%}")
         return drawn
 
     def summary(self) -> str:
-        """One line: size, time and memory."""
-        resumed = f", going on after layer {self.resumed_layers - 1}" if self.resumed_layers else ""
-        gpu = "" if self.peak_gpu_memory is None else f", {self.peak_gpu_memory / 1e9:.2f} GB on the GPU"
-        return (
+        """One line: size, time, memory, and what is known of energy and cost."""
+        parts = [
             f"{self.output}: {self.bytes_before / 1e6:,.1f} MB -> {self.bytes_after / 1e6:,.1f} MB "
-            f"in {self.seconds:.1f} s on {self.device}{resumed}, peak memory {self.peak_memory / 1e9:.2f} GB{gpu}"
-        )
+            f"in {self.seconds:.1f} s on {self.where}"
+        ]
+        if self.resumed_layers:
+            parts.append(f"going on after layer {self.resumed_layers - 1}")
+        parts.append(f"peak memory {self.peak_memory / 1e9:.2f} GB")
+        if self.peak_gpu_memory is not None:
+            parts.append(f"{self.peak_gpu_memory / 1e9:.2f} GB on the GPU")
+        if self.gpu_seconds is not None:
+            parts += [f"{self.gpu_seconds:.1f} GPU-seconds", f"energy {self.energy_text}"]
+        if self.prices:
+            parts.append(f"cost {self.cost_text}")
+        return ", ".join(parts)
+
+    @property
+    def where(self) -> str:
+        """The devices, equal ones counted: "4 x NVIDIA H200"."""
+        counts = {name: self.devices.count(name) for name in self.devices}
+        return " and ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items()) or self.device
+
+    @property
+    def energy_text(self) -> str:
+        if self.energy_joules is None:
+            return "not measured"
+        return f"{self.energy_joules / 1000:,.2f} kJ ({self.energy_joules / 3600:,.2f} Wh)"
+
+    @property
+    def cost_text(self) -> str:
+        """What it cost, and by which prices."""
+        units = {"gpu_hour": "a GPU-hour", "kwh": "a kWh"}
+        prices = " and ".join(f"{price:g} {units[name]}" for name, price in self.prices.items())
+        if self.cost is None:
+            unknown = "no GPU took part" if self.gpu_seconds is None else "the energy was not measured"
+            return f"not known at {prices}: {unknown}"
+        return f"about {self.cost:.2g} at {prices}"
 
     def draw(self, path: Path) -> None:
-        """Write a PNG: the error of every matrix over the layers.
+        """Write a PNG: the error of every matrix over the layers, and the seconds of the stages.
 
         Raises:
             StorageError: if it cannot be written.
         """
-        figure, axes = plt.subplots(figsize=(8, 4.5))
-        for linear in LINEARS:
-            rows = [row for row in self.layers if row.linear == linear]
-            axes.plot([row.layer for row in rows], [100 * row.error for row in rows], marker="o", ms=4, label=linear)
-        axes.set_title(f"{Path(self.model).name}: {self.scheme}, {self.algorithm}", loc="left")
-        axes.set_xlabel("layer")
-        axes.set_ylabel(f"{self.error_kind} (%)")
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-        figure.tight_layout()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150, format="png")
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
-        finally:
-            plt.close(figure)
+        with pictures.style():
+            drawn = pictures.figure(self)
+        replace_file(path, lambda partial: drawn.savefig(partial, dpi=130, format="png"))
 
 
 def peak_memory() -> int:

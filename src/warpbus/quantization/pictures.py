@@ -1,0 +1,97 @@
+"""A quantization report as a picture, and the style that pictures of models share."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib import font_manager, rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from warpbus.models import LINEARS
+
+if TYPE_CHECKING:
+    from warpbus.quantization.report import Report
+
+# For names: the first that is installed draws what DejaVu, which comes with matplotlib, has no glyphs for.
+_CHINESE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "SimHei")
+_INKS = (
+    "text.color",
+    "axes.labelcolor",
+    "axes.edgecolor",
+    "axes.titlecolor",
+    "xtick.color",
+    "ytick.color",
+    "grid.color",
+)
+_DARK, _PALE = "#111318", "#e4e7ee"
+_MARKERS = "osD^vPX*"
+
+
+@contextmanager
+def style(*, dark: bool = False) -> Iterator[None]:
+    """Fonts that have Chinese, and ink for white paper or for a dark page; for what is made in the `with` block."""
+    installed = set(font_manager.get_font_names())
+    settings: Any = dict.fromkeys(_INKS, _PALE if dark else _DARK)
+    settings["figure.facecolor"] = "none" if dark else "white"
+    settings["axes.facecolor"] = "none"
+    settings["font.family"] = ["DejaVu Sans", *[font for font in _CHINESE_FONTS if font in installed][:1]]
+    with rc_context(settings):
+        yield
+
+
+def plain(text: str) -> str:
+    """Text that matplotlib draws as it is: a dollar sign would begin a formula."""
+    return text.replace("$", r"\$")
+
+
+def figure(report: "Report") -> Figure:
+    """The error of every matrix over the layers, and beside it where the time went, if the report knows."""
+    drawn = Figure(figsize=(11.5 if report.stages else 8, 4.6), layout="constrained")
+    axes = drawn.subplots(1, 2 if report.stages else 1, squeeze=False, width_ratios=[2, 1][: 1 + bool(report.stages)])
+    _errors(axes[0, 0], report)
+    if report.stages:
+        _stages(axes[0, 1], report.stages)
+    title = f"{Path(report.model).name}: {report.scheme}, {report.algorithm}"
+    drawn.suptitle(plain(title), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    return drawn
+
+
+def _errors(axis: Axes, report: "Report") -> None:
+    """A line for each matrix of a layer; where schemes are mixed, a marker for each scheme."""
+    schemes = list(dict.fromkeys(row.scheme for row in report.layers))
+    markers = {scheme: _MARKERS[index % len(_MARKERS)] for index, scheme in enumerate(schemes)}
+    handles = []
+    for index, linear in enumerate(LINEARS):
+        rows = [row for row in report.layers if row.linear == linear]
+        handles += axis.plot([row.layer for row in rows], [100 * row.error for row in rows], f"C{index}", label=linear)
+        for scheme, marker in markers.items():
+            picked = [row for row in rows if row.scheme == scheme]
+            points = [row.layer for row in picked], [100 * row.error for row in picked]
+            axis.plot(*points, f"C{index}", marker=marker, ms=4.5, ls="none")
+    if len(schemes) > 1:
+        handles += [
+            Line2D([], [], ls="none", marker=marker, color="#8a90a0", label=scheme)
+            for scheme, marker in markers.items()
+        ]
+    axis.set_title(f"{report.error_kind} (%)", fontsize=10, loc="left")
+    axis.set_xlabel("layer")
+    axis.set_ylim(bottom=0)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.2)
+    axis.spines[["top", "right"]].set_visible(False)
+    # Below the axes, where it hides no point.
+    axis.legend(handles=handles, frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.13))
+
+
+def _stages(axis: Axes, stages: dict[str, float]) -> None:
+    bars = axis.barh(list(stages), list(stages.values()), color="C0", height=0.65)
+    total = sum(stages.values()) or 1.0
+    axis.bar_label(bars, [f"{s:.1f}  ({s / total:.0%})" for s in stages.values()], padding=3, fontsize=9)
+    axis.set_title("where the time went (s)", fontsize=10, loc="left")
+    axis.invert_yaxis()
+    axis.margins(x=0.35)
+    axis.spines[["top", "right"]].set_visible(False)
