@@ -101,6 +101,29 @@ class Group:
         return self.sum(lengths).tolist()
 
 
+def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
+    """Take this process's place among those of a job; `device` is its own.
+
+    When it returns, all are there and have exchanged something, so that the job's first exchange is a quick one.
+
+    Args:
+        meeting: where the processes find each other: `file:///PATH` of a new file, or `tcp://HOST:PORT`, free on the
+            machine of rank 0.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=meeting,
+        rank=rank,
+        world_size=world,
+        device_id=device if device.type == "cuda" else None,
+    )
+    group = Group(rank, world, device)
+    group.gather(torch.zeros(1, device=device), [1] * world)
+    return group
+
+
 @contextmanager
 def joined_group(device: str) -> Iterator[Group]:
     """Join the job that `RANK`, `WORLD_SIZE` and `LOCAL_RANK` describe (torchrun sets them), or be alone.

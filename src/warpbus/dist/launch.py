@@ -1,8 +1,227 @@
 """Starting the processes of a job on this machine."""
 
+import multiprocessing
 import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from warpbus.dist.group import Group
+from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
+from warpbus.dist.worker import Place
+from warpbus.errors import DeviceError, UsageError, WarpbusError
+
+# A process that lost another one may be heard of before the lost one, whose end says more.
+_SECONDS_FOR_THE_CAUSE = 1.0
+_SECONDS_TO_LEAVE = 10.0
+_SECONDS_TO_TERMINATE = 2.0
+
+
+def launch(function: Job, arguments: Sequence[object], *, devices: Sequence[torch.device], receive: Receive) -> None:
+    """Run `function(group, send, *arguments)` in one process a device, and return when all have returned.
+
+    See `Processes`.
+    """
+    with Processes(function, devices=devices, receive=receive) as processes:
+        processes.run(*arguments)
+
+
+@dataclass
+class _Member:
+    """One process as the starting one sees it."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+class Processes:
+    """One process a device, which start at once and then run one job.
+
+        with Processes(function, devices=devices, receive=receive) as processes:
+            ...  # meanwhile they load torch and the function's module, open their devices, and find each other
+            processes.run(*arguments)
+
+    With one device there is no other process: `run` calls the function.
+
+    However the block is left, no process is left behind, and if this process dies, by kill -9 too, so do the others
+    (on Linux). A block belongs to one thread, which has to live as long as it. Ctrl-C in a terminal reaches only this
+    process, which ends the others.
+
+    Args:
+        function: a function of a module, called as `function(group, send, *arguments)`. `send(message)` hands a message
+            to `receive`; those of one process arrive in their order. Messages and arguments are pickled, but tensors
+            among them are shared, and have to fit into shared memory.
+        devices: of the processes in rank order; several GPUs, each once, or the CPU several times.
+        receive: called here, within `run`, with each message.
+
+    Raises:
+        UsageError: no device, or devices that cannot work together.
+        WarpbusError: from `run`: what one of the processes raised, with its class and message.
+        DeviceError: from `run`: a process was killed, or stopped at an exception of another kind.
+    """
+
+    def __init__(self, function: Job, *, devices: Sequence[torch.device], receive: Receive) -> None:
+        _check(devices)
+        self._function = function
+        self._devices = devices
+        self._receive = receive
+        self._members: list[_Member] = []
+        self._directory = Path()
+
+    def __enter__(self) -> Self:
+        if len(self._devices) == 1:
+            return self
+        self._directory = Path(tempfile.mkdtemp(prefix="warpbus-"))  # of this user alone
+        try:
+            for rank, device in enumerate(self._devices):
+                self._members.append(self._start(rank, device))
+            world, meeting = len(self._devices), f"file://{self._directory}/meeting"
+            key = bytes(multiprocessing.current_process().authkey)
+            for rank, (member, device) in enumerate(zip(self._members, self._devices, strict=True)):
+                _send(member, Place(rank, world, device, meeting, key))
+                _send(member, self._function)
+        except BaseException:
+            self._end(at_once=True)
+            raise
+        return self
+
+    def run(self, *arguments: object) -> None:
+        """Let all processes do the job, once; returns when all have returned."""
+        if len(self._devices) == 1:
+            device = self._devices[0]
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            self._function(Group(0, 1, device), self._receive, *arguments)
+            return
+        for member in self._members:
+            _send(member, arguments)
+        working = {member.connection: member for member in self._members}
+        while working:
+            for ready in wait(list(working)):
+                assert isinstance(ready, Connection)
+                member = working[ready]
+                outcome = _next(member)
+                if isinstance(outcome, Message):
+                    self._receive(outcome.content)
+                elif isinstance(outcome, Done):
+                    del working[ready]
+                else:
+                    raise self._cause(member, outcome)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(at_once=kind is not None)
+
+    def _start(self, rank: int, device: torch.device) -> _Member:
+        mine, other = Pipe()
+        threads = max(1, (os.cpu_count() or 1) // len(self._devices))
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        if device.type == "cpu":  # gloo listens on no other interface
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        program = (
+            f"import sys; sys.path = {sys.path!r}; from warpbus.dist.worker import main; "
+            f"main({other.fileno()}, {os.getpid()})"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[other.fileno()],
+            env=environment,
+            process_group=0,
+        )
+        other.close()
+        return _Member(f"process {rank} on {device}", process, mine)
+
+    def _cause(self, member: _Member, outcome: Failure | None) -> WarpbusError:
+        """The exception to raise after the first process that failed, or died where `outcome` is None."""
+        if outcome is None:
+            return _death(member)
+        if outcome.kind is None:
+            end = time.monotonic() + _SECONDS_FOR_THE_CAUSE
+            others = {other.connection: other for other in self._members if other is not member}
+            while others and (ready := wait(list(others), max(0.0, end - time.monotonic()))):
+                for connection in ready:
+                    assert isinstance(connection, Connection)
+                    other = others[connection]
+                    said = _next(other)
+                    if said is None:
+                        return _death(other)
+                    if isinstance(said, Failure) and said.kind is not None:
+                        return said.error(other.name)
+                    if not isinstance(said, Message):
+                        del others[connection]
+        return outcome.error(member.name)
+
+    def _end(self, *, at_once: bool) -> None:
+        """End all processes and wait for them; `at_once` is for those that may still be at work."""
+        for member in self._members:
+            if at_once:
+                member.process.terminate()
+            member.connection.close()
+        end = time.monotonic() + (_SECONDS_TO_TERMINATE if at_once else _SECONDS_TO_LEAVE)
+        for member in self._members:
+            try:
+                member.process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+        for member in self._members:
+            member.process.wait()
+        self._members = []
+        if self._directory != Path():
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _check(devices: Sequence[torch.device]) -> None:
+    if not devices:
+        raise UsageError("no device: give at least one")
+    names = ", ".join(map(str, devices))
+    if len({device.type for device in devices}) > 1:
+        raise UsageError(f"devices {names}: GPUs and the CPU cannot share a job: give devices of one kind")
+    if devices[0].type == "cuda" and len(set(devices)) < len(devices):
+        raise UsageError(f"devices {names}: two processes cannot share one GPU: give each once")
+
+
+def _send(member: _Member, what: object) -> None:
+    with suppress(ConnectionError):  # it has died: what reads its messages finds out
+        member.connection.send(what)
+
+
+def _next(member: _Member) -> Message | Done | Failure | None:
+    """What a process says next; None once it has died."""
+    try:
+        said = member.connection.recv()
+    except (EOFError, ConnectionError):
+        return None
+    assert isinstance(said, Message | Done | Failure)
+    return said
+
+
+def _death(member: _Member) -> DeviceError:
+    try:
+        code = member.process.wait(_SECONDS_TO_TERMINATE)
+    except subprocess.TimeoutExpired:
+        return DeviceError(f"{member.name} has closed its pipe: run it again, and report it if it happens again")
+    if code >= 0:
+        return DeviceError(f"{member.name} ended with exit code {code}: see what it printed, and run it again")
+    name = {known.value: known.name for known in signal.Signals}.get(-code, "unknown")
+    advice = "run it again, and report it if it happens again"
+    if -code == signal.SIGKILL:
+        advice = "somebody killed it, or the system for want of memory (see dmesg): run it again"
+    return DeviceError(f"{member.name} was killed by signal {-code} ({name}): {advice}")
 
 
 def relaunch(processes: int, arguments: Sequence[str]) -> None:

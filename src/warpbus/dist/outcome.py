@@ -1,0 +1,57 @@
+"""What the processes of a job tell the one that started them: messages, and how the job ended."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from warpbus.errors import DeviceError, WarpbusError
+
+Receive = Callable[[Any], None]
+"""Called with each message of a job."""
+
+Job = Callable[..., None]
+"""`job(group, send, *arguments)`, a function of a module that the other processes can import."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the job handed to `send`."""
+
+    content: object
+
+
+@dataclass(frozen=True)
+class Done:
+    """The job has returned."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The job has raised an exception.
+
+    Attributes:
+        kind: its class where it is a `WarpbusError`, which says all by itself.
+        message: its message, or the class and the first line of the message of any other exception.
+        trace: where any other exception came from.
+    """
+
+    kind: type[WarpbusError] | None
+    message: str
+    trace: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """The failure that the exception being handled is."""
+        if isinstance(error, WarpbusError):
+            return cls(type(error), str(error))
+        first = next(iter(str(error).splitlines()), "")
+        return cls(None, f"{type(error).__name__}: {first}".removesuffix(": "), traceback.format_exc())
+
+    def error(self, process: str) -> WarpbusError:
+        """The exception that the starting process raises; `process` names the one that failed."""
+        if self.kind is not None:
+            return self.kind(self.message)
+        error = DeviceError(f"{process} stopped at {self.message}: run it again, and report it if it happens again")
+        error.add_note(self.trace)
+        return error
