@@ -125,8 +125,12 @@ class CheckpointWriter:
             (self._partial / filename).write_text(text, encoding="utf-8")
             sync(self._partial / filename)
 
-    def finish(self) -> Path:
+    def finish(self, check: Callable[[Path], None] | None = None) -> Path:
         """Write what is held, name the shards, and put the directory in its place.
+
+        Args:
+            check: called with the directory that has the complete model, before it gets its name; what it raises
+                keeps the model from getting it.
 
         Returns:
             The model directory.
@@ -155,6 +159,9 @@ class CheckpointWriter:
             self.write_json(INDEX, shard_index(weight_map, self._total_bytes))
         with self._writing("", 0):
             sync(self._partial)
+        if check is not None:
+            check(self._partial)
+        with self._writing("", 0):
             put_in_place(
                 self._partial,
                 self.directory,

@@ -7,28 +7,13 @@ import torch
 
 from warpbus.errors import CheckpointError, TensorError, UsageError
 from warpbus.formats import Checkpoint
+from warpbus.formats.companions import find_companions
 from warpbus.models import LINEARS, DecoderLayer, ModelConfig, read_config, tensor_map
 from warpbus.qtensor import Scheme
 
 REPORT_NAME = "warpbus-report.json"
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-# What comes along: tokenizer, templates, code that other programs run, licences. Notes on the unquantized model and
-# logs of its training do not.
-_COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
-    "*.tiktoken",
-    "*.py",
-    "*LICENSE*",
-)
 
 
 @dataclass(frozen=True)
@@ -112,7 +97,7 @@ def prepare(model: Path, output: Path, scheme: Scheme) -> Plan:
         scheme.groups(matrix.columns, matrix.sources[0])
     quantized = {source for matrix in matrices for source in matrix.sources}
     copied = tuple(name for name in checkpoint.names() if name not in quantized)
-    companions = _companions(model)
+    companions = find_companions(model)
     scale_dtype = checkpoint.dtype(matrices[0].sources[0])
     scale_dtype = scale_dtype if scale_dtype in _SCALE_DTYPES else torch.float32
     weights = sum(
@@ -165,7 +150,3 @@ def _matrices(checkpoint: Checkpoint, config: ModelConfig) -> list[Matrix]:
                     )
             found.append(Matrix(index, linear, sources, tuple(shape[0] for shape in shapes), expected[1]))
     return found
-
-
-def _companions(model: Path) -> tuple[Path, ...]:
-    return tuple(sorted({file for pattern in _COMPANIONS for file in model.glob(pattern) if file.is_file()}))

@@ -91,11 +91,6 @@ def _refuse_what_differs(fields: Fields) -> None:
         raise UnknownArchitectureError(
             f"{fields.name}: this is ChatGLM-6B (v1), which this version does not support: use ChatGLM2-6B or later"
         )
-    if fields.values.get("quantization_bit"):
-        raise CheckpointError(
-            f"{fields.name}: quantization_bit: checkpoints in THUDM's own int4 and int8 format are not supported: "
-            "quantize the float16 checkpoint of this model with warpbus quantize"
-        )
     if "pre_seq_len" in fields:
         raise CheckpointError(f"{fields.name}: pre_seq_len: P-Tuning prefixes are not supported: use the base model")
     fields.insist("add_bias_linear", False, "only the query, key and value projections may have biases")
@@ -108,4 +103,4 @@ def _tensors(config: ModelConfig) -> TensorMap:
     return expand(config, WHOLE, LAYER, "transformer.encoder.layers.{}.")
 
 
-CHATGLM2 = Family("chatglm2", ("chatglm",), _config, _tensors)
+CHATGLM2 = Family("chatglm2", ("chatglm",), _config, _tensors, ffn_key="ffn_hidden_size")

@@ -19,12 +19,14 @@ class Family:
         model_types: the values of `model_type` in config.json that mean this family.
         config: reads a parsed config.json; raises `CheckpointError` naming the key that is wrong.
         tensors: the tensors that a decoder of that config needs, and no others.
+        ffn_key: the key of config.json that has the size of the FFN.
     """
 
     name: str
     model_types: tuple[str, ...]
     config: Callable[[Mapping[str, Any]], ModelConfig]
     tensors: Callable[[ModelConfig], TensorMap]
+    ffn_key: str = "intermediate_size"
 
 
 def expand(
