@@ -153,3 +153,21 @@ def test_search_looks_at_the_importance():
     aware = grids.search(groups, scheme, torch.float32, importance)
     loss = [grid.error(groups, scheme, importance).sum() for grid in (blind, aware)]
     assert loss[1] < 0.5 * loss[0]
+
+
+@pytest.mark.parametrize("text", ["w4a16-g128", "w3a16-g32", "w3a16-g64-asym", "w2a16"])
+def test_importance_clips_for_less_weighted_error(text):
+    scheme = Scheme.parse(text)
+    generator = torch.Generator().manual_seed(9)
+    weight = torch.randn(24, 256, generator=generator).pow(3)
+    importance = torch.rand(256, generator=generator).square()
+    full = rtn(weight, scheme, scale_dtype=torch.float32)
+    clipped = rtn(weight, scheme, scale_dtype=torch.float32, importance=importance)
+
+    def loss(quantized):
+        return float(((quantized.dequantize() - weight).square() * importance).sum())
+
+    assert loss(clipped) < 0.9 * loss(full)
+    evenly = rtn(weight, scheme, scale_dtype=torch.float32, importance=torch.ones(256))
+    assert relative_error(weight, evenly) < relative_error(weight, full)
+    assert loss(clipped) < loss(evenly)

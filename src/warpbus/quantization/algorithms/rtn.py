@@ -4,16 +4,26 @@ import torch
 from torch import Tensor
 
 from warpbus.qtensor import QTensor, Scheme, pack, packed_words
-from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit, slices
+from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit, search, slices
 
 
-def rtn(weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype, name: str = "weight") -> QTensor:
+def rtn(
+    weight: Tensor,
+    scheme: Scheme,
+    *,
+    scale_dtype: torch.dtype,
+    importance: Tensor | None = None,
+    name: str = "weight",
+) -> QTensor:
     """Round a matrix to nearest.
 
     Args:
         weight: floating `[out, in]`; worked on in float32, some rows at a time.
         scheme: bits, groups, symmetric or not.
         scale_dtype: dtype of the scales; they are rounded to it before the codes are chosen.
+        importance: float32 `[in]`, what a squared error in a column costs: each group's range is then clipped to where
+            it costs least. The diagonal of the inputs' moments is the cost in the layer's outputs. Without it, the
+            full range.
         name: the matrix, for messages.
 
     Returns:
@@ -32,7 +42,10 @@ def rtn(weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype, name: str =
     zeros = None if scheme.symmetric else torch.empty(rows, count, dtype=torch.uint8, device=weight.device)
     for part in slices(weight):
         groups = weight[part].float().unflatten(1, (count, -1))
-        grid = fit(groups, scheme, scale_dtype)
+        if importance is None:
+            grid = fit(groups, scheme, scale_dtype)
+        else:
+            grid = search(groups, scheme, scale_dtype, importance.float().unflatten(0, (count, -1)))
         words[part] = pack(grid.codes(groups, scheme).flatten(1).to(torch.uint8), scheme.bits)
         scales[part] = grid.scales
         if zeros is not None:
