@@ -296,8 +296,9 @@ class GrowingCheckpoint(FinishedParts):
         if order is None:
             return
         model = self.directory / _MODEL
-        if not model.exists() and self.output.is_dir():
-            # Killed after the model was put in its place, if it is this one.
+        moved = not any(self.tensors_file(part).exists() for part in order["parts"])
+        if moved and not model.exists() and self.output.is_dir():
+            # The model was put in its place, and is there unless somebody has changed it.
             if sorted(file.name for file in self.output.iterdir()) != order["files"]:
                 self._forget()
                 return
