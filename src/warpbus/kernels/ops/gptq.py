@@ -11,12 +11,36 @@ from torch import Tensor
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import ELEMENTS, check_alike, check_rank, check_shape
+from warpbus.kernels.ops.arguments import (
+    ELEMENTS,
+    blocks,
+    check_alike,
+    check_rank,
+    check_shape,
+    multiprocessors,
+    per_dtype,
+)
 from warpbus.kernels.reference import gptq as reference
+from warpbus.kernels.units import unit
+from warpbus.qtensor import Scheme
 
 LARGEST_BLOCK = 128  # columns of a block
 _FLOAT = (torch.float32,)
 _LARGEST_CODE = 255
+_SCALE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in csrc/gptq/scale_dtype.cuh
+
+# csrc/gptq/columns.cuh: columns of a tile, and how many threads a block may have, a row each.
+_TILE = 16
+_THREADS = (32, 64, 128)
+# csrc/gptq/clip_search.cu: threads of a block, and the lanes that share a group of one of these sizes.
+_SEARCH_THREADS, _SEARCH_LANES = 256, 8
+_SEARCH_SIZES = (32, 64, 128)
+
+_ROUND_COLUMNS = unit("gptq/round_columns.cu").kernel("round_columns", "PPPPPPPP" + 9 * "q" + 5 * "i")
+_ROUND_AGAIN = unit("gptq/round_again.cu").kernel("round_again", "PPPPPPP" + 9 * "q" + 5 * "i")
+_FIT_SCALES = unit("gptq/fit_scales.cu").kernel("fit_scales", "PPPPPP" + 6 * "q" + 5 * "i")
+_SEARCH = {size: per_dtype("gptq/clip_search.cu", f"clip_search_{size}", "PPPPqqiiii") for size in _SEARCH_SIZES}
+_SEARCH_ANY = per_dtype("gptq/clip_search.cu", "clip_search_any", "PPPPqqiiiii")
 
 
 def round_columns(
@@ -46,9 +70,7 @@ def round_columns(
         TensorError: other shapes, strides, dtypes or devices.
         UsageError: another `max_code`.
     """
-    name = "round_columns"
-    check_rank(name, 3, weight=weight)
-    _check_block(name, weight, corner, scales, zeros, groups, max_code, target=target)
+    _check_block("round_columns", corner, scales, zeros, groups, max_code, weight=weight, target=target)
     return _round_columns(weight, target, corner, scales, zeros, groups, max_code)
 
 
@@ -78,9 +100,7 @@ def round_again(
         TensorError: other shapes, strides, dtypes or devices.
         UsageError: another `max_code`.
     """
-    name = "round_again"
-    check_rank(name, 3, gradient=gradient)
-    _check_block(name, gradient, corner, scales, zeros, groups, max_code, centred=centred)
+    _check_block("round_again", corner, scales, zeros, groups, max_code, gradient=gradient, centred=centred)
     return _round_again(gradient, corner, centred, scales, zeros, groups, max_code)
 
 
@@ -163,31 +183,24 @@ def clip_search(
 
 
 def _check_block(
-    name: str,
-    first: Tensor,
-    corner: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    groups: Tensor,
-    max_code: int,
-    **second: Tensor,
+    name: str, corner: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int, **volumes: Tensor
 ) -> None:
-    """The arguments of a loop over columns fit each other."""
-    check_rank(name, 3, scales=scales)
-    check_alike(name, _FLOAT, first=first, corner=corner, scales=scales, zeros=zeros, **second)
+    """The arguments of a loop over columns fit each other and the first of the volumes `[parts, columns, rows]`."""
+    check_rank(name, 3, **volumes, scales=scales)
+    check_alike(name, _FLOAT, **volumes, corner=corner, scales=scales, zeros=zeros)
     check_alike(name, (torch.int32,), groups=groups)
-    parts, columns, rows = first.shape
+    first, *others = volumes
+    parts, columns, rows = volumes[first].shape
     if columns > LARGEST_BLOCK:
-        raise TensorError(f"{name}: a block of {columns} columns, expected at most {LARGEST_BLOCK}: cut it")
-    for other, tensor in second.items():
-        check_shape(name, {other: tuple(first.shape)}, "both have one number for each weight", **{other: tensor})
-    check_shape(name, {"corner": (columns, columns)}, f"the block has {columns} columns", corner=corner)
-    check_shape(name, {"groups": (columns,)}, f"the block has {columns} columns", groups=groups)
-    count = scales.shape[1]
-    wanted = (parts, count, rows)
-    check_shape(name, {"scales": wanted, "zeros": wanted}, "[parts, groups, rows] alike", scales=scales, zeros=zeros)
-    _check_device(name, first, groups=groups)
-    _check_strides(name, first=first, corner=corner, scales=scales, zeros=zeros, groups=groups, **second)
+        raise TensorError(f"{name}: {first} has {columns} columns, expected at most {LARGEST_BLOCK}: cut it in blocks")
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(others, (parts, columns, rows))
+    check_shape(name, expected, f"that of {first}", **{other: volumes[other] for other in others})
+    check_shape(name, {"corner": (columns, columns)}, f"{first} has {columns} columns", corner=corner)
+    check_shape(name, {"groups": (columns,)}, f"{first} has {columns} columns", groups=groups)
+    grid: tuple[int, ...] = (parts, scales.shape[1], rows)
+    check_shape(name, {"scales": grid, "zeros": grid}, "[parts, groups, rows]", scales=scales, zeros=zeros)
+    _check_device(name, volumes[first], groups=groups)
+    _check_strides(name, **volumes, corner=corner, scales=scales, zeros=zeros, groups=groups)
     if not 1 <= max_code <= _LARGEST_CODE:
         raise UsageError(f"{name}: max_code is {max_code}: give 1 to {_LARGEST_CODE}")
 
@@ -213,6 +226,103 @@ def _check_scale_dtype(name: str, scale_dtype: torch.dtype) -> None:
         raise TensorError(f"{name}: scale_dtype is {scale_dtype}, expected float32, float16 or bfloat16")
 
 
+def _launch_round_columns(
+    weight: Tensor, target: Tensor, corner: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
+) -> tuple[Tensor, Tensor]:
+    codes = weight.new_empty(weight.shape, dtype=torch.uint8)
+    errors = weight.new_empty(weight.shape)
+    if weight.numel():
+        parts, columns, rows = weight.shape
+        threads, grid, shared = _covering(parts * rows, columns, weight.device)
+        _ROUND_COLUMNS(
+            grid,
+            threads,
+            *(weight, target, corner, scales, zeros, groups, codes, errors),
+            *(*weight.stride()[:2], *target.stride()[:2], corner.stride(0)),
+            *(*scales.stride()[:2], *zeros.stride()[:2]),
+            *(parts, columns, rows, max_code, _vectorised(corner)),
+            shared=shared,
+        )
+    return codes, errors
+
+
+def _launch_round_again(
+    gradient: Tensor, corner: Tensor, centred: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
+) -> Tensor:
+    changes = gradient.new_empty(gradient.shape)
+    if gradient.numel():
+        parts, columns, rows = gradient.shape
+        threads, grid, shared = _covering(parts * rows, columns, gradient.device)
+        _ROUND_AGAIN(
+            grid,
+            threads,
+            *(gradient, corner, centred, scales, zeros, groups, changes),
+            *(*gradient.stride()[:2], corner.stride(0), *centred.stride()[:2]),
+            *(*scales.stride()[:2], *zeros.stride()[:2]),
+            *(parts, columns, rows, max_code, _vectorised(corner)),
+            shared=shared,
+        )
+    return changes
+
+
+def _launch_fit_scales(
+    gradient: Tensor, members: Tensor, centred: Tensor, corner: Tensor, scales: Tensor, scale_dtype: torch.dtype
+) -> Tensor:
+    size = len(members)
+    if size > LARGEST_BLOCK:
+        # One group a row: products of whole matrices, which torch's operators are good at.
+        return reference.fit_scales(gradient, members, centred, corner, scales, scale_dtype)
+    parts, _, rows = gradient.shape
+    delta = gradient.new_empty(parts, size, rows)
+    if delta.numel():
+        threads, grid, shared = _covering(parts * rows, size, gradient.device)
+        _FIT_SCALES(
+            grid,
+            threads,
+            *(gradient, members, centred, corner, scales, delta),
+            *(*gradient.stride()[:2], *centred.stride()[:2], corner.stride(0), scales.stride(0)),
+            *(parts, size, rows, _SCALE_DTYPES[scale_dtype], _vectorised(corner)),
+            shared=shared,
+        )
+    return delta
+
+
+def _launch_clip_search(
+    weight: Tensor, importance: Tensor, group_size: int, bits: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    scheme = Scheme(bits, None, symmetric)
+    scales, zeros = _fake_clip_search(weight, importance, group_size, bits, symmetric, scale_dtype)
+    rows, groups = scales.shape
+    settings = scheme.max_code, int(symmetric), _SCALE_DTYPES[scale_dtype]
+    arguments = weight, importance, scales, zeros, weight.stride(0), rows, groups, *settings
+    if scales.numel() == 0:
+        return scales, zeros
+    if group_size in _SEARCH:
+        grid = blocks((rows * groups, _SEARCH_THREADS // _SEARCH_LANES))
+        _SEARCH[group_size][weight.dtype](grid, _SEARCH_THREADS, *arguments)
+    else:
+        _SEARCH_ANY[weight.dtype](rows * groups, _SEARCH_THREADS, *arguments, group_size)
+    return scales, zeros
+
+
+def _covering(rows: int, columns: int, device: torch.device) -> tuple[int, int, int]:
+    """Threads of a block, blocks, and bytes of shared memory, for a thread a row.
+
+    Blocks are as small as still leaves each multiprocessor no more than one: then few rows are spread over many.
+    """
+    most = multiprocessors(device)
+    threads = next((threads for threads in _THREADS if blocks((rows, threads)) <= most), _THREADS[-1])
+    tiles = blocks((columns, _TILE))
+    corner = _TILE * _TILE * tiles * (tiles + 1) // 2
+    history = _TILE * (tiles - 1) * threads
+    return threads, blocks((rows, threads)), 4 * (corner + history)
+
+
+def _vectorised(corner: Tensor) -> int:
+    """Whether all rows begin at multiples of 16 bytes."""
+    return int(corner.data_ptr() % 16 == 0 and corner.stride(0) % 4 == 0)
+
+
 def _fake_clip_search(
     weight: Tensor, importance: Tensor, group_size: int, bits: int, symmetric: bool, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -223,28 +333,28 @@ def _fake_clip_search(
 _round_columns = operator(
     "round_columns(Tensor weight, Tensor target, Tensor corner, Tensor scales, Tensor zeros, Tensor groups, "
     "int max_code) -> (Tensor, Tensor)",
-    cuda=reference.round_columns,
+    cuda=_launch_round_columns,
     reference=reference.round_columns,
     fake=lambda weight, *_: (weight.new_empty(weight.shape, dtype=torch.uint8), weight.new_empty(weight.shape)),
 )
 _round_again = operator(
     "round_again(Tensor gradient, Tensor corner, Tensor(a!) centred, Tensor scales, Tensor zeros, Tensor groups, "
     "int max_code) -> Tensor",
-    cuda=reference.round_again,
+    cuda=_launch_round_again,
     reference=reference.round_again,
     fake=lambda gradient, *_: gradient.new_empty(gradient.shape),
 )
 _fit_scales = operator(
     "fit_scales(Tensor gradient, Tensor members, Tensor centred, Tensor corner, Tensor(a!) scales, "
     "ScalarType scale_dtype) -> Tensor",
-    cuda=reference.fit_scales,
+    cuda=_launch_fit_scales,
     reference=reference.fit_scales,
     fake=lambda gradient, members, *_: gradient.new_empty(gradient.shape[0], members.shape[0], gradient.shape[2]),
 )
 _clip_search = operator(
     "clip_search(Tensor weight, Tensor importance, int group_size, int bits, bool symmetric, ScalarType scale_dtype) "
     "-> (Tensor, Tensor)",
-    cuda=reference.clip_search,
+    cuda=_launch_clip_search,
     reference=reference.clip_search,
     fake=_fake_clip_search,
 )

@@ -9,10 +9,20 @@ from torch import Tensor
 from warpbus.errors import NumericError
 from warpbus.kernels.reference import grid
 from warpbus.kernels.reference.gptq import SINGLE_THREAD_WEIGHTS
-from warpbus.kernels.reference.grid import Grid, fit, search, slices
+from warpbus.kernels.reference.grid import SLICE_WEIGHTS, Grid, fit, search, slices
 from warpbus.qtensor import Scheme
 
-__all__ = ["Grid", "check_scales", "check_weight", "column_threads", "fit", "nearest", "search", "slices"]
+__all__ = [
+    "SLICE_WEIGHTS",
+    "Grid",
+    "check_scales",
+    "check_weight",
+    "column_threads",
+    "fit",
+    "nearest",
+    "search",
+    "slices",
+]
 
 
 def nearest(weight: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor:

@@ -122,6 +122,15 @@ __device__ __forceinline__ void mma_m16n8k32(float (&d)[4], const uint32 (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// ---- Arithmetic ----
+
+// 1 / x within one unit in the last place; infinity where x is below 2^-128.
+__device__ __forceinline__ float reciprocal(float x) {
+    float value;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
 // ---- Rounding to 8 bits (e4m3: sm_89) ----
 
 // Two floats rounded to nearest even as e4m3, beyond +-448 to +-448; `low` lies first in memory.
