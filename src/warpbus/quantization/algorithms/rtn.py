@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from warpbus.kernels.ops.gptq import clip_search
 from warpbus.qtensor import QTensor, Scheme, pack, packed_words
-from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit, search, slices
+from warpbus.quantization.algorithms.grid import Grid, check_scales, check_weight, fit, slices
 
 
 def rtn(
@@ -41,11 +42,13 @@ def rtn(
     scales = torch.empty(rows, count, dtype=scale_dtype, device=weight.device)
     zeros = None if scheme.symmetric else torch.empty(rows, count, dtype=torch.uint8, device=weight.device)
     for part in slices(weight):
-        groups = weight[part].float().unflatten(1, (count, -1))
+        wide = weight[part].float()
+        groups = wide.unflatten(1, (count, -1))
         if importance is None:
             grid = fit(groups, scheme, scale_dtype)
         else:
-            grid = search(groups, scheme, scale_dtype, importance.float().unflatten(0, (count, -1)))
+            size = columns // count
+            grid = Grid(*clip_search(wide, importance, size, scheme.bits, scheme.symmetric, scale_dtype))
         words[part] = pack(grid.codes(groups, scheme).flatten(1).to(torch.uint8), scheme.bits)
         scales[part] = grid.scales
         if zeros is not None:

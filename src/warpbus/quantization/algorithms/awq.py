@@ -1,0 +1,66 @@
+"""AWQ (Lin et al., 2023): channels with large inputs are scaled up before rounding, so that they lose less.
+
+Rounding W * s instead of W, with the inputs divided by s, takes error from the channels that matter to those that do
+not. Tried are powers of the inputs' mean magnitude, s = mean|x|^alpha; what they cost is measured on the layer's
+outputs. Folding s into what precedes the matrix is `warpbus.quantization.folding`'s business.
+"""
+
+import torch
+from torch import Tensor
+
+from warpbus.qtensor import Scheme
+from warpbus.quantization.algorithms.grid import fit, slices
+
+TRIALS = 20
+
+
+def candidates(mean_abs: Tensor, trials: int = TRIALS) -> Tensor:
+    """The scales that are tried.
+
+    Args:
+        mean_abs: `[in]`, the mean of |x| over the inputs x of the matrix. A channel that never had an input (0) is
+            scaled like the average one.
+        trials: the powers are 0, 1 / trials, 2 / trials, ... below 1.
+
+    Returns:
+        float32 `[trials, in]`, of each the greatest times the least is 1; the first is all ones.
+    """
+    magnitude = mean_abs.float()
+    live = magnitude > 0
+    mean = magnitude[live].mean() if bool(live.any()) else torch.ones_like(magnitude[0])
+    magnitude = torch.where(live, magnitude, mean)
+    alphas = torch.arange(trials, dtype=torch.float32, device=magnitude.device) / trials
+    # In logarithms: products of extremes neither overflow nor vanish.
+    exponents = alphas[:, None] * magnitude.log()
+    return (exponents - (exponents.amax(1, keepdim=True) + exponents.amin(1, keepdim=True)) / 2).exp()
+
+
+def losses(weight: Tensor, moments: Tensor, trials: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype) -> Tensor:
+    """What each of the scales would cost: tr(dW H dW^T) of rounding W * s to nearest and dividing by s again.
+
+    Rows do not depend on each other: the losses of all rows are the sums of those of their parts.
+
+    Args:
+        weight: floating `[rows, in]`, all rows of a matrix or some.
+        moments: float32 `[in, in]`, the mean H of x x^T over its inputs x.
+        trials: float32 `[trials, in]`, see `candidates`.
+        scheme: bits, groups, symmetric or not.
+        scale_dtype: what the grids' scales are rounded to.
+
+    Returns:
+        float32 `[trials]`.
+
+    Raises:
+        SchemeError: if the group size does not divide `in`.
+    """
+    count = scheme.groups(weight.shape[1])
+    total = torch.zeros(len(trials), dtype=torch.float32, device=weight.device)
+    for part in slices(weight):
+        wide = weight[part].float()
+        for index, scale in enumerate(trials):
+            groups = (wide * scale).unflatten(1, (count, -1))
+            grid = fit(groups, scheme, scale_dtype)
+            rounded = grid.codes(groups, scheme).sub_(grid.zeros.unsqueeze(-1)).mul_(grid.scales.unsqueeze(-1))
+            change = rounded.flatten(1).div_(scale).sub_(wide)
+            total[index] += ((change @ moments) * change).sum()
+    return total
