@@ -18,7 +18,7 @@ from warpbus.engine.engine import Engine
 from warpbus.engine.plan import MemoryPlan, Stored, enforce, parse_memory, plan_memory
 from warpbus.engine.sequence import FinishReason, SamplingParams, Sequence
 from warpbus.errors import ContextLengthError, UsageError
-from warpbus.formats import Checkpoint, read_scheme
+from warpbus.formats import Checkpoint, read_schemes
 from warpbus.models import Progress, load_model, read_config, tensor_map
 from warpbus.models.templates import Message, load_template
 from warpbus.models.tokenizers import StreamDecoder, load_tokenizer
@@ -96,7 +96,7 @@ class LLM:
         tokenizer, template: how text and conversations become tokens.
         device: `torch.device`.
         dtype: `torch.dtype`.
-        scheme: the `Scheme` that it is quantized by, or None.
+        schemes: the `Schemes` that its matrices are quantized by.
         engine: the `Engine` that decodes.
         plan: the `MemoryPlan`, or None where no memory was given.
 
@@ -125,7 +125,7 @@ class LLM:
         checkpoint = Checkpoint(model)
         self.path = checkpoint.directory
         self.config = read_config(checkpoint)
-        self.scheme = read_scheme(checkpoint.config)
+        self.schemes = read_schemes(checkpoint.config)
         stored = checkpoint.dtype(tensor_map(self.config)["embedding.weight"][0])
         self.dtype = default_dtype(self.device, stored) if dtype == "auto" else resolve_dtype(dtype)
         self.max_model_len = self.config.max_context if max_model_len is None else max_model_len
@@ -178,8 +178,8 @@ class LLM:
     def describe(self) -> str:
         """The model in one line: family, size, numbers, device, context."""
         numbers = str(self.dtype).removeprefix("torch.")
-        if self.scheme is not None:
-            numbers = f"{self.scheme}, {numbers}"
+        if self.schemes.distinct():
+            numbers = f"{self.schemes}, {numbers}"
         size = _count(self.config.num_parameters)
         return f"{self.config.family}, {size} parameters, {numbers}, {self.device}, context {self.max_model_len:,}"
 

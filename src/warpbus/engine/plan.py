@@ -17,7 +17,7 @@ from rich.text import Text
 from warpbus.engine.kv_cache import stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
-from warpbus.formats import Checkpoint, read_scheme
+from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import packed_shapes
 from warpbus.models import LINEARS, Decoder, ModelConfig, quantized_parameters
 from warpbus.qtensor import Scheme
@@ -42,24 +42,23 @@ class Stored:
 
     Attributes:
         dtype: of the activations and of what is not quantized.
-        scheme: of the matrices of the parameters `quantized`.
+        quantized: the parameters whose matrices are quantized, and their schemes.
     """
 
     config: ModelConfig
     dtype: torch.dtype
-    scheme: Scheme | None
-    quantized: frozenset[str]
+    quantized: Mapping[str, Scheme]
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> "Stored":
         """What a checkpoint holds."""
-        return cls(config, dtype, read_scheme(checkpoint.config), quantized_parameters(checkpoint, config))
+        return cls(config, dtype, quantized_parameters(checkpoint, config))
 
     @classmethod
     def uniform(cls, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None) -> "Stored":
         """A model whose layers' matrices all have a scheme, such as `random_model` makes."""
         names = [f"layers.{index}.{linear}.weight" for index in range(config.num_layers) for linear in LINEARS]
-        return cls(config, dtype, scheme, frozenset(names if scheme else ()))
+        return cls(config, dtype, {} if scheme is None else dict.fromkeys(names, scheme))
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the parameters on a GPU, by name; a tied head has none."""
@@ -68,8 +67,8 @@ class Stored:
         return {name: self._size(name, tuple(tensor.shape)) for name, tensor in parameters.items()}
 
     def _size(self, name: str, shape: tuple[int, ...]) -> int:
-        if self.scheme is not None and name in self.quantized:
-            return packed_bytes(self.scheme, shape[0], shape[1])
+        if name in self.quantized:
+            return packed_bytes(self.quantized[name], shape[0], shape[1])
         return math.prod(shape) * self.dtype.itemsize
 
 
@@ -200,6 +199,8 @@ def enforce(plan: MemoryPlan, device: torch.device) -> None:
 
 def packed_bytes(scheme: Scheme, n: int, k: int) -> int:
     """Bytes of a quantized matrix `[n, k]` as the kernels of a GPU take it."""
+    if scheme.activations is not None:
+        return n * k + n * torch.float32.itemsize
     words, scales = packed_shapes(scheme, n, k)
     return 4 * words + 2 * math.prod(scales) * (1 if scheme.symmetric else 2)
 
@@ -270,7 +271,7 @@ def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs
     advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"]
     if max_model_len is not None and (shorter := (limit - fixed) // per_token) >= _CONTEXT_STEP:
         advice.append(f"a max_model_len of {shorter // _CONTEXT_STEP * _CONTEXT_STEP:,}")
-    if stored.scheme is None:
+    if not stored.quantized:
         smaller = Stored.uniform(config, stored.dtype, _SUGGESTED)
         try:
             fits = plan_memory(smaller, limit, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)

@@ -5,10 +5,10 @@ from warpbus.formats.compressed_tensors import (
     from_tensors,
     is_quantized,
     quantization_config,
-    read_scheme,
     to_tensors,
 )
 from warpbus.formats.growing import GrowingCheckpoint
+from warpbus.formats.layout import Layout, WritableLayout, layout_named, layout_of, read_schemes
 from warpbus.formats.parts import FinishedParts
 from warpbus.formats.writer import CheckpointWriter
 
@@ -17,9 +17,13 @@ __all__ = [
     "CheckpointWriter",
     "FinishedParts",
     "GrowingCheckpoint",
+    "Layout",
+    "WritableLayout",
     "from_tensors",
     "is_quantized",
+    "layout_named",
+    "layout_of",
     "quantization_config",
-    "read_scheme",
+    "read_schemes",
     "to_tensors",
 ]

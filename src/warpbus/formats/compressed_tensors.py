@@ -1,6 +1,6 @@
-"""The compressed-tensors format `pack-quantized`, which vLLM, SGLang and transformers load.
+"""The compressed-tensors formats, which vLLM, SGLang and transformers load.
 
-A linear layer `prefix` of `out` rows and `in` columns is stored as
+`pack-quantized`: a linear layer `prefix` of `out` rows and `in` columns is stored as
 
     prefix.weight_packed      int32 [out, ceil(in * bits / 32)]      codes, a dense stream of bits along `in`
     prefix.weight_scale       float [out, groups]                    groups = 1: one scale a row, strategy "channel"
@@ -10,9 +10,16 @@ A linear layer `prefix` of `out` rows and `in` columns is stored as
 and read as `weight = (code - zero) * scale`, where a symmetric scheme's zero is `2**(bits - 1)`. compressed-tensors
 reads 2, 4 and 8 bits in every release, 3 bits from release 0.18 on: older ones put ten values of 3 bits in a word
 and leave two bits of it unused. That older layout is recognized by its width and refused.
+
+`int-quantized` and `float-quantized` (w8a8-int8, w8a8-fp8), read as `weight = value * scale`:
+
+    prefix.weight        int8 or float8_e4m3fn [out, in]
+    prefix.weight_scale  float [out, 1]
+
+Layers of different schemes are groups of `config_groups`, each with the names of its layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,70 +27,126 @@ from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, TensorError
 from warpbus.formats.checkpoint import Checkpoint
-from warpbus.qtensor import QTensor, Scheme, pack, packed_words, unpack
+from warpbus.formats.reading import (
+    matrix_shape,
+    read_scales,
+    read_tensor,
+    require,
+    section,
+    unreadable,
+    whole_number,
+)
+from warpbus.qtensor import QTensor, Scheme, Schemes, pack, packed_words, unpack
 
+PARTS = (".weight", ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+"""The endings of the tensors that a quantized matrix may have."""
+
+_WHERE = "quantization_config"
 _METHOD = "compressed-tensors"
-_FORMAT = "pack-quantized"
+_FORMATS = {None: "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}  # by a scheme's activations
+_MIXED = "mixed-precision"
+_TYPES = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
+_EVERY = "Linear"  # the target that means every linear layer
 
+_KNOWN = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder"}
 # What says how weights were chosen, or repeats what the tensors themselves tell: it does not change how they are read.
 _IRRELEVANT = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 
 
-def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]:
+def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
     """What `config.json` holds under `quantization_config`.
 
     Args:
-        scheme: that of all quantized linear layers.
+        schemes: that of all quantized linear layers, or that of each by its name, `model.layers.0.mlp.down_proj`.
         ignore: names of the linear layers that are not quantized, for instance `lm_head`.
     """
-    weights: dict[str, Any] = {"num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric}
+    of_layers = {_EVERY: schemes} if isinstance(schemes, Scheme) else schemes
+    distinct = list(dict.fromkeys(of_layers.values()))
+    if len(distinct) == 1:
+        of_layers = {_EVERY: distinct[0]}
+    formats = [_FORMATS[scheme.activations] for scheme in distinct]
+    mixed = len(set(formats)) > 1
+    groups = {}
+    for index, (scheme, stored_as) in enumerate(zip(distinct, formats, strict=True)):
+        # All by their names: engines that fuse layers look for "Linear" before they look for the parts' names.
+        targets = [name for name, other in of_layers.items() if other == scheme]
+        groups[f"group_{index}"] = _describe(scheme, targets) | ({"format": stored_as} if mixed else {})
+    return {
+        "quant_method": _METHOD,
+        "format": _MIXED if mixed else formats[0],
+        "quantization_status": "compressed",
+        "ignore": list(ignore),
+        "config_groups": groups,
+    }
+
+
+def _describe(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    stored_as = _FORMATS[scheme.activations]
+    weights: dict[str, Any] = {"num_bits": scheme.bits, "type": _TYPES[stored_as], "symmetric": scheme.symmetric}
     if scheme.group_size is None:
         weights |= {"strategy": "channel"}
     else:
         weights |= {"strategy": "group", "group_size": scheme.group_size}
-    weights |= {"dynamic": False}
-    return {
-        "quant_method": _METHOD,
-        "format": _FORMAT,
-        "quantization_status": "compressed",
-        "ignore": list(ignore),
-        "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": weights}},
-    }
+    activations = None
+    if scheme.activations is not None:
+        activations = weights | {"strategy": "token", "dynamic": True}
+    return {"targets": targets, "input_activations": activations, "weights": weights | {"dynamic": False}}
 
 
-def read_scheme(config: dict[str, Any]) -> Scheme | None:
-    """The scheme of a model's quantized layers, from its `config.json`; `None` if it is not quantized.
+def detect(config: dict[str, Any]) -> bool:
+    """Whether a config.json describes this format."""
+    found = config.get(_WHERE)
+    return isinstance(found, dict) and found.get("quant_method") == _METHOD
+
+
+def read_schemes(config: dict[str, Any]) -> Schemes:
+    """The schemes of a model's layers by their names in the checkpoint, from its `config.json`.
+
+    A layer belongs to the group that names it, else to one with a fitting `re:` pattern, else to one of "Linear"; and
+    to none if `ignore` names it.
 
     Raises:
         CheckpointError: if the model is quantized in a way that is not understood.
     """
-    if config.get("quantization_bit"):
-        raise _unreadable("quantization_bit", config["quantization_bit"], "absent (the integer format of THUDM)")
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return None
-    if not isinstance(quantization, dict):
-        raise _unreadable("quantization_config", quantization, "an object")
-    _require(quantization, "quantization_config", "quant_method", (_METHOD,))
-    _require(quantization, "quantization_config", "quantization_status", ("compressed", None))
+    quantization = section(config)
+    require(quantization, _WHERE, "quant_method", (_METHOD,))
+    require(quantization, _WHERE, "quantization_status", ("compressed", None))
     for key in ("kv_cache_scheme", "sparsity_config", "moe_sparsity_config", "transform_config"):
-        section = quantization.get(key)
-        if section and not (isinstance(section, dict) and section.get("format") == "dense"):
-            raise _unreadable(f"quantization_config.{key}", section, "absent")
+        found = quantization.get(key)
+        if found and not (isinstance(found, dict) and found.get("format") == "dense"):
+            raise unreadable(f"{_WHERE}.{key}", found, "absent")
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise _unreadable("quantization_config.config_groups", groups, "at least one group")
-    schemes = {name: _read_group(name, group, quantization.get("format")) for name, group in groups.items()}
-    if len(set(schemes.values())) > 1:
-        listed = ", ".join(f"{name} {scheme}" for name, scheme in schemes.items())
-        raise CheckpointError(
-            f"config.json: quantization_config has groups of different schemes: {listed}; expected one"
-        )
-    return next(iter(schemes.values()))
+        raise unreadable(f"{_WHERE}.config_groups", groups, "at least one group")
+    targets: dict[str, Scheme] = {}
+    for name, group in groups.items():
+        scheme = _read_group(name, group, quantization.get("format"))
+        where = f"{_WHERE}.config_groups.{name}.targets"
+        for target in _names(group.get("targets"), where):
+            if targets.setdefault(target, scheme) != scheme:
+                raise unreadable(where, target, f"in one group only (in another it is {targets[target]})")
+    default = targets.pop(_EVERY, None)
+    exceptions: dict[str, Scheme | None] = dict.fromkeys(_names(quantization.get("ignore"), f"{_WHERE}.ignore"))
+    for target in sorted(targets, key=lambda target: target.startswith("re:")):
+        exceptions.setdefault(target, targets[target])
+    try:
+        return Schemes(default, exceptions)
+    except SchemeError as error:
+        raise CheckpointError(f"config.json: {_WHERE}: {error}") from error
+
+
+def _names(value: object, where: str) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise unreadable(where, value, "a list of names")
+    return value
 
 
 def to_tensors(prefix: str, weight: QTensor) -> dict[str, Tensor]:
     """A quantized matrix as the tensors of a checkpoint, for instance `model.layers.0.mlp.down_proj.weight_packed`."""
+    if weight.holds_values:
+        return {f"{prefix}.weight": weight.qweight, f"{prefix}.weight_scale": weight.scales}
     tensors = {
         f"{prefix}.weight_packed": weight.qweight,
         f"{prefix}.weight_scale": weight.scales,
@@ -107,6 +170,8 @@ def from_tensors(checkpoint: Checkpoint, prefix: str, scheme: Scheme) -> QTensor
             f"{prefix}.weight_g_idx: columns reordered by activation (actorder group) are not supported: "
             "quantize the model again with actorder static"
         )
+    if scheme.activations is not None:
+        return _read_values(checkpoint, prefix, scheme)
     out, columns = _read_shape(checkpoint, f"{prefix}.weight_shape")
     groups = scheme.groups(columns, prefix)
     words, old_words = packed_words(columns, scheme.bits), -(-columns // (32 // scheme.bits))
@@ -116,81 +181,81 @@ def from_tensors(checkpoint: Checkpoint, prefix: str, scheme: Scheme) -> QTensor
             f"{name}: {scheme.bits}-bit values packed {32 // scheme.bits} to a word, as compressed-tensors before 0.18 "
             "did, are not supported: save the model again with a newer release"
         )
-    packed = _read(checkpoint, name, (out, words), torch.int32)
-    scales = checkpoint.tensor(f"{prefix}.weight_scale", expected=(out, groups))
-    if not scales.is_floating_point():
-        raise TensorError(f"{prefix}.weight_scale: expected a floating-point type, found {scales.dtype}")
+    packed = read_tensor(checkpoint, name, (out, words), torch.int32)
+    scales = read_scales(checkpoint, f"{prefix}.weight_scale", (out, groups))
     zeros = None
     if not scheme.symmetric:
         zeros_shape = (packed_words(out, scheme.bits), groups)
-        packed_zeros = _read(checkpoint, f"{prefix}.weight_zero_point", zeros_shape, torch.int32)
+        packed_zeros = read_tensor(checkpoint, f"{prefix}.weight_zero_point", zeros_shape, torch.int32)
         zeros = unpack(packed_zeros.T, scheme.bits, out).T.contiguous()
     return QTensor(scheme, packed, scales, zeros, (out, columns))
 
 
 def is_quantized(checkpoint: Checkpoint, prefix: str) -> bool:
     """Whether the linear layer `prefix` is stored quantized."""
-    return f"{prefix}.weight_packed" in checkpoint
+    return f"{prefix}.weight_packed" in checkpoint or f"{prefix}.weight_scale" in checkpoint
+
+
+def _read_values(checkpoint: Checkpoint, prefix: str, scheme: Scheme) -> QTensor:
+    name = f"{prefix}.weight"
+    for part, meaning in {"input_scale": "static scales of activations", "weight_zero_point": "zero points"}.items():
+        if f"{prefix}.{part}" in checkpoint:
+            raise CheckpointError(
+                f"{prefix}.{part}: {meaning} are not supported with 8-bit activations: quantize the model again with "
+                f"dynamic, symmetric {scheme}"
+            )
+    shape = matrix_shape(checkpoint, name)
+    values = read_tensor(checkpoint, name, shape, scheme.dtype)
+    return QTensor.from_values(scheme, values, read_scales(checkpoint, f"{prefix}.weight_scale", (shape[0], 1)))
 
 
 def _read_group(name: str, group: object, default_format: object) -> Scheme:
-    where = f"quantization_config.config_groups.{name}"
+    where = f"{_WHERE}.config_groups.{name}"
     if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-        raise _unreadable(where, group, "an object with weights")
+        raise unreadable(where, group, "an object with weights")
     stored_as = group.get("format") or default_format
-    if stored_as != _FORMAT:
-        raise _unreadable(f"{where}.format", stored_as, repr(_FORMAT))
-    for key in ("input_activations", "output_activations"):
-        _require(group, where, key, (None,))
+    if stored_as not in list(_TYPES):
+        raise unreadable(f"{where}.format", stored_as, " or ".join(map(repr, _TYPES)))
+    require(group, where, "output_activations", (None,))
+    activations = next(kind for kind, name in _FORMATS.items() if name == stored_as)
+    if activations is None:
+        require(group, where, "input_activations", (None,))
+    else:
+        _check_activations(group.get("input_activations"), f"{where}.input_activations", _TYPES[stored_as])
 
     weights = group["weights"]
     where = f"{where}.weights"
-    _require(weights, where, "type", ("int",))
-    _require(weights, where, "dynamic", (False, None))
-    _require(weights, where, "strategy", ("group", "channel"))
-    _require(weights, where, "actorder", (None, "static", "weight"))
-    _require(weights, where, "symmetric", (True, False))
-    known = {"num_bits", "type", "dynamic", "strategy", "group_size", "actorder", "symmetric"} | _IRRELEVANT
-    for key in weights.keys() - known:
-        _require(weights, where, key, (None,))
-    bits, group_size = weights.get("num_bits"), weights.get("group_size")
-    if weights["strategy"] == "channel":
-        group_size = None
-    elif type(group_size) is not int:
-        raise _unreadable(f"{where}.group_size", group_size, "an integer")
-    if type(bits) is not int:
-        raise _unreadable(f"{where}.num_bits", bits, "an integer")
+    require(weights, where, "type", (_TYPES[stored_as],))
+    require(weights, where, "dynamic", (False, None))
+    require(weights, where, "strategy", ("group", "channel") if activations is None else ("channel",))
+    require(weights, where, "actorder", (None, "static", "weight"))
+    require(weights, where, "symmetric", (True, False))
+    _refuse_others(weights, where)
+    group_size = None if weights["strategy"] == "channel" else whole_number(weights, where, "group_size")
+    bits = whole_number(weights, where, "num_bits")
     try:
-        return Scheme(bits, group_size, weights["symmetric"])
+        return Scheme(bits, group_size, weights["symmetric"], activations)
     except SchemeError as error:
         raise CheckpointError(f"config.json: {where}: {error}") from error
 
 
-def _require(section: dict[str, Any], where: str, key: str, accepted: tuple[object, ...]) -> None:
-    value = section.get(key)
-    if not any(value is one or (type(value) is type(one) and value == one) for one in accepted):
-        raise _unreadable(
-            f"{where}.{key}", value, " or ".join("absent" if one is None else repr(one) for one in accepted)
-        )
+def _check_activations(found: object, where: str, kind: str) -> None:
+    """Only 8 bits, symmetric, with a scale for each token that is found when it comes by."""
+    if not isinstance(found, dict):
+        raise unreadable(where, found, "an object")
+    only = {"dynamic": True, "strategy": "token", "num_bits": 8, "type": kind, "symmetric": True, "actorder": None}
+    for key, value in only.items():
+        require(found, where, key, (value,))
+    _refuse_others(found, where)
 
 
-def _unreadable(where: str, found: object, expected: str) -> CheckpointError:
-    described = ascii(found)
-    if len(described) > 80:
-        described = f"{described[:80]}..."
-    return CheckpointError(
-        f"config.json: {where} is {described}, expected {expected}: this kind of quantization is not supported"
-    )
-
-
-def _read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if name in checkpoint and checkpoint.dtype(name) != dtype:
-        raise TensorError(f"{name}: expected {dtype}, found {checkpoint.dtype(name)}")
-    return checkpoint.tensor(name, expected=shape)
+def _refuse_others(found: dict[str, Any], where: str) -> None:
+    for key in sorted(found.keys() - _KNOWN - _IRRELEVANT):
+        require(found, where, key, (None,))
 
 
 def _read_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
-    out, columns = (int(size) for size in _read(checkpoint, name, (2,), torch.int64))
+    out, columns = (int(size) for size in read_tensor(checkpoint, name, (2,), torch.int64))
     if out < 1 or columns < 1:
         raise TensorError(f"{name}: expected two positive sizes, found {out} and {columns}")
     return out, columns

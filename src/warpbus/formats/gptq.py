@@ -71,7 +71,7 @@ def read_schemes(config: dict[str, Any]) -> Schemes:
     exceptions: dict[str, Scheme | None] = {}
     for pattern, overrides in dynamic.items():
         where = f"{_WHERE}.dynamic.{pattern}"
-        if not isinstance(overrides, Mapping):
+        if not isinstance(overrides, dict):
             raise unreadable(where, overrides, "an object")
         left_out = pattern.startswith("-:")
         scheme = None if left_out else _scheme(quantization | overrides, where)

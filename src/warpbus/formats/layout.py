@@ -66,7 +66,7 @@ class WritableLayout(Layout):
     quantization_config: Callable[[Scheme | Mapping[str, Scheme], Sequence[str]], Config]
 
 
-def layout(name: str) -> WritableLayout:
+def layout_named(name: str) -> WritableLayout:
     """The format to write: "compressed-tensors", "gptq", "gptq-v2" or "awq".
 
     Raises:

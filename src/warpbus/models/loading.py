@@ -1,6 +1,6 @@
 """From a checkpoint to a decoder, one tensor at a time. The only file of this room that knows files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
-from warpbus.formats import Checkpoint, from_tensors, is_quantized, read_scheme
+from warpbus.formats import Checkpoint
+from warpbus.formats.layout import Layout, layout_of
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer
@@ -26,7 +27,6 @@ Progress = Callable[[int, int], None]
 
 # Constants that some exporters wrote next to the weights.
 _KNOWN_EXTRAS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
-_QUANTIZED_PARTS = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 _ELEMENTS_AT_ONCE = 2**24
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -78,7 +78,7 @@ def load_model(
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
 ) -> Decoder:
-    """Load a whole model, plain or quantized (compressed-tensors), for inference.
+    """Load a whole model, plain or quantized in any format that `warpbus.formats` reads, for inference.
 
     At most one tensor of the file is in memory besides the model (for a fused quantized matrix, its parts); it is on
     the CPU, and goes to a GPU a piece at a time.
@@ -121,14 +121,13 @@ def load_model(
     return model.eval()
 
 
-def quantized_parameters(checkpoint: Checkpoint, config: ModelConfig) -> frozenset[str]:
-    """The parameters of the decoder whose matrices the file has in quantized form.
+def quantized_parameters(checkpoint: Checkpoint, config: ModelConfig) -> Mapping[str, Scheme]:
+    """The parameters of the decoder whose matrices the file has in quantized form, and their schemes.
 
     Raises:
         CheckpointError: as `load_model`.
     """
-    source = _Source.open(checkpoint, config, "cpu", torch.float32)
-    return frozenset(parameter for parameter in source.tensors if source.quantized(parameter))
+    return _Source.open(checkpoint, config, "cpu", torch.float32).schemes
 
 
 def load_layer(
@@ -158,12 +157,18 @@ def load_layer(
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint with its names translated, and where its tensors are to go."""
+    """A checkpoint with its names translated, and where its tensors are to go.
+
+    Attributes:
+        layout: how the file holds quantized matrices; None if it has none.
+        schemes: of the parameters whose matrices it has quantized.
+    """
 
     checkpoint: Checkpoint
     config: ModelConfig
     tensors: TensorMap
-    scheme: Scheme | None
+    layout: Layout | None
+    schemes: Mapping[str, Scheme]
     device: torch.device | str
     dtype: torch.dtype
     head: Scheme | None = None
@@ -174,30 +179,18 @@ class _Source:
         cls, checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
     ) -> "_Source":
         """Compare the names in the file with those that the decoder needs, before anything is read."""
-        source = cls(checkpoint, config, tensor_map(config), read_scheme(checkpoint.config), device, dtype)
+        layout, tensors = layout_of(checkpoint.config), tensor_map(config)
+        schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
+        source = cls(checkpoint, config, tensors, layout, schemes, device, dtype)
         source.refuse_unexpected()
         return source
-
-    def quantized(self, parameter: str) -> bool:
-        """Whether the file has this parameter's matrix in quantized form."""
-        if self.scheme is None or not parameter.endswith(".weight"):
-            return False
-        names = self.tensors[parameter]
-        kinds = [is_quantized(self.checkpoint, name.removesuffix(".weight")) for name in names]
-        if any(kinds) and not all(kinds):
-            raise CheckpointError(
-                f"{self.checkpoint.directory}: {', '.join(names)}: some of them are quantized and some are not: "
-                "expected all or none, since they are computed as one matrix"
-            )
-        return all(kinds)
 
     def files_names(self, parameter: str) -> list[str]:
         """The tensors that are in the file for this parameter."""
         names = self.tensors[parameter]
-        if not self.quantized(parameter):
+        if self.layout is None or parameter not in self.schemes:
             return list(names)
-        bases = [name.removesuffix(".weight") for name in names]
-        return [base + part for base in bases for part in _QUANTIZED_PARTS if base + part in self.checkpoint]
+        return [stored for name in names for stored in self.layout.stored(self.checkpoint, _prefix(name))]
 
     def nbytes(self, parameters: list[str]) -> int:
         """Bytes of these parameters in the file. Raises TensorError if one is missing."""
@@ -239,7 +232,7 @@ class _Source:
         owner_path, _, leaf = path.rpartition(".")
         owner = module.get_submodule(owner_path)
         scheme = self.head if parameter == "head.weight" else None
-        if self.quantized(parameter):
+        if parameter in self.schemes:
             if not isinstance(owner, nn.Linear):
                 names = ", ".join(self.tensors[parameter])
                 raise CheckpointError(f"{self.checkpoint.directory}: {names}: only linear layers may be quantized")
@@ -295,11 +288,11 @@ class _Source:
 
     def read_quantized(self, parameter: str, linear: nn.Linear) -> QTensor:
         """The quantized matrix on the CPU, its parts stacked."""
-        scheme = cast(Scheme, self.scheme)
+        layout, scheme = cast(Layout, self.layout), self.schemes[parameter]
         names = self.tensors[parameter]
         parts = []
         for name, rows in zip(names, part_rows(self.config, parameter, len(names), linear.out_features), strict=True):
-            part = from_tensors(self.checkpoint, name.removesuffix(".weight"), scheme)
+            part = layout.from_tensors(self.checkpoint, _prefix(name), scheme)
             if part.shape != (rows, linear.in_features):
                 raise TensorError(
                     f"{self.checkpoint.directory}: {name}: expected shape {[rows, linear.in_features]}, as "
@@ -308,3 +301,38 @@ class _Source:
             parts.append(part)
         # Stacking also makes a copy: what stays in memory must not be a map of a file that may change.
         return QTensor.concatenate(parts)
+
+
+def _read_schemes(checkpoint: Checkpoint, layout: Layout, tensors: TensorMap) -> dict[str, Scheme]:
+    """The schemes of the parameters whose matrices a file has quantized."""
+    declared = layout.read_schemes(checkpoint.config)
+    schemes = {}
+    for parameter, names in tensors.items():
+        prefixes = [_prefix(name) for name in names]
+        kinds = [parameter.endswith(".weight") and layout.is_quantized(checkpoint, prefix) for prefix in prefixes]
+        if not any(kinds):
+            continue
+        if not all(kinds):
+            raise CheckpointError(
+                f"{checkpoint.directory}: {', '.join(names)}: some of them are quantized and some are not: "
+                "expected all or none, since they are computed as one matrix"
+            )
+        found = [declared.of(prefix) for prefix in prefixes]
+        scheme = found[0]
+        if any(other != scheme for other in found):
+            listed = ", ".join(f"{prefix} {other or 'none'}" for prefix, other in zip(prefixes, found, strict=True))
+            raise CheckpointError(
+                f"{checkpoint.directory}: config.json: schemes of {listed}: expected one scheme, since they are "
+                "computed as one matrix"
+            )
+        if scheme is None:
+            raise CheckpointError(
+                f"{checkpoint.directory}: {names[0]}: it is stored quantized, but no group of config.json's "
+                "quantization_config has it: name it among the targets of one, or take it out of ignore"
+            )
+        schemes[parameter] = scheme
+    return schemes
+
+
+def _prefix(name: str) -> str:
+    return name.removesuffix(".weight")

@@ -20,7 +20,7 @@ def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QT
         dtype: of the activations that it will meet.
     """
     device = torch.device(device)
-    if not _packs(device, dtype):
+    if not _packs(weight.scheme, device, dtype):
         return weight.to(device)
     pieces = (pack(weight.rows(start, stop).to(device), dtype) for start, stop in _spans(*weight.shape))
     return _joined(pieces, weight.scheme, weight.shape)
@@ -34,7 +34,7 @@ def round_onto(
     The scheme is symmetric; the largest weight of a group is put on the largest code.
     """
     device = torch.device(device)
-    if not _packs(device, dtype):
+    if not _packs(scheme, device, dtype):
         return _rounded(weight.to(device), scheme, dtype)
     pieces = (
         pack(_rounded(weight[start:stop].to(device), scheme, dtype), dtype) for start, stop in _spans(*weight.shape)
@@ -42,8 +42,8 @@ def round_onto(
     return _joined(pieces, scheme, (weight.shape[0], weight.shape[1]))
 
 
-def _packs(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype in HALVES and gpu_has_kernels(device)
+def _packs(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> bool:
+    return scheme.activations is None and dtype in HALVES and gpu_has_kernels(device)
 
 
 def _rounded(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> QTensor:

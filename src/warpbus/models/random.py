@@ -88,7 +88,9 @@ class _Draw:
         """Uniform codes, and scales that vary by a factor of 3."""
         n, k = linear.out_features, linear.in_features
         # Codes that are equally likely spread by (levels / sqrt(12)) scales.
-        scale = 12**0.5 / (scheme.max_code + 1) * k**-0.5
+        scale = 12**0.5 / 2**scheme.bits * k**-0.5
+        if scheme.activations is not None:
+            return self._values(scheme, n, k, scale)
         if self._dtype not in HALVES or not gpu_has_kernels(self._device):
             return self._plain(scheme, n, k, scale)
         words, shape = packed_shapes(scheme, n, k)
@@ -109,6 +111,10 @@ class _Draw:
         if spare := -k * scheme.bits % 32:  # bits of a row's last word that hold no code
             words[:, -1] &= (1 << (32 - spare)) - 1
         return QTensor(scheme, words, self._scales(shape, scale), zeros, (n, k))
+
+    def _values(self, scheme: Scheme, n: int, k: int, scale: float) -> QTensor:
+        drawn = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=self._device, generator=self._generator)
+        return QTensor.from_values(scheme, drawn.to(scheme.dtype), self._scales((n,), scale))
 
     def _words(self, *shape: int) -> Tensor:
         return torch.randint(-_WORDS, _WORDS, shape, dtype=torch.int32, device=self._device, generator=self._generator)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from warpbus.dist import Group, joined_group
 from warpbus.errors import CheckpointError, NumericError, StorageError, UsageError
-from warpbus.formats import Checkpoint, CheckpointWriter, read_scheme
+from warpbus.formats import Checkpoint, CheckpointWriter, read_schemes
 from warpbus.formats.files import replace_file
 from warpbus.models import Decoder, ModelConfig, load_model, read_config
 from warpbus.models.layers import CausalAttention
@@ -197,7 +197,7 @@ class _Run:
             )
         checkpoint = Checkpoint(source, weights=any(_weight_files(source)))
         config = read_config(checkpoint)
-        if read_scheme(checkpoint.config) is not None:
+        if read_schemes(checkpoint.config).distinct():
             raise UsageError(f"{source}: a quantized model cannot be trained: give the one that it was made from")
         length = settings.length
         if length > config.max_context:

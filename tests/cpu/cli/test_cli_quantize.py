@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from warpbus.cli.quantize import quantize
 from warpbus.errors import UsageError
-from warpbus.formats import Checkpoint, read_scheme
+from warpbus.formats import Checkpoint, read_schemes
 
 app = typer.Typer()
 app.command()(quantize)
@@ -38,7 +38,7 @@ def test_quantizes_and_shows_a_table(model, texts, tmp_path):
     assert "MB" in found.stdout
     assert "quantizing" in found.stderr
     assert "quantizing" not in found.stdout
-    assert str(read_scheme(Checkpoint(tmp_path / "out").config)) == "w4a16-g64"
+    assert str(read_schemes(Checkpoint(tmp_path / "out").config)) == "w4a16-g64"
 
 
 def test_json_and_picture(model, tmp_path):
@@ -72,7 +72,7 @@ def test_an_output_is_replaced_only_when_asked(model, tmp_path):
     assert "exists and is not empty" in done.stderr
     assert "Traceback" not in done.stderr
     assert invoke(*flags, "w4a16", "--overwrite").exit_code == 0
-    assert str(read_scheme(Checkpoint(tmp_path / "out").config)) == "w4a16"
+    assert str(read_schemes(Checkpoint(tmp_path / "out").config)) == "w4a16"
 
 
 def test_gptq_without_calibration_says_what_to_pass(model, tmp_path):

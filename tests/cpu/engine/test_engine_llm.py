@@ -15,7 +15,8 @@ def llm(tiny_glm):
 
 
 def test_what_it_exposes(llm):
-    assert (llm.device, llm.dtype, llm.max_model_len, llm.scheme) == (torch.device("cpu"), torch.float32, 512, None)
+    assert (llm.device, llm.dtype, llm.max_model_len) == (torch.device("cpu"), torch.float32, 512)
+    assert llm.schemes.distinct() == ()
     assert llm.config == llm.model.config
     assert not llm.model.training
     specials = llm.tokenizer.special_ids

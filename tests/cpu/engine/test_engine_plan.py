@@ -151,7 +151,7 @@ def test_the_advice_holds():
 def test_a_checkpoint_is_planned_without_being_read(tiny_glm):
     checkpoint = Checkpoint(tiny_glm)
     stored = Stored.of_checkpoint(checkpoint, read_config(checkpoint), torch.float16)
-    assert (stored.scheme, stored.quantized) == (None, frozenset())
+    assert stored.quantized == {}
     assert sum(stored.sizes().values()) == stored.config.num_parameters * 2
     assert plan_memory(stored, GB).context == 512
 

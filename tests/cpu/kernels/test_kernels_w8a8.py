@@ -8,6 +8,7 @@ from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError, TensorError
 from warpbus.kernels.ops import w8a8
 from warpbus.kernels.ops.w8a8 import quantize_rows, quantize_tokens, scaled_gemm, w8a8_linear
+from warpbus.kernels.reference import w8a8 as reference
 from warpbus.kernels.reference.w8a8 import LARGEST
 
 CODES = [torch.int8, torch.float8_e4m3fn]
@@ -99,6 +100,28 @@ def test_layers(dtype):
     assert torch.equal(w8a8_linear(x[1, 4], *quantize_rows(weight, dtype), bias), found[1, 4])
 
 
+@pytest.mark.parametrize("dtype", CODES)
+def test_the_reference_takes_float32_too(dtype):
+    torch.manual_seed(4)
+    x, bias = torch.randn(2, 5, 48), torch.randn(9)
+    weight, scale = quantize_rows(torch.randn(9, 48), dtype)
+    found = reference.w8a8_linear(x, weight, scale, bias)
+    tokens, of_tokens = reference.quantize(x, dtype)
+    expected = (tokens.double() * of_tokens[..., None]) @ (weight.double() * scale[:, None]).T + bias
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(reference.w8a8_linear(x.half(), weight, scale, None), w8a8_linear(x.half(), weight, scale))
+
+
+def test_sums_of_the_largest_codes_are_exact():
+    for k in (7, 4096, 131071, 140000):
+        a, b = torch.full((3, k), -128, dtype=torch.int8), torch.full((17, k), -128, dtype=torch.int8)
+        a[:, 0] = 127  # so that the sum is no power of two
+        found = reference.scaled_gemm(a, scales(3), b, scales(17), None, torch.float32)
+        exact = 128 * 128 * (k - 1) - 127 * 128
+        assert torch.equal(found, torch.full((3, 17), exact, dtype=torch.int64).float())
+
+
 def test_empty_sides():
     weight, scale, bias = codes(6, 4), scales(6), torch.arange(6).half()
     assert w8a8_linear(half(2, 0, 4), weight, scale).shape == (2, 0, 6)
@@ -154,9 +177,9 @@ def test_what_is_rejected(call, message):
 def test_e4m3_on_a_gpu_without_it(monkeypatch):
     monkeypatch.setattr(w8a8, "architecture", lambda device: "sm_80")
     device = torch.device("cuda", 7)
-    w8a8._check_device("w8a8", torch.int8, device)
+    w8a8.check_device("w8a8", torch.int8, device)
     with pytest.raises(DeviceError, match=r"float8_e4m3fn needs sm_89 or later, cuda:7 is sm_80: use torch\.int8"):
-        w8a8._check_device("w8a8", torch.float8_e4m3fn, device)
+        w8a8.check_device("w8a8", torch.float8_e4m3fn, device)
     w8a8._reaches.cache_clear()
 
 

@@ -19,7 +19,7 @@ from warpbus.errors import (
     UsageError,
     WarpbusError,
 )
-from warpbus.formats import Checkpoint, CheckpointWriter, from_tensors, read_scheme
+from warpbus.formats import Checkpoint, CheckpointWriter, from_tensors, read_schemes
 from warpbus.models import LINEARS, load_model, read_config, tensor_map
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.tokenizers import load_tokenizer
@@ -82,8 +82,7 @@ def test_what_is_not_quantized_is_copied(tmp_path, texts, algorithm, dtype):
     assert all(after.dtype(name) == dtype for name in kept)
     assert all(after.dtype(f"{prefix}.weight_scale") == dtype for prefix in quantized)
     assert len(after.names()) == len(kept) + 3 * len(quantized)
-    scheme = read_scheme(after.config)
-    assert str(scheme) == "w4a16-g64"
+    assert str(read_schemes(after.config)) == "w4a16-g64"
     assert after.config["quantization_config"]["ignore"] == ["lm_head"]
     assert before.config == {key: value for key, value in after.config.items() if key != "quantization_config"}
     for name in ("tokenizer.model", "tokenizer_config.json", "generation_config.json"):
@@ -139,7 +138,7 @@ def test_saved_and_loaded_again_nothing_changes(tmp_path, model, texts):
     quantize(model, tmp_path / "out", calibration=texts, scheme="w4a16-g64")
     loaded = load(tmp_path / "out")
     checkpoint = Checkpoint(tmp_path / "out")
-    scheme = read_scheme(checkpoint.config)
+    scheme = read_schemes(checkpoint.config).of("model.layers.1.mlp.down_proj")
     assert scheme is not None
     stored = from_tensors(checkpoint, "model.layers.1.mlp.down_proj", scheme)
     assert torch.equal(loaded.layers[1].mlp.down.weight.qweight, stored.qweight)
@@ -288,7 +287,7 @@ def test_an_output_that_is_there(tmp_path, model):
     quantize(model, tmp_path / "out", algorithm="rtn", scheme="w8a16")
     refused(StorageError, tmp_path, model, tmp_path / "out", algorithm="rtn", scheme="w4a16", match="not empty")
     report = quantize(model, tmp_path / "out", algorithm="rtn", scheme="w4a16", overwrite=True)
-    assert str(read_scheme(Checkpoint(tmp_path / "out").config)) == report.scheme == "w4a16"
+    assert str(read_schemes(Checkpoint(tmp_path / "out").config)) == report.scheme == "w4a16"
 
 
 def test_a_disk_that_is_too_small(tmp_path, model, monkeypatch):

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.errors import TensorError
+from warpbus.kernels.ops.packed import check_weight_only
 from warpbus.qtensor import QTensor, Scheme, pack, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,8 +99,9 @@ def pack_for_cpu(weight: QTensor, dtype: torch.dtype) -> CpuWeight | None:
         other dtypes than `DTYPES`.
 
     Raises:
-        TensorError: if the weight is on another device.
+        TensorError: if the weight is on another device, or of a w8a8 scheme.
     """
+    check_weight_only("pack_for_cpu", weight.scheme)
     if weight.device.type != "cpu":
         raise TensorError(f"pack_for_cpu: the weight is on {weight.device}, expected the CPU: move it with .to('cpu')")
     bits = _stored_bits(weight.scheme)

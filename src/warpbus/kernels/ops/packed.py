@@ -71,6 +71,12 @@ def stored_bits(scheme: Scheme) -> int:
     return 8 if scheme.bits == 8 else 4
 
 
+def check_weight_only(name: str, scheme: Scheme) -> None:
+    """Raises TensorError for a scheme whose activations have 8 bits, too: `wna16` would not round them."""
+    if scheme.activations is not None:
+        raise TensorError(f"{name}: the weight is {scheme}, expected w<bits>a16: use w8a8_linear")
+
+
 def packed_shapes(scheme: Scheme, n: int, k: int) -> tuple[int, tuple[int, int, int, int]]:
     """The number of int32 words of the codes, and the shape of the scales, of a matrix `[n, k]`."""
     rows, columns = blocks((n, TILE_ROWS)), blocks((k, TILE_COLUMNS))
@@ -86,8 +92,9 @@ def pack(weight: QTensor, dtype: torch.dtype) -> PackedWeight:
         dtype: float16 or bfloat16: of the activations; the scales are rounded to it.
 
     Raises:
-        TensorError: another dtype.
+        TensorError: another dtype, or a w8a8 scheme.
     """
+    check_weight_only("pack", weight.scheme)
     if dtype not in HALVES:
         raise TensorError(f"pack: dtype is {dtype}, expected float16 or bfloat16, the dtype of the activations")
     n, k = weight.shape

@@ -155,7 +155,8 @@ def _check_rows(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], codes: to
         raise TensorError(f"{name}: codes of {codes} are not known: use torch.int8 or torch.float8_e4m3fn")
 
 
-def _check_device(name: str, codes: torch.dtype, device: torch.device) -> None:
+def check_device(name: str, codes: torch.dtype, device: torch.device) -> None:
+    """Raises DeviceError if a GPU has no instructions for these codes."""
     if not _reaches(device, _NEEDS[codes]):
         here = architecture(device)
         raise DeviceError(f"{name}: {codes} needs {_NEEDS[codes]} or later, {device} is {here}: use torch.int8")
@@ -180,7 +181,7 @@ _QUANTIZE = {
 
 
 def _launch_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    _check_device("quantize_tokens", dtype, x.device)
+    check_device("quantize_tokens", dtype, x.device)
     if x.numel() == 0:
         return reference.quantize(x, dtype)
     x = x.contiguous()
@@ -385,7 +386,7 @@ def _reduce(partial: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
 def _launch(
     a_codes: Tensor, a_scales: Tensor, b_codes: Tensor, b_scales: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    _check_device("scaled_gemm", a_codes.dtype, a_codes.device)
+    check_device("scaled_gemm", a_codes.dtype, a_codes.device)
     (m, k), n = a_codes.shape, b_codes.shape[0]
     if 0 in (m, n, k):
         return reference.scaled_gemm(a_codes, a_scales, b_codes, b_scales, bias, out_dtype)

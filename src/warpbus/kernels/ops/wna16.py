@@ -18,7 +18,7 @@ from warpbus.kernels.ops import wna16_decode, wna16_mma, wna16_wgmma
 from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import HALVES, check_alike, check_shape
 from warpbus.kernels.ops.norm import rms_norm
-from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, unpack
+from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, check_weight_only, unpack
 from warpbus.kernels.reference.wna16 import wna16_linear as reference_linear
 from warpbus.qtensor import QTensor, Scheme
 
@@ -54,11 +54,12 @@ def wna16_linear(
         `[..., n]`, or `[..., n / 2]` with swiglu, in the dtype of `x`; summed in float32. The same bits at every run.
 
     Raises:
-        TensorError: other shapes, dtypes or devices.
+        TensorError: other shapes, dtypes or devices, or a w8a8 weight.
         UsageError: no such activation.
     """
     if activation not in ACTIVATIONS:
         raise UsageError(f"wna16_linear: activation is {activation!r}: give one of {', '.join(ACTIVATIONS)}")
+    check_weight_only("wna16_linear", weight.scheme)
     n, k = weight.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise TensorError(f"wna16_linear: x has shape {list(x.shape)}, the weight expects {k} features")

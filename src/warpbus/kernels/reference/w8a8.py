@@ -1,9 +1,12 @@
 """`w8a8` in plain PyTorch: 8-bit codes with one scale a row, and the product of two matrices of them."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_EXACT = 131071  # products of int8 whose sum fits into int32
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
@@ -26,11 +29,27 @@ def scaled_gemm(
 ) -> Tensor:
     """`a_scales[:, None] * (a_codes @ b_codes.T) * b_scales + bias` for codes `[m, k]` and `[n, k]`.
 
-    Products of int8 codes are summed in float64, which is exact; those of e4m3 codes in float32.
+    Products of int8 codes are summed exactly, those of e4m3 codes in float32.
     """
-    wide = torch.float64 if a_codes.dtype == torch.int8 else torch.float32
-    product = (a_codes.to(wide) @ b_codes.to(wide).T).float()
-    product = product * a_scales[:, None] * b_scales
+    product = _product(a_codes, b_codes).float() * a_scales[:, None] * b_scales
     if bias is not None:
         product = product + bias.float()
     return product.to(out_dtype)
+
+
+def w8a8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ (weight_scale[:, None] * weight).T + bias` with x `[..., k]`, of any dtype, quantized token by token."""
+    n, k = weight.shape
+    codes, scales = quantize(x.reshape(prod(x.shape[:-1]), k), weight.dtype)
+    return scaled_gemm(codes, scales, weight, weight_scale, bias, x.dtype).reshape(*x.shape[:-1], n)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b.T` of codes."""
+    if a.dtype != torch.int8:
+        return a.float() @ b.float().T
+    # Without VNNI a CPU adds pairs of products in 16 bits, where they saturate; on a GPU only certain sizes are taken.
+    fits = 0 < a.shape[1] <= _EXACT and a.numel() > 0 and b.numel() > 0
+    if a.device.type == "cpu" and fits and torch.cpu._is_vnni_supported():
+        return torch._int_mm(a, b.T)
+    return a.double() @ b.double().T

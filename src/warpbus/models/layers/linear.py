@@ -17,6 +17,8 @@ from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear, pack_for_cpu
 from warpbus.kernels.ops.gemv import gemv
 from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
+from warpbus.kernels.ops.w8a8 import check_device, w8a8_linear
+from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
 from warpbus.models.layers.fusion import gpu_has_kernels, has_kernels
 from warpbus.models.layers.norm import RMSNorm
 from warpbus.qtensor import QTensor
@@ -28,13 +30,20 @@ Form = QTensor | PackedWeight | CpuWeight
 class QuantizedLinear(nn.Module):
     """`x @ weight.T + bias` with a quantized weight; takes the place of `torch.nn.Linear`.
 
+    With a w8a8 scheme x is rounded to 8 bits first, token by token: on GPUs by the kernels for x of 16 bits, elsewhere
+    by their reference. So a CPU computes what a GPU does, but for the order of sums.
+
     Only the form that the kernels of its device take is held. `.to()` another device or dtype arranges the weight
-    anew, exactly but for the rounding of scales to the dtype; a state dict holds the form, and fits its device alone.
+    anew, exactly but for the rounding of scales to the dtype (those of w8a8 are not rounded); a state dict holds the
+    form, and fits its device alone.
 
     Args:
         weight: `[out, in]`, or what was packed from it.
         bias: `[out]`.
         dtype: of the activations that it will meet, for which it is arranged. None leaves a `QTensor` as it is.
+
+    Raises:
+        DeviceError: w8a8-fp8 on a GPU older than sm_89, with activations of 16 bits.
     """
 
     bias: Tensor | None
@@ -64,6 +73,8 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self._form, CpuWeight):
             return cpu_linear(x, self._form, self.bias)
+        if isinstance(self._form, QTensor) and self._form.holds_values:
+            return _by_values(self._form, x, self.bias)
         return ops.wna16_linear(x, self._form, self.bias)
 
     def extra_repr(self) -> str:
@@ -75,8 +86,13 @@ class QuantizedLinear(nn.Module):
             delattr(self, name)
         del self._form
         super()._apply(fn, recurse)
-        zeros = None if weight.zeros is None else fn(weight.zeros)
-        moved = QTensor(self.scheme, fn(weight.qweight), fn(weight.scales), zeros, weight.shape)
+        if weight.holds_values:
+            # As bytes: fp8 is a floating-point type, which `.to(dtype)` would convert.
+            values, scales = (fn(part.view(torch.uint8)).view(part.dtype) for part in (weight.qweight, weight.scales))
+            moved = QTensor(self.scheme, values, scales, None, weight.shape)
+        else:
+            zeros = None if weight.zeros is None else fn(weight.zeros)
+            moved = QTensor(self.scheme, fn(weight.qweight), fn(weight.scales), zeros, weight.shape)
         if self._dtype is not None:
             self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
         self._hold(_arranged(moved, self._dtype))
@@ -125,6 +141,11 @@ def _by_vector(linear: nn.Linear, x: Tensor) -> Tensor:
     return gemv(linear.weight, x.flatten(), linear.bias).view(*x.shape[:-1], -1)
 
 
+def _by_values(weight: QTensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    kernels = x.dtype in HALVES and gpu_has_kernels(x.device)
+    return (w8a8_linear if kernels else reference_w8a8_linear)(x, weight.qweight, weight.scales.view(-1).float(), bias)
+
+
 def _swiglu(x: Tensor) -> Tensor:
     if has_kernels(x):
         return swiglu(x)
@@ -136,6 +157,10 @@ def _arranged(weight: QTensor, dtype: torch.dtype | None) -> Form:
     """The weight as its device takes it best."""
     if dtype is None:
         return weight
+    if weight.holds_values:
+        if dtype in HALVES and gpu_has_kernels(weight.device):
+            check_device("w8a8_linear", weight.scheme.dtype, weight.device)
+        return dataclasses.replace(weight, scales=weight.scales.float())
     if weight.device.type == "cpu":
         return pack_for_cpu(weight, dtype) or weight
     return pack(weight, dtype) if dtype in HALVES and gpu_has_kernels(weight.device) else weight
