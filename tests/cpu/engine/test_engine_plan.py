@@ -15,6 +15,7 @@ from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import pack
 from warpbus.models import SHAPES, read_config
+from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import QTensor, Scheme
 
 GB = 10**9
@@ -50,6 +51,22 @@ def test_packed_bytes_are_those_of_the_packed_matrix(scheme):
     ones = torch.ones(40, chosen.groups(384))
     weight = QTensor.from_codes(chosen, codes, ones, None if chosen.symmetric else ones)
     assert packed_bytes(chosen, 40, 384) == pack(weight, torch.float16).nbytes
+
+
+@pytest.mark.parametrize("text", ["w8a8-int8", "w8a8-fp8"])
+def test_w8a8_takes_its_values_and_scales_of_32_bits(text):
+    scheme = Scheme.parse(text)
+    weight = QTensor.from_values(scheme, torch.zeros(40, 384, dtype=scheme.dtype), torch.ones(40).half())
+    layer = QuantizedLinear(weight, dtype=torch.float16)
+    assert packed_bytes(scheme, 40, 384) == sum(buffer.nbytes for buffer in layer.buffers()) == 40 * 384 + 40 * 4
+
+
+def test_layers_of_different_schemes_are_counted_one_by_one():
+    names = [name for name in CHATGLM2.quantized if "mlp.down" in name]
+    mixed = replace(CHATGLM2, quantized={**CHATGLM2.quantized, **dict.fromkeys(names, Scheme.parse("w8a8-int8"))})
+    n, k = SHAPE.hidden_size, SHAPE.ffn_size
+    more = n * k + 4 * n - packed_bytes(W4, n, k)
+    assert sum(mixed.sizes().values()) == sum(CHATGLM2.sizes().values()) + SHAPE.num_layers * more
 
 
 def test_chatglm2_in_six_gigabytes_gives_nothing_up():

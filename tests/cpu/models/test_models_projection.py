@@ -7,11 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from warpbus.errors import DeviceError, TensorError
 from warpbus.formats import Checkpoint
-from warpbus.kernels.ops.cpu import CpuWeight
+from warpbus.kernels import ops
+from warpbus.kernels.ops import w8a8
+from warpbus.kernels.ops.cpu import CpuWeight, pack_for_cpu
 from warpbus.kernels.ops.packed import PackedWeight, pack
+from warpbus.kernels.reference.w8a8 import quantize
 from warpbus.models import RopeConfig, load_model, placement
-from warpbus.models.layers import QuantizedLinear, RMSNorm, Rotary, project
+from warpbus.models.layers import QuantizedLinear, RMSNorm, Rotary, linear, project
 from warpbus.qtensor import QTensor, Scheme
 
 SCHEMES = ["w4a16-g32", "w8a16-g64-asym", "w3a16", "w2a16-g128-asym"]
@@ -141,6 +145,99 @@ def test_a_head_may_be_rounded_and_the_embedding_elsewhere(tiny_model):
     expected = plain(tokens)
     assert (rounded(tokens) - expected).norm() < 0.02 * expected.norm()
     assert rounded.embedding.weight.shape == plain.embedding.weight.shape
+
+
+W8A8 = ["w8a8-int8", "w8a8-fp8"]
+
+
+def values(scheme, n=80, k=128, dtype=torch.float32):
+    chosen = Scheme.parse(scheme)
+    weight = torch.randint(-127, 128, (n, k), generator=GENERATOR).to(chosen.dtype)
+    return QTensor.from_values(chosen, weight, (torch.rand(n, generator=GENERATOR) * 2e-3 + 1e-3).to(dtype))
+
+
+def rounded(x, scheme):
+    """What 8 bits leave of the tokens."""
+    codes, scales = quantize(x, Scheme.parse(scheme).dtype)
+    return codes.double() * scales.double()[..., None]
+
+
+@pytest.mark.parametrize("scheme", W8A8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arranged", [False, True])
+def test_w8a8_rounds_its_input_token_by_token(scheme, dtype, arranged):
+    weight = values(scheme, dtype=torch.bfloat16)
+    bias, x = torch.rand(80, generator=GENERATOR).to(dtype), torch.randn(2, 5, 128, generator=GENERATOR).to(dtype)
+    x[0, 1] *= 100
+    layer = QuantizedLinear(weight, bias, dtype=dtype if arranged else None)
+    expected = rounded(x, scheme) @ weight.dequantize(torch.float64).T + bias
+    found = layer(x)
+    assert found.dtype == dtype
+    tolerance = max(torch.finfo(dtype).eps, 1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(layer(x[:1, 1]), found[:1, 1])
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    assert 1e-3 < (expected - bias - exact).norm() / exact.norm() < 0.05
+
+
+@pytest.mark.parametrize("scheme", W8A8)
+def test_w8a8_moves_to_a_dtype_with_all_its_bits(scheme):
+    weight = values(scheme)
+    layer = QuantizedLinear(weight, torch.ones(80), dtype=torch.float32)
+    names = set(layer.state_dict())
+    moved = copy.deepcopy(layer).to(torch.bfloat16)
+    assert moved.weight.qweight.dtype == weight.scheme.dtype
+    assert torch.equal(moved.weight.dequantize(), weight.dequantize())
+    assert moved.bias.dtype == torch.bfloat16
+    assert set(moved.state_dict()) == names
+    x = torch.randn(3, 128, generator=GENERATOR).bfloat16()
+    torch.testing.assert_close(moved(x).float(), layer(x.float()), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("scheme", W8A8)
+@torch.no_grad()
+def test_a_w8a8_projection_is_what_its_parts_give(scheme):
+    weight = values(scheme)
+    norm, x = RMSNorm(128, 1e-5), torch.randn(2, 3, 128, generator=GENERATOR)
+    norm.weight.data = torch.rand(128, generator=GENERATOR)
+    residual = torch.randn(2, 3, 40, generator=GENERATOR)
+    gate, up = (rounded(norm(x), scheme) @ weight.dequantize(torch.float64).T).chunk(2, dim=-1)
+    found = project(QuantizedLinear(weight), x, norm=norm, residual=residual, activation="swiglu")
+    torch.testing.assert_close(found.double(), residual + F.silu(gate) * up, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", W8A8)
+def test_w8a8_is_placed_as_it_is(monkeypatch, scheme):
+    monkeypatch.setattr(placement, "gpu_has_kernels", lambda device: True)
+    weight = values(scheme, 40, dtype=torch.float16)
+    found = placement.place(weight, "cpu", torch.float16)
+    assert torch.equal(found.dequantize(), weight.dequantize())
+    held = QuantizedLinear(found, dtype=torch.float16).form
+    assert held.scales.dtype == torch.float32
+    assert torch.equal(held.dequantize(torch.float16), weight.dequantize())
+
+
+def test_fp8_is_refused_where_a_gpu_cannot_multiply_it(monkeypatch):
+    monkeypatch.setattr(linear, "gpu_has_kernels", lambda device: True)
+    monkeypatch.setattr(w8a8, "architecture", lambda device: "sm_80")
+    w8a8._reaches.cache_clear()
+    QuantizedLinear(values("w8a8-int8"), dtype=torch.float16)
+    QuantizedLinear(values("w8a8-fp8"), dtype=torch.float32)  # by the reference
+    with pytest.raises(DeviceError, match=r"float8_e4m3fn needs sm_89 or later, cpu is sm_80: use torch\.int8"):
+        QuantizedLinear(values("w8a8-fp8"), dtype=torch.float16)
+    w8a8._reaches.cache_clear()
+
+
+@pytest.mark.parametrize("scheme", W8A8)
+def test_kernels_of_weights_alone_refuse_w8a8(scheme):
+    weight = values(scheme)
+    for call in (
+        lambda: pack(weight, torch.float16),
+        lambda: pack_for_cpu(weight, torch.float32),
+        lambda: ops.wna16_linear(torch.randn(2, 128), weight),
+    ):
+        with pytest.raises(TensorError, match=rf"the weight is {scheme}, expected w<bits>a16: use w8a8_linear"):
+            call()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -12,7 +12,7 @@ SMALL = replace(SMALL, num_kv_heads=2, ffn_size=224, rope=replace(SMALL.rope, ro
 TOKENS = torch.arange(40)[None]
 
 
-@pytest.mark.parametrize("scheme", [None, "w4a16-g32", "w3a16", "w8a16-g32-asym", "w2a16-g32"])
+@pytest.mark.parametrize("scheme", [None, "w4a16-g32", "w3a16", "w8a16-g32-asym", "w2a16-g32", "w8a8-int8", "w8a8-fp8"])
 @torch.no_grad()
 def test_outputs_are_finite_and_of_moderate_size(scheme):
     chosen = scheme and Scheme.parse(scheme)
