@@ -1,6 +1,7 @@
 """What the flags `--device` and `--dtype` mean, and the context that the driver wants of each thread."""
 
 import threading
+from pathlib import Path
 
 import torch
 
@@ -52,6 +53,41 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def default_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     """What a checkpoint stored as `stored` is computed in: float32 on the CPU, its own 16 bits on a GPU."""
     return stored if device.type == "cuda" and stored in DTYPES.values() else torch.float32
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that this process can still have on a device; `None` where the system does not say.
+
+    Of main memory it is what the kernel calls available, or what is left up to the limit of a container (cgroup).
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min([available, *_left_in_cgroups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))])
+
+
+def _left_in_cgroups(root: Path, membership: Path) -> list[int]:
+    """What is left in each group (cgroup v2) that has a limit, from that of this process up to the root."""
+    try:
+        names = [line.removeprefix("0::/") for line in membership.read_text().splitlines() if line.startswith("0::/")]
+    except OSError:
+        return []
+    left = []
+    for group in [place for name in names for place in (root / name, *(root / name).parents)]:
+        try:
+            limit, used = ((group / f"memory.{what}").read_text().strip() for what in ("max", "current"))
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except OSError:  # the root has no limit, and a container does not see what is above it
+            continue
+        if limit != "max":
+            # Pages of files are given back when they are needed.
+            files = sum(int(counts.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
+            left.append(max(0, int(limit) - int(used) + files))
+    return left
 
 
 def enter_context() -> None:

@@ -111,10 +111,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def free_space(path: Path) -> int:
+    """Bytes that are free on the disk that a path is on, whether or not it is there yet."""
+    path = path.resolve()
+    return shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free
+
+
 def check_space(path: Path, expected: int) -> None:
-    """Raises StorageError if the disk with the directory of `path` has not `expected` free bytes."""
-    free = shutil.disk_usage(path.parent).free
-    if free < expected:
+    """Raises StorageError if the disk that a path is on has not `expected` free bytes."""
+    if free_space(path) < expected:
         raise disk_full(path, expected)
 
 
@@ -127,9 +132,8 @@ def storage_error(path: Path, error: OSError, *, needed: int) -> StorageError:
 
 def disk_full(path: Path, needed: int) -> StorageError:
     """The error that says how much is needed and how much is free."""
-    directory = next(parent for parent in path.parents if parent.exists())
     return StorageError(
-        f"{path}: disk full: needs at least {_size(needed)}, {_size(shutil.disk_usage(directory).free)} free: "
+        f"{path}: disk full: needs at least {_size(needed)}, {_size(free_space(path))} free: "
         "make room or name a directory on another disk"
     )
 

@@ -1,9 +1,12 @@
 """What --device and --dtype mean, on machines without a GPU, with one and with several."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from warpbus.cuda.devices import default_dtype, resolve_device, resolve_dtype
+from warpbus.cuda import devices
+from warpbus.cuda.devices import default_dtype, free_memory, resolve_device, resolve_dtype
 from warpbus.errors import DeviceError, UsageError
 
 
@@ -66,3 +69,24 @@ def test_the_default_is_float32_on_the_cpu_and_the_files_own_on_a_gpu() -> None:
     assert default_dtype(gpu, torch.bfloat16) == torch.bfloat16
     assert default_dtype(gpu, torch.float16) == torch.float16
     assert default_dtype(gpu, torch.float64) == torch.float32
+
+
+def test_free_memory_of_the_host(tmp_path: Path) -> None:
+    free = free_memory(torch.device("cpu"))
+    assert free is None or 0 < free < 2**60
+
+
+def test_limits_of_control_groups(tmp_path: Path) -> None:
+    """Each group up to the root may have a limit; pages of files count as free."""
+    for name, limit, current in (("", "max", 0), ("user", "5000", 4000), ("user/job", "3000", 3500)):
+        group = tmp_path / "cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{current}\n")
+        (group / "memory.stat").write_text("anon 7\nactive_file 100\ninactive_file 20\n")
+    membership = tmp_path / "own"
+    membership.write_text("0::/user/job\n")
+    assert devices._left_in_cgroups(tmp_path / "cgroup", membership) == [0, 1120]
+    membership.write_text("0::/../outside\n")  # what a container may see of a group above its own
+    assert devices._left_in_cgroups(tmp_path / "cgroup", membership) == []
+    assert devices._left_in_cgroups(tmp_path / "cgroup", tmp_path / "none") == []

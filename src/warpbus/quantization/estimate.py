@@ -1,0 +1,313 @@
+"""What a run is going to need, before its first layer: memory of every GPU, main memory, disk, time.
+
+Sizes follow from the shapes alone. Times are those of the matrix products, at rates that are measured on the device,
+so a run takes at least as long: reading, writing, attention and the search for scales come on top.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from warpbus.cuda.devices import default_dtype, free_memory
+from warpbus.dist import SHARES
+from warpbus.errors import DeviceError, StorageError, UsageError
+from warpbus.formats.files import free_space
+from warpbus.formats.growing import WAITING
+from warpbus.quantization.algorithms.awq import TRIALS
+from warpbus.quantization.algorithms.gptq import SWEEPS
+from warpbus.quantization.algorithms.precision import fast_products
+from warpbus.quantization.preflight import Plan
+from warpbus.quantization.statistics import DRIFT, MOMENTS
+
+# Square matrices of a stage: of each kind of moments a sum over shares (log2 of their number, and one) and one more
+# that is being added to it; then those of the solve: both moments, ordered copies of them, the factor and its source.
+_SUMS = SHARES.bit_length() + 1
+_SOLVE_SQUARES = 7
+_SOLVE_ROWS = 7  # float32 matrices [in, rows] at a time
+_ALLOWANCE = {"cuda": 10**9, "cpu": 4 * 10**8}  # bytes: libraries, their workspaces, what the allocator cannot use
+_DISK_ALLOWANCE = 16 * 10**6  # bytes: config, index, report, pictures
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that one place has to have.
+
+    Attributes:
+        place: "cuda:0", "main memory", or the disk's directory.
+        parts: what they are made of.
+        available: what is there; `None` where the system does not say.
+    """
+
+    place: str
+    parts: Mapping[str, int]
+    available: int | None
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is enough, as far as is known."""
+        return self.available is None or self.total <= self.available
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP a second of a device's matrix products.
+
+    Attributes:
+        forward: in the dtype of the activations.
+        solve: of float32 matrices, as `fast_products` has them.
+        exact: of float32 matrices in full precision.
+    """
+
+    forward: float
+    solve: float
+    exact: float
+
+    @classmethod
+    def measured(cls, device: torch.device, dtype: torch.dtype) -> "Rates":
+        """The best of some products of random matrices: a tenth of a second or two besides a GPU's first use."""
+        exact = _rate(device, torch.float32)
+        if device.type == "cpu":
+            return cls(exact, exact, exact)
+        with fast_products(device):
+            solve = _rate(device, torch.float32)
+        return cls(_rate(device, dtype), solve, exact)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run needs.
+
+    Attributes:
+        gpus: of each GPU, in the order of the ranks; empty on the CPU.
+        memory: main memory of all processes.
+        disk: where the model is going to be.
+        keep: whether there is room for the inputs of each last linear layer while it is solved (see `LayerPass`).
+        tokens: that the model is calibrated on.
+        seconds: of each kind of matrix product, on the device that has most to do.
+    """
+
+    gpus: tuple[Need, ...]
+    memory: Need
+    disk: Need
+    keep: bool
+    tokens: int
+    seconds: Mapping[str, float]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may go wrong: main memory can be swapped, and some virtual machines get more when they ask for it."""
+        if self.memory.fits:
+            return ()
+        return (f"{_shortage(self.memory)}: it may get slow or be killed: close other programs, or use a GPU",)
+
+    def check(self) -> None:
+        """Refuse what cannot work.
+
+        Raises:
+            DeviceError: if a GPU has too little memory.
+            StorageError: if the disk has too little space.
+        """
+        for need in self.gpus:
+            if not need.fits:
+                raise DeviceError(f"{_shortage(need)}: {self._remedy(need)}")
+        if not self.disk.fits:
+            raise StorageError(f"{_shortage(self.disk)}: make room or name a directory on another disk")
+
+    def table(self) -> Table:
+        """A table for the terminal, at most 100 columns wide; GPUs that need the same share a row."""
+        drawn = Table(title="what this run needs", title_justify="left", title_style="bold", header_style="bold")
+        drawn.add_column("")
+        for name in ("needs", "free"):
+            drawn.add_column(name, justify="right", no_wrap=True)
+        drawn.add_column("of which", max_width=52)
+        for need, last in self._rows():
+            style = None if need.fits else "bold red"
+            place = need.place if last is None else f"{need.place} to {last}"
+            free = "?" if need.available is None else _size(need.available)
+            drawn.add_row(place, _size(need.total), free, _listed(need.parts), style=style)
+        if self.seconds:
+            kinds = ", ".join(f"{name} {_duration(value)}" for name, value in self.seconds.items())
+            drawn.add_row("time, at least", _duration(sum(self.seconds.values())), "", kinds)
+        return drawn
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary; sizes in bytes, times in seconds."""
+        return asdict(self)
+
+    def _rows(self) -> list[tuple[Need, str | None]]:
+        """All needs; of GPUs in a row that are alike the first, and the name of the last."""
+        rows: list[tuple[Need, str | None]] = []
+        for need in self.gpus:
+            if rows and rows[-1][0].parts == need.parts and rows[-1][0].fits == need.fits:
+                rows[-1] = rows[-1][0], need.place
+            else:
+                rows.append((need, None))
+        return [*rows, (self.memory, None), (self.disk, None)]
+
+    def _remedy(self, need: Need) -> str:
+        growing = sum(need.parts.get(name, 0) for name in ("states", "activations"))  # with the tokens
+        rest = (need.available or 0) - (need.total - growing)
+        if growing == 0 or rest <= 0:
+            return "use GPUs with more memory, or --device cpu"
+        share = math.floor(100 * rest / growing)
+        return f"use fewer --samples or a shorter --seqlen ({share} % of the tokens fit), more GPUs, or --device cpu"
+
+
+def estimate(
+    plan: Plan,
+    *,
+    output: Path,
+    algorithm: str,
+    needed: frozenset[str],
+    tokens: int,
+    batch_tokens: int,
+    devices: Sequence[torch.device],
+    kept_bytes: int = 0,
+    rates: Rates | None = None,
+    free: Sequence[int | None] | None = None,
+) -> Estimate:
+    """What quantizing a model is going to need.
+
+    Args:
+        plan: the model.
+        output: where it is going to be.
+        algorithm: "gptq", "awq" or another.
+        needed: the statistics that it asks for, see `Collector`.
+        tokens: that the model is calibrated on; 0 for an algorithm without calibration.
+        batch_tokens: that go through a layer at once.
+        devices: of each rank.
+        kept_bytes: what an earlier run has written already.
+        rates: of a device; measured on the first one if not given.
+        free: bytes of memory that each device has; asked of the system if not given.
+
+    Raises:
+        UsageError: if there are more ranks than shares of the work.
+    """
+    if not 1 <= len(devices) <= SHARES:
+        raise UsageError(f"{len(devices)} devices: the work is cut into {SHARES} shares: use 1 to {SHARES} devices")
+    kind, world = devices[0].type, len(devices)
+    most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
+    dtype = default_dtype(devices[0], plan.scale_dtype)
+    rates = Rates.measured(devices[0], dtype) if rates is None else rates
+    free = [free_memory(device) for device in devices] if free is None else free
+    part = plan.bytes_quantized // plan.config.num_layers
+    disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"there already": -kept_bytes} if kept_bytes else {})
+    shared = world if kind == "cpu" else 1  # processes on one CPU share its cores
+
+    def made(*, keep: bool) -> Estimate:
+        working = _working_memory(plan, needed, tokens, batch_tokens, most, dtype.itemsize, keep=keep)
+        host = {"a layer of the file": plan.largest_unit}  # mapped: processes share it
+        gpus = []
+        if kind == "cpu":
+            host |= {name: size * world for name, size in working.items()} | {"finished layers": (WAITING + 1) * part}
+        else:
+            host["finished layers"] = part
+            for rank, (device, available) in enumerate(zip(devices, free, strict=True)):
+                waiting = {"finished layers": (WAITING + 1) * part} if rank == 0 else {}
+                parts = {**working, **waiting, "libraries": _ALLOWANCE[kind]}
+                gpus.append(Need(str(device), parts, available))
+        host["processes"] = _ALLOWANCE["cpu"] * world if kind == "cpu" else 2 * _ALLOWANCE["cuda"] * world
+        available = free[0] if kind == "cpu" else free_memory(torch.device("cpu"))
+        return Estimate(
+            gpus=tuple(gpus),
+            memory=Need("main memory", host, available),
+            disk=Need(str(output.parent), disk, free_space(output)),
+            keep=keep,
+            tokens=tokens,
+            seconds={
+                name: shared * value for name, value in _seconds(plan, algorithm, needed, tokens, most, rates).items()
+            },
+        )
+
+    kept = made(keep=True)
+    return kept if all(need.fits for need in (*kept.gpus, kept.memory)) else made(keep=False)
+
+
+def _working_memory(
+    plan: Plan, needed: frozenset[str], tokens: int, batch_tokens: int, most: float, itemsize: int, *, keep: bool
+) -> dict[str, int]:
+    """Bytes that the rank with most to do needs on its device."""
+    config, matrices = plan.config, plan.layer(0).values()
+    if not tokens:
+        # One matrix at a time: itself, in float32, and what it becomes.
+        return {"a matrix": max(sum(matrix.rows) * matrix.columns for matrix in matrices) * 16}
+    own, models = math.ceil(tokens * most), 2 if DRIFT in needed else 1
+    attended = config.num_heads * config.head_dim
+    squares = len(needed & {MOMENTS, DRIFT})
+    gathering = max(squares * _SUMS * 4 * matrix.columns**2 for matrix in matrices)
+    solving = max(
+        4 * matrix.columns * (bool(squares) * _SOLVE_SQUARES * matrix.columns + _SOLVE_ROWS * sum(matrix.rows) * most)
+        for matrix in matrices
+    )
+    return {
+        "states": own * models * config.hidden_size * itemsize,
+        "activations": own * max(models * attended, keep * config.ffn_size) * itemsize,
+        "a batch": min(own, batch_tokens) * (6 * config.ffn_size * itemsize + 16 * config.hidden_size),
+        "a layer": sum(sum(matrix.rows) * matrix.columns for matrix in matrices) * models * itemsize,
+        "moments and solve": max(gathering, math.ceil(solving)),
+    }
+
+
+def _seconds(
+    plan: Plan, algorithm: str, needed: frozenset[str], tokens: int, most: float, rates: Rates
+) -> dict[str, float]:
+    """Seconds of the rank with most to do, by kind of product."""
+    if not tokens:
+        return {}
+    flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve"), 0.0)
+    for matrix in plan.matrices:
+        rows, columns = sum(matrix.rows), matrix.columns
+        # A product takes two operations an element; the original model may run alongside.
+        flop["forward"] += 2 * (1 + (DRIFT in needed)) * tokens * rows * columns * most
+        # x x^T is symmetric, o x^T is not.
+        flop["moments"] += ((MOMENTS in needed) + 2 * (DRIFT in needed)) * tokens * columns**2 * most
+        if algorithm == "gptq":
+            flop["factors"] += columns**3 / 3
+            # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.
+            flop["solve"] += 2 * rows * columns**2 * (2 + 0.5 + 1 + 2 * SWEEPS + 2) * most
+        elif algorithm == "awq":
+            flop["solve"] += 2 * rows * columns**2 * TRIALS * most
+    speed = {"forward": rates.forward, "moments": rates.forward, "factors": rates.exact, "solve": rates.solve}
+    return {name: value / speed[name] for name, value in flop.items() if value}
+
+
+def _rate(device: torch.device, dtype: torch.dtype) -> float:
+    size = 4096 if device.type == "cuda" else 512
+    left = torch.randn(size, size, device=device).to(dtype)
+    seconds: list[float] = []
+    while sum(seconds) < 0.05:
+        started = time.perf_counter()
+        (left @ left)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)
+
+
+def _shortage(need: Need) -> str:
+    available = 0 if need.available is None else need.available
+    return f"{need.place}: needs about {_size(need.total)} ({_listed(need.parts)}), {_size(available)} free"
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if abs(count) >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -1,0 +1,170 @@
+"""What a run is going to need, and what is said where it is not there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantization_models import write_model
+from rich.console import Console
+
+from warpbus.errors import DeviceError, StorageError, UsageError
+from warpbus.qtensor import Scheme
+from warpbus.quantization import estimate as module
+from warpbus.quantization.estimate import Estimate, Rates, estimate
+from warpbus.quantization.preflight import Plan, prepare
+
+GB = 10**9
+BOTH = frozenset({"moments", "drift"})
+GPUS = tuple(torch.device("cuda", index) for index in range(8))
+
+# TINY: hidden 128, ffn 256, 4 heads and 2 of keys and values of 32, 2 layers.
+LAYER = 256 * 128 + 128 * 128 + 512 * 128 + 128 * 256
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    write_model(directory, dtype=torch.float16)
+    return prepare(directory, directory.with_name("out"), Scheme.parse("w4a16-g128"))
+
+
+def run(plan: Plan, tmp_path: Path, world: int = 1, **changes: Any) -> Estimate:
+    arguments: dict[str, Any] = {
+        "output": tmp_path / "out",
+        "algorithm": "gptq",
+        "needed": BOTH,
+        "tokens": 80_000,
+        "batch_tokens": 1000,
+        "devices": GPUS[:world],
+        "rates": Rates(1e9, 1e8, 1e7),
+        "free": [80 * GB] * world,
+    }
+    return estimate(plan, **arguments | changes)
+
+
+@pytest.mark.parametrize(("world", "tokens"), [(1, 80_000), (2, 40_000), (3, 30_000), (8, 10_000)])
+def test_memory_of_a_gpu(plan: Plan, tmp_path: Path, world: int, tokens: int) -> None:
+    found = run(plan, tmp_path, world)
+    assert [need.place for need in found.gpus] == [f"cuda:{index}" for index in range(world)]
+    for rank, need in enumerate(found.gpus):
+        assert need.parts["states"] == tokens * 128 * 2 * 2
+        assert need.parts["activations"] == tokens * 256 * 2
+        assert need.parts["a layer"] == LAYER * 2 * 2
+        # Five sums of each kind of 256 columns, or seven squares and seven matrices of 128 rows: what is larger.
+        assert need.parts["moments and solve"] == max(
+            2 * 5 * 4 * 256**2,
+            7 * 4 * 256 * (256 + 128 * tokens // 80_000),
+            7 * 4 * 128 * (128 + 512 * tokens // 80_000),
+        )
+        assert ("finished layers" in need.parts) == (rank == 0)
+        assert need.fits
+        assert need.total == sum(need.parts.values())
+    assert found.keep
+    found.check()
+
+
+def test_what_an_algorithm_does_not_ask_for_is_not_counted(plan: Plan, tmp_path: Path) -> None:
+    both, one = run(plan, tmp_path), run(plan, tmp_path, algorithm="awq", needed=frozenset({"moments", "mean_abs"}))
+    for part in ("states", "a layer"):
+        assert both.gpus[0].parts[part] == 2 * one.gpus[0].parts[part]
+    assert one.seconds["forward"] == both.seconds["forward"] / 2
+    assert one.seconds["moments"] == pytest.approx(both.seconds["moments"] / 3)
+    assert run(plan, tmp_path, algorithm="other", needed=frozenset({"max_abs"})).seconds.keys() == {"forward"}
+    without = run(plan, tmp_path, algorithm="rtn", needed=frozenset(), tokens=0)
+    assert without.gpus[0].parts["a matrix"] == 512 * 128 * 16
+    assert not without.seconds
+
+
+def test_the_time_of_the_products(plan: Plan, tmp_path: Path) -> None:
+    one, four = run(plan, tmp_path), run(plan, tmp_path, 4)
+    assert one.seconds["forward"] == pytest.approx(2 * 4 * 80_000 * LAYER / 1e9)
+    squares = 3 * 128**2 + 256**2
+    assert one.seconds["moments"] == pytest.approx(2 * 3 * 80_000 * squares / 1e9)
+    assert one.seconds["factors"] == pytest.approx(2 * (3 * 128**3 + 256**3) / 3 / 1e7)
+    products = (256 + 128 + 512) * 128**2 + 128 * 256**2
+    assert one.seconds["solve"] == pytest.approx(2 * 2 * 11.5 * products / 1e8)
+    for name in ("forward", "moments", "solve"):
+        assert four.seconds[name] == pytest.approx(one.seconds[name] / 4)
+    assert four.seconds["factors"] == one.seconds["factors"]  # each process does all of it
+
+
+def test_without_room_activations_are_not_kept(plan: Plan, tmp_path: Path) -> None:
+    wide = run(plan, tmp_path, needed=frozenset({"moments"}))
+    assert run(plan, tmp_path, needed=frozenset({"moments"}), free=[wide.gpus[0].total]).keep
+    tight = run(plan, tmp_path, needed=frozenset({"moments"}), free=[wide.gpus[0].total - 1])
+    assert not tight.keep
+    assert tight.gpus[0].parts["activations"] == 80_000 * 128 * 2
+    tight.check()
+
+
+def test_a_gpu_that_is_too_small(plan: Plan, tmp_path: Path) -> None:
+    found = run(plan, tmp_path, 2, free=[80 * GB, 1010 * 10**6])
+    said = (
+        r"cuda:1: needs about 1\.0 GB \(states .*, activations .*\), 1\.0 GB free: "
+        r"use fewer --samples or a shorter --seqlen \(\d+ % of the tokens fit\), more GPUs, or --device cpu"
+    )
+    with pytest.raises(DeviceError, match=said) as raised:
+        found.check()
+    share = int(str(raised.value).split("(")[2].split()[0]) / 100
+    run(plan, tmp_path, 2, free=[80 * GB, 1010 * 10**6], tokens=int(80_000 * share)).check()
+    with pytest.raises(DeviceError, match="free: use GPUs with more memory, or --device cpu"):
+        run(plan, tmp_path, free=[10**6]).check()
+
+
+def test_a_disk_that_is_too_small(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = plan.bytes_after + 16 * 10**6
+    monkeypatch.setattr(module, "free_space", lambda path: needed - 1000)
+    with pytest.raises(StorageError, match=r"needs about 16\.\d MB \(model 16\.\d MB\), 16\.\d MB free: make room or"):
+        run(plan, tmp_path).check()
+    run(plan, tmp_path, kept_bytes=1000).check()
+
+
+def test_main_memory_is_a_warning(plan: Plan, tmp_path: Path) -> None:
+    cpu = [torch.device("cpu")]
+    found = run(plan, tmp_path, devices=cpu, free=[100 * 10**6])
+    found.check()
+    assert len(found.warnings) == 1
+    assert found.warnings[0].startswith("main memory: needs about ")
+    assert "100.0 MB free: it may get slow or be killed" in found.warnings[0]
+    assert not found.keep
+    assert run(plan, tmp_path, devices=cpu, free=[None]).warnings == ()
+    twice = run(plan, tmp_path, devices=cpu * 2, free=[None, None])
+    assert twice.gpus == ()
+    one = run(plan, tmp_path, devices=cpu, free=[None])
+    assert twice.memory.parts["states"] == one.memory.parts["states"]
+    assert twice.memory.parts["a layer"] == 2 * one.memory.parts["a layer"]
+    assert twice.seconds["forward"] == one.seconds["forward"]  # two processes share the cores
+
+
+def test_more_devices_than_shares(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="9 devices: the work is cut into 8 shares: use 1 to 8 devices"):
+        run(plan, tmp_path, devices=[torch.device("cpu")] * 9)
+
+
+def test_the_table_fits_100_columns_and_alike_gpus_share_a_row(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Console(width=100).print(run(plan, tmp_path, 8, free=[80 * GB] * 7 + [GB]).table())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    text = "\n".join(lines)
+    for place in ("cuda:0 ", "cuda:1 to cuda:6", "cuda:7", "main memory", "time, at least"):
+        assert place in text
+    assert "80.0 GB" in text
+
+
+def test_json(plan: Plan, tmp_path: Path) -> None:
+    found = json.loads(json.dumps(run(plan, tmp_path).to_json()))
+    assert found["gpus"][0]["place"] == "cuda:0"
+    assert found["gpus"][0]["parts"]["states"] == 80_000 * 128 * 4
+    assert found["tokens"] == 80_000
+
+
+def test_rates_are_measured(plan: Plan, tmp_path: Path) -> None:
+    found = Rates.measured(torch.device("cpu"), torch.float32)
+    assert found.forward == found.solve == found.exact > 1e6
+    own = run(plan, tmp_path, devices=[torch.device("cpu")], rates=None, free=None)
+    assert own.memory.available is not None
+    assert own.seconds["forward"] > 0
