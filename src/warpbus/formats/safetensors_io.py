@@ -140,7 +140,7 @@ def write_file(file: Path, tensors: Mapping[str, Tensor]) -> int:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     beginning: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
-    pieces = (tensor.reshape(-1).view(torch.uint8).numpy().data for _, tensor in ordered)
+    pieces = (raw_bytes(tensor) for _, tensor in ordered)
     checksum = 0
     with file.open("wb") as stream:
         for piece in chain(beginning, pieces):
@@ -149,6 +149,12 @@ def write_file(file: Path, tensors: Mapping[str, Tensor]) -> int:
         stream.flush()
         os.fsync(stream.fileno())
     return checksum
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    # Not reshape: a contiguous axis of length 1 may have any stride, which the view of bytes refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def can_store(dtype: torch.dtype) -> bool:
