@@ -254,7 +254,8 @@ def _working_memory(
         "states": own * models * config.hidden_size * itemsize,
         "activations": own * max(models * attended, keep * config.ffn_size) * itemsize,
         "a batch": min(own, batch_tokens) * (6 * config.ffn_size * itemsize + 16 * config.hidden_size),
-        "a layer": sum(sum(matrix.rows) * matrix.columns for matrix in matrices) * models * itemsize,
+        # While one is worked on, the next one is read.
+        "layers": sum(sum(matrix.rows) * matrix.columns for matrix in matrices) * (models + 1) * itemsize,
         "moments and solve": max(gathering, math.ceil(solving)),
     }
 

@@ -51,7 +51,7 @@ def test_memory_of_a_gpu(plan: Plan, tmp_path: Path, world: int, tokens: int) ->
     for rank, need in enumerate(found.gpus):
         assert need.parts["states"] == tokens * 128 * 2 * 2
         assert need.parts["activations"] == tokens * 256 * 2
-        assert need.parts["a layer"] == LAYER * 2 * 2
+        assert need.parts["layers"] == LAYER * 3 * 2
         # Five sums of each kind of 256 columns, or seven squares and seven matrices of 128 rows: what is larger.
         assert need.parts["moments and solve"] == max(
             2 * 5 * 4 * 256**2,
@@ -67,8 +67,8 @@ def test_memory_of_a_gpu(plan: Plan, tmp_path: Path, world: int, tokens: int) ->
 
 def test_what_an_algorithm_does_not_ask_for_is_not_counted(plan: Plan, tmp_path: Path) -> None:
     both, one = run(plan, tmp_path), run(plan, tmp_path, algorithm="awq", needed=frozenset({"moments", "mean_abs"}))
-    for part in ("states", "a layer"):
-        assert both.gpus[0].parts[part] == 2 * one.gpus[0].parts[part]
+    assert both.gpus[0].parts["states"] == 2 * one.gpus[0].parts["states"]
+    assert both.gpus[0].parts["layers"] == 3 / 2 * one.gpus[0].parts["layers"]
     assert one.seconds["forward"] == both.seconds["forward"] / 2
     assert one.seconds["moments"] == pytest.approx(both.seconds["moments"] / 3)
     assert run(plan, tmp_path, algorithm="other", needed=frozenset({"max_abs"})).seconds.keys() == {"forward"}
@@ -134,7 +134,7 @@ def test_main_memory_is_a_warning(plan: Plan, tmp_path: Path) -> None:
     assert twice.gpus == ()
     one = run(plan, tmp_path, devices=cpu, free=[None])
     assert twice.memory.parts["states"] == one.memory.parts["states"]
-    assert twice.memory.parts["a layer"] == 2 * one.memory.parts["a layer"]
+    assert twice.memory.parts["layers"] == 2 * one.memory.parts["layers"]
     assert twice.seconds["forward"] == one.seconds["forward"]  # two processes share the cores
 
 
