@@ -10,6 +10,9 @@ from warpbus.errors import DeviceError, WarpbusError
 Receive = Callable[[Any], None]
 """Called with each message of a job."""
 
+Send = Callable[[object], None]
+"""Hands a message to `Receive` of the process that started the job."""
+
 Job = Callable[..., None]
 """`job(group, send, *arguments)`, a function of a module that the other processes can import."""
 

@@ -42,13 +42,13 @@ class TreeSum:
         own = self._group.shares()
         if not self._next <= share < own.stop:
             raise ValueError(f"share {share}: the next of this process is one of {self._next} to {own.stop - 1}")
-        self._next = share + 1
         if tensor is None:
             return
         if tuple(tensor.shape) != self._shape or tensor.dtype != self._dtype or not tensor.is_contiguous():
             raise ValueError(
                 f"share {share}: {tensor.dtype} {tuple(tensor.shape)}: expected {self._dtype} {self._shape}, contiguous"
             )
+        self._next = share + 1
         self._nodes[range(share, share + 1)] = tensor
         self._merge_up_to(share + 1)
 

@@ -1,0 +1,133 @@
+"""Processes of a job: what they say arrives, and however they or the one that started them end, none is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from warpbus.dist import Group, Processes, Send, launch
+from warpbus.errors import DeviceError, NumericError, UsageError
+
+CPU = torch.device("cpu")
+
+
+def talk(group: Group, send: Send, words: list[str], table: torch.Tensor) -> None:
+    for number, word in enumerate(words):
+        send((group.rank, number, word))
+    send((group.rank, group.world, group.gather(table + group.rank).tolist()))
+    send((group.rank, torch.get_num_threads(), [name for name in ("typer", "matplotlib") if name in sys.modules]))
+
+
+def test_messages_arrive_in_the_order_of_each_process() -> None:
+    got: list[tuple[int, object, object]] = []
+    words = [str(number) * 1000 for number in range(300)]
+    launch(talk, (words, torch.tensor([1, 2])), devices=[CPU, CPU], receive=got.append)
+    assert psutil.Process().children() == []
+    for rank in range(2):
+        said = [message[1:] for message in got if message[0] == rank]
+        assert said[:300] == list(enumerate(words))
+        assert said[300] == (2, [1, 2, 2, 3])
+        assert said[301] == (int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // 2))), [])
+
+
+def test_one_device_is_this_process() -> None:
+    got: list[tuple[int, object, object]] = []
+    launch(lambda group, send: send((os.getpid(), group)), (), devices=[CPU], receive=got.append)
+    assert got == [(os.getpid(), Group(0, 1, CPU))]
+
+
+def end_in(group: Group, send: Send, how: str) -> None:
+    """The second of two processes ends; the first waits for it."""
+    if group.rank == 1 and how == "numeric":
+        raise NumericError("layer 3, o: NaN: give other data")
+    if group.rank == 1 and how == "fault":
+        raise IndexError("no such row\nmore")
+    if group.rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 1 and how == "gone":
+        os._exit(3)
+    group.gather(torch.zeros(1))
+    group.gather(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("numeric", NumericError, "layer 3, o: NaN: give other data"),
+        ("fault", DeviceError, "process 1 on cpu stopped at IndexError: no such row: run it again, and report"),
+        ("killed", DeviceError, r"process 1 on cpu was killed by signal 9 \(SIGKILL\): .* run it again"),
+        ("gone", DeviceError, "process 1 on cpu ended with exit code 3: see what it printed, and run it again"),
+    ],
+)
+def test_a_process_that_fails_ends_the_job(how: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}") as caught:
+        launch(end_in, (how,), devices=[CPU, CPU], receive=print)
+    assert "\n" not in str(caught.value)
+    assert type(caught.value) is error
+    assert psutil.Process().children() == []
+    if how == "fault":
+        assert "in end_in" in caught.value.__notes__[0]
+
+
+def hang(group: Group, send: Send) -> None:
+    send(os.getpid())
+    time.sleep(600)
+
+
+def test_an_exception_of_the_receiver_ends_the_job() -> None:
+    def full(message: object) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        launch(hang, (), devices=[CPU, CPU], receive=full)
+    assert psutil.Process().children() == []
+
+
+def test_processes_that_get_no_job_end() -> None:
+    with Processes(talk, devices=[CPU, CPU, CPU], receive=print):
+        assert len(psutil.Process().children()) == 3
+    assert psutil.Process().children() == []
+
+
+PARENT = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from test_dist_launch import hang
+from warpbus.dist import launch
+launch(hang, (), devices=[torch.device("cpu")] * 2, receive=lambda process: print(process, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_orphan_is_left_when_the_parent_ends(number: signal.Signals) -> None:
+    # No guard in the main program: the processes do not run it again.
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        children = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
+        parent.send_signal(number)
+        _, said = parent.communicate(timeout=60)
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+    assert parent.returncode == -number
+    assert said.rstrip().endswith("KeyboardInterrupt") == (number == signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([], "no device: give at least one"),
+        ([CPU, torch.device("cuda", 0)], "devices cpu, cuda:0: GPUs and the CPU cannot share a job"),
+        ([torch.device("cuda", 1)] * 2, "devices cuda:1, cuda:1: two processes cannot share one GPU"),
+    ],
+)
+def test_devices_that_cannot_work_together(devices: list[torch.device], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
+        launch(hang, (), devices=devices, receive=print)
