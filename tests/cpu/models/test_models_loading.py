@@ -12,7 +12,7 @@ from torch import Tensor
 
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint, quantization_config, to_tensors
-from warpbus.models import LINEARS, Decoder, load_layer, load_model, read_config, tensor_map
+from warpbus.models import LINEARS, Decoder, load_layer, load_model, quantized_parameters, read_config, tensor_map
 from warpbus.models.families import BY_MODEL_TYPE
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import QTensor, Scheme
@@ -121,6 +121,81 @@ def test_quantized_layers_give_the_logits_of_their_dequantized_weights(tmp_path:
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
     state = [*model.parameters(), *model.buffers()]
     assert not any(tensor.is_meta for tensor in state)
+
+
+MIXED = {
+    "o_proj": Scheme.parse("w8a8-fp8"),
+    "gate_up_proj": Scheme.parse("w8a16"),
+    "layers.1.mlp.down_proj": Scheme.parse("w8a8-int8"),
+    "_proj": Scheme.parse("w4a16-g32"),
+}
+
+
+def mixed(
+    values: dict[str, Any], tensors: dict[str, Tensor], schemes: dict[str, Scheme]
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """As `quantized`; a matrix has the scheme of the first key that ends its name."""
+    packed, plain, chosen = {}, {}, {}
+    for name, tensor in tensors.items():
+        prefix = name.removesuffix(".weight")
+        scheme = next((scheme for end, scheme in schemes.items() if prefix.endswith(end)), None)
+        if scheme is None or name.endswith("bias"):
+            packed[name] = plain[name] = tensor
+            continue
+        chosen[prefix] = scheme
+        _, stored, same = quantized(values, {"a_proj.weight": tensor}, Scheme(scheme.bits, scheme.group_size))
+        if scheme.activations is None:
+            packed |= {name.replace("a_proj", prefix): part for name, part in stored.items()}
+            plain[name] = same["a_proj.weight"]
+        else:
+            codes = torch.randint(-9, 10, tensor.shape, generator=torch.Generator().manual_seed(len(name)))
+            matrix = QTensor.from_values(scheme, codes.to(scheme.dtype), torch.full((len(tensor),), 0.01))
+            packed |= to_tensors(prefix, matrix)
+            plain[name] = matrix.dequantize()
+    return {**values, "quantization_config": quantization_config(chosen, ["lm_head"])}, packed, plain
+
+
+@pytest.mark.parametrize("kind", ["glm", "qwen3"])
+def test_layers_may_have_different_schemes(tmp_path: Path, kind: str) -> None:
+    values, tensors = model_of(kind)
+    schemes = MIXED if kind == "glm" else MIXED | {"up_proj": MIXED["gate_up_proj"], "gate_proj": MIXED["gate_up_proj"]}
+    config, packed, plain = mixed(values, tensors, dict(sorted(schemes.items(), key=lambda one: -len(one[0]))))
+    checkpoint = write(tmp_path / "quantized", config, packed)
+    model = load(checkpoint)
+    reference = load(write(tmp_path / "plain", values, plain))
+    found = quantized_parameters(checkpoint, read_config(checkpoint))
+    assert {name: str(scheme) for name, scheme in found.items() if name.startswith("layers.1.")} == {
+        "layers.1.attention.qkv.weight": "w4a16-g32",
+        "layers.1.attention.o.weight": "w8a8-fp8",
+        "layers.1.mlp.gate_up.weight": "w8a16",
+        "layers.1.mlp.down.weight": "w8a8-int8",
+    }
+    for parameter, scheme in found.items():
+        layer = model.get_submodule(parameter.removesuffix(".weight"))
+        assert isinstance(layer, QuantizedLinear)
+        assert layer.scheme == scheme
+        assert torch.equal(layer.weight.dequantize(torch.float32), reference.get_parameter(parameter))
+    with torch.no_grad():
+        expected = reference(TOKENS)
+        assert 0 < (model(TOKENS) - expected).norm() < 0.05 * expected.norm()  # the rounded activations
+
+
+def test_parts_of_a_fused_matrix_have_one_scheme(tmp_path: Path) -> None:
+    values, tensors = model_of("glm")
+    config, packed, _ = mixed(values, tensors, {"v_proj": Scheme(8, None), "_proj": Scheme(4, 32)})
+    message = r"q_proj w4a16-g32, .*k_proj w4a16-g32, .*v_proj w8a16: expected one scheme, .* one matrix"
+    with pytest.raises(CheckpointError, match=message):
+        load(write(tmp_path, config, packed))
+
+
+def test_a_quantized_matrix_that_no_group_has(tmp_path: Path) -> None:
+    values, tensors = model_of("glm")
+    config, packed, _ = quantized(values, tensors, Scheme.parse("w4a16-g32"))
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*down_proj$"]
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight: it is stored quantized, but no group"
+    ):
+        load(write(tmp_path, config, packed))
 
 
 def test_a_layer_may_stay_unquantized(tmp_path: Path) -> None:
