@@ -36,9 +36,9 @@ _THREADS = (32, 64, 128)
 _SEARCH_THREADS, _SEARCH_LANES = 256, 8
 _SEARCH_SIZES = (32, 64, 128)
 
-_ROUND_COLUMNS = unit("gptq/round_columns.cu").kernel("round_columns", "PPPPPPPP" + 9 * "q" + 5 * "i")
-_ROUND_AGAIN = unit("gptq/round_again.cu").kernel("round_again", "PPPPPPP" + 9 * "q" + 5 * "i")
-_FIT_SCALES = unit("gptq/fit_scales.cu").kernel("fit_scales", "PPPPPP" + 6 * "q" + 5 * "i")
+_ROUND_COLUMNS = unit("gptq/round_columns.cu").kernel("round_columns", "PPPPPPPP" + "qiqiqqiqi" + 4 * "i")
+_ROUND_AGAIN = unit("gptq/round_again.cu").kernel("round_again", "PPPPPPP" + "qiqqiqiqi" + 4 * "i")
+_FIT_SCALES = unit("gptq/fit_scales.cu").kernel("fit_scales", "PPPPPP" + 6 * "q" + 4 * "i")
 _SEARCH = {size: per_dtype("gptq/clip_search.cu", f"clip_search_{size}", "PPPPqqiiii") for size in _SEARCH_SIZES}
 _SEARCH_ANY = per_dtype("gptq/clip_search.cu", "clip_search_any", "PPPPqqiiiii")
 
@@ -233,14 +233,14 @@ def _launch_round_columns(
     errors = weight.new_empty(weight.shape)
     if weight.numel():
         parts, columns, rows = weight.shape
-        threads, grid, shared = _covering(parts * rows, columns, weight.device)
+        threads, grid, shared = _covering(parts, rows, columns, weight.device)
         _ROUND_COLUMNS(
             grid,
             threads,
             *(weight, target, corner, scales, zeros, groups, codes, errors),
             *(*weight.stride()[:2], *target.stride()[:2], corner.stride(0)),
             *(*scales.stride()[:2], *zeros.stride()[:2]),
-            *(parts, columns, rows, max_code, _vectorised(corner)),
+            *(columns, rows, max_code, _vectorised(corner)),
             shared=shared,
         )
     return codes, errors
@@ -252,14 +252,14 @@ def _launch_round_again(
     changes = gradient.new_empty(gradient.shape)
     if gradient.numel():
         parts, columns, rows = gradient.shape
-        threads, grid, shared = _covering(parts * rows, columns, gradient.device)
+        threads, grid, shared = _covering(parts, rows, columns, gradient.device)
         _ROUND_AGAIN(
             grid,
             threads,
             *(gradient, corner, centred, scales, zeros, groups, changes),
             *(*gradient.stride()[:2], corner.stride(0), *centred.stride()[:2]),
             *(*scales.stride()[:2], *zeros.stride()[:2]),
-            *(parts, columns, rows, max_code, _vectorised(corner)),
+            *(columns, rows, max_code, _vectorised(corner)),
             shared=shared,
         )
     return changes
@@ -275,13 +275,13 @@ def _launch_fit_scales(
     parts, _, rows = gradient.shape
     delta = gradient.new_empty(parts, size, rows)
     if delta.numel():
-        threads, grid, shared = _covering(parts * rows, size, gradient.device)
+        threads, grid, shared = _covering(parts, rows, size, gradient.device)
         _FIT_SCALES(
             grid,
             threads,
             *(gradient, members, centred, corner, scales, delta),
             *(*gradient.stride()[:2], *centred.stride()[:2], corner.stride(0), scales.stride(0)),
-            *(parts, size, rows, _SCALE_DTYPES[scale_dtype], _vectorised(corner)),
+            *(size, rows, _SCALE_DTYPES[scale_dtype], _vectorised(corner)),
             shared=shared,
         )
     return delta
@@ -305,17 +305,17 @@ def _launch_clip_search(
     return scales, zeros
 
 
-def _covering(rows: int, columns: int, device: torch.device) -> tuple[int, int, int]:
-    """Threads of a block, blocks, and bytes of shared memory, for a thread a row.
+def _covering(parts: int, rows: int, columns: int, device: torch.device) -> tuple[int, int, int]:
+    """Threads of a block, blocks, and bytes of shared memory, for a thread a row and no block with rows of two parts.
 
     Blocks are as small as still leaves each multiprocessor no more than one: then few rows are spread over many.
     """
     most = multiprocessors(device)
-    threads = next((threads for threads in _THREADS if blocks((rows, threads)) <= most), _THREADS[-1])
+    threads = next((threads for threads in _THREADS if parts * blocks((rows, threads)) <= most), _THREADS[-1])
     tiles = blocks((columns, _TILE))
     corner = _TILE * _TILE * tiles * (tiles + 1) // 2
     history = _TILE * (tiles - 1) * threads
-    return threads, blocks((rows, threads)), 4 * (corner + history)
+    return threads, parts * blocks((rows, threads)), 4 * (corner + history)
 
 
 def _vectorised(corner: Tensor) -> int:

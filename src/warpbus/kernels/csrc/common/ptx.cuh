@@ -124,10 +124,10 @@ __device__ __forceinline__ void mma_m16n8k32(float (&d)[4], const uint32 (&a)[4]
 
 // ---- Arithmetic ----
 
-// 1 / x within one unit in the last place; infinity where x is below 2^-128.
+// 1 / x within one unit in the last place; x and the result count as zero where they are smaller than a normal number.
 __device__ __forceinline__ float reciprocal(float x) {
     float value;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
     return value;
 }
 

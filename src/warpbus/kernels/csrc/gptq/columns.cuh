@@ -14,33 +14,25 @@ constexpr float kNoFraction = 12582912.0f;  // 1.5 * 2^23: floats of this size h
 // Where tile t of the corner begins: tile i has the 16 (i + 1) rows of the corner down to the diagonal, 16 columns wide.
 __device__ __forceinline__ int tile_offset(int t) { return kTile * kTile * t * (t + 1) / 2; }
 
-// The matrices of all parts: `data[part][column][row]`, the rows contiguous.
-struct Strides {
-    long long part, column;
-};
-
-// The place of a thread: its part, its row there, and its row among those of all parts. A thread beyond the last row
-// computes the first one again and stores nothing.
+// The place of a thread: its part, which is that of its whole block, and its row there. A thread beyond the last row
+// computes the last one again and stores nothing.
 struct Place {
-    long long part, row;
+    long long part;
+    unsigned int row;
     bool live;
 
-    __device__ __forceinline__ Place(int parts, int rows) {
-        const long long index = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-        live = index < static_cast<long long>(parts) * rows;
-        part = live ? index / rows : 0;
-        row = live ? index % rows : 0;
-    }
-
-    template <typename T>
-    __device__ __forceinline__ T* at(T* data, Strides strides) const {
-        return data + part * strides.part + row;
+    __device__ __forceinline__ explicit Place(int rows) {
+        const unsigned int blocks = (rows + blockDim.x - 1) / blockDim.x;  // of a part
+        const unsigned int index = blockIdx.x % blocks * blockDim.x + threadIdx.x;
+        part = blockIdx.x / blocks;
+        row = min(index, static_cast<unsigned int>(rows) - 1);
+        live = index < rows;
     }
 };
 
-// A divisor with its reciprocal. `divide` is the IEEE quotient, as a / b has it, for divisors that are normal numbers and
-// whose reciprocals are; beyond that, a finite number or NaN. With the reciprocal at hand it has a third of the latency,
-// and the loops are made of it.
+// A divisor with its reciprocal. `divide` is the IEEE quotient, as a / b has it, unless the divisor, its reciprocal or the
+// remainder leave the range of normal numbers; then it may be off, or NaN. With the reciprocal at hand it has a fraction of
+// the latency of a / b, of which the loops are made.
 struct Divisor {
     float value, reciprocal;
 

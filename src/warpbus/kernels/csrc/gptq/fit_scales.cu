@@ -15,8 +15,8 @@
 //   delta               float [parts][size][rows], contiguous
 //   scale_dtype         a number of scale_dtype.cuh
 //   vector              1: rows of the corner begin at multiples of 16 bytes
-// One thread a row. Dynamic shared memory, with T = ceil(size / 16): 128 T (T + 1) floats for the corner and 16 (T - 1)
-// floats a thread for c.
+// One thread a row, 32, 64 or 128 in a block, and as many blocks for each part as its rows take. Dynamic shared memory,
+// with T = ceil(size / 16): 128 T (T + 1) floats for the corner and 16 (T - 1) floats a thread for c.
 #include "gptq/columns.cuh"
 #include "gptq/scale_dtype.cuh"
 
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     fit_scales(const float* __restrict__ gradient, const long long* __restrict__ members,
                const float* __restrict__ centred, const float* __restrict__ corner, float* __restrict__ scales,
                float* __restrict__ delta, long long gradient_part, long long gradient_column, long long centred_part,
-               long long centred_column, long long corner_row, long long scales_part, int parts, int size, int rows,
+               long long centred_column, long long corner_row, long long scales_part, int size, int rows,
                int scale_dtype, int vector) {
     extern __shared__ float4 storage[];
     const int count = (size + kTile - 1) / kTile;
@@ -34,9 +34,9 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     float* history = tiles + tile_offset(count) + threadIdx.x;
     begin_corner(tiles, corner, corner_row, size, vector);
 
-    const Place place(parts, rows);
-    const float* own_gradient = place.at(gradient, {gradient_part, gradient_column});
-    const float* own_centred = place.at(centred, {centred_part, centred_column});
+    const Place place(rows);
+    const float* own_gradient = gradient + place.part * gradient_part + place.row;
+    const float* own_centred = centred + place.part * centred_part + place.row;
     float slope = 0.0f, beside = 0.0f, on = 0.0f;
     for (int t = 0; t < count; ++t) {
         float own[kTile], sum[kTile];

@@ -14,8 +14,8 @@
 //   groups           int [columns], the group of each column
 //   codes, errors    unsigned char and float [parts][columns][rows], contiguous
 //   vector           1: rows of the corner begin at multiples of 16 bytes
-// One thread a row. Dynamic shared memory, with T = ceil(columns / 16): 128 T (T + 1) floats for the corner and
-// 16 (T - 1) floats a thread for the errors.
+// One thread a row, 32, 64 or 128 in a block, and as many blocks for each part as its rows take. Dynamic shared memory,
+// with T = ceil(columns / 16): 128 T (T + 1) floats for the corner and 16 (T - 1) floats a thread for the errors.
 //
 // Rounding is one dependent chain through all columns, so latency is what counts: what the next tile needs is loaded
 // while this one is rounded.
@@ -33,33 +33,33 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     round_columns(const float* __restrict__ weight, const float* __restrict__ target, const float* __restrict__ corner,
                   const float* __restrict__ scales, const float* __restrict__ zeros, const int* __restrict__ groups,
                   unsigned char* __restrict__ codes, float* __restrict__ errors, long long weight_part,
-                  long long weight_column, long long target_part, long long target_column, long long corner_row,
-                  long long scales_part, long long scales_group, long long zeros_part, long long zeros_group, int parts,
-                  int columns, int rows, int max_code, int vector) {
+                  int weight_column, long long target_part, int target_column, long long corner_row,
+                  long long scales_part, int scales_group, long long zeros_part, int zeros_group, int columns,
+                  int rows, int max_code, int vector) {
     extern __shared__ float4 storage[];
     const int count = (columns + kTile - 1) / kTile;
     float* tiles = reinterpret_cast<float*>(storage);
     float* history = tiles + tile_offset(count) + threadIdx.x;
     begin_corner(tiles, corner, corner_row, columns, vector);
 
-    const Place place(parts, rows);
-    const float* own_weight = place.at(weight, {weight_part, weight_column});
-    const float* own_target = place.at(target, {target_part, target_column});
-    const float* own_scales = place.at(scales, {scales_part, scales_group});
-    const float* own_zeros = place.at(zeros, {zeros_part, zeros_group});
-    const long long first = place.part * columns * rows + place.row;
-    // Columns beyond the last come out as zero.
+    const Place place(rows);
+    const float* own_weight = weight + place.part * weight_part;
+    const float* own_target = target + place.part * target_part;
+    const float* own_scales = scales + place.part * scales_part + place.row;
+    const float* own_zeros = zeros + place.part * zeros_part + place.row;
+    const long long first = place.part * columns * rows;
+    // A column is the same for all threads, and so is where it begins. Beyond the last column it is the last one again,
+    // which nothing comes of.
     auto load = [&](int t) {
         Columns loaded;
 #pragma unroll
         for (int i = 0; i < kTile; ++i) {
-            const int column = t * kTile + i;
-            const bool inside = column < columns;
-            const int group = inside ? groups[column] : 0;
-            loaded.target[i] = inside ? own_target[column * target_column] : 0.0f;
-            loaded.weight[i] = inside ? own_weight[column * weight_column] : 0.0f;
-            loaded.scale[i] = inside ? own_scales[group * scales_group] : 1.0f;
-            loaded.zero[i] = inside ? own_zeros[group * zeros_group] : 0.0f;
+            const long long column = min(t * kTile + i, columns - 1);
+            const long long group = groups[column];
+            loaded.weight[i] = (own_weight + column * weight_column)[place.row];
+            loaded.target[i] = (own_target + column * target_column)[place.row];
+            loaded.scale[i] = own_scales[group * scales_group];
+            loaded.zero[i] = own_zeros[group * zeros_group];
         }
         return loaded;
     };
@@ -83,11 +83,10 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
             load_row(coefficient, tile, t * kTile + j);
 #pragma unroll
             for (int i = j + 1; i < kTile; ++i) wanted[i] = fmaf(coefficient[i], left[j], wanted[i]);
-            const int column = t * kTile + j;
+            const long long column = t * kTile + j;
             if (place.live && column < columns) {
-                const long long at = first + static_cast<long long>(column) * rows;
-                codes[at] = static_cast<unsigned char>(centred + now.zero[j]);
-                errors[at] = left[j];
+                (codes + first + column * rows)[place.row] = static_cast<unsigned char>(centred + now.zero[j]);
+                (errors + first + column * rows)[place.row] = left[j];
             }
         }
         if (t + 1 < count) remember(history, t, left);
