@@ -9,6 +9,7 @@
     ├── DataError                     a text, calibration or evaluation file is empty or malformed
     ├── ContextLengthError            a prompt does not fit the model's context
     ├── NumericError                  an algorithm met NaN, or a matrix it cannot factor
+    ├── QualityError                  a model that got worse than was allowed
     ├── DeviceError                   a device that is not there or cannot do what was asked
     └── StorageError                  a disk that is full or cannot be written
 
@@ -55,6 +56,10 @@ class ContextLengthError(WarpbusError, ValueError):
 
 class NumericError(WarpbusError, ArithmeticError):
     """An algorithm met NaN or infinity, or a matrix that it cannot factor."""
+
+
+class QualityError(WarpbusError):
+    """A quantized model that is worse than was allowed."""
 
 
 class DeviceError(WarpbusError, RuntimeError):

@@ -1,14 +1,12 @@
 """`warpbus quantize`: write a quantized copy of a model."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from warpbus.cli.models import DEMO, model_directory
-from warpbus.cli.progress import progress_bar
+from warpbus.cli.verdict import check_output
 
 
 def quantize(
@@ -25,19 +23,40 @@ def quantize(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     damping: Annotated[float, typer.Option(min=0.0, help="share of the mean added to each Hessian's diagonal")] = 0.01,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
-    plot: Annotated[Path | None, typer.Option(help="draw the errors as a PNG here")] = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="compare with MODEL on this .jsonl or .txt afterwards, or on demo"),
+    ] = None,
+    questions: Annotated[Path | None, typer.Option(help="with --evaluate: .jsonl of multiple-choice questions")] = None,
+    max_perplexity_increase: Annotated[
+        str | None, typer.Option(metavar="PERCENT", help="with --evaluate: exit with 1 above it, such as 5%")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="of a GPU-hour, to estimate the cost")] = None,
+    electricity: Annotated[float | None, typer.Option(min=0.0, help="price of a kWh, to estimate the cost")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the errors as a PNG here, and what --evaluate found")] = None,
+    html: Annotated[Path | None, typer.Option(help="with --evaluate: write a page here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
 ) -> None:
     """Quantize the linear layers of MODEL and write it to OUTPUT, which vLLM, SGLang and transformers load too.
 
-    The packaged model brings its calibration data: warpbus quantize demo poet-w4
+    The packaged model brings its data: warpbus quantize demo poet-w4 --evaluate demo
     """
+    from warpbus.cli.quantizing import shown
     from warpbus.demo import calibration_path
     from warpbus.quantization import quantize as run
 
     if calibration is None and model == DEMO and algorithm == "gptq":
         calibration = calibration_path()
-    with progress_bar() as show:
+    asked = check_output(
+        model_directory(model),
+        evaluate=evaluate,
+        questions=questions,
+        max_perplexity_increase=max_perplexity_increase,
+        plot=plot,
+        html=html,
+        as_json=as_json,
+    )
+    with shown(output) as progress:
         report = run(
             model_directory(model),
             output,
@@ -50,13 +69,6 @@ def quantize(
             device=device,
             damping=damping,
             overwrite=overwrite,
-            progress=lambda done, total, what: show("quantizing", done, total),
+            progress=progress,
         )
-    if plot is not None:
-        report.draw(plot)
-    if as_json:
-        print(json.dumps(report.to_json(), ensure_ascii=False))
-        return
-    console = Console()
-    console.print(report.table())
-    console.print(report.summary(), highlight=False, markup=False, soft_wrap=True)
+    asked.show(report.priced(gpu_hour=price, kwh=electricity), device)

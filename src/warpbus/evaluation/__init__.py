@@ -2,16 +2,20 @@
 
 from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
 from warpbus.evaluation.likelihood import Score, score
-from warpbus.evaluation.side_by_side import Evaluation, evaluate
+from warpbus.evaluation.side_by_side import Evaluation, check_data, evaluate
 from warpbus.evaluation.speed import Speed, measure_speed
+from warpbus.evaluation.verdict import Verdict, judge
 
 __all__ = [
     "Evaluation",
     "Question",
     "Score",
     "Speed",
+    "Verdict",
+    "check_data",
     "choice_accuracy",
     "evaluate",
+    "judge",
     "measure_speed",
     "read_questions",
     "score",

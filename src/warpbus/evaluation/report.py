@@ -1,28 +1,22 @@
 """Evaluations as a table, a picture and a page."""
 
-import base64
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from matplotlib import font_manager, rc_context
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from warpbus.evaluation import page
 from warpbus.evaluation.side_by_side import Evaluation
 from warpbus.formats.files import replace_file
+from warpbus.quantization.pictures import paper, plain, style
 
-_PAGE = Path(__file__).with_name("page.html")
-
-# For names: the first that is installed draws what DejaVu, which comes with matplotlib, has no glyphs for.
-_CHINESE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "SimHei")
+_ORIGINAL_COLOR = "#7b8496"  # legible on white paper and on a dark page
 
 Column = tuple[str, Callable[[Evaluation, Evaluation], str]]
 
@@ -74,31 +68,30 @@ def draw(evaluations: Sequence[Evaluation], path: Path) -> None:
     Raises:
         StorageError: if it cannot be written.
     """
-    replace_file(path, lambda partial: figure(evaluations).savefig(partial, dpi=130, format="png"))
+    with style():
+        drawn = figure(evaluations)
+    replace_file(path, lambda partial: drawn.savefig(partial, dpi=130, format="png"))
 
 
 def figure(evaluations: Sequence[Evaluation]) -> Figure:
     """What was lost in quality, and what was gained in size and speed, one bar a model."""
-    # A dollar sign would begin a formula.
-    names = [evaluation.name.replace("$", r"\$") for evaluation in evaluations]
-    panels: list[tuple[str, list[float], str]] = [("perplexity", [e.perplexity for e in evaluations], "{:.2f}")]
-    if len(evaluations) > 1:
-        panels.append(("divergence from the first (nats a token)", [e.divergence for e in evaluations], "{:.4f}"))
-    if all(e.accuracy is not None for e in evaluations):
-        panels.append(("right choices (%)", [100 * (e.accuracy or 0.0) for e in evaluations], "{:.1f}"))
-    panels.append(("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:.1f}"))
-    if all(e.tokens_per_second is not None for e in evaluations):
-        panels.append(("decoding (tokens/s)", [e.tokens_per_second or 0.0 for e in evaluations], "{:.0f}"))
-    rows = -(-len(panels) // 2)
-    installed = set(font_manager.get_font_names())
-    with rc_context({"font.family": ["DejaVu Sans", *[font for font in _CHINESE_FONTS if font in installed][:1]]}):
-        return _bars(names, panels, rows)
+    drawn = paper(size(evaluations))
+    fill(drawn, evaluations)
+    return drawn
 
 
-def _bars(names: list[str], panels: Sequence[tuple[str, list[float], str]], rows: int) -> Figure:
-    drawn = Figure(figsize=(10, 0.9 + rows * (0.9 + 0.34 * len(names))))
-    axes = drawn.subplots(rows, 2, squeeze=False)
-    colors = ["#4c566a"] + [f"C{index}" for index in range(len(names) - 1)]
+def size(evaluations: Sequence[Evaluation]) -> tuple[float, float]:
+    """Width and height that `fill` wants, in inches."""
+    rows = -(-len(_panels(evaluations)) // 2)
+    return 10, 0.9 + rows * (0.9 + 0.34 * len(evaluations))
+
+
+def fill(target: Figure | SubFigure, evaluations: Sequence[Evaluation]) -> None:
+    """Draw `figure` into what may be a part of another."""
+    panels = _panels(evaluations)
+    axes = target.subplots(-(-len(panels) // 2), 2, squeeze=False)
+    names = [plain(evaluation.name) for evaluation in evaluations]
+    colors = [_ORIGINAL_COLOR] + [f"C{index}" for index in range(len(names) - 1)]
     for axis, (title, values, form) in zip(axes.flat, panels, strict=False):
         bars = axis.barh(names, values, color=colors, height=0.65)
         axis.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=9)
@@ -109,8 +102,42 @@ def _bars(names: list[str], panels: Sequence[tuple[str, list[float], str]], rows
         axis.tick_params(labelsize=9)
     for axis in list(axes.flat)[len(panels) :]:
         axis.axis("off")
-    drawn.tight_layout()
-    return drawn
+
+
+def _panels(evaluations: Sequence[Evaluation]) -> list[tuple[str, list[float], str]]:
+    """Title, values and format of each."""
+    panels: list[tuple[str, list[float], str]] = [("perplexity", [e.perplexity for e in evaluations], "{:.2f}")]
+    if len(evaluations) > 1:
+        panels.append(("divergence from the first (nats a token)", [e.divergence for e in evaluations], "{:.4f}"))
+    if all(e.accuracy is not None for e in evaluations):
+        panels.append(("right choices (%)", [100 * (e.accuracy or 0.0) for e in evaluations], "{:.1f}"))
+    panels.append(("size on disk (MB)", [e.disk_bytes / 1e6 for e in evaluations], "{:.1f}"))
+    if all(e.tokens_per_second is not None for e in evaluations):
+        panels.append(("decoding (tokens/s)", [e.tokens_per_second or 0.0 for e in evaluations], "{:.0f}"))
+    return panels
+
+
+def terms(tokens: int) -> list[tuple[str, str]]:
+    """What the words of quality mean, in English and Chinese, where `tokens` tokens were predicted."""
+    return [
+        (
+            "perplexity 困惑度",
+            "How many tokens the model hesitates between, on average over "
+            f"{tokens:,} predicted tokens. Lower is better. 越低越好。",
+        ),
+        ("change 变化", "Of the perplexity against the first model. 相对第一个模型。"),
+        (
+            "KL",
+            "Kullback-Leibler divergence of the model's predictions from the first model's, in nats a token. "
+            "与第一个模型的预测之差。",
+        ),
+        ("agrees 一致", "Share of tokens for which both models find the same token likeliest. 首选词相同的比例。"),
+        ("choices 选择题", "Share of multiple-choice questions answered rightly. 选择题正确率。"),
+        (
+            "memory, peak 内存",
+            "Weights alone; and the process (on a GPU: the allocations) at most while decoding. 权重；解码时的峰值。",
+        ),
+    ]
 
 
 def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> None:
@@ -119,19 +146,18 @@ def write_page(evaluations: Sequence[Evaluation], title: str, path: Path) -> Non
     Raises:
         StorageError: if it cannot be written.
     """
-    picture = io.BytesIO()
-    figure(evaluations).savefig(picture, format="png", dpi=130)
     columns = _columns(evaluations)
-    page = jinja2.Environment(autoescape=True).from_string(_PAGE.read_text(encoding="utf-8"))
-    rendered = page.render(
+    rows = [[cell(evaluation, evaluations[0]) for _, cell in columns] for evaluation in evaluations]
+    page.write_page(
+        path,
         title=title,
-        headings=[heading for heading, _ in columns],
-        rows=[[cell(evaluation, evaluations[0]) for _, cell in columns] for evaluation in evaluations],
-        picture=base64.b64encode(picture.getvalue()).decode("ascii"),
-        tokens=evaluations[0].tokens,
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        tables=[page.PageTable([heading for heading, _ in columns], [rows], reference=True)],
+        pictures=[
+            page.Picture("One bar a model for perplexity, divergence, size and speed", lambda: figure(evaluations))
+        ],
+        terms=terms(evaluations[0].tokens),
+        command="warpbus eval",
     )
-    replace_file(path, lambda partial: partial.write_text(rendered, encoding="utf-8"))
 
 
 def _columns(evaluations: Sequence[Evaluation]) -> list[Column]:

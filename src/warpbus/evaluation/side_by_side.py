@@ -8,14 +8,13 @@ import torch
 
 from warpbus.cuda.devices import default_dtype
 from warpbus.errors import DataError, UsageError
-from warpbus.evaluation.choices import choice_accuracy, read_questions
+from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
 from warpbus.evaluation.likelihood import score
 from warpbus.evaluation.speed import measure_speed
-from warpbus.formats import Checkpoint
-from warpbus.formats.compressed_tensors import read_scheme
+from warpbus.formats import Checkpoint, read_schemes
 from warpbus.models import Decoder, load_model, read_config
-from warpbus.models.documents import read_documents
-from warpbus.models.templates import find_template
+from warpbus.models.documents import Document, read_documents
+from warpbus.models.templates import Template, find_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -105,14 +104,7 @@ def evaluate(
     length = min(length, *(config.max_context for config in configs.values()))
     tokenizer = tokenizers[first_name]
     template = find_template(first_path, checkpoints[first_name].config, tokenizer)
-    documents = read_documents(data, tokenizer, template, length=length, limit=limit)
-    if not any(any(document.answers[1:]) for document in documents):
-        raise DataError(f"{data}: nothing to predict in it: no answer of the assistant within {length} tokens")
-    asked = []
-    if questions is not None:
-        if template is None:
-            raise DataError(f"{questions}: questions are conversations, but {first_name} has no chat template")
-        asked = read_questions(questions, limit)
+    documents, asked = _read(first_name, tokenizer, template, data, questions, length, limit)
     loaded: dict[str, Decoder] = {}
     for index, (name, checkpoint) in enumerate(checkpoints.items()):
         progress("loading", index, len(models))
@@ -136,13 +128,14 @@ def evaluate(
             spelled = "auto" if dtype is None else str(dtype).removeprefix("torch.")
             speeds = measure_speed(path, device=str(device), dtype=spelled)
             progress("speed", index + 1, len(models))
-        scheme = read_scheme(checkpoints[name].config)
+        schemes = read_schemes(checkpoints[name].config)
+        dtype_name = str(checkpoint_dtype(checkpoints[name])).removeprefix("torch.")
         result = scores[name]
         evaluations.append(
             Evaluation(
                 name=name,
                 model=str(path),
-                scheme=str(scheme or checkpoint_dtype(checkpoints[name])).removeprefix("torch."),
+                scheme=str(schemes) if schemes.distinct() else dtype_name,
                 perplexity=result.perplexity,
                 divergence=result.divergence,
                 agreement=result.agreement,
@@ -155,6 +148,40 @@ def evaluate(
             )
         )
     return evaluations
+
+
+def check_data(
+    model: Path, *, data: Path, questions: Path | None = None, length: int = 512, limit: int | None = None
+) -> None:
+    """Find out before a long job what `evaluate` would say of the data after it.
+
+    Raises:
+        CheckpointError: if the model is not understood.
+        DataError: if a file is missing or malformed, or holds nothing to predict.
+    """
+    checkpoint, tokenizer = Checkpoint(model), load_tokenizer(model)
+    template = find_template(model, checkpoint.config, tokenizer)
+    length = min(length, read_config(checkpoint).max_context)
+    _read(model.name, tokenizer, template, data, questions, length, limit)
+
+
+def _read(
+    name: str,
+    tokenizer: Tokenizer,
+    template: Template | None,
+    data: Path,
+    questions: Path | None,
+    length: int,
+    limit: int | None,
+) -> tuple[list[Document], list[Question]]:
+    documents = read_documents(data, tokenizer, template, length=length, limit=limit)
+    if not any(any(document.answers[1:]) for document in documents):
+        raise DataError(f"{data}: nothing to predict in it: no answer of the assistant within {length} tokens")
+    if questions is None:
+        return documents, []
+    if template is None:
+        raise DataError(f"{questions}: questions are conversations, but {name} has no chat template")
+    return documents, read_questions(questions, limit)
 
 
 def checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:

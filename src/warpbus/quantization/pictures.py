@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib import font_manager, rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
@@ -48,16 +49,32 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+def paper(size: tuple[float, float], title: str | None = None) -> Figure:
+    """An empty picture of so many inches, whose parts keep their distance from each other and from the edge."""
+    drawn = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    if title is not None:
+        drawn.suptitle(plain(title), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    return drawn
+
+
 def figure(report: "Report") -> Figure:
     """The error of every matrix over the layers, and beside it where the time went, if the report knows."""
-    drawn = Figure(figsize=(11.5 if report.stages else 8, 4.6), layout="constrained")
-    axes = drawn.subplots(1, 2 if report.stages else 1, squeeze=False, width_ratios=[2, 1][: 1 + bool(report.stages)])
+    drawn = paper(size(report), f"{Path(report.model).name}: {report.scheme}, {report.algorithm}")
+    fill(drawn, report)
+    return drawn
+
+
+def size(report: "Report") -> tuple[float, float]:
+    """Width and height that `fill` wants, in inches."""
+    return 11.5 if report.stages else 8, 4.6
+
+
+def fill(target: Figure | SubFigure, report: "Report") -> None:
+    """Draw `figure` into what may be a part of another."""
+    axes = target.subplots(1, 2 if report.stages else 1, squeeze=False, width_ratios=[2, 1][: 1 + bool(report.stages)])
     _errors(axes[0, 0], report)
     if report.stages:
         _stages(axes[0, 1], report.stages)
-    title = f"{Path(report.model).name}: {report.scheme}, {report.algorithm}"
-    drawn.suptitle(plain(title), x=0.01, ha="left", fontsize=12, fontweight="bold")
-    return drawn
 
 
 def _errors(axis: Axes, report: "Report") -> None:

@@ -164,16 +164,16 @@ class Report:
         drawn.add_column("seconds", justify="right")
         for layer in sorted({row.layer for row in self.layers}):
             rows = {row.linear: row for row in self.layers if row.layer == layer}
-            cells = [self._cell(rows[linear]) if linear in rows else "-" for linear in LINEARS]
+            cells = [self.cell(rows[linear]) if linear in rows else "-" for linear in LINEARS]
             drawn.add_row(str(layer), *cells, f"{sum(row.seconds for row in rows.values()):.1f}")
         return Group(drawn, self._stage_table()) if self.stages else drawn
 
-    def _cell(self, row: LayerResult) -> str:
-        """An error, and where they are not those of the whole, scheme and algorithm."""
+    def cell(self, row: LayerResult, separator: str = "\n") -> str:
+        """An error as text, and where they are not those of the whole, scheme and algorithm."""
         chosen = [row.scheme] * (row.scheme != self.scheme)
         if row.algorithm is not None and row.algorithm != self.algorithm:
             chosen.append(row.algorithm)
-        return "\n".join([f"{row.error:.2%}", *([" ".join(chosen)] if chosen else [])])
+        return separator.join([f"{row.error:.2%}", *([" ".join(chosen)] if chosen else [])])
 
     def _stage_table(self) -> Table:
         drawn = Table(title="Where the time went", title_justify="left", title_style="bold", header_style="bold")
@@ -199,7 +199,7 @@ class Report:
         if self.gpu_seconds is not None:
             parts += [f"{self.gpu_seconds:.1f} GPU-seconds", f"energy {self.energy_text}"]
         if self.prices:
-            parts.append(f"cost {self.cost_text}")
+            parts.append(f"cost {self.cost_text} at {self.prices_text}")
         return ", ".join(parts)
 
     @property
@@ -215,14 +215,16 @@ class Report:
         return f"{self.energy_joules / 1000:,.2f} kJ ({self.energy_joules / 3600:,.2f} Wh)"
 
     @property
-    def cost_text(self) -> str:
-        """What it cost, and by which prices."""
+    def prices_text(self) -> str:
         units = {"gpu_hour": "a GPU-hour", "kwh": "a kWh"}
-        prices = " and ".join(f"{price:g} {units[name]}" for name, price in self.prices.items())
-        if self.cost is None:
-            unknown = "no GPU took part" if self.gpu_seconds is None else "the energy was not measured"
-            return f"not known at {prices}: {unknown}"
-        return f"about {self.cost:.2g} at {prices}"
+        return " and ".join(f"{price:g} {units[name]}" for name, price in self.prices.items())
+
+    @property
+    def cost_text(self) -> str:
+        """The cost, or why it is not known."""
+        if self.cost is not None:
+            return f"about {self.cost:.2g}"
+        return "not known: " + ("no GPU" if self.gpu_seconds is None else "energy not measured")
 
     def draw(self, path: Path) -> None:
         """Write a PNG: the error of every matrix over the layers, and the seconds of the stages.

@@ -149,10 +149,10 @@ def test_cost_is_computed_from_prices_that_are_given():
 def test_an_unknown_cost_is_no_guess():
     unmeasured = gpu_report(energy_joules=None).priced(gpu_hour=2.5, kwh=0.25)
     assert unmeasured.cost is None
-    assert unmeasured.cost_text == "not known at 2.5 a GPU-hour and 0.25 a kWh: the energy was not measured"
+    assert unmeasured.summary().endswith("cost not known: energy not measured at 2.5 a GPU-hour and 0.25 a kWh")
     without = make_report().priced(gpu_hour=2.5)
     assert without.cost is None
-    assert "no GPU took part" in without.summary()
+    assert without.cost_text == "not known: no GPU"
 
 
 @pytest.mark.parametrize("price", [-1.0, math.nan, math.inf])

@@ -1,0 +1,262 @@
+"""The verdict on a quantization: the model before and after, and what it took to get there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.table import Table
+from rich.text import Text
+
+from warpbus.errors import DeviceError, QualityError
+from warpbus.evaluation import report as evaluations
+from warpbus.evaluation.page import PageTable, Picture, write_page
+from warpbus.evaluation.side_by_side import Evaluation, evaluate
+from warpbus.formats.files import replace_file
+from warpbus.models import LINEARS
+from warpbus.quantization import Report, pictures
+
+# Name, name in Chinese, before, after, change.
+Row = tuple[str, str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A model before and after its quantization.
+
+    Attributes:
+        before, after: as measured on the same documents.
+        quantization: what was done, and what it cost.
+        allowed: the increase of the perplexity that is allowed, as a share of what it was; `None`: any.
+    """
+
+    before: Evaluation
+    after: Evaluation
+    quantization: Report
+    allowed: float | None = None
+
+    @property
+    def increase(self) -> float:
+        """Of the perplexity, as a share of what it was; negative where it fell."""
+        return self.after.perplexity / self.before.perplexity - 1
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the increase is allowed; `None` where nothing was demanded."""
+        return None if self.allowed is None else self.increase <= self.allowed
+
+    @property
+    def title(self) -> str:
+        """What was done to which model."""
+        return f"{Path(self.quantization.model).name}: {self.quantization.scheme}, {self.quantization.algorithm}"
+
+    def check(self) -> None:
+        """Raises:
+        QualityError: if the perplexity increased by more than is allowed.
+        """
+        if self.passed is False:
+            raise QualityError(
+                f"{self.quantization.output}: perplexity {self.before.perplexity:.3f} -> {self.after.perplexity:.3f} "
+                f"({self.increase:+.2%}), more than the {self.allowed:+.2%} allowed; the model was written: try more "
+                "bits, smaller groups or another algorithm"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The quantization's report, and "verdict" in addition."""
+        found = {
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "perplexity_increase": self.increase,
+            "allowed_increase": self.allowed,
+            "passed": self.passed,
+        }
+        return self.quantization.to_json() | {"verdict": found}
+
+    def sentences(self) -> list[str]:
+        """What matters most, in English and in Chinese."""
+        done = self.quantization
+        change = f"{self.before.perplexity:.2f} → {self.after.perplexity:.2f} ({self.increase:+.2%})"
+        smaller = self.before.disk_bytes / self.after.disk_bytes
+        english = f"{done.scheme} by {done.algorithm}: perplexity {change}, {smaller:.2f} x smaller"
+        chinese = f"{done.scheme}，{done.algorithm}：困惑度 {change}，体积缩小到 1/{smaller:.2f}"
+        if self.before.tokens_per_second and self.after.tokens_per_second:
+            faster = self.after.tokens_per_second / self.before.tokens_per_second
+            english += f", {faster:.2f} x as fast"
+            chinese += f"，速度为原来的 {faster:.2f} 倍"
+        return [english + ".", chinese + "。"]
+
+    def sections(self) -> list[list[Row]]:
+        """All figures as texts: quality; size and speed; what it took."""
+        return [self._quality(), self._gains(), self._effort()]
+
+    def _quality(self) -> list[Row]:
+        before, after = self.before, self.after
+        perplexities = f"{before.perplexity:.3f}", f"{after.perplexity:.3f}"
+        rows = [
+            ("perplexity", "困惑度", *perplexities, f"{self.increase:+.2%}"),
+            ("KL divergence (nats)", "KL 散度", "", f"{after.divergence:.4f}", ""),
+            ("agrees on the token", "首选词一致", "", f"{after.agreement:.1%}", ""),
+        ]
+        if before.accuracy is not None and after.accuracy is not None:
+            gained = f"{100 * (after.accuracy - before.accuracy):+.1f} points"
+            rows.append(("right choices", "选择题正确率", f"{before.accuracy:.1%}", f"{after.accuracy:.1%}", gained))
+        return rows
+
+    def _gains(self) -> list[Row]:
+        before, after = self.before, self.after
+        rows = [
+            ("weights", "权重格式", before.scheme, after.scheme, ""),
+            _bytes_row("size on disk", "磁盘占用", before.disk_bytes, after.disk_bytes),
+            _bytes_row("weights in memory", "权重内存", before.weight_bytes, after.weight_bytes),
+        ]
+        if before.peak_bytes and after.peak_bytes:
+            rows.append(_bytes_row("peak while decoding", "解码峰值内存", before.peak_bytes, after.peak_bytes))
+        if before.tokens_per_second and after.tokens_per_second:
+            speeds = f"{before.tokens_per_second:,.0f}", f"{after.tokens_per_second:,.0f}"
+            ratio = _ratio(after.tokens_per_second / before.tokens_per_second, "faster", "slower")
+            rows.append(("decoding (tokens/s)", "解码速度（词元/秒）", *speeds, ratio))
+        return rows
+
+    def _effort(self) -> list[Row]:
+        done, worst = self.quantization, self.quantization.worst
+        kind = "outputs" if done.calibration_tokens else "weights"
+        gpu_seconds = "no GPU" if done.gpu_seconds is None else f"{done.gpu_seconds:,.1f}"
+        energy = "no GPU" if done.gpu_seconds is None else done.energy_text
+        rows = [
+            (f"mean error ({kind})", "平均相对误差", "", f"{done.mean_error:.2%}", ""),
+            ("largest error", "最大相对误差", "", f"{worst.error:.2%}", worst.name),
+            ("quantizing (s)", "量化用时（秒）", "", f"{done.seconds:,.1f}", done.where),
+            ("GPU-seconds", "显卡时间（秒）", "", gpu_seconds, ""),
+            ("energy of the GPUs", "显卡能耗", "", energy, ""),
+        ]
+        if done.prices:
+            rows.append(("cost, estimated", "费用（估算）", "", done.cost_text, f"at {done.prices_text}"))
+        return rows
+
+    def table(self) -> Table:
+        """For the terminal."""
+        drawn = Table(title=Text(self.sentences()[0]), title_justify="left", title_style="bold", header_style="bold")
+        drawn.add_column("", overflow="fold")
+        for heading in ("before", "after", "change"):
+            drawn.add_column(heading, justify="right", overflow="fold")
+        for section in self.sections():
+            for name, _, *cells in section:
+                drawn.add_row(name, *map(Text, cells))
+            drawn.add_section()
+        return drawn
+
+    def figure(self) -> Figure:
+        """Before and after; below it the errors of all matrices and where the time went."""
+        pair = (self.before, self.after)
+        (_, upper), (width, lower) = evaluations.size(pair), pictures.size(self.quantization)
+        drawn = pictures.paper((max(10, width), upper + lower + 0.4), self.title)
+        grid = drawn.add_gridspec(2, 1, height_ratios=[upper, lower])
+        evaluations.fill(drawn.add_subfigure(grid[0]), pair)
+        pictures.fill(drawn.add_subfigure(grid[1]), self.quantization)
+        return drawn
+
+    def draw(self, path: Path) -> None:
+        """Write the picture of `figure` as a PNG.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        with pictures.style():
+            drawn = self.figure()
+        replace_file(path, lambda partial: drawn.savefig(partial, dpi=130, format="png"))
+
+    def write_page(self, path: Path) -> None:
+        """Write one self-contained HTML page: all figures, pictures, what the words mean.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        done = self.quantization
+        figures = [[(f"{name} {chinese}", *cells) for name, chinese, *cells in rows] for rows in self.sections()]
+        tables = [
+            PageTable(["", "before 量化前", "after 量化后", "change 变化"], figures),
+            PageTable(["layer 层", *LINEARS], [_errors(done)], f"{done.error_kind} 各矩阵的相对误差"),
+        ]
+        if done.stages:
+            stages = [[stage, f"{seconds:.2f}"] for stage, seconds in done.stages.items()]
+            tables.append(PageTable(["stage 阶段", "seconds 秒"], [stages], "where the time went 时间分布"))
+        write_page(
+            path,
+            title=self.title,
+            lead=[*self.sentences(), *self._demand()],
+            passed=self.passed,
+            tables=tables,
+            pictures=[
+                Picture("Perplexity, divergence, size and speed of both models, the error of each matrix", self.figure)
+            ],
+            terms=[
+                *(term for term in evaluations.terms(self.before.tokens) if not term[0].startswith("change")),
+                (
+                    "energy 能耗",
+                    "What the GPUs' own sensors counted while the model was quantized; the rest of the machine is not "
+                    "in it. 量化期间由 GPU 传感器测得，不含主机其余部分。",
+                ),
+            ],
+            command="warpbus quantize --evaluate",
+        )
+
+    def _demand(self) -> list[str]:
+        if self.allowed is None:
+            return []
+        return [f"The perplexity may grow by {self.allowed:.2%}. 困惑度最多可上升 {self.allowed:.2%}。"]
+
+
+def judge(
+    done: Report,
+    *,
+    data: Path,
+    questions: Path | None = None,
+    length: int = 2048,
+    limit: int | None = None,
+    allowed: float | None = None,
+    device: torch.device,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Verdict:
+    """Measure a model that was quantized beside the original, both in memory together.
+
+    Args:
+        done: the report of its quantization.
+        data, questions, length, limit, device, progress: see `evaluate`.
+        allowed: see `Verdict`.
+
+    Raises:
+        DeviceError: if the models do not fit the device's memory together.
+        WarpbusError: see `evaluate`.
+    """
+    models = [("original", Path(done.model)), ("quantized", Path(done.output))]
+    try:
+        before, after = evaluate(
+            models, data=data, questions=questions, length=length, limit=limit, device=device, progress=progress
+        )
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{device}: out of memory with the original and the quantized model on it together; {done.output} was "
+            "written: compare them with warpbus eval on a larger GPU or with --device cpu"
+        ) from error
+    return Verdict(before, after, done, allowed)
+
+
+def _errors(done: Report) -> list[Sequence[str]]:
+    """A row a layer; scheme and algorithm where they are not those of the whole."""
+    rows: list[Sequence[str]] = []
+    for layer in sorted({each.layer for each in done.layers}):
+        cells = {each.linear: done.cell(each, " · ") for each in done.layers if each.layer == layer}
+        rows.append([str(layer), *(cells.get(linear, "–") for linear in LINEARS)])
+    return rows
+
+
+def _bytes_row(name: str, chinese: str, before: int, after: int) -> Row:
+    unit, size = ("GB", 1e9) if before >= 1e10 else ("MB", 1e6)
+    texts = f"{before / size:,.1f} {unit}", f"{after / size:,.1f} {unit}"
+    return (name, chinese, *texts, _ratio(before / after, "smaller", "larger"))
+
+
+def _ratio(ratio: float, better: str, worse: str) -> str:
+    return f"{ratio:.2f} x {better}" if ratio >= 1 else f"{1 / ratio:.2f} x {worse}"
