@@ -1,0 +1,36 @@
+"""`warpbus convert`: write a quantized model in the format of another program."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from warpbus.cli.progress import progress_bar
+
+
+def convert(
+    model: Annotated[Path, typer.Argument(help="directory of a quantized model")],
+    output: Annotated[Path, typer.Argument(help="a new directory")],
+    to: Annotated[
+        str, typer.Option(help="compressed-tensors, gptq, gptq-v2 or awq; float16 or bfloat16: not quantized any more")
+    ],
+    pad_ffn: Annotated[
+        str, typer.Option(help="widen the FFN with zeros: none, auto (2 and 4 GPUs can share it), or a size")
+    ] = "none",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
+) -> None:
+    """Convert MODEL between quantized formats, its codes unchanged, and compare what was written bit for bit.
+
+    It reads compressed-tensors, GPTQ, AWQ, and THUDM's int4 and int8.
+    """
+    from warpbus.models.convert import convert as run
+
+    with progress_bar() as show:
+        done = run(model, output, to=to, pad_ffn=pad_ffn, overwrite=overwrite, progress=show)
+    if as_json:
+        print(json.dumps(done.to_json(), ensure_ascii=False))
+    else:
+        Console().print(done.summary(), highlight=False, markup=False, soft_wrap=True)

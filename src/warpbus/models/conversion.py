@@ -1,0 +1,176 @@
+"""What a conversion of a model is going to be, from the headers of its files alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpbus.errors import CheckpointError, SchemeError, UsageError
+from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, layout_of
+from warpbus.formats.layout import WRITABLE
+from warpbus.models.config import ModelConfig
+from warpbus.models.decoder import Decoder
+from warpbus.models.families import BY_NAME
+from warpbus.models.loading import LINEARS, part_rows, quantized_parameters, read_config, tensor_map
+from warpbus.models.padding import padded_size
+from warpbus.qtensor import Scheme
+
+PLAIN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""What a model may be converted to besides the formats: matrices that are not quantized any more."""
+
+_SMALLEST_SHARD, _LARGEST_SHARD = 2**24, 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of the file that is quantized, or widened, or both.
+
+    Attributes:
+        prefix: its tensor's name without `.weight`.
+        scheme: None if it is not quantized.
+        shape: what it has.
+        target: what it is to have.
+        parts: that are widened each, one below the other.
+    """
+
+    prefix: str
+    scheme: Scheme | None
+    shape: tuple[int, int]
+    target: tuple[int, int]
+    parts: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that can begin.
+
+    Attributes:
+        checkpoint: the model.
+        config: of its decoder.
+        source: the format that it has.
+        target: the format that it is to have; None if its matrices are not to be quantized any more.
+        dtype: of all weights, where there is no target.
+        ffn: the size that its FFN is to have.
+        matrices: what is quantized, or widened, or both.
+    """
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    source: Layout
+    target: WritableLayout | None
+    dtype: torch.dtype | None
+    ffn: int
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Of the quantized matrices, by their prefixes."""
+        return {matrix.prefix: matrix.scheme for matrix in self.matrices if matrix.scheme is not None}
+
+    @property
+    def copied(self) -> list[str]:
+        """The tensors that are none of `matrices`."""
+        taken = {
+            name
+            for matrix in self.matrices
+            for name in (f"{matrix.prefix}.weight", *self.source.stored(self.checkpoint, matrix.prefix))
+        }
+        return [name for name in self.checkpoint.names() if name not in taken]
+
+    @property
+    def expected_bytes(self) -> int:
+        """What is going to be written, to a few kilobytes."""
+        matrices = 0.0
+        for matrix in self.matrices:
+            scheme = matrix.scheme if self.dtype is None else None
+            bits = 16.0 if scheme is None else scheme.bits_per_weight(matrix.target[1])
+            matrices += matrix.target[0] * matrix.target[1] * bits / 8
+        return int(matrices) + sum(self.checkpoint.nbytes(name) for name in self.copied)
+
+    @property
+    def shard_bytes(self) -> int:
+        """No more than the largest tensor is held at a time."""
+        largest = max(self.checkpoint.nbytes(name) for name in self.checkpoint.names())
+        return min(max(largest, _SMALLEST_SHARD), _LARGEST_SHARD)
+
+    def written_config(self) -> dict[str, Any]:
+        """The config.json of the output."""
+        config = dict(self.checkpoint.config)
+        for key in ("quantization_config", "quantization_bit", "quantization_embeddings"):
+            config.pop(key, None)
+        if self.ffn != self.config.ffn_size:
+            config[BY_NAME[self.config.family].ffn_key] = self.ffn
+        if self.target is None:
+            for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]:
+                config[key] = str(self.dtype).removeprefix("torch.")
+            return config
+        return config | {"quantization_config": self.target.quantization_config(self.schemes, self._unquantized())}
+
+    def _unquantized(self) -> list[str]:
+        """The linear layers that are not quantized, by the names that the checkpoint has for them."""
+        tensors = tensor_map(replace(self.config, tie_embeddings=False))
+        linears = [f"layers.{index}.{linear}" for index in range(self.config.num_layers) for linear in LINEARS]
+        names = [name.removesuffix(".weight") for linear in ("head", *linears) for name in tensors[f"{linear}.weight"]]
+        return [name for name in names if name not in self.schemes]
+
+
+def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Plan:
+    """Look at everything that the headers tell; arguments and errors as in `convert`."""
+    if to not in PLAIN and to not in WRITABLE:
+        raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN))}")
+    checkpoint = Checkpoint(model)
+    if output.resolve() == model.resolve():
+        raise UsageError(f"{output}: the output is the model itself: name another directory")
+    source = layout_of(checkpoint.config)
+    if source is None:
+        raise UsageError(f"{model}: is not quantized, so there is nothing to convert: use warpbus quantize")
+    config = read_config(checkpoint)
+    schemes = quantized_parameters(checkpoint, config)
+    if not schemes:
+        raise CheckpointError(
+            f"{model}: config.json says that it is quantized as {source.name}, but no matrix is: check that "
+            "config.json belongs to these weights"
+        )
+    downs = [schemes.get(f"layers.{index}.mlp.down.weight") for index in range(config.num_layers)]
+    widest = max((each.group_size for each in downs if each is not None and each.group_size), default=None)
+    ffn = padded_size(config.ffn_size, pad_ffn, widest)
+    if source.name == to and ffn == config.ffn_size:
+        raise UsageError(f"{model}: is in the format {to} already: there is nothing to convert")
+    return Plan(
+        checkpoint=checkpoint,
+        config=config,
+        source=source,
+        target=None if to in PLAIN else layout_named(to),
+        dtype=PLAIN.get(to),
+        ffn=ffn,
+        matrices=tuple(_matrices(config, schemes, ffn)),
+    )
+
+
+def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int) -> list[Matrix]:
+    """What is quantized, and what is to be widened."""
+    with torch.device("meta"):
+        before = {name: tuple(tensor.shape) for name, tensor in Decoder(config).named_parameters()}
+        after = {
+            name: tuple(tensor.shape) for name, tensor in Decoder(replace(config, ffn_size=ffn)).named_parameters()
+        }
+    found = []
+    for parameter, names in tensor_map(config).items():
+        if parameter not in schemes and before[parameter] == after[parameter]:
+            continue
+        if len(before[parameter]) != 2:
+            raise SchemeError(f"{names[0]}: only matrices may be quantized")
+        rows, new_rows = before[parameter][0], after[parameter][0]
+        shares = zip(
+            names,
+            part_rows(config, parameter, len(names), rows),
+            part_rows(config, parameter, len(names), new_rows),
+            strict=True,
+        )
+        parts = 2 // len(names) if parameter.endswith("mlp.gate_up.weight") else 1
+        for name, share, new_share in shares:
+            shape, target = (share, before[parameter][1]), (new_share, after[parameter][1])
+            found.append(Matrix(name.removesuffix(".weight"), schemes.get(parameter), shape, target, parts))
+    return found

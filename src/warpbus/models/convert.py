@@ -1,0 +1,281 @@
+"""`convert`: a quantized checkpoint in, the same model in another format out, one matrix in memory at a time."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import StorageError, TensorError
+from warpbus.formats import Checkpoint, CheckpointWriter
+from warpbus.formats.companions import find_companions
+from warpbus.formats.safetensors_io import raw_bytes
+from warpbus.models.conversion import Matrix, Plan, prepare
+from warpbus.models.loading import quantized_parameters, read_config
+from warpbus.models.padding import pad_columns, pad_plain, pad_rows
+from warpbus.qtensor import QTensor, Scheme, Schemes
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many tensors it has been done with, and how many there are."""
+
+_WEIGHTS_AT_ONCE = 2**22
+_CONSTANTS = "inv_freq"  # rotary frequencies that some exporters wrote: they keep their dtype
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done.
+
+    Attributes:
+        source: the format that the model had.
+        target: the format that it has now, or a dtype.
+        schemes: of its matrices.
+        matrices: how many of them are quantized.
+        ffn: the FFN's size before and after.
+        scales: how many scales were written; 0 for a dtype.
+        scales_rounded: how many of them the target's dtype could not hold exactly.
+        bytes_before, bytes_after: of all tensors.
+    """
+
+    model: str
+    output: str
+    source: str
+    target: str
+    schemes: str
+    matrices: int
+    ffn: tuple[int, int]
+    scales: int
+    scales_rounded: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def summary(self) -> str:
+        """What was done, a line for each fact."""
+        lines = [
+            f"{self.output}: {self.matrices} matrices of {self.schemes} from {self.source} to {self.target}, "
+            f"{self.bytes_before / 1e6:,.1f} MB to {self.bytes_after / 1e6:,.1f} MB"
+        ]
+        if self.ffn[0] != self.ffn[1]:
+            lines.append(f"FFN widened with zeros from {self.ffn[0]} to {self.ffn[1]}")
+        if self.scales_rounded:
+            lines.append(f"{self.scales_rounded:,} of {self.scales:,} scales were rounded to float16")
+        return "\n".join([*lines, "read back bit for bit"])
+
+
+def convert(
+    model: str | Path,
+    output: str | Path,
+    *,
+    to: str,
+    pad_ffn: int | str = "none",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write a quantized model in another format. Codes, scales and zero points stay what they are.
+
+    What the target cannot hold is refused before anything is written. What was written is read back and compared, bit
+    for bit, before the output gets its name. Scales become float16 where the target asks for it.
+
+    Args:
+        model: a model directory, quantized in a format of `warpbus.formats`.
+        output: a new directory.
+        to: a format, see `layout_named`; or "float16" or "bfloat16" for the matrices that the codes stand for.
+        pad_ffn: see `padded_size`.
+        overwrite: replace a model that is at `output`.
+        progress: see `Progress`.
+
+    Raises:
+        UsageError: if an argument is wrong, the model is not quantized, or has the format already.
+        SchemeError: if the target cannot hold a matrix; the message names it.
+        CheckpointError: if the model cannot be read or is not complete.
+        TensorError: if a tensor is missing, has the wrong shape or type, or values that the target's dtype cannot hold.
+        StorageError: if the output exists, cannot be written, or is not what was written when it is read back.
+    """
+    started = time.perf_counter()
+    plan = prepare(Path(model), Path(output), to, pad_ffn)
+    job = _Job(plan, Path(output), progress or (lambda what, done, total: None))
+    scales, rounded = job.check()
+    digests: dict[str, bytes] = {}
+    with CheckpointWriter(
+        output, shard_bytes=plan.shard_bytes, overwrite=overwrite, expected_bytes=plan.expected_bytes
+    ) as writer:
+        writer.write_json("config.json", plan.written_config())
+        for file in find_companions(plan.checkpoint.directory):
+            writer.copy_file(file)
+        written = job.write(writer, digests)
+        writer.finish(lambda directory: job.compare(directory, digests))
+    return Conversion(
+        model=str(model),
+        output=str(output),
+        source=plan.source.name,
+        target=to,
+        schemes=str(Schemes(None, plan.schemes)),
+        matrices=len(plan.schemes),
+        ffn=(plan.config.ffn_size, plan.ffn),
+        scales=scales,
+        scales_rounded=rounded,
+        bytes_before=plan.checkpoint.total_bytes,
+        bytes_after=written,
+        seconds=time.perf_counter() - started,
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One model on its way."""
+
+    plan: Plan
+    output: Path
+    progress: Progress
+
+    def check(self) -> tuple[int, int]:
+        """Find every reason not to begin; gives how many scales there are, and how many are going to be rounded."""
+        if self.plan.target is None:
+            return 0, 0
+        self.plan.written_config()
+        for matrix in self.plan.matrices:
+            if matrix.scheme is not None:
+                self.plan.target.check(matrix.scheme, matrix.target, matrix.prefix)
+        scales = rounded = 0
+        for done, matrix in enumerate(self.plan.matrices):
+            self.progress("checking", done, len(self.plan.matrices))
+            if matrix.scheme is not None:
+                weight = self._read(matrix, matrix.scheme)
+                if weight.zeros is not None:
+                    self.plan.target.check_zeros(weight.zeros, matrix.prefix)
+                scales += weight.scales.numel()
+                rounded += int((self._scales(matrix, weight).double() != weight.scales.double()).sum())
+        self.progress("checking", len(self.plan.matrices), len(self.plan.matrices))
+        return scales, rounded
+
+    def write(self, writer: CheckpointWriter, digests: dict[str, bytes]) -> int:
+        """Write all tensors and what they were meant to be; gives their bytes."""
+        written, total = 0, len(self.plan.copied) + len(self.plan.matrices)
+
+        def add(name: str, tensor: Tensor) -> None:
+            nonlocal written
+            writer.add(name, tensor)
+            written += tensor.nbytes
+
+        for done, name in enumerate(self.plan.copied):
+            self.progress("converting", done, total)
+            tensor = self._cast(name, self.plan.checkpoint.tensor(name))
+            digests[name] = _digest(tensor)
+            add(name, tensor)
+        for done, matrix in enumerate(self.plan.matrices, len(self.plan.copied)):
+            self.progress("converting", done, total)
+            name, converted = f"{matrix.prefix}.weight", self._convert(matrix)
+            digests[name] = _digest(converted)
+            for part, tensor in self._tensors(matrix.prefix, converted).items():
+                add(part, tensor)
+        self.progress("converting", total, total)
+        return written
+
+    def compare(self, directory: Path, digests: dict[str, bytes]) -> None:
+        """Read everything back. Raises StorageError if it is not what was meant."""
+        found = Checkpoint(directory)
+        quantized_parameters(found, read_config(found))
+        declared = None if self.plan.target is None else self.plan.target.read_schemes(found.config)
+        for done, (name, expected) in enumerate(digests.items()):
+            self.progress("reading back", done, len(digests))
+            prefix = name.removesuffix(".weight")
+            read: QTensor | Tensor
+            scheme = None if declared is None or prefix not in self.plan.schemes else declared.of(prefix)
+            if self.plan.target is None or scheme is None:
+                read = found.tensor(name)
+            else:
+                read = self.plan.target.from_tensors(found, prefix, scheme)
+            if _digest(read) != expected:
+                raise StorageError(
+                    f"{self.output}: {name}: what was read back is not what was written: nothing is kept: "
+                    "check the disk, and try again"
+                )
+        self.progress("reading back", len(digests), len(digests))
+
+    def _read(self, matrix: Matrix, scheme: Scheme) -> QTensor:
+        weight = self.plan.source.from_tensors(self.plan.checkpoint, matrix.prefix, scheme)
+        if weight.shape != matrix.shape:
+            raise TensorError(
+                f"{self.plan.checkpoint.directory}: {matrix.prefix}: expected shape {list(matrix.shape)}, as "
+                f"config.json says, found {list(weight.shape)}"
+            )
+        return weight
+
+    def _scales(self, matrix: Matrix, weight: QTensor) -> Tensor:
+        """The scales in the target's dtype."""
+        dtype = None if self.plan.target is None else self.plan.target.scale_dtype
+        if dtype is None or weight.scales.dtype == dtype:
+            return weight.scales
+        scales = weight.scales.to(dtype)
+        lost = ~scales.isfinite() | ((scales == 0) & (weight.scales != 0))
+        if bool(lost.any()):
+            raise TensorError(
+                f"{matrix.prefix}: a scale is {float(weight.scales[lost][0]):g}, which float16 cannot hold, and "
+                f"{self.output} is to have such scales: use compressed-tensors"
+            )
+        return scales
+
+    def _convert(self, matrix: Matrix) -> QTensor | Tensor:
+        """A matrix as it is meant to be in the output."""
+        grown = matrix.target != matrix.shape
+        if matrix.scheme is None:
+            plain = self._cast(
+                matrix.prefix, self.plan.checkpoint.tensor(f"{matrix.prefix}.weight", expected=matrix.shape)
+            )
+            return pad_plain(plain, matrix.parts, matrix.target) if grown else plain
+        weight = self._read(matrix, matrix.scheme)
+        weight = replace(weight, scales=self._scales(matrix, weight))
+        if matrix.target[0] > matrix.shape[0]:
+            weight = pad_rows(weight, matrix.parts, matrix.target[0] // matrix.parts)
+        if matrix.target[1] > matrix.shape[1]:
+            weight = pad_columns(weight, matrix.target[1])
+        return weight if self.plan.dtype is None else _finite(matrix.prefix, _dense(weight, self.plan.dtype))
+
+    def _tensors(self, prefix: str, converted: QTensor | Tensor) -> dict[str, Tensor]:
+        """A matrix as the tensors of the output."""
+        if isinstance(converted, QTensor) and self.plan.target is not None:
+            return self.plan.target.to_tensors(prefix, converted)
+        return {f"{prefix}.weight": cast(Tensor, converted)}
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor that is not quantized, in the output's dtype if there is one for all."""
+        if self.plan.dtype is None or not tensor.is_floating_point() or name.endswith(_CONSTANTS):
+            return tensor
+        return _finite(name, tensor.to(self.plan.dtype))
+
+
+def _dense(weight: QTensor, dtype: torch.dtype) -> Tensor:
+    """The weights that a matrix stands for, each product rounded once."""
+    dense = torch.empty(weight.shape, dtype=dtype)
+    height = max(1, _WEIGHTS_AT_ONCE // weight.shape[1])
+    for start in range(0, weight.shape[0], height):
+        stop = min(start + height, weight.shape[0])
+        dense[start:stop] = weight.rows(start, stop).dequantize(torch.float32)
+    return dense
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    if not bool(tensor.isfinite().all()):
+        raise TensorError(f"{name}: has values that {tensor.dtype} cannot hold, or that are no numbers: use bfloat16")
+    return tensor
+
+
+def _digest(value: QTensor | Tensor) -> bytes:
+    """Of all bits of a tensor or a quantized matrix, of its shape and of its types."""
+    digest = hashlib.sha256()
+    parts: list[Tensor | None] = [value] if isinstance(value, Tensor) else [value.qweight, value.scales, value.zeros]
+    for part in parts:
+        if part is not None:
+            digest.update(f"{part.dtype} {list(part.shape)}".encode())
+            digest.update(raw_bytes(part.contiguous()))
+    if isinstance(value, QTensor):
+        digest.update(str(value.scheme).encode())
+    return digest.digest()
