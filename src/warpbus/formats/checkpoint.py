@@ -6,10 +6,10 @@ taken out of it (`torch.load` with `weights_only`), and nothing that it asks to 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from warpbus.errors import CheckpointError, TensorError
 from warpbus.formats.safetensors_io import read_header, shown
 
 
-class _Stored(Protocol):
+class Stored(Protocol):
     """A tensor on disk."""
 
     @property
@@ -30,7 +30,7 @@ class _Stored(Protocol):
     def read(self) -> Tensor: ...
 
 
-_Reader = Callable[[Path], dict[str, _Stored]]
+_Reader = Callable[[Path], dict[str, Stored]]
 
 
 class Checkpoint:
@@ -68,6 +68,15 @@ class Checkpoint:
         self.config: dict[str, Any] = config
         self._tensors = self._find_tensors() if weights else {}
         self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @classmethod
+    def of_tensors(cls, directory: Path, tensors: Mapping[str, Stored]) -> Self:
+        """Tensors of a directory that is no model (yet): a checkpoint without a configuration."""
+        self = cls.__new__(cls)
+        self.directory, self.config = directory, {}
+        self._tensors = dict(tensors)
+        self.total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        return self
 
     def names(self) -> list[str]:
         """The tensors' names, sorted."""
@@ -130,7 +139,7 @@ class Checkpoint:
             raise CheckpointError(f"{file}: expected a JSON object, found {type(parsed).__name__}")
         return parsed
 
-    def _stored(self, name: str) -> _Stored:
+    def _stored(self, name: str) -> Stored:
         try:
             return self._tensors[name]
         except KeyError:
@@ -139,7 +148,7 @@ class Checkpoint:
                 "and that config.json belongs to it"
             ) from None
 
-    def _find_tensors(self) -> dict[str, _Stored]:
+    def _find_tensors(self) -> dict[str, Stored]:
         kinds: tuple[tuple[str, _Reader], ...] = (
             ("model.safetensors", _read_safetensors),
             ("pytorch_model.bin", _read_pickle),
@@ -155,11 +164,11 @@ class Checkpoint:
             "or pytorch_model.bin"
         )
 
-    def _read_shards(self, index_name: str, index: dict[str, Any], reader: _Reader) -> dict[str, _Stored]:
+    def _read_shards(self, index_name: str, index: dict[str, Any], reader: _Reader) -> dict[str, Stored]:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise CheckpointError(f"{index_name}: expected an object weight_map of tensor names to file names")
-        shards: dict[str, dict[str, _Stored]] = {}
+        shards: dict[str, dict[str, Stored]] = {}
         for shard in sorted(set(weight_map.values())):
             # An index may come from anyone: it must not make us open files elsewhere.
             if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
@@ -173,7 +182,7 @@ class Checkpoint:
         return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
-def _read_safetensors(file: Path) -> dict[str, _Stored]:
+def _read_safetensors(file: Path) -> dict[str, Stored]:
     return dict(read_header(file))
 
 
@@ -194,7 +203,7 @@ class _Pickled:
         return tensor.contiguous()
 
 
-def _read_pickle(file: Path) -> dict[str, _Stored]:
+def _read_pickle(file: Path) -> dict[str, Stored]:
     return {
         name: _Pickled(file, name, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.dtype.itemsize)
         for name, tensor in _load_pickle(file).items()

@@ -2,16 +2,18 @@
 
 from warpbus.quantization.algorithms import gptq, rtn
 from warpbus.quantization.calibration import Calibration, read_calibration
-from warpbus.quantization.driver import ALGORITHMS, quantize
-from warpbus.quantization.hessian import Hessian
+from warpbus.quantization.driver import ALGORITHMS, Progress, quantize
+from warpbus.quantization.estimate import Estimate, estimate
 from warpbus.quantization.report import LayerResult, Report
 
 __all__ = [
     "ALGORITHMS",
     "Calibration",
-    "Hessian",
+    "Estimate",
     "LayerResult",
+    "Progress",
     "Report",
+    "estimate",
     "gptq",
     "quantize",
     "read_calibration",

@@ -1,7 +1,6 @@
 """What a model is calibrated on: a file of texts or conversations as batches of tokens. Knows nothing of layers."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,13 @@ class Calibration:
         """How many tokens there are, padding not counted."""
         return sum(map(len, self.sequences))
 
-    def batches(self, tokens: int) -> Iterator[TokenBatch]:
+    def batches(self, tokens: int) -> list[TokenBatch]:
         """Sequences of similar length together, longest first, at most `tokens` a batch with its padding.
 
         A sequence longer than that is a batch of its own.
         """
         waiting = sorted(self.sequences, key=len, reverse=True)
+        found = []
         while waiting:
             longest = len(waiting[0])
             count = max(1, tokens // longest)
@@ -57,7 +57,8 @@ class Calibration:
             for row, sequence in enumerate(picked):
                 ids[row, : len(sequence)] = torch.tensor(sequence)
                 real[row, : len(sequence)] = True
-            yield TokenBatch(ids, real)
+            found.append(TokenBatch(ids, real))
+        return found
 
 
 def read_calibration(

@@ -1,78 +1,87 @@
-"""`quantize`: a checkpoint in, a quantized checkpoint out, one layer in memory at a time."""
+"""`quantize`: a checkpoint in, a quantized checkpoint out, on all GPUs, one layer in memory at a time."""
 
-import copy
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import warpbus
-from warpbus.cuda.devices import default_dtype, resolve_device
-from warpbus.errors import CheckpointError, DeviceError, UsageError, WarpbusError
-from warpbus.formats import Checkpoint, CheckpointWriter, from_tensors, quantization_config, to_tensors
-from warpbus.models import DecoderLayer, load_layer, tensor_map
+from warpbus.cuda.devices import resolve_device
+from warpbus.dist import SHARES, Processes
+from warpbus.errors import CheckpointError, UsageError
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
-from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms import aim, gptq, rtn
-from warpbus.quantization.algorithms.grid import check_weight
+from warpbus.qtensor import Scheme, Schemes
 from warpbus.quantization.calibration import Calibration, read_calibration
-from warpbus.quantization.hessian import Hessian
-from warpbus.quantization.layerwise import States, embed, pass_through, quantize_layer
-from warpbus.quantization.loss import relative, squared_loss
-from warpbus.quantization.preflight import REPORT_NAME, Matrix, Plan, prepare
-from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
-from warpbus.quantization.resume import FinishedLayers
+from warpbus.quantization.estimate import Estimate, estimate
+from warpbus.quantization.job import BATCH_TOKENS, Begun, Job, run_job
+from warpbus.quantization.methods import METHODS
+from warpbus.quantization.preflight import Plan, prepare
+from warpbus.quantization.report import LayerResult, Report
 
-ALGORITHMS = ("gptq", "rtn")
+ALGORITHMS = (*METHODS, "rtn")
 
-Progress = Callable[[int, int, str], None]
-"""Called with the matrices that are done, all there are, and the name of the last one."""
 
-# Tokens that go through a layer at once: enough to keep the device busy, little next to the layer's own memory.
-_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+@dataclass
+class Progress:
+    """What a caller is told while a model is quantized; overwrite what you want to know.
 
-_LARGEST_SHARD = 4 * 2**30
-_SMALLEST_SHARD = 2**24
+    Attributes:
+        estimated: called before the first layer, with what the run is going to need.
+        begun: called with what was found of an earlier run, see `Begun`.
+        matrix: called with the matrices that are done, all there are, and the last one.
+    """
+
+    estimated: Callable[[Estimate], None] = field(default=lambda estimate: None)
+    begun: Callable[[Begun], None] = field(default=lambda begun: None)
+    matrix: Callable[[int, int, LayerResult], None] = field(default=lambda done, total, result: None)
 
 
 def quantize(
     model: str | Path,
     output: str | Path,
     *,
-    scheme: str | Scheme = "w4a16-g128",
+    scheme: str | Scheme | Schemes = "w4a16-g128",
     algorithm: str = "gptq",
-    calibration: str | Path | None = None,
+    layout: str = "compressed-tensors",
+    calibration: str | Path | Calibration | None = None,
     samples: int = 128,
     seqlen: int = 2048,
     seed: int = 0,
     device: str | torch.device = "auto",
+    gpus: str | int = "all",
+    processes: int = 1,
     damping: float = 0.01,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Report:
-    """Quantize the linear layers of a model and write it in the format `pack-quantized` of compressed-tensors.
+    """Quantize the linear layers of a model and write it.
 
-    Embedding, head, norms and biases are copied as they are; tensors keep their names. The output directory is there
-    complete or not at all. The same arguments give the same result on the same device. Layers that gptq has finished
-    are kept in `OUTPUT.quantization` until the model is complete: after an interruption, the same call goes on there.
+    Embedding, head, norms and biases are copied as they are, unless the algorithm folds scales into them; tensors keep
+    their names. The output directory is there complete or not at all. The same arguments give the same bits on the same
+    kind of device, whatever the number of GPUs. Finished layers are in `OUTPUT.quantization` until the model is
+    complete: after an interruption, of whatever kind, the same call goes on there.
 
     Args:
         model: a model directory, not quantized.
         output: a new directory.
-        scheme: see `Scheme`.
-        algorithm: "gptq" (Frantar et al., 2022), which needs calibration data; or "rtn", round to nearest.
-        calibration: see `read_calibration`; rtn does not look at it.
+        scheme: see `Scheme`; `Schemes` where matrices differ.
+        algorithm: "gptq" (Frantar et al., 2022), "awq" (Lin et al., 2023) or, for activations of 8 bits, "smoothquant"
+            (Xiao et al., 2022), which need calibration data; or "rtn", round to nearest.
+        layout: the format to write, see `formats.layout_named`.
+        calibration: see `read_calibration`, or sequences that are tokens already; rtn does not look at it.
         samples: sequences to calibrate on, at most.
         seqlen: tokens of a sequence, at most; the model's context is a limit too.
         seed: of the draw of the sequences.
-        device: "auto" (the first GPU, else the CPU), "cpu", "cuda" or "cuda:N". The CPU computes in float32, a GPU
-            in the checkpoint's dtype.
-        damping: see `gptq`.
+        device: "auto" (GPUs, else the CPU), "cpu", "cuda" (GPUs) or "cuda:N" (that one alone). The CPU computes in
+            float32, a GPU in the checkpoint's dtype.
+        gpus: how many of the GPUs, "all", or their numbers, "0,2". rtn uses the first.
+        processes: how many share the work on the CPU.
+        damping: see `algorithms.factored`.
         overwrite: replace a model that is at `output`.
         progress: see `Progress`.
 
@@ -80,202 +89,107 @@ def quantize(
         the report, which is also in the output directory as `warpbus-report.json`.
 
     Raises:
-        UsageError: if an argument is wrong, or gptq has no calibration data.
-        SchemeError: if the scheme does not exist or does not fit a matrix.
+        UsageError: if an argument is wrong, or there is no calibration data where it is needed.
+        SchemeError: if the scheme does not exist, or does not fit a matrix, the algorithm or the format.
         CheckpointError: if the model cannot be read, is not complete, or is quantized already.
         DataError: if the calibration data cannot be used.
         NumericError: if a matrix cannot be quantized; the message names it.
-        DeviceError: if the device is not there or has too little memory.
+        DeviceError: if a device is not there, has too little memory, or fails.
         StorageError: if the output exists, cannot be written, or does not fit on the disk.
     """
-    started = time.perf_counter()
-    scheme = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
-    _check_arguments(algorithm, calibration, samples, seqlen, damping)
-    place = resolve_device(device)
-    plan = prepare(Path(model), Path(output), scheme)
-    data = None
-    if algorithm == "gptq" and calibration is not None:
-        data = _read_data(plan, Path(calibration), samples, min(seqlen, plan.config.max_context), seed)
-    if place.type == "cuda":
-        torch.cuda.init()  # the statistics exist from then on
-        torch.cuda.reset_peak_memory_stats(place)
-    shard = min(max(plan.largest_unit // 4, _SMALLEST_SHARD), _LARGEST_SHARD)
-    # Finished layers are on the disk twice until the model is complete.
-    needed = plan.bytes_after + (plan.bytes_quantized if data else 0)
-    with CheckpointWriter(output, shard_bytes=shard, overwrite=overwrite, expected_bytes=needed) as writer:
-        run = _Run(plan, writer, place, damping, progress)
-        run.copy()
-        finished = None
-        try:
-            if data is None:
-                run.round_to_nearest()
-            else:
-                finished = FinishedLayers(Path(output), _identity(plan, data, place, damping))
-                run.calibrate(data, finished)
-        except torch.OutOfMemoryError as error:
-            raise DeviceError(
-                f"{place}: out of memory: use fewer --samples or a shorter --seqlen, a larger GPU, or --device cpu"
-            ) from error
-        except WarpbusError:
-            if finished is not None:
-                finished.remove()
-            raise
-        settings = {"calibration": str(calibration), "samples": samples, "seqlen": seqlen, "seed": seed}
-        report = Report(
-            model=str(model),
-            output=str(output),
-            scheme=str(scheme),
+    started = time.time()
+    progress = progress or Progress()
+    schemes = _schemes(scheme)
+    _check_arguments(algorithm, schemes, calibration, samples, seqlen, damping)
+    devices = _devices(device, gpus, processes, algorithm)
+    state = _Told(progress)
+    # The other processes start while this one looks at the model.
+    with Processes(run_job, devices=devices, receive=state.receive) as others:
+        plan = prepare(Path(model), Path(output), schemes, layout)
+        data = None
+        if algorithm in METHODS:
+            assert calibration is not None
+            data = _read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
+        state.matrices = len(plan.matrices)
+        kind = devices[0].type
+        needs = estimate(
+            plan,
+            output=Path(output),
             algorithm=algorithm,
-            settings={} if data is None else settings | {"damping": damping},
-            calibration_tokens=0 if data is None else data.tokens,
-            device=str(place),
-            layers=tuple(run.results),
-            bytes_before=plan.checkpoint.total_bytes,
-            bytes_after=run.written,
-            resumed_layers=run.resumed,
-            seconds=time.perf_counter() - started,
-            peak_memory=peak_memory(),
-            peak_gpu_memory=torch.cuda.max_memory_allocated(place) if place.type == "cuda" else None,
-            versions=versions(place),
+            needed=METHODS[algorithm].needed if data else frozenset(),
+            tokens=data.tokens if data else 0,
+            batch_tokens=BATCH_TOKENS[kind],
+            devices=devices,
         )
-        writer.write_json(REPORT_NAME, report.to_json())
-        writer.finish()
-    if finished is not None:
-        finished.remove()
-    return report
+        progress.estimated(needs)
+        needs.check()
+        others.run(
+            Job(
+                model=Path(model),
+                output=Path(output),
+                schemes=schemes,
+                layout=layout,
+                algorithm=algorithm,
+                data=data,
+                damping=damping,
+                keep=needs.keep,
+                overwrite=overwrite,
+                expected_bytes=plan.bytes_after,
+                identity=_identity(plan, algorithm, data, kind, damping),
+                settings=_settings(data, calibration, samples, seqlen, seed, damping),
+                estimate=_expected(needs),
+                started=started,
+            )
+        )
+    assert state.report is not None
+    return state.report
 
 
 @dataclass
-class _Run:
-    """One model on its way from `plan` to `writer`."""
+class _Told:
+    """What the processes have said so far."""
 
-    plan: Plan
-    writer: CheckpointWriter
-    device: torch.device
-    damping: float
-    progress: Progress | None
-    results: list[LayerResult] = field(default_factory=list)
-    written: int = 0
-    resumed: int = 0
+    progress: Progress
+    matrices: int = 0
+    done: int = 0
+    report: Report | None = None
 
-    def copy(self) -> None:
-        """What stays as it is, and the configuration."""
-        plan = self.plan
-        described = quantization_config(plan.scheme, plan.unquantized)
-        self.writer.write_json("config.json", plan.checkpoint.config | {"quantization_config": described})
-        for file in plan.companions:
-            self.writer.copy_file(file)
-        for name in plan.copied:
-            self._write(name, plan.checkpoint.tensor(name))
-
-    def round_to_nearest(self) -> None:
-        """Each tensor of the checkpoint by itself: rows do not depend on each other."""
-        for matrix in self.plan.matrices:
-            started = time.perf_counter()
-            lost = total = 0.0
-            for source in matrix.sources:
-                weight = self.plan.checkpoint.tensor(source).to(self.device)
-                quantized = rtn(weight, self.plan.scheme, scale_dtype=self.plan.scale_dtype, name=source)
-                changes = squared_loss(weight, quantized)
-                lost, total = lost + changes[0], total + changes[1]
-                self._write_quantized(source, quantized)
-            self._finished(matrix, relative(lost, total), started)
-
-    def calibrate(self, data: Calibration, finished: FinishedLayers) -> None:
-        """Layer after layer, each on what the quantized layers before it give; those finished before are read."""
-        plan, checkpoint = self.plan, self.plan.checkpoint
-        dtype = default_dtype(self.device, plan.scale_dtype)
-        batches = list(data.batches(_BATCH_TOKENS[self.device.type]))
-        table = checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
-        states = embed(batches, table, plan.config, self.device, dtype)
-        del table
-        for index in range(plan.config.num_layers):
-            layer = load_layer(checkpoint, plan.config, index, device=self.device, dtype=dtype)
-            kept = finished.load(index)
-            if kept is not None:
-                unquantized = copy.deepcopy(layer)
-                self._restore(index, layer, *kept)
-                pass_through(layer, unquantized, index, states)
-            else:
-                tensors, results = self._quantize_layer(index, layer, states)
-                finished.save(index, tensors, results)
-
-    def _quantize_layer(
-        self, index: int, layer: DecoderLayer, states: list[States]
-    ) -> tuple[dict[str, Tensor], list[LayerResult]]:
-        """Quantize a layer and move the states past it; gives what was written and how it went."""
-        matrices = self.plan.layer(index)
-        tensors: dict[str, Tensor] = {}
-        started = time.perf_counter()
-
-        def solve(linear: str, module: nn.Linear, hessian: Hessian) -> None:
-            nonlocal started
-            error, stored = self._solve(matrices[linear], module, hessian)
-            tensors.update(stored)
-            self._finished(matrices[linear], error, started)
-            started = time.perf_counter()
-
-        quantize_layer(layer, index, states, solve, f"layers.{index}")
-        return tensors, self.results[-len(matrices) :]
-
-    def _restore(self, index: int, layer: DecoderLayer, kept: Checkpoint, results: list[LayerResult]) -> None:
-        """Take a layer from an earlier run."""
-        for matrix in self.plan.layer(index).values():
-            prefixes = [source.removesuffix(".weight") for source in matrix.sources]
-            parts = [from_tensors(kept, prefix, self.plan.scheme).to(self.device) for prefix in prefixes]
-            weight = layer.get_submodule(matrix.linear).get_parameter("weight").data
-            weight.copy_(QTensor.concatenate(parts).dequantize(weight.dtype))
-        for name in kept.names():
-            self._write(name, kept.tensor(name).clone())
-        for result in results:
-            self._record(result)
-        self.resumed += 1
-
-    def _solve(self, matrix: Matrix, module: nn.Linear, hessian: Hessian) -> tuple[float, dict[str, Tensor]]:
-        """Quantize a matrix and put what it now is into the module; gives its relative error and what was written."""
-        plan, moments, weight = self.plan, hessian.moments(), module.weight.data
-        check_weight(weight, matrix.name)
-        aimed = aim(weight, moments, hessian.drift(), damping=self.damping, name=matrix.name)
-        quantized = gptq(
-            aimed, moments, plan.scheme, scale_dtype=plan.scale_dtype, damping=self.damping, name=matrix.name
-        )
-        error = relative(*squared_loss(aimed, quantized, moments))
-        weight.copy_(quantized.dequantize(weight.dtype))
-        start = 0
-        stored: dict[str, Tensor] = {}
-        for source, rows in zip(matrix.sources, matrix.rows, strict=True):
-            stored |= self._write_quantized(source, quantized.rows(start, start + rows))
-            start += rows
-        return error, stored
-
-    def _finished(self, matrix: Matrix, error: float, started: float) -> None:
-        seconds = time.perf_counter() - started
-        self._record(LayerResult(matrix.layer, matrix.linear, str(self.plan.scheme), error, seconds))
-
-    def _record(self, result: LayerResult) -> None:
-        self.results.append(result)
-        if self.progress is not None:
-            self.progress(len(self.results), len(self.plan.matrices), f"layers.{result.layer}.{result.linear}")
-
-    def _write_quantized(self, source: str, weight: QTensor) -> dict[str, Tensor]:
-        tensors = to_tensors(source.removesuffix(".weight"), weight)
-        for name, tensor in tensors.items():
-            self._write(name, tensor)
-        return tensors
-
-    def _write(self, name: str, tensor: Tensor) -> None:
-        self.writer.add(name, tensor)
-        self.written += tensor.nbytes
+    def receive(self, message: object) -> None:
+        if isinstance(message, Begun):
+            self.progress.begun(message)
+        elif isinstance(message, LayerResult):
+            self.done += 1
+            self.progress.matrix(self.done, self.matrices, message)
+        else:
+            assert isinstance(message, Report)
+            self.report = message
 
 
-def _check_arguments(algorithm: str, calibration: str | Path | None, samples: int, seqlen: int, damping: float) -> None:
+def _schemes(scheme: str | Scheme | Schemes) -> Schemes:
+    if isinstance(scheme, str):
+        scheme = Scheme.parse(scheme)
+    return Schemes(scheme) if isinstance(scheme, Scheme) else scheme
+
+
+def _check_arguments(
+    algorithm: str,
+    schemes: Schemes,
+    calibration: str | Path | Calibration | None,
+    samples: int,
+    seqlen: int,
+    damping: float,
+) -> None:
     if algorithm not in ALGORITHMS:
         raise UsageError(f"algorithm is {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
-    if algorithm == "gptq" and calibration is None:
+    if algorithm in METHODS and calibration is None:
         raise UsageError(
-            "gptq needs calibration data: pass --calibration with a .txt or .jsonl of texts like those that the "
-            "model is for, or use --algorithm rtn"
+            f"{algorithm} needs calibration data: pass --calibration with a .txt or .jsonl of texts like those that "
+            "the model is for, or use --algorithm rtn"
         )
+    for scheme in schemes.distinct():
+        fitting = [name for name, method in METHODS.items() if method.fits(scheme)]
+        if algorithm in METHODS and algorithm not in fitting:
+            raise UsageError(f"{algorithm} cannot quantize to {scheme}: choose from {', '.join([*fitting, 'rtn'])}")
     for name, value, least in (("samples", samples, 1), ("seqlen", seqlen, 1)):
         if value < least:
             raise UsageError(f"{name} is {value}: it has to be at least {least}")
@@ -283,11 +197,47 @@ def _check_arguments(algorithm: str, calibration: str | Path | None, samples: in
         raise UsageError(f"damping is {damping}: it has to be a number from 0 up, 0.01 for instance")
 
 
-def _read_data(plan: Plan, path: Path, samples: int, seqlen: int, seed: int) -> Calibration:
+def _devices(device: str | torch.device, gpus: str | int, processes: int, algorithm: str) -> Sequence[torch.device]:
+    """The device of each process."""
+    if not 1 <= processes <= SHARES:
+        raise UsageError(f"processes is {processes}: it has to be from 1 to {SHARES}")
+    first = resolve_device(device)
+    if first.type == "cpu":
+        return [first] * (processes if algorithm in METHODS else 1)
+    if processes > 1:
+        raise UsageError(f"processes is {processes}: that is for the CPU; on GPUs there is one a GPU: use --gpus")
+    numbers = [first.index or 0] if ":" in str(device) else _gpu_numbers(gpus)
+    return [resolve_device(f"cuda:{number}") for number in numbers[: SHARES if algorithm in METHODS else 1]]
+
+
+def _gpu_numbers(gpus: str | int) -> list[int]:
+    """The numbers of the GPUs that were asked for."""
+    there = torch.cuda.device_count()
+    text = str(gpus)
+    wanted = f"gpus is {text!r}: expected all, a number of GPUs, or their numbers separated by commas"
+    if text == "all":
+        return list(range(there))
+    pieces = text.split(",")
+    if not all(piece.isascii() and piece.isdigit() for piece in pieces):
+        raise UsageError(wanted)
+    numbers = [int(piece) for piece in pieces]
+    if len(numbers) == 1 and not text.endswith(","):
+        if not 1 <= numbers[0] <= there:
+            raise UsageError(f"gpus is {text}: there are {there} here: give 1 to {there}, or all")
+        return list(range(numbers[0]))
+    if len(set(numbers)) < len(numbers):
+        raise UsageError(f"{wanted}, each once")
+    return numbers
+
+
+def _read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen: int, seed: int) -> Calibration:
     directory = plan.checkpoint.directory
-    tokenizer = load_tokenizer(directory)
-    template = find_template(directory, plan.checkpoint.config, tokenizer)
-    data = read_calibration(path, tokenizer, template, samples=samples, seqlen=seqlen, seed=seed)
+    if isinstance(source, Calibration):
+        data = source
+    else:
+        tokenizer = load_tokenizer(directory)
+        template = find_template(directory, plan.checkpoint.config, tokenizer)
+        data = read_calibration(Path(source), tokenizer, template, samples=samples, seqlen=seqlen, seed=seed)
     largest = max(map(max, data.sequences))
     if largest >= plan.config.vocab_size:
         raise CheckpointError(
@@ -297,16 +247,43 @@ def _read_data(plan: Plan, path: Path, samples: int, seqlen: int, seed: int) -> 
     return data
 
 
-def _identity(plan: Plan, data: Calibration, device: torch.device, damping: float) -> dict[str, object]:
-    """All that decides the result of a calibrated run."""
+def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, damping: float) -> dict[str, object]:
+    """All that decides the result of a run."""
     files = sorted(file for file in plan.checkpoint.directory.iterdir() if file.suffix in (".safetensors", ".bin"))
     return {
         "model": str(plan.checkpoint.directory.resolve()),
         "weights": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         "config": plan.checkpoint.config,
-        "scheme": str(plan.scheme),
+        "schemes": plan.schemes.to_json(),
+        "algorithm": algorithm,
+        "format": plan.layout.name,
         "damping": damping,
-        "tokens": hashlib.sha256(repr(data.sequences).encode()).hexdigest(),
-        "device": device.type,
+        "tokens": None if data is None else hashlib.sha256(repr(data.sequences).encode()).hexdigest(),
+        "device": kind,
         "versions": [warpbus.__version__, torch.__version__],
     }
+
+
+def _settings(
+    data: Calibration | None,
+    calibration: str | Path | Calibration | None,
+    samples: int,
+    seqlen: int,
+    seed: int,
+    damping: float,
+) -> dict[str, Any]:
+    """What the report says of the calibration."""
+    if data is None:
+        return {}
+    given = f"{len(data.sequences)} sequences" if isinstance(calibration, Calibration) else str(calibration)
+    return {"calibration": given, "samples": samples, "seqlen": seqlen, "seed": seed, "damping": damping}
+
+
+def _expected(needs: Estimate) -> dict[str, float]:
+    """The estimate as the report keeps it."""
+    expected: dict[str, float] = {
+        "seconds": sum(needs.seconds.values()),
+        "memory": needs.memory.total,
+        "disk": needs.disk.total,
+    }
+    return expected | ({"gpu_memory": max(gpu.total for gpu in needs.gpus)} if needs.gpus else {})

@@ -1,25 +1,29 @@
 """One decoder layer quantized for the inputs it meets, and those inputs carried on to the next.
 
 True sequential order (as in GPTQ's code for LLaMA): a linear layer is calibrated on what the layers before it give
-once they are quantized, those of the same block included. The unquantized model runs alongside, so that a layer can
-make up for what the inputs have become.
+once they are quantized, those of the same block included. Where a method asks for the drift, the unquantized model runs
+alongside, so that a layer can make up for what the inputs have become.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from warpbus.dist import SHARES, Group
 from warpbus.models import DecoderLayer, ModelConfig
 from warpbus.models.layers import CausalAttention, Rotary
-from warpbus.quantization.calibration import TokenBatch
-from warpbus.quantization.hessian import Hessian
+from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.statistics import DRIFT, Collector, Statistics
+from warpbus.quantization.stopwatch import Stopwatch
 
-Solve = Callable[[str, nn.Linear, Hessian], None]
-"""Called with a linear layer's name (as in `LINEARS`), itself, and its inputs' moments; it replaces the weight."""
+Solve = Callable[[str, Statistics], Tensor | None]
+"""Called with a linear layer's name (as in `LINEARS`) and the statistics of its inputs; it replaces the weight. What it
+returns are factors `[in]` that the layer's inputs are now divided by, since they were folded into what precedes it."""
 
 
 @dataclass
@@ -27,105 +31,207 @@ class States:
     """A batch on its way through the decoder.
 
     Attributes:
+        share: the share of all tokens that the batch belongs to.
         x: what enters the next layer, `[batch, tokens, hidden]`.
-        original: what enters it in the unquantized model.
-        real: bool `[batch, tokens]`, false where there is padding. Padding is on the right, so causal attention
-            keeps it from what is real; it only has to be left out of the moments.
+        original: what enters it in the unquantized model, where that runs alongside.
+        real: bool `[batch, tokens]`, false where there is padding; `None` where there is none. Padding is on the right,
+            so causal attention keeps it from what is real; it only has to be left out of the statistics.
         positions: int64 `[batch, tokens]`.
         angles: the rotary cosines and sines of these positions.
     """
 
+    share: int
     x: Tensor
-    original: Tensor
-    real: Tensor
+    original: Tensor | None
+    real: Tensor | None
     positions: Tensor
     angles: tuple[Tensor, Tensor]
 
-
-def embed(
-    batches: Sequence[TokenBatch], embedding: Tensor, config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> list[States]:
-    """Look the tokens up in the embedding `[vocabulary, hidden]`, which may be a file's map: only rows are read."""
-    rotary = Rotary(config.rope)
-    states = []
-    for batch in batches:
-        positions = torch.arange(batch.ids.shape[1], device=device).expand(batch.ids.shape)
-        x = embedding[batch.ids].to(device, dtype)
-        states.append(States(x, x, batch.real.to(device), positions, rotary(positions, dtype)))
-    return states
+    def tokens(self, x: Tensor) -> Tensor:
+        """The rows `[tokens, features]` of `[batch, tokens, features]` that are no padding."""
+        return x.flatten(0, 1) if self.real is None else x[self.real]
 
 
 @torch.no_grad()
-def quantize_layer(layer: DecoderLayer, index: int, states: Sequence[States], solve: Solve, name: str) -> None:
-    """Have `solve` quantize the linear layers of a decoder layer in their order, then move the states past it.
+def embed(
+    data: Calibration,
+    tokens: int,
+    embedding: Tensor,
+    config: ModelConfig,
+    group: Group,
+    dtype: torch.dtype,
+    *,
+    drift: bool,
+) -> list[States]:
+    """Look this process's shares of the tokens up in the embedding, batch by batch.
+
+    Args:
+        data: all sequences.
+        tokens: of a batch, at most. The batches and their shares do not depend on the number of processes.
+        embedding: `[vocabulary, hidden]`, which may be a file's map: only rows are read.
+        config: of the model.
+        group: the processes.
+        dtype: of the states.
+        drift: whether the unquantized model is to run alongside.
+    """
+    rotary = Rotary(config.rope)
+    states = []
+    batches = data.batches(tokens)
+    for share in group.shares():
+        for batch in batches[len(batches) * share // SHARES : len(batches) * (share + 1) // SHARES]:
+            positions = torch.arange(batch.ids.shape[1], device=group.device).expand(batch.ids.shape)
+            x = embedding[batch.ids].to(group.device, dtype)
+            real = None if batch.real.all() else batch.real.to(group.device)
+            states.append(States(share, x, x if drift else None, real, positions, rotary(positions, dtype)))
+    return states
+
+
+class LayerPass:
+    """A decoder layer on its way from plain to quantized, with the states that go through it.
 
     Args:
         layer: its weights are replaced by what `solve` makes of them.
         index: the layer's number.
-        states: moved on in place.
-        solve: see `Solve`.
-        name: the layer, for messages.
+        states: of this process's shares; moved past the layer by `quantize`.
+        needed: the statistics that `solve` asks for.
+        group: the processes that do it together.
+        watch: told what takes the time.
+        keep: keep the inputs of the last linear layer while it is solved, rather than compute them again.
     """
-    context, unquantized = CausalAttention(), copy.deepcopy(layer)
-    attention, mlp = layer.attention, layer.mlp
 
-    def attend(which: DecoderLayer, x: Tensor, state: States) -> Tensor:
-        return which.attention(which.attention_norm(x), index, state.positions, state.angles, context)
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        index: int,
+        states: Sequence[States],
+        needed: frozenset[str],
+        *,
+        group: Group,
+        watch: Stopwatch,
+        keep: bool = True,
+    ) -> None:
+        self._layer = layer
+        self._index = index
+        self._states = states
+        self._needed = needed
+        self._group = group
+        self._watch = watch
+        self._keep = keep
+        self._context = CausalAttention()
+        self._unquantized = copy.deepcopy(layer) if DRIFT in needed else None
 
-    def hessian_of(linear: nn.Linear, path: str) -> Hessian:
-        return Hessian(linear.in_features, device=states[0].x.device, name=f"{name}.{path}")
+    @torch.no_grad()
+    def quantize(self, solve: Solve) -> None:
+        """Have `solve` quantize the linear layers in their order, then move the states past the layer."""
+        layer, unquantized, states = self._layer, self._unquantized, self._states
+        kept: list[Tensor | None] = [None] * len(states)
+        originals: list[Tensor | None] = [None] * len(states)
 
-    hessian = hessian_of(attention.qkv, "attention.qkv")
-    for state in states:
-        x, original = layer.attention_norm(state.x), layer.attention_norm(state.original)
-        hessian.add(x[state.real], original[state.real])
-    solve("attention.qkv", attention.qkv, hessian)
-
-    hessian = hessian_of(attention.o, "attention.o")
-    attended = []
-    with _left_out(attention, "o"), _left_out(unquantized.attention, "o"):
+        collector = self._collector("attention.qkv")
         for state in states:
-            x, original = attend(layer, state.x, state), attend(unquantized, state.original, state)
-            hessian.add(x[state.real], original[state.real])
-            attended.append((x, original))
-    solve("attention.o", attention.o, hessian)
+            original = None if state.original is None else _of(unquantized).attention_norm(state.original)
+            self._add(collector, state, layer.attention_norm(state.x), original)
+        self._solve("attention.qkv", collector, solve)
 
-    hessian = hessian_of(mlp.gate_up, "mlp.gate_up")
-    for state in reversed(states):
-        x, original = attended.pop()  # given back as soon as it is used
-        state.x = state.x + layer.attention_output_norm(attention.o(x))
-        state.original = state.original + layer.attention_output_norm(unquantized.attention.o(original))
-        x, original = layer.mlp_norm(state.x), layer.mlp_norm(state.original)
-        hessian.add(x[state.real], original[state.real])
-    solve("mlp.gate_up", mlp.gate_up, hessian)
+        collector = self._collector("attention.o")
+        with _left_out(layer.attention, "o"), _left_out(unquantized and unquantized.attention, "o"):
+            for place, state in enumerate(states):
+                kept[place] = self._attended(layer, state.x, state)
+                if state.original is not None:
+                    originals[place] = self._attended(_of(unquantized), state.original, state)
+                self._add(collector, state, kept[place], originals[place])
+        divisor = self._solve("attention.o", collector, solve)
 
-    hessian = hessian_of(mlp.down, "mlp.down")
-    with _left_out(mlp, "down"), _left_out(unquantized.mlp, "down") as down:
-        for state in states:
-            x, original = mlp(layer.mlp_norm(state.x)), unquantized.mlp(layer.mlp_norm(state.original))
-            hessian.add(x[state.real], original[state.real])
-            state.original = state.original + layer.mlp_output_norm(down(original))
-    solve("mlp.down", mlp.down, hessian)
+        collector = self._collector("mlp.gate_up")
+        for place, state in enumerate(states):
+            attended = layer.attention.o(_divided(kept[place], divisor))
+            state.x = state.x + layer.attention_output_norm(attended)
+            kept[place] = None  # given back as soon as it is used
+            original = originals[place]
+            if unquantized is not None and original is not None and state.original is not None:
+                attended = unquantized.attention_output_norm(unquantized.attention.o(original))
+                state.original = state.original + attended
+                original = unquantized.mlp_norm(state.original)
+            originals[place] = None
+            self._add(collector, state, layer.mlp_norm(state.x), original)
+        self._solve("mlp.gate_up", collector, solve)
 
-    for state in states:
-        state.x = state.x + layer.mlp_output_norm(mlp(layer.mlp_norm(state.x)))
+        collector = self._collector("mlp.down")
+        for place, state in enumerate(states):
+            inner, original = self._inner(layer, state.x), None
+            if unquantized is not None and state.original is not None:
+                original = self._inner(unquantized, state.original)
+                moved = unquantized.mlp_output_norm(unquantized.mlp.down(original))
+                state.original = state.original + moved
+            kept[place] = inner if self._keep else None
+            self._add(collector, state, inner, original)
+            del inner, original
+        divisor = self._solve("mlp.down", collector, solve)
+
+        for place, state in enumerate(states):
+            inputs = self._inner(layer, state.x) if kept[place] is None else _divided(kept[place], divisor)
+            kept[place] = None
+            state.x = state.x + layer.mlp_output_norm(layer.mlp.down(inputs))
+        self._watch.lap("forward")
+
+    @torch.no_grad()
+    def skip(self, quantize: Callable[[], None]) -> None:
+        """Let `quantize` put the weights of an earlier run into the layer, and move the states past it."""
+        if self._unquantized is not None:
+            for state in self._states:
+                if state.original is not None:
+                    state.original = self._moved(self._unquantized, state.original, state)
+        quantize()
+        for state in self._states:
+            state.x = self._moved(self._layer, state.x, state)
+        self._watch.lap("forward")
+
+    def _collector(self, linear: str) -> Collector:
+        columns = cast(nn.Linear, self._layer.get_submodule(linear)).in_features
+        return Collector(columns, self._needed, group=self._group, name=f"layers.{self._index}.{linear}")
+
+    def _add(self, collector: Collector, state: States, x: Tensor | None, original: Tensor | None) -> None:
+        assert x is not None
+        self._watch.lap("forward")
+        collector.add(state.tokens(x), None if original is None else state.tokens(original), share=state.share)
+        self._watch.lap("statistics")
+
+    def _solve(self, linear: str, collector: Collector, solve: Solve) -> Tensor | None:
+        statistics = collector.total()
+        self._watch.lap("communication")
+        return solve(linear, statistics)
+
+    def _attended(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
+        return layer.attention(layer.attention_norm(x), self._index, state.positions, state.angles, self._context)
+
+    def _inner(self, layer: DecoderLayer, x: Tensor) -> Tensor:
+        """What enters the last linear layer."""
+        with _left_out(layer.mlp, "down"):
+            return layer.mlp(layer.mlp_norm(x))
+
+    def _moved(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
+        return layer(x, self._index, state.positions, state.angles, self._context)
 
 
-@torch.no_grad()
-def pass_through(layer: DecoderLayer, unquantized: DecoderLayer, index: int, states: Sequence[States]) -> None:
-    """Move the states past a layer that is quantized already."""
-    context = CausalAttention()
-    for state in states:
-        state.x = layer(state.x, index, state.positions, state.angles, context)
-        state.original = unquantized(state.original, index, state.positions, state.angles, context)
+def _of(layer: DecoderLayer | None) -> DecoderLayer:
+    assert layer is not None
+    return layer
+
+
+def _divided(x: Tensor | None, divisor: Tensor | None) -> Tensor:
+    assert x is not None
+    return x if divisor is None else x / divisor.to(x.dtype)
 
 
 @contextmanager
-def _left_out(module: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Within it, `module` gives what would enter its part `name`; that part is what it yields."""
+def _left_out(module: nn.Module | None, name: str) -> Iterator[None]:
+    """Within it, `module` gives what would enter its part `name`."""
+    if module is None:
+        yield
+        return
     part = getattr(module, name)
     setattr(module, name, nn.Identity())
     try:
-        yield part
+        yield
     finally:
         setattr(module, name, part)

@@ -1,15 +1,16 @@
 """What is going to be quantized, and every reason not to begin, found before the first weight is read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from warpbus.errors import CheckpointError, TensorError, UsageError
-from warpbus.formats import Checkpoint
+from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
+from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
 from warpbus.models import LINEARS, DecoderLayer, ModelConfig, read_config, tensor_map
-from warpbus.qtensor import Scheme
+from warpbus.qtensor import Scheme, Schemes
 
 REPORT_NAME = "warpbus-report.json"
 
@@ -26,6 +27,7 @@ class Matrix:
         sources: the checkpoint's tensors that are stacked along rows to make it.
         rows: the rows of each of them.
         columns: its input features.
+        scheme: what it is quantized to.
     """
 
     layer: int
@@ -33,6 +35,7 @@ class Matrix:
     sources: tuple[str, ...]
     rows: tuple[int, ...]
     columns: int
+    scheme: Scheme
 
     @property
     def name(self) -> str:
@@ -46,12 +49,14 @@ class Plan:
     Attributes:
         checkpoint: the source.
         config: of its decoder.
-        scheme: what it is quantized to.
+        schemes: what its matrices are quantized to.
+        layout: the format in which they are written.
         matrices: what is quantized, in the order of the computation.
-        copied: the names of the tensors that stay as they are.
+        ends: the names of the tensors outside of the layers, which stay as they are.
+        kept: of each layer, the names of its tensors that are not quantized.
         companions: the files that come along.
         unquantized: the linear layers that stay as they are, by the names that the checkpoint has for them.
-        scale_dtype: of the quantized matrices' scales: that of the weights.
+        scale_dtype: of the quantized matrices' scales: that of the weights, or what the format asks for.
         bytes_quantized: of the quantized matrices.
         bytes_after: of all files that are going to be written, to a few kilobytes.
         largest_unit: bytes of the largest of what is held at a time: a layer, the embedding, or the head.
@@ -59,9 +64,11 @@ class Plan:
 
     checkpoint: Checkpoint
     config: ModelConfig
-    scheme: Scheme
+    schemes: Schemes
+    layout: WritableLayout
     matrices: tuple[Matrix, ...]
-    copied: tuple[str, ...]
+    ends: tuple[str, ...]
+    kept: tuple[tuple[str, ...], ...]
     companions: tuple[Path, ...]
     unquantized: tuple[str, ...]
     scale_dtype: torch.dtype
@@ -74,13 +81,20 @@ class Plan:
         return {matrix.linear: matrix for matrix in self.matrices if matrix.layer == index}
 
 
-def prepare(model: Path, output: Path, scheme: Scheme) -> Plan:
+def prepare(model: Path, output: Path, schemes: Scheme | Schemes, layout: str = "compressed-tensors") -> Plan:
     """Look at everything that does not need the weights themselves.
+
+    Args:
+        model: the directory of the original.
+        output: where the quantized model is going to be.
+        schemes: of all matrices, or of each.
+        layout: the name of the format to write, see `formats.layout_named`.
 
     Raises:
         CheckpointError: if the source cannot be read or is quantized already.
         TensorError: if a matrix is missing, or has not the shape that config.json gives it, or no floating dtype.
-        SchemeError: if the group size does not divide a matrix' columns; the message names its tensor.
+        SchemeError: if the group size does not divide a matrix' columns, the format cannot hold it, or parts of one
+            fused matrix have different schemes; the message names its tensor.
         UsageError: if the output is the source.
     """
     checkpoint = Checkpoint(model)
@@ -92,39 +106,57 @@ def prepare(model: Path, output: Path, scheme: Scheme) -> Plan:
                 f"{model}: is quantized already (config.json has {key}): give the original checkpoint instead"
             )
     config = read_config(checkpoint)
-    matrices = tuple(_matrices(checkpoint, config))
+    schemes = Schemes(schemes) if isinstance(schemes, Scheme) else schemes
+    chosen = layout_named(layout)
+    matrices = tuple(_matrices(checkpoint, config, schemes))
     for matrix in matrices:
-        scheme.groups(matrix.columns, matrix.sources[0])
-    quantized = {source for matrix in matrices for source in matrix.sources}
-    copied = tuple(name for name in checkpoint.names() if name not in quantized)
-    companions = find_companions(model)
-    scale_dtype = checkpoint.dtype(matrices[0].sources[0])
+        for source, rows in zip(matrix.sources, matrix.rows, strict=True):
+            matrix.scheme.groups(matrix.columns, source)
+            chosen.check(matrix.scheme, (rows, matrix.columns), source)
+    kept, ends = _not_quantized(checkpoint, config, matrices)
+    scale_dtype = chosen.scale_dtype or checkpoint.dtype(matrices[0].sources[0])
     scale_dtype = scale_dtype if scale_dtype in _SCALE_DTYPES else torch.float32
+    companions = find_companions(model)
     weights = sum(
-        sum(matrix.rows) * matrix.columns * scheme.bits_per_weight(matrix.columns, scale_dtype.itemsize * 8) / 8
+        sum(matrix.rows) * matrix.columns * matrix.scheme.bits_per_weight(matrix.columns, scale_dtype.itemsize * 8) / 8
         for matrix in matrices
     )
-    layers = [0] * config.num_layers
+    layers = [sum(map(checkpoint.nbytes, names)) for names in kept]
     for matrix in matrices:
-        layers[matrix.layer] += sum(checkpoint.nbytes(source) for source in matrix.sources)
-    kept = [checkpoint.nbytes(name) for name in copied]
+        layers[matrix.layer] += sum(map(checkpoint.nbytes, matrix.sources))
+    copied = sum(map(checkpoint.nbytes, [*ends, *(name for names in kept for name in names)]))
     head = tensor_map(replace(config, tie_embeddings=False))["head.weight"][0]
     return Plan(
         checkpoint=checkpoint,
         config=config,
-        scheme=scheme,
+        schemes=schemes,
+        layout=chosen,
         matrices=matrices,
-        copied=copied,
+        ends=ends,
+        kept=kept,
         companions=companions,
         unquantized=(head.removesuffix(".weight"),),
         scale_dtype=scale_dtype,
         bytes_quantized=int(weights),
-        bytes_after=int(weights) + sum(kept) + sum(file.stat().st_size for file in companions),
-        largest_unit=max(layers + kept),
+        bytes_after=int(weights) + copied + sum(file.stat().st_size for file in companions),
+        largest_unit=max([*layers, *map(checkpoint.nbytes, ends)]),
     )
 
 
-def _matrices(checkpoint: Checkpoint, config: ModelConfig) -> list[Matrix]:
+def _not_quantized(
+    checkpoint: Checkpoint, config: ModelConfig, matrices: Sequence[Matrix]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """The names of the tensors that are not quantized: those of each layer, and those outside of the layers."""
+    quantized = {source for matrix in matrices for source in matrix.sources}
+    kept: list[list[str]] = [[] for _ in range(config.num_layers)]
+    for parameter, names in tensor_map(config).items():
+        if parameter.startswith("layers."):
+            kept[int(parameter.split(".")[1])] += [name for name in names if name not in quantized]
+    within = quantized.union(*kept)
+    return tuple(map(tuple, kept)), tuple(name for name in checkpoint.names() if name not in within)
+
+
+def _matrices(checkpoint: Checkpoint, config: ModelConfig, schemes: Schemes) -> list[Matrix]:
     tensors = tensor_map(config)
     with torch.device("meta"):
         layer = DecoderLayer(config)
@@ -148,5 +180,15 @@ def _matrices(checkpoint: Checkpoint, config: ModelConfig) -> list[Matrix]:
                         f"{checkpoint.directory}: {source}: expected floating point weights, found "
                         f"{checkpoint.dtype(source)}: give the original checkpoint instead"
                     )
-            found.append(Matrix(index, linear, sources, tuple(shape[0] for shape in shapes), expected[1]))
+            scheme = _scheme(schemes, sources)
+            found.append(Matrix(index, linear, sources, tuple(shape[0] for shape in shapes), expected[1], scheme))
     return found
+
+
+def _scheme(schemes: Schemes, sources: tuple[str, ...]) -> Scheme:
+    """The one scheme of the parts of a fused matrix."""
+    found = [schemes.of(source.removesuffix(".weight")) for source in sources]
+    if len(set(found)) > 1 or found[0] is None:
+        listed = ", ".join(f"{source} {scheme}" for source, scheme in zip(sources, found, strict=True))
+        raise SchemeError(f"{listed}: expected one scheme, since they are computed as one matrix")
+    return found[0]

@@ -8,8 +8,9 @@ outputs. Folding s into what precedes the matrix is `warpbus.quantization.foldin
 import torch
 from torch import Tensor
 
+from warpbus.kernels.ops.gptq import clip_search
 from warpbus.qtensor import Scheme
-from warpbus.quantization.algorithms.grid import fit, slices
+from warpbus.quantization.algorithms.grid import Grid, slices
 
 TRIALS = 20
 
@@ -38,6 +39,9 @@ def candidates(mean_abs: Tensor, trials: int = TRIALS) -> Tensor:
 def losses(weight: Tensor, moments: Tensor, trials: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype) -> Tensor:
     """What each of the scales would cost: tr(dW H dW^T) of rounding W * s to nearest and dividing by s again.
 
+    Ranges are clipped as they are going to be, by `rtn` with the importance diag(H) / s^2: on glm-poet scales chosen by
+    full ranges lose 4 % more (KL) at 3 bits and 2 % more at 4.
+
     Rows do not depend on each other: the losses of all rows are the sums of those of their parts.
 
     Args:
@@ -55,11 +59,14 @@ def losses(weight: Tensor, moments: Tensor, trials: Tensor, scheme: Scheme, *, s
     """
     count = scheme.groups(weight.shape[1])
     total = torch.zeros(len(trials), dtype=torch.float32, device=weight.device)
+    importances = moments.diagonal() / trials.square()
+    size = weight.shape[1] // count
     for part in slices(weight):
         wide = weight[part].float()
-        for index, scale in enumerate(trials):
-            groups = (wide * scale).unflatten(1, (count, -1))
-            grid = fit(groups, scheme, scale_dtype)
+        for index, (scale, importance) in enumerate(zip(trials, importances, strict=True)):
+            scaled = wide * scale
+            grid = Grid(*clip_search(scaled, importance, size, scheme.bits, scheme.symmetric, scale_dtype))
+            groups = scaled.unflatten(1, (count, -1))
             rounded = grid.codes(groups, scheme).sub_(grid.zeros.unsqueeze(-1)).mul_(grid.scales.unsqueeze(-1))
             change = rounded.flatten(1).div_(scale).sub_(wide)
             total[index] += ((change @ moments) * change).sum()

@@ -8,25 +8,16 @@ the result needs no index of the columns.
 import torch
 from torch import Tensor
 
-from warpbus.errors import NumericError
+from warpbus.kernels.ops.gptq import LARGEST_BLOCK, clip_search, round_columns
 from warpbus.qtensor import QTensor, Scheme
+from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.descent import descend
-from warpbus.quantization.algorithms.grid import (
-    Grid,
-    check_scales,
-    check_weight,
-    column_threads,
-    fit,
-    nearest,
-    search,
-    slices,
-)
+from warpbus.quantization.algorithms.factored import FactoredHessian, factored
+from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit
+from warpbus.quantization.algorithms.precision import fast_products
 
 # Sweeps of coordinate descent after the columns are rounded: on glm-poet more of them gain little.
 SWEEPS = 3
-
-# Columns whose errors are gathered before they are carried over to all columns that follow.
-BLOCK = 128
 
 
 def gptq(
@@ -37,7 +28,7 @@ def gptq(
     scale_dtype: torch.dtype,
     damping: float = 0.01,
     activation_order: bool = True,
-    clip_search: bool = True,
+    clip: bool = True,
     sweeps: int = SWEEPS,
     name: str = "weight",
 ) -> QTensor:
@@ -51,8 +42,7 @@ def gptq(
         scale_dtype: dtype of the scales; they are rounded to it before the codes are chosen.
         damping: this share of the mean diagonal is added to the diagonal.
         activation_order: columns with the largest diagonal first; otherwise as they stand.
-        clip_search: choose each group's range by its error; otherwise the full range. A column counts as much as an
-            error in it costs after all others have made up for it, 1 / diag(H^-1); on glm-poet that beats diag(H).
+        clip: choose each group's range by its error; otherwise the full range.
         sweeps: of coordinate descent afterwards (see `descent`); 0 leaves the result of GPTQ.
         name: the matrix, for messages.
 
@@ -63,97 +53,113 @@ def gptq(
         SchemeError: if the group size does not divide `in`.
         NumericError: if there is NaN or infinity in either matrix, or the Hessian is not positive definite.
     """
-    columns = weight.shape[1]
-    count = scheme.groups(columns, name)
+    scheme.groups(weight.shape[1], name)
     check_weight(weight, name)
-    hessian, diagonal = damped(hessian, damping, name)
-    order = torch.argsort(diagonal, descending=True, stable=True) if activation_order else torch.arange(columns)
-    order = order.to(weight.device)
-    hessian = hessian[order][:, order]
-    factor = inverse_factor(hessian, name)
-    importance = torch.empty_like(diagonal)
-    importance[order] = factor.square().sum(0).reciprocal_()
-    grid = _choose_grid(weight, scheme, scale_dtype, count, importance if clip_search else None)
-    check_scales(grid.scales.to(scale_dtype), name)
-    groups = order // (columns // count)
-    turned = weight.float().T[order]
-    with column_threads(turned, BLOCK):
-        ordered = _round_columns(turned.clone(), factor, grid, groups.tolist(), scheme)
-        del factor
-        if sweeps:
-            ordered, grid = descend(turned, hessian, ordered, grid, groups, scheme, scale_dtype, sweeps)
-    codes = torch.empty_like(ordered)
-    codes[order] = ordered
-    zeros = None if scheme.symmetric else grid.zeros
-    return QTensor.from_codes(scheme, codes.T.contiguous(), grid.scales.to(scale_dtype), zeros)
+    prepared = factored(hessian, damping=damping, activation_order=activation_order, name=name)
+    return gptq_rows(weight[None], prepared, scheme, scale_dtype=scale_dtype, clip=clip, sweeps=sweeps, name=name)[0]
 
 
-def damped(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
-    """The damped Hessian, a copy, and its diagonal before damping with 0 replaced where there was no input."""
-    hessian = hessian.float().clone()
-    if not torch.isfinite(hessian).all():
-        raise NumericError(f"{name}: its Hessian has NaN or infinity: look for NaN in the checkpoint's weights")
-    diagonal = hessian.diagonal()
-    live = diagonal > 0
-    mean = diagonal[live].mean() if bool(live.any()) else torch.ones((), device=hessian.device)
-    diagonal.copy_(torch.where(diagonal == 0, mean, diagonal))
-    undamped = diagonal.clone()
-    diagonal.add_(damping * mean)
-    return hessian, undamped
-
-
-def inverse_factor(hessian: Tensor, name: str) -> Tensor:
-    """The upper triangular U with U^T U = H^-1.
-
-    With the order of rows and columns reversed, H = L L^T gives U as the reversed inverse of L: one factorization
-    and one triangular inverse, where inverting H first would lose half of the digits.
-    """
-    lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-    if int(info) != 0:
-        raise NumericError(
-            f"{name}: its Hessian is not positive definite: raise --damping (0.1, say), or give more calibration data"
-        )
-    identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
-    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).contiguous()
-
-
-def _choose_grid(
-    weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype, count: int, importance: Tensor | None
-) -> Grid:
-    grids = []
-    for part in slices(weight):
-        groups = weight[part].float().unflatten(1, (count, -1))
-        if importance is None:
-            grids.append(fit(groups, scheme, scale_dtype))
-        else:
-            grids.append(search(groups, scheme, scale_dtype, importance.unflatten(0, (count, -1))))
-    return Grid(torch.cat([grid.scales for grid in grids]), torch.cat([grid.zeros for grid in grids]))
-
-
-def _round_columns(columns: Tensor, factor: Tensor, grid: Grid, groups: list[int], scheme: Scheme) -> Tensor:
-    """The codes of all columns, in the order they are given.
+def gptq_rows(
+    weight: Tensor,
+    hessian: FactoredHessian,
+    scheme: Scheme,
+    *,
+    scale_dtype: torch.dtype,
+    drift: Tensor | None = None,
+    clip: bool = True,
+    sweeps: int = SWEEPS,
+    name: str = "weight",
+) -> tuple[QTensor, Tensor]:
+    """Quantize some rows of a matrix; they do not depend on the others.
 
     Args:
-        columns: float32 `[in, out]`, a column of the matrix a row; overwritten.
-        factor: see `inverse_factor`, in the same order.
-        grid: of all groups, `[out, groups]`.
-        groups: the group of each column.
+        weight: floating `[parts, rows, in]`: parts of one height, each of which is computed by itself, so that the bits
+            of a part do not depend on the other parts.
+        hessian: of the matrix.
+        scheme, scale_dtype, clip, sweeps, name: as in `gptq`.
+        drift: float32 `[in, in]`, see `aim`; without it the weights themselves are aimed at.
 
     Returns:
-        uint8 `[in, out]`.
+        the quantized rows `[parts * rows, in]`, and float64 `[parts, 2]`: of each part tr(dW H dW^T) and tr(W H W^T),
+        without damping, W being what was aimed at.
+
+    Raises:
+        NumericError: if a scale does not fit `scale_dtype`.
     """
-    scales, zeros = grid.scales.T.contiguous(), grid.zeros.T.contiguous()
-    codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
-    for start in range(0, len(columns), BLOCK):
-        stop = min(start + BLOCK, len(columns))
-        block, corner = columns[start:stop], factor[start:stop, start:stop]
-        errors = torch.empty_like(block)
-        for index in range(stop - start):
-            group = groups[start + index]
-            code = nearest(block[index], scales[group], zeros[group], scheme)
-            codes[start + index] = code
-            rounded = code.sub_(zeros[group]).mul_(scales[group])
-            torch.div(block[index] - rounded, corner[index, index], out=errors[index])
-            block[index + 1 :].addr_(corner[index, index + 1 :], errors[index], alpha=-1)
-        columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    return codes
+    parts, height, size = weight.shape
+    count = scheme.groups(size, name)
+    order = hessian.order
+    columns = weight.float().transpose(1, 2)[:, order].contiguous()
+    if drift is not None:
+        drift = drift[order][:, order]
+        for part in columns:
+            part.copy_(aim(part, hessian, drift))
+        del drift
+    with fast_products(weight.device):
+        scales, zeros = _grid(columns, hessian, scheme, scale_dtype, count, clip)
+        check_scales(scales.to(scale_dtype), name)
+        groups = (order // (size // count)).int()
+        centred, errors = _round(columns, hessian.upper, scales, zeros, groups, scheme)
+        if sweeps:
+            gradient = _products(hessian.hessian, errors)
+            descend(gradient, hessian.hessian, centred, scales, zeros, groups, scheme, scale_dtype, sweeps)
+            del gradient
+            expanded = scales[:, groups.long()]
+            errors = torch.addcmul(columns, centred, expanded, value=-1)
+            del expanded
+        losses = torch.stack((_losses(errors, hessian), _losses(columns, hessian)), dim=1)
+    del columns, errors
+    codes = centred.add_(zeros[:, groups.long()]).to(torch.uint8)[:, hessian.inverse_order]
+    codes = codes.transpose(1, 2).reshape(parts * height, size)
+    grids = [grid.transpose(1, 2).reshape(parts * height, count) for grid in (scales, zeros)]
+    stored = QTensor.from_codes(scheme, codes, grids[0].to(scale_dtype), None if scheme.symmetric else grids[1])
+    return stored, losses
+
+
+def _grid(
+    columns: Tensor, hessian: FactoredHessian, scheme: Scheme, scale_dtype: torch.dtype, count: int, clip: bool
+) -> tuple[Tensor, Tensor]:
+    """Scales and zero points, both float32 `[parts, groups, rows]`."""
+    inverse, size = hessian.inverse_order, columns.shape[1]
+    found = []
+    for part in columns:
+        weight = part[inverse].T.contiguous()
+        if clip:
+            bits, symmetric = scheme.bits, scheme.symmetric
+            found.append(clip_search(weight, hessian.importance, size // count, bits, symmetric, scale_dtype))
+        else:
+            found.append(fit(weight.unflatten(1, (count, -1)), scheme, scale_dtype))
+    scales, zeros = zip(*found, strict=True)
+    return torch.stack([each.T for each in scales]).contiguous(), torch.stack([each.T for each in zeros]).contiguous()
+
+
+def _round(
+    columns: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, scheme: Scheme
+) -> tuple[Tensor, Tensor]:
+    """The codes less their zero points and the errors W - Q of all columns, both float32 `[parts, in, rows]`."""
+    target, errors, centred = columns.clone(), torch.empty_like(columns), torch.empty_like(columns)
+    for start in range(0, columns.shape[1], LARGEST_BLOCK):
+        block = slice(start, start + LARGEST_BLOCK)
+        within, members = upper[block, block], groups[block]
+        codes, errors[:, block] = round_columns(
+            columns[:, block], target[:, block], within, scales, zeros, members, scheme.max_code
+        )
+        torch.sub(codes, zeros[:, members.long()], out=centred[:, block])
+        stop = start + codes.shape[1]
+        for part, error in zip(target, errors, strict=True):
+            part[stop:].addmm_(upper[block, stop:].T, error[block])
+    return centred, errors
+
+
+def _products(hessian: Tensor, errors: Tensor) -> Tensor:
+    """H E of each part."""
+    return torch.stack([hessian @ part for part in errors])
+
+
+def _losses(errors: Tensor, hessian: FactoredHessian) -> Tensor:
+    """tr(E^T H E) of each part, without damping: float64 `[parts]`."""
+    found = []
+    for part in errors:
+        weighted = (hessian.hessian @ part).sub_(part * hessian.damped[:, None])
+        found.append(weighted.mul_(part).sum(0).sum(dtype=torch.float64))
+    return torch.stack(found)

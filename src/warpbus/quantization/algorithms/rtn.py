@@ -48,7 +48,8 @@ def rtn(
             grid = fit(groups, scheme, scale_dtype)
         else:
             size = columns // count
-            grid = Grid(*clip_search(wide, importance, size, scheme.bits, scheme.symmetric, scale_dtype))
+            costs = importance.float().contiguous()
+            grid = Grid(*clip_search(wide, costs, size, scheme.bits, scheme.symmetric, scale_dtype))
         words[part] = pack(grid.codes(groups, scheme).flatten(1).to(torch.uint8), scheme.bits)
         scales[part] = grid.scales
         if zeros is not None:

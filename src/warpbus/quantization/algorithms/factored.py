@@ -1,0 +1,114 @@
+"""A Hessian made ready for rounding columns one after the other: damped, ordered, factored."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import NumericError
+
+# Columns of a diagonal block that is inverted, so that triangular systems are solved by matrix products alone.
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class FactoredHessian:
+    """H = U D U^T with U unit upper triangular, in the order in which columns are going to be rounded.
+
+    When the columns j are rounded in this order, each to make up for the errors e of those before it, the whole error
+    e^T H e is the sum over j of D_j (e_j + sum over k < j of U_kj e_k)^2 (GPTQ as Babai's nearest plane algorithm; Chen
+    et al., 2025). So U tells a column what to make up for, D what its own rounding costs, and nothing is inverted.
+
+    Attributes:
+        order: int64 `[in]`: the column that comes first, second, ...
+        hessian: float32 `[in, in]`, damped, in this order.
+        upper: float32 `[in, in]`, U; what is below its diagonal is zero.
+        pivots: float32 `[in]`, D, all positive.
+        damped: float32 `[in]`: what was added to the diagonal, in this order.
+    """
+
+    order: Tensor
+    hessian: Tensor
+    upper: Tensor
+    pivots: Tensor
+    damped: Tensor
+
+    @cached_property
+    def inverse_order(self) -> Tensor:
+        """The place of each column in the order."""
+        return torch.argsort(self.order)
+
+    @property
+    def importance(self) -> Tensor:
+        """What a squared error of rounding costs, for each column of the matrix as it stands: float32 `[in]`."""
+        return self.pivots[self.inverse_order]
+
+    def solve(self, right: Tensor) -> Tensor:
+        """H^-1 B, in place of B: float32 `[in, rows]`, in this order. B has as many rows as the caller likes."""
+        upper, inverses, count = self.upper, self._inverses, len(right)
+        for start in range((count - 1) // _BLOCK * _BLOCK, -1, -_BLOCK):
+            block = slice(start, start + _BLOCK)
+            right[block] = _corner(inverses, start, count) @ right[block]
+            right[:start].addmm_(upper[:start, block], right[block], alpha=-1)
+        right /= self.pivots[:, None]
+        for start in range(0, count, _BLOCK):
+            block, stop = slice(start, start + _BLOCK), min(start + _BLOCK, count)
+            right[block] = _corner(inverses, start, count).T @ right[block]
+            right[stop:].addmm_(upper[block, stop:].T, right[block], alpha=-1)
+        return right
+
+    @cached_property
+    def _inverses(self) -> Tensor:
+        """The inverses of U's diagonal blocks `[blocks, _BLOCK, _BLOCK]`, the last one filled up with ones."""
+        count = len(self.upper)
+        blocks = -(-count // _BLOCK)
+        diagonal = torch.eye(_BLOCK, device=self.upper.device).repeat(blocks, 1, 1)
+        for index in range(blocks):
+            part = self.upper[index * _BLOCK : (index + 1) * _BLOCK, index * _BLOCK : (index + 1) * _BLOCK]
+            diagonal[index, : len(part), : len(part)] = part
+        identity = torch.eye(_BLOCK, device=self.upper.device).expand_as(diagonal)
+        return torch.linalg.solve_triangular(diagonal, identity, upper=True, unitriangular=True)
+
+
+def factored(hessian: Tensor, *, damping: float = 0.01, activation_order: bool = True, name: str) -> FactoredHessian:
+    """Damp, order and factor a Hessian.
+
+    Args:
+        hessian: float32 `[in, in]`, the second moments of a matrix' inputs, in any unit. A column that never had an
+            input (diagonal 0) is treated like an average one that is independent of the others.
+        damping: this share of the mean diagonal is added to the diagonal.
+        activation_order: columns with the largest diagonal first; otherwise as they stand.
+        name: the matrix, for messages.
+
+    Raises:
+        NumericError: if there is NaN or infinity in it, or it is not positive definite.
+    """
+    diagonal = hessian.diagonal()
+    if not torch.isfinite(hessian.sum()):
+        raise NumericError(f"{name}: its Hessian has NaN or infinity: look for NaN in the checkpoint's weights")
+    live = diagonal > 0
+    mean = diagonal[live].mean() if bool(live.any()) else torch.ones((), device=hessian.device)
+    filled = torch.where(diagonal == 0, mean, diagonal)
+    if activation_order:
+        order = torch.argsort(filled, descending=True, stable=True)
+    else:
+        order = torch.arange(len(hessian), device=hessian.device)
+    added = filled - diagonal + damping * mean
+    ordered = hessian[order][:, order].float()
+    ordered.diagonal().add_(added[order])
+    # The last column is eliminated first, so the factorization sees rows and columns reversed.
+    lower, info = torch.linalg.cholesky_ex(ordered.flip(0, 1))
+    if int(info) != 0:
+        raise NumericError(
+            f"{name}: its Hessian is not positive definite: raise --damping (0.1, say), or give more calibration data"
+        )
+    upper = lower.flip(0, 1).contiguous()  # the library's factors are stored by columns
+    del lower
+    roots = upper.diagonal().clone()
+    return FactoredHessian(order, ordered, upper.div_(roots), roots.square(), added[order])
+
+
+def _corner(inverses: Tensor, start: int, count: int) -> Tensor:
+    size = min(_BLOCK, count - start)
+    return inverses[start // _BLOCK, :size, :size]

@@ -1,0 +1,428 @@
+"""What each process of a run does: layer after layer, from the checkpoint to finished parts of the new one.
+
+All processes go through all layers together; the first one writes. See `layerwise` for the course of a layer, `methods`
+for what becomes of a matrix.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.devices import default_dtype
+from warpbus.cuda.energy import EnergyMeter
+from warpbus.dist import Group
+from warpbus.dist.outcome import Send
+from warpbus.errors import DeviceError
+from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint
+from warpbus.models import DecoderLayer, load_layer, tensor_map
+from warpbus.models.loading import part_rows
+from warpbus.qtensor import QTensor, Schemes
+from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.folding import divide_rows
+from warpbus.quantization.layerwise import LayerPass, embed
+from warpbus.quantization.loss import relative, squared_loss
+from warpbus.quantization.methods import METHODS, Task, round_to_nearest
+from warpbus.quantization.preflight import REPORT_NAME, Matrix, Plan, prepare
+from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
+from warpbus.quantization.statistics import DRIFT, Statistics
+from warpbus.quantization.stopwatch import Stopwatch
+
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""Tokens that go through a layer at once: enough to keep the device busy, little next to the layer's own memory."""
+
+# Bytes of a part that holds tensors from outside of the layers: of these, embedding and head may be large.
+_PART_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, as every process is told of it.
+
+    Attributes:
+        model, output: directories.
+        schemes: what the matrices are quantized to.
+        layout: the name of the format to write.
+        algorithm: one of `METHODS`, or "rtn".
+        data: what it is calibrated on; `None` where there is nothing to calibrate.
+        damping: see `algorithms.factored`.
+        keep: see `LayerPass`.
+        overwrite: replace a model at `output`.
+        expected_bytes: that are going to be written.
+        identity: all that decides the result, as JSON.
+        settings: what the report says of the calibration.
+        estimate: what the preflight check expects, for the report.
+        started: when the run began, in seconds since the epoch.
+    """
+
+    model: Path
+    output: Path
+    schemes: Schemes
+    layout: str
+    algorithm: str
+    data: Calibration | None
+    damping: float
+    keep: bool
+    overwrite: bool
+    expected_bytes: int
+    identity: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    estimate: Mapping[str, float]
+    started: float
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A message: the first process has looked at what an earlier run left.
+
+    Attributes:
+        found: "nothing", "finished parts" or "another run", see `GrowingCheckpoint`.
+        layers: how many layers are finished already.
+    """
+
+    found: str
+    layers: int
+
+
+def run_job(group: Group, send: Send, job: Job) -> None:
+    """Do a process's share of a run; sends `Begun`, a `LayerResult` for each matrix and at last the `Report`.
+
+    Raises:
+        WarpbusError: as `quantize`.
+    """
+    try:
+        with ExitStack() as stack:
+            _Run.open(group, send, job, stack).run()
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{group.device}: out of memory: use fewer --samples or a shorter --seqlen, more or larger GPUs, "
+            "or --device cpu"
+        ) from error
+
+
+@dataclass
+class _Run:
+    """One process's side of a run."""
+
+    group: Group
+    send: Send
+    job: Job
+    plan: Plan
+    watch: Stopwatch
+    writer: GrowingCheckpoint | None
+    parts: FinishedParts
+    finished: frozenset[int]
+    results: list[LayerResult] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, group: Group, send: Send, job: Job, stack: ExitStack) -> "_Run":
+        """Plan, and find out what is finished already. The first process says so to the others."""
+        watch = Stopwatch(group.device)
+        if group.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(group.device)
+        plan = prepare(job.model, job.output, job.schemes, job.layout)
+        done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
+        writer = None
+        parts = FinishedParts(job.output)
+        if group.is_first:
+            writer = stack.enter_context(
+                GrowingCheckpoint(
+                    job.output, identity=job.identity, overwrite=job.overwrite, expected_bytes=job.expected_bytes
+                )
+            )
+            parts = writer
+            for index in range(len(done)):
+                done[index] = _readable(writer, _layer_part(index))
+            send(Begun(writer.found, int(done.sum())))
+        group.sum(done)
+        finished = frozenset(done.nonzero()[:, 0].tolist())
+        return cls(group, send, job, plan, watch, writer, parts, finished)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Quantize all layers, and put the model in its place."""
+        with EnergyMeter([self.group.device]) as energy:
+            self._commit_ends()
+            if self.job.data is None:
+                self._round_to_nearest()
+            else:
+                self._calibrate(self.job.data)
+            if self.writer is not None:
+                self.writer.drain()
+            self.group.barrier()
+        self.watch.lap("writing")
+        report = self._report(energy.total)
+        if self.writer is None:
+            return
+        config = self.plan.checkpoint.config | {"quantization_config": self._quantization_config()}
+        files: list[tuple[str, Path | bytes]] = [(file.name, file) for file in self.plan.companions]
+        files.append((REPORT_NAME, f"{json.dumps(report.to_json(), indent=2, ensure_ascii=False)}\n".encode()))
+        layers = [_layer_part(index) for index in range(self.plan.config.num_layers)]
+        ends = [part for part, _ in self._ends()]
+        self.writer.finish(config, files, [*ends, *layers])
+        self.send(report)
+
+    def _calibrate(self, data: Calibration) -> None:
+        """Layer after layer, each on what the quantized layers before it give; those that are finished are read."""
+        plan, device = self.plan, self.group.device
+        method = METHODS[self.job.algorithm]
+        dtype = default_dtype(device, plan.scale_dtype)
+        table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
+        drift = DRIFT in method.needed
+        states = embed(data, BATCH_TOKENS[device.type], table, plan.config, self.group, dtype, drift=drift)
+        del table
+        self.watch.lap("reading")
+        for index, layer in enumerate(_layers(plan, device, dtype)):
+            self.watch.lap("reading")
+            through = LayerPass(
+                layer, index, states, method.needed, group=self.group, watch=self.watch, keep=self.job.keep
+            )
+            if index in self.finished:
+                through.skip(partial(self._restore, index, layer))
+            else:
+                self._quantize_layer(index, layer, through)
+
+    def _quantize_layer(self, index: int, layer: DecoderLayer, through: LayerPass) -> None:
+        """Quantize a layer, move the states past it, and hand it to the writer."""
+        method, matrices = METHODS[self.job.algorithm], self.plan.layer(index)
+        quantized: dict[str, QTensor] = {}
+        changed: dict[str, Tensor] = {}
+        results: list[LayerResult] = []
+        started = time.perf_counter()
+
+        def solve(linear: str, statistics: Statistics) -> Tensor | None:
+            nonlocal started
+            matrix = matrices[linear]
+            task = Task(
+                layer=layer,
+                linear=linear,
+                name=matrix.name,
+                scheme=matrix.scheme,
+                scale_dtype=self.plan.scale_dtype,
+                damping=self.job.damping,
+                group=self.group,
+                watch=self.watch,
+            )
+            solved = method.solve(task, statistics)
+            quantized[linear] = solved.weight
+            task.weight.copy_(solved.weight.dequantize(task.weight.dtype))
+            for parameter, tensor in solved.changed.items():
+                owner = parameter.removesuffix(".weight")
+                if owner in quantized:  # its rows were divided: so are the scales that it is stored with
+                    assert solved.folded is not None
+                    quantized[owner] = _divide_last_rows(layer, linear, quantized[owner], solved.folded)
+                    tensor.copy_(quantized[owner].dequantize(tensor.dtype))
+                else:
+                    changed[parameter] = tensor
+            now = time.perf_counter()
+            results.append(LayerResult(index, linear, str(matrix.scheme), solved.error, now - started))
+            started = now
+            self._tell(results[-1])
+            self.watch.lap("solve")
+            return solved.folded
+
+        through.quantize(solve)
+        if self.writer is not None:
+            tensors = self._kept(index, changed)
+            for linear, matrix in matrices.items():
+                tensors |= self._stored(matrix, quantized[linear])
+            self.writer.commit(_layer_part(index), tensors, {"results": [asdict(result) for result in results]})
+            self.watch.lap("writing")
+
+    def _restore(self, index: int, layer: DecoderLayer) -> None:
+        """Put what an earlier run made of a layer in its place."""
+        part = Checkpoint.of_tensors(self.parts.directory, self.parts.read(_layer_part(index)))
+        for linear, matrix in self.plan.layer(index).items():
+            pieces = [
+                self.plan.layout.from_tensors(part, source.removesuffix(".weight"), matrix.scheme)
+                for source in matrix.sources
+            ]
+            weight = layer.get_submodule(linear).get_parameter("weight").data
+            weight.copy_(QTensor.concatenate(pieces).to(self.group.device).dequantize(weight.dtype))
+        for parameter, names in self._kept_parameters(index):
+            target = layer.get_parameter(parameter).data
+            rows = part_rows(self.plan.config, f".{parameter}", len(names), len(target))
+            for name, piece in zip(names, target.split(rows), strict=True):
+                piece.copy_(part.tensor(name))
+        for result in self._recorded(index):
+            self._tell(result)
+
+    def _round_to_nearest(self) -> None:
+        """Each tensor of the checkpoint by itself: rows do not depend on each other. One process does it."""
+        if self.writer is None:
+            return
+        for index in range(self.plan.config.num_layers):
+            if index in self.finished:
+                for result in self._recorded(index):
+                    self._tell(result)
+                continue
+            tensors, results = self._kept(index, {}), []
+            for matrix in self.plan.layer(index).values():
+                started = time.perf_counter()
+                lost = total = 0.0
+                for source in matrix.sources:
+                    weight = self.plan.checkpoint.tensor(source).to(self.group.device)
+                    self.watch.lap("reading")
+                    rounded = round_to_nearest(weight, matrix.scheme, scale_dtype=self.plan.scale_dtype, name=source)
+                    changes = squared_loss(weight, rounded)
+                    lost, total = lost + changes[0], total + changes[1]
+                    tensors |= self.plan.layout.to_tensors(source.removesuffix(".weight"), rounded)
+                    self.watch.lap("solve")
+                error, seconds = relative(lost, total), time.perf_counter() - started
+                results.append(LayerResult(index, matrix.linear, str(matrix.scheme), error, seconds))
+                self._tell(results[-1])
+            self.writer.commit(_layer_part(index), tensors, {"results": [asdict(result) for result in results]})
+            self.watch.lap("writing")
+
+    def _commit_ends(self) -> None:
+        """What is outside of the layers, as it is."""
+        if self.writer is None:
+            return
+        for part, names in self._ends():
+            if not _readable(self.writer, part):
+                self.writer.commit(part, {name: self.plan.checkpoint.tensor(name) for name in names}, {})
+
+    def _ends(self) -> list[tuple[str, list[str]]]:
+        """The parts for what is outside of the layers, and the names of their tensors."""
+        parts: list[list[str]] = []
+        size = _PART_BYTES
+        for name in self.plan.ends:
+            nbytes = self.plan.checkpoint.nbytes(name)
+            if not parts or size + nbytes > _PART_BYTES:
+                parts.append([])
+                size = 0
+            parts[-1].append(name)
+            size += nbytes
+        return [(f"ends-{number}", names) for number, names in enumerate(parts)]
+
+    def _kept(self, index: int, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is not quantized in a layer: as the checkpoint has it, or as it was changed."""
+        checkpoint = self.plan.checkpoint
+        tensors: dict[str, Tensor] = {}
+        for parameter, names in self._kept_parameters(index):
+            if parameter not in changed:
+                tensors |= {name: checkpoint.tensor(name) for name in names}
+                continue
+            whole = changed[parameter].detach()
+            rows = part_rows(self.plan.config, f".{parameter}", len(names), len(whole))
+            for name, piece in zip(names, whole.split(rows), strict=True):
+                tensors[name] = piece.to(checkpoint.dtype(name), copy=True)
+        return tensors
+
+    def _kept_parameters(self, index: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The parameters of a layer that are not quantized, and the names of the tensors that make each of them."""
+        prefix = f"layers.{index}."
+        kept = set(self.plan.kept[index])
+        for parameter, names in tensor_map(self.plan.config).items():
+            if parameter.startswith(prefix) and kept.issuperset(names):
+                yield parameter.removeprefix(prefix), tuple(names)
+
+    def _stored(self, matrix: Matrix, weight: QTensor) -> dict[str, Tensor]:
+        """A matrix as the tensors of the checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        start = 0
+        for source, rows in zip(matrix.sources, matrix.rows, strict=True):
+            part = weight.rows(start, start + rows)
+            if part.zeros is not None:
+                self.plan.layout.check_zeros(part.zeros, source)
+            tensors |= self.plan.layout.to_tensors(source.removesuffix(".weight"), part)
+            start += rows
+        return tensors
+
+    def _quantization_config(self) -> dict[str, Any]:
+        schemes = {
+            source.removesuffix(".weight"): matrix.scheme for matrix in self.plan.matrices for source in matrix.sources
+        }
+        found = self.job.schemes.distinct()
+        return self.plan.layout.quantization_config(found[0] if len(found) == 1 else schemes, self.plan.unquantized)
+
+    def _tell(self, result: LayerResult) -> None:
+        self.results.append(result)
+        if self.group.is_first:
+            self.send(result)
+
+    def _recorded(self, index: int) -> list[LayerResult]:
+        return [LayerResult(**row) for row in self.parts.facts(_layer_part(index))["results"]]
+
+    def _report(self, joules: float | None) -> Report:
+        """What was done, gathered from all processes."""
+        group, job, device = self.group, self.job, self.group.device
+        on_gpu = device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+        own = torch.tensor([[peak, float("nan") if joules is None else joules]], dtype=torch.float64, device=device)
+        peaks, energies = group.gather(own).unbind(1)
+        seconds = time.time() - job.started
+        written = 0
+        if self.writer is not None:
+            written = sum(entry.nbytes for part in self.writer.parts() for entry in self.writer.read(part).values())
+        return Report(
+            model=str(job.model),
+            output=str(job.output),
+            scheme=str(job.schemes),
+            algorithm=job.algorithm,
+            settings=dict(job.settings),
+            calibration_tokens=0 if job.data is None else job.data.tokens,
+            device=str(device),
+            layers=tuple(self.results),
+            bytes_before=self.plan.checkpoint.total_bytes,
+            bytes_after=written,
+            resumed_layers=len(self.finished),
+            seconds=seconds,
+            peak_memory=peak_memory(),
+            peak_gpu_memory=int(peaks.max()) if on_gpu else None,
+            versions=versions(device),
+            devices=(torch.cuda.get_device_name(device) if on_gpu else "cpu",) * group.world,
+            stages=dict(self.watch.seconds),
+            estimate=dict(job.estimate),
+            gpu_seconds=seconds * group.world if on_gpu else None,
+            energy_joules=None if energies.isnan().any() else float(energies.sum()),
+        )
+
+
+def _layers(plan: Plan, device: torch.device, dtype: torch.dtype) -> Iterator[DecoderLayer]:
+    """The layers of the checkpoint; while one is worked on, the next one is read."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def load(index: int) -> DecoderLayer:
+        with torch.cuda.stream(stream):
+            layer = load_layer(plan.checkpoint, plan.config, index, device=device, dtype=dtype)
+        if stream is not None:
+            stream.synchronize()
+        return layer
+
+    with ThreadPoolExecutor(1, "layers") as pool:
+        following: Future[DecoderLayer] | None = pool.submit(load, 0)
+        for index in range(plan.config.num_layers):
+            assert following is not None
+            layer = following.result()
+            if stream is not None:  # memory that this stream uses is not to be given to the other one before
+                for tensor in layer.parameters():
+                    tensor.record_stream(torch.cuda.current_stream(device))
+            following = pool.submit(load, index + 1) if index + 1 < plan.config.num_layers else None
+            yield layer
+
+
+def _divide_last_rows(layer: DecoderLayer, linear: str, matrix: QTensor, folded: Tensor) -> QTensor:
+    """A quantized matrix whose last rows make the inputs of `linear`, with these rows divided."""
+    if linear == "attention.o":
+        config = layer.attention.config
+        shared = folded.view(config.num_kv_heads, -1, config.head_dim)
+        folded = shared[:, 0].flatten()
+    return divide_rows(matrix, matrix.shape[0] - len(folded), folded)
+
+
+def _readable(parts: FinishedParts, part: str) -> bool:
+    """Whether a part is there; one that is damaged is not."""
+    return parts.facts(part) is not None
+
+
+def _layer_part(index: int) -> str:
+    return f"layer-{index:05}"

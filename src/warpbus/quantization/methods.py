@@ -1,0 +1,238 @@
+"""The algorithms as a run uses them: what each wants to know of a matrix' inputs, and what it makes of the matrix.
+
+Rows do not depend on each other, so they are dealt out: a matrix is cut into `dist.SHARES` parts of one height, each
+process solves its own, and the quantized parts are gathered. What a part becomes does not depend on who computes it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from warpbus.dist import SHARES, Group
+from warpbus.models import DecoderLayer
+from warpbus.qtensor import QTensor, Scheme
+from warpbus.quantization.algorithms import awq, round_rows, rtn, smoothing
+from warpbus.quantization.algorithms.factored import factored
+from warpbus.quantization.algorithms.gptq import gptq_rows
+from warpbus.quantization.algorithms.grid import check_weight
+from warpbus.quantization.folding import Folded, fold, rescaled, tie
+from warpbus.quantization.loss import relative, squared_loss
+from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
+from warpbus.quantization.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Task:
+    """A matrix to quantize, and where.
+
+    Attributes:
+        layer: what it belongs to; a method may change what precedes the matrix, but not the matrix.
+        linear: its name in the layer, one of `LINEARS`.
+        name: the matrix, for messages.
+        scheme: what it is quantized to.
+        scale_dtype: of its scales.
+        damping: see `factored`.
+        group: the processes that do it together.
+        watch: told what takes the time.
+    """
+
+    layer: DecoderLayer
+    linear: str
+    name: str
+    scheme: Scheme
+    scale_dtype: torch.dtype
+    damping: float
+    group: Group
+    watch: Stopwatch
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix `[out, in]`."""
+        module = self.layer.get_submodule(self.linear)
+        assert isinstance(module, nn.Linear)
+        return module.weight.data
+
+    def by_rows(self, weight: Tensor, quantize: Callable[[Tensor], tuple[QTensor, Tensor]]) -> tuple[QTensor, float]:
+        """Have each process quantize its rows, and gather them.
+
+        Args:
+            weight: `[out, in]`, or what is to be quantized in its place.
+            quantize: from `[parts, rows, in]` to the quantized `[parts * rows, in]`, and to what was lost and the whole
+                of each part, float64 `[parts, 2]`: see `squared_loss`.
+
+        Returns:
+            the quantized matrix, and its relative error.
+        """
+        group, height = self.group, -(-len(weight) // SHARES)
+        own = group.shares()
+        rows = weight[own.start * height : own.stop * height]
+        rows = F.pad(rows, (0, 0, 0, len(own) * height - len(rows)))  # all parts are of one height
+        part, losses = quantize(rows.view(len(own), height, -1))
+        self.watch.lap("solve")
+        lengths = [len(group.shares(rank)) for rank in range(group.world)]
+        heights = [length * height for length in lengths]
+        whole = QTensor(
+            part.scheme,
+            group.gather(part.qweight, heights),
+            group.gather(part.scales, heights),
+            None if part.zeros is None else group.gather(part.zeros, heights),
+            (sum(heights), part.shape[1]),
+        )
+        lost, total = group.gather(losses, lengths).sum(0).tolist()
+        self.watch.lap("communication")
+        return whole.rows(0, len(weight)), relative(lost, total)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What became of a matrix.
+
+    Attributes:
+        weight: quantized.
+        error: see `LayerResult`.
+        folded: `[in]`, what was folded into what precedes the matrix: its inputs are divided by that from now on.
+        changed: the parameters of the layer that were changed by it, by their names.
+    """
+
+    weight: QTensor
+    error: float
+    folded: Tensor | None = None
+    changed: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Method(ABC):
+    """An algorithm that is calibrated.
+
+    Attributes:
+        needed: the names of the statistics it asks for, see `Statistics`.
+    """
+
+    needed: frozenset[str]
+
+    @abstractmethod
+    def solve(self, task: Task, statistics: Statistics) -> Solved:
+        """Quantize a matrix.
+
+        Raises:
+            NumericError: if that cannot be done; the message names the matrix.
+        """
+
+    @abstractmethod
+    def fits(self, scheme: Scheme) -> bool:
+        """Whether the algorithm can quantize to a scheme."""
+
+
+class Gptq(Method):
+    """Columns one after the other, aimed at what the unquantized model gives: see `algorithms.gptq`."""
+
+    needed = frozenset({MOMENTS, DRIFT})
+
+    def fits(self, scheme: Scheme) -> bool:
+        return scheme.activations is None
+
+    def solve(self, task: Task, statistics: Statistics) -> Solved:
+        check_weight(task.weight, task.name)
+        hessian = factored(_there(statistics.moments), damping=task.damping, name=task.name)
+        task.watch.lap("factorization")
+
+        def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
+            return gptq_rows(
+                parts, hessian, task.scheme, scale_dtype=task.scale_dtype, drift=statistics.drift, name=task.name
+            )
+
+        return Solved(*task.by_rows(task.weight, quantize))
+
+
+class Awq(Method):
+    """Channels with large inputs scaled up before rounding: see `algorithms.awq`."""
+
+    needed = frozenset({MOMENTS, MEAN_ABS})
+
+    def fits(self, scheme: Scheme) -> bool:
+        return scheme.activations is None
+
+    def solve(self, task: Task, statistics: Statistics) -> Solved:
+        check_weight(task.weight, task.name)
+        moments = _there(statistics.moments)
+        trials = awq.candidates(_tied(task, _there(statistics.mean_abs)))
+
+        def lose(parts: Tensor) -> Tensor:
+            found = [awq.losses(part, moments, trials, task.scheme, scale_dtype=task.scale_dtype) for part in parts]
+            return torch.stack(found).double()
+
+        best = int(_summed(task, lose).argmin())
+        task.watch.lap("solve")
+        return _rounded(task, fold(task.layer, task.linear, trials[best]), moments)
+
+
+class SmoothQuant(Method):
+    """Outliers of the inputs moved into the weights, for activations of 8 bits: see `algorithms.smoothquant`."""
+
+    needed = frozenset({MOMENTS, MAX_ABS})
+
+    def fits(self, scheme: Scheme) -> bool:
+        return scheme.activations is not None
+
+    def solve(self, task: Task, statistics: Statistics) -> Solved:
+        check_weight(task.weight, task.name)
+        weights = task.weight.abs().amax(0).float()
+        scale = _tied(task, smoothing(_there(statistics.max_abs), weights))
+        return _rounded(task, fold(task.layer, task.linear, scale), _there(statistics.moments))
+
+
+METHODS: Mapping[str, Method] = {"gptq": Gptq(), "awq": Awq(), "smoothquant": SmoothQuant()}
+"""The algorithms that are calibrated, by their names."""
+
+
+def round_to_nearest(
+    weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype, importance: Tensor | None = None, name: str
+) -> QTensor:
+    """Each weight to the nearest value that the scheme has; arguments as in `rtn`."""
+    if scheme.activations is not None:
+        return round_rows(weight, scheme, scale_dtype=scale_dtype, name=name)
+    return rtn(weight, scheme, scale_dtype=scale_dtype, importance=importance, name=name)
+
+
+def _rounded(task: Task, folded: Folded, moments: Tensor) -> Solved:
+    """Round a matrix after its inputs were scaled; ranges are clipped where activations stay in 16 bits."""
+    moments = rescaled(moments, folded.scale.float())
+
+    def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
+        height = parts.shape[1]
+        losses = torch.zeros(len(parts), 2, dtype=torch.float64, device=parts.device)
+        rounded = round_to_nearest(
+            parts.flatten(0, 1),
+            task.scheme,
+            scale_dtype=task.scale_dtype,
+            importance=moments.diagonal().contiguous(),
+            name=task.name,
+        )
+        for index, part in enumerate(parts):
+            quantized = rounded.rows(index * height, (index + 1) * height)
+            losses[index] = torch.tensor(squared_loss(part, quantized, moments), dtype=torch.float64)
+        return rounded, losses
+
+    return Solved(*task.by_rows(folded.weight, quantize), folded.scale, folded.changed)
+
+
+def _summed(task: Task, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum over all parts of a matrix of what each process computes for its own: `[parts, n]` to `[n]`."""
+    group, weight = task.group, task.weight
+    height, own = -(-len(weight) // SHARES), group.shares()
+    rows = weight[own.start * height : own.stop * height]
+    parts = F.pad(rows, (0, 0, 0, len(own) * height - len(rows))).view(len(own), height, -1)
+    return group.gather(compute(parts), [len(group.shares(rank)) for rank in range(group.world)]).sum(0)
+
+
+def _tied(task: Task, channels: Tensor) -> Tensor:
+    """What belongs to the inputs of a matrix, alike where they are made by the same rows."""
+    return tie(task.layer.attention.config, channels) if task.linear == "attention.o" else channels
+
+
+def _there(statistic: Tensor | None) -> Tensor:
+    assert statistic is not None
+    return statistic
