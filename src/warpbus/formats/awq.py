@@ -9,8 +9,9 @@ A linear layer `prefix` of `out` rows and `in` columns is stored as
 and read as `weight[o, i] = (code[o, i] - zero[g, o]) * scale[g, o]`, `g = i // group_size`. Nibble `k` of a word,
 counted from the least significant, belongs to row `8 * word + (0, 2, 4, 6, 1, 3, 5, 7)[k]`.
 
-The format always has zero points. A symmetric matrix is one whose zero points are all 8; the key `sym` in
-`quantization_config` says that they are, so that it comes back as what it was.
+The format always has zero points. A symmetric matrix is one whose zero points are all 8; a key of our own in
+`quantization_config` says that they are, so that it comes back as what it was. (`sym` does not say it: other programs
+write it as true beside zero points of every kind.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from warpbus.qtensor import QTensor, Scheme, Schemes, pack, packed_words, unpack
 
 PARTS = (".qweight", ".qzeros", ".scales")
 _WHERE = "quantization_config"
+_SYMMETRIC = "all_zero_points_are_8"
 _PER_WORD = 8
 _ROW_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLE_OF_ROW = tuple(_ROW_OF_NIBBLE.index(row) for row in range(_PER_WORD))
@@ -61,7 +63,7 @@ def read_schemes(config: dict[str, Any]) -> Schemes:
     require(quantization, _WHERE, bits_key, (4,))
     group_size = whole_number(quantization, _WHERE, group_key)
     zero_point = require(quantization, _WHERE, "zero_point", (True, False, None))
-    said = require(quantization, _WHERE, "sym", (True, False, None))
+    said = require(quantization, _WHERE, _SYMMETRIC, (True, False, None))
     symmetric = zero_point is False or said is True
     return Schemes(scheme_of(_WHERE, 4, None if group_size == -1 else group_size, symmetric))
 
@@ -86,7 +88,7 @@ def quantization_config(schemes: Scheme | Mapping[str, Scheme], ignore: Sequence
         "bits": scheme.bits,
         "group_size": -1 if scheme.group_size is None else scheme.group_size,
         "zero_point": True,
-        "sym": scheme.symmetric,
+        _SYMMETRIC: scheme.symmetric,
         "modules_to_not_convert": list(ignore),
     }
 
@@ -162,7 +164,7 @@ def _read_zeros(checkpoint: Checkpoint, name: str, shape: tuple[int, int], schem
     if len(differing):
         raise TensorError(
             f"{name}: stores {int(differing[0])}, expected {scheme.middle_code} everywhere, since config.json says "
-            "that there are no zero points: set zero_point to true and sym to false"
+            f"that the scheme is symmetric: set zero_point to true and {_SYMMETRIC} to false"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder, one tensor at a time. The only file of this room that knows files."""
+"""From a checkpoint to a decoder, one tensor at a time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

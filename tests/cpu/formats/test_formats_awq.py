@@ -177,6 +177,7 @@ def auto_awq(**changes: Any) -> dict[str, Any]:
     ("changes", "scheme"),
     [
         ({}, "w4a16-g128-asym"),
+        ({"sym": True}, "w4a16-g128-asym"),
         ({"version": "GEMM", "zero_point": False}, "w4a16-g128"),
         ({"group_size": -1}, "w4a16-asym"),
         ({"bits": None, "group_size": None, "w_bit": 4, "q_group_size": 64}, "w4a16-g64-asym"),

@@ -164,7 +164,6 @@ def test_other_rotary_scalings_are_refused(key: str, kind: object) -> None:
 
 
 REFUSED = [
-    ("chatglm", {"quantization_bit": 4}, "quantization_bit.*THUDM"),
     ("chatglm", {"pre_seq_len": 128}, "pre_seq_len.*P-Tuning"),
     ("chatglm", {"add_bias_linear": True}, "add_bias_linear"),
     ("chatglm", {"rmsnorm": False}, "rmsnorm"),
