@@ -81,7 +81,9 @@ class Rates:
             return cls(exact, exact, exact)
         with fast_products(device):
             solve = _rate(device, torch.float32)
-        return cls(_rate(device, dtype), solve, exact)
+        forward = _rate(device, dtype)
+        torch.cuda.empty_cache()  # another process may be the one that works there
+        return cls(forward, solve, exact)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,186 @@
+"""Nothing is lost when a run is killed, interrupted, or meets a full disk or numbers that it cannot use."""
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from quantization_models import write_model, write_texts
+from quantization_runs import Outcome, Runs, fingerprint
+
+from warpbus.errors import NumericError
+from warpbus.formats import Checkpoint, CheckpointWriter, FinishedParts
+from warpbus.quantization import quantize
+
+LAYERS = 4
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("source") / "tiny", num_hidden_layers=LAYERS, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    with Runs() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs, model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, float]:
+    """The fingerprint of a model that was quantized without disturbance, and the seconds it took."""
+    output = tmp_path_factory.mktemp("whole") / "out"
+    run = runs.start(*command(model, output, texts))
+    assert run.code == 0, run.said
+    return fingerprint(output), run.seconds
+
+
+def command(model: Path, output: Path, texts: Path, *more: object) -> tuple[object, ...]:
+    arguments = ("quantize", model, output, "--calibration", texts, "--scheme", "w3a16-g64-asym", "--device", "cpu")
+    return (*arguments, *more)
+
+
+def told(run: Outcome) -> str:
+    """The last line of stderr."""
+    return " ".join(run.said.strip().splitlines()[-1].split())
+
+
+def test_twenty_kills_end_in_the_same_model(
+    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+) -> None:
+    """Each at a random moment; what was killed goes on, until the model is there; then from the beginning again."""
+    expected, seconds = undisturbed
+    moments, kills, models, kept = random.Random(5), 0, 0, set()
+    output = tmp_path / "out"
+    while kills < KILLS or not output.exists():
+        after = moments.uniform(0, seconds) if kills < KILLS else None
+        run = runs.start(*command(model, output, texts), after=after)
+        assert run.code in (0, -signal.SIGKILL), run.said
+        kills += run.code != 0
+        kept.add(len(FinishedParts(output).parts()))
+        if output.exists():
+            assert fingerprint(output) == expected
+            models += 1
+            if kills < KILLS:
+                shutil.rmtree(output)
+    assert len(kept) > 2  # they were killed at different layers
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "out",
+        ".out.quantization.lock",
+        ".out.quantization.removed",
+    }
+
+
+def test_a_run_that_goes_on_says_so_in_its_report(
+    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+) -> None:
+    second = tmp_path / "out.quantization" / "layer-00001.json"
+    assert runs.start(*command(model, tmp_path / "out", texts), when=second).code == -signal.SIGKILL
+    kept = [part for part in FinishedParts(tmp_path / "out").parts() if part.startswith("layer")]
+    assert kept[:2] == ["layer-00000", "layer-00001"]
+    run = runs.start(*command(model, tmp_path / "out", texts))
+    assert run.code == 0, run.said
+    report = json.loads((tmp_path / "out" / "warpbus-report.json").read_text())
+    assert report["resumed_layers"] == len(kept)
+    assert len(report["layers"]) == 4 * LAYERS
+    assert fingerprint(tmp_path / "out") == undisturbed[0]
+
+
+def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(
+    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+) -> None:
+    output = tmp_path / "out"
+    first = tmp_path / "out.quantization" / "layer-00000.json"
+    run = runs.start(*command(model, output, texts), number=signal.SIGINT, when=first)
+    assert run.code == 130, run.said
+    assert "Traceback" not in run.said
+    assert f"{output}.quantization" in told(run)
+    assert "the same command goes on" in told(run)
+    assert not output.exists()
+    assert "layer-00000" in FinishedParts(output).parts()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.quantization"]  # nobody is kept out
+    assert runs.start(*command(model, output, texts)).code == 0
+    assert fingerprint(output) == undisturbed[0]
+
+
+def test_a_full_disk_keeps_what_was_finished(
+    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+) -> None:
+    output = tmp_path / "out"
+    second = tmp_path / "out.quantization" / "layer-00001.json"
+    assert runs.start(*command(model, output, texts), when=second).code == -signal.SIGKILL
+    kept = FinishedParts(output).parts()
+    run = runs.start(*command(model, output, texts), largest_file=20_000)
+    assert run.code == 1
+    assert "cannot be written (File too large): free some space or choose another path" in told(run)
+    assert f"finished parts are kept in {output}.quantization: the same command goes on from there" in told(run)
+    assert FinishedParts(output).parts() == kept
+    assert not output.exists()
+    assert runs.start(*command(model, output, texts)).code == 0
+    assert fingerprint(output) == undisturbed[0]
+
+
+def changed_model(model: Path, output: Path, name: str, value: float) -> Path:
+    """A copy of a model with one tensor that begins with `value`."""
+    source = Checkpoint(model)
+    with CheckpointWriter(output) as writer:
+        for file in model.iterdir():
+            if file.suffix != ".safetensors":
+                writer.copy_file(file)
+        for each in source.names():
+            tensor = source.tensor(each).clone()
+            if each == name:
+                tensor.view(-1)[0] = value
+            writer.add(each, tensor)
+        writer.finish()
+    return output
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "said"),
+    [
+        ("model.layers.2.mlp.down_proj.weight", float("nan"), r"layers\.2\.mlp\.down: .*NaN"),
+        ("model.layers.2.post_attention_layernorm.weight", 1e38, r"layers\.2\.mlp\.gate_up: NaN or infinity entered"),
+        ("model.layers.2.self_attn.q_proj.bias", float("nan"), r"layers\.2\.attention\.o: NaN or infinity entered"),
+    ],
+)
+def test_numbers_that_cannot_be_used(
+    model: Path, texts: Path, tmp_path: Path, tensor: str, value: float, said: str
+) -> None:
+    """In the weights and in the calibration's states: the matrix is named, and layers before it are kept."""
+    broken = changed_model(model, tmp_path / "broken", tensor, value)
+    with pytest.raises(NumericError, match=said) as raised:
+        quantize(broken, tmp_path / "out", calibration=texts, scheme="w3a16-g64-asym", device="cpu")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+    kept = [part for part in FinishedParts(tmp_path / "out").parts() if part.startswith("layer")]
+    assert kept == ["layer-00000", "layer-00001"]
+
+
+def test_a_hessian_that_is_not_positive_definite(runs: Runs, model: Path, texts: Path, tmp_path: Path) -> None:
+    """Fewer tokens than columns and no damping: refused with the matrix's name, and not rounded to nearest instead."""
+    output = tmp_path / "out"
+    few = command(model, output, texts, "--samples", 1, "--seqlen", 16)
+    run = runs.start(*few, "--damping", 0)
+    assert run.code == 1
+    assert "layers.0.attention.qkv: its Hessian is not positive definite: raise --damping" in told(run)
+    assert not output.exists()
+    assert runs.start(*few, "--damping", 0.1).code == 0
+    assert all(torch.isfinite(tensor).all() for tensor in scales(output))
+
+
+def scales(directory: Path) -> list[torch.Tensor]:
+    checkpoint = Checkpoint(directory)
+    found = [checkpoint.tensor(name) for name in checkpoint.names() if name.endswith("weight_scale")]
+    assert len(found) == 6 * LAYERS  # gate and up are one tensor in this family
+    return found
