@@ -48,8 +48,9 @@ def round_columns(
 ) -> tuple[Tensor, Tensor]:
     """Round a block of columns in order, each after it has made up for the errors of those before it.
 
-    GPTQ (Frantar et al., 2022), seen as Babai's nearest plane: with H^-1 = U^T U and the unit upper triangular
-    `diag(U)^-1 U`, for j = 0, 1, ...
+    GPTQ (Frantar et al., 2022), seen as Babai's nearest plane: `corner` belongs to the unit upper triangular C of
+    H = C D C^T, D diagonal, and `target` is the weight with what the columns before the block contribute. For
+    j = 0, 1, ...
 
         t = target[j] + sum over k < j of errors[k] * corner[k, j]
         codes[j] = clamp(round(t / scale) + zero, 0, max_code), half to even
