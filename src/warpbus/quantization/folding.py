@@ -40,7 +40,7 @@ class Folded:
 
 
 @torch.no_grad()
-def fold(layer: DecoderLayer, linear: str, scale: Tensor) -> Folded:
+def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype | None = None) -> Folded:
     """Multiply the columns of a linear layer by `scale` and divide what makes its inputs by it, in place.
 
     The layer computes what it did, up to the rounding of its parameters to their dtype. That of a norm's weight is
@@ -50,6 +50,8 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor) -> Folded:
         layer: its matrices are plain (dequantized ones too: see `divide_rows` for the quantized form).
         linear: one of `LINEARS`.
         scale: positive `[in]`; for `attention.o` equal for all heads that share a value: see `tie`.
+        stored: the dtype that what precedes is written to the disk in, where it is narrower than the layer's: it is
+            rounded to that at once, so that the layer computes what the file will.
 
     Raises:
         UsageError: if there is no such linear layer.
@@ -67,7 +69,7 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor) -> Folded:
         name = "attention_norm" if linear == "attention.qkv" else "mlp_norm"
         norm = layer.get_submodule(name)
         assert isinstance(norm, RMSNorm)
-        scale = _divide_norm(norm.weight, scale, name)
+        scale = _divide_norm(norm.weight, scale, name, stored)
         changed: dict[str, Tensor] = {f"{name}.weight": norm.weight}
     elif linear == "attention.o":
         config, qkv = layer.attention.config, layer.attention.qkv
@@ -75,10 +77,11 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor) -> Folded:
         if not torch.equal(shared, shared[:, :1].expand_as(shared)):
             raise NumericError(f"{linear}: its scale differs between heads that share a value: tie it first")
         rows = slice(sum(config.qkv_rows[:2]), sum(config.qkv_rows))
-        changed = _divide_linear(qkv, rows, shared[:, 0].flatten(), "attention.qkv")
+        changed = _divide_linear(qkv, rows, shared[:, 0].flatten(), "attention.qkv", stored)
     else:
         gate_up = layer.mlp.gate_up
-        changed = _divide_linear(gate_up, slice(gate_up.out_features // 2, gate_up.out_features), scale, "mlp.gate_up")
+        rows = slice(gate_up.out_features // 2, gate_up.out_features)
+        changed = _divide_linear(gate_up, rows, scale, "mlp.gate_up", stored)
     weight = module.weight.to(wide) * scale
     module.weight.copy_(weight)
     return Folded(weight, scale, changed)
@@ -125,29 +128,32 @@ def _checked(scale: Tensor, count: int, name: str) -> Tensor:
     return scale
 
 
-def _divide_norm(weight: Tensor, scale: Tensor, name: str) -> Tensor:
+def _divide_norm(weight: Tensor, scale: Tensor, name: str, stored: torch.dtype | None) -> Tensor:
     """Divide a norm's weight; gives the scale that the rounded weight stands for."""
     before = weight.to(scale.dtype, copy=True)
-    after = _divided(weight, scale, f"{name}.weight").to(scale.dtype)
+    after = _divided(weight, scale, f"{name}.weight", stored).to(scale.dtype)
     weight.copy_(after)
     # Nothing comes through a channel whose weight is, or has become, zero.
     return torch.where(after == 0, scale, before / after)
 
 
-def _divide_linear(module: nn.Linear, rows: slice, scale: Tensor, name: str) -> dict[str, Tensor]:
+def _divide_linear(
+    module: nn.Linear, rows: slice, scale: Tensor, name: str, stored: torch.dtype | None
+) -> dict[str, Tensor]:
     """Divide some rows of a linear layer and of its bias; gives what was changed."""
     changed: dict[str, Tensor] = {f"{name}.weight": module.weight}
     if module.bias is not None:
         changed[f"{name}.bias"] = module.bias
     for parameter, tensor in changed.items():
         part = tensor[rows]
-        part.copy_(_divided(part, scale if part.dim() == 1 else scale[:, None], parameter))
+        part.copy_(_divided(part, scale if part.dim() == 1 else scale[:, None], parameter, stored))
     return changed
 
 
-def _divided(tensor: Tensor, scale: Tensor, name: str) -> Tensor:
-    """The quotient in the dtype of `tensor`. Raises NumericError where that has no place for it."""
-    quotient = (tensor.to(scale.dtype) / scale).to(tensor.dtype)
+def _divided(tensor: Tensor, scale: Tensor, name: str, stored: torch.dtype | None = None) -> Tensor:
+    """The quotient in `stored` or the dtype of `tensor`. Raises NumericError where that has no place for it."""
+    dtype = stored or tensor.dtype
+    quotient = (tensor.to(scale.dtype) / scale).to(dtype)
     if not torch.isfinite(quotient).all():
-        raise NumericError(f"{name}: out of the range of {tensor.dtype} after folding: use a wider dtype")
+        raise NumericError(f"{name}: out of the range of {dtype} after folding: use a wider dtype")
     return quotient

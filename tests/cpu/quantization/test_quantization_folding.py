@@ -111,6 +111,20 @@ def test_a_norms_rounding_is_made_up_for():
     assert not torch.allclose(folded.scale, scale, rtol=1e-5)
 
 
+def test_a_file_of_a_narrower_dtype():
+    """On the CPU a bfloat16 checkpoint is computed in float32: the matrix takes in what the file will round."""
+    config = CONFIGS["glm"]
+    layer = random_layer(config, torch.float32)
+    norm, weight = layer.mlp_norm.weight.double(), layer.mlp.gate_up.weight.double()
+    folded = fold(layer, "mlp.gate_up", random_scale(config, "mlp.gate_up"), stored=torch.bfloat16)
+    assert layer.mlp_norm.weight.dtype == torch.float32
+    assert torch.equal(layer.mlp_norm.weight, layer.mlp_norm.weight.bfloat16().float())
+    assert torch.allclose(layer.mlp_norm.weight.double() * folded.weight, norm * weight, rtol=1e-6)
+    fold(layer, "attention.o", random_scale(config, "attention.o"), stored=torch.bfloat16)
+    values = layer.attention.qkv.weight[sum(config.qkv_rows[:2]) :]
+    assert torch.equal(values, values.bfloat16().float())
+
+
 def test_a_channel_that_the_norm_silences_stays_silent():
     layer = random_layer(CONFIGS["glm"])
     layer.mlp_norm.weight[3] = 0
