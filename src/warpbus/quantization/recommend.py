@@ -1,0 +1,221 @@
+"""Which scheme and algorithm to take: candidates, what each was found to cost on sample layers, and the choice.
+
+Errors of a few layers tell which of two candidates is better, not how good the whole model will be. So quality is
+judged by a candidate among the others: one that loses no more than rounding to the nearest with 4 bits does counts as
+usable, since that is what people have long run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from rich.table import Table
+from rich.text import Text
+
+from warpbus.errors import NumericError, SchemeError, UsageError
+from warpbus.qtensor import Scheme
+
+GOALS = ("quality", "speed", "size")
+
+USABLE = ("w4a16-g128", "rtn")
+"""The candidate whose error is the most that is taken for the sake of speed or size, where another fits."""
+
+# Measured times differ by a few percent from run to run, errors by less: what is closer than that counts as equal.
+_SAME_TIME = 0.03
+_SAME_ERROR = 0.01
+
+_SCHEMES = ("w8a16", "w8a8-int8", "w8a8-fp8", "w4a16-g32", "w4a16-g128", "w3a16-g128")
+_WEIGHTS_ONLY = ("gptq", "awq", "rtn")
+_WITH_ACTIVATIONS = {"int8": ("smoothquant", "rtn"), "fp8": ("fp8",)}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to quantize a model."""
+
+    scheme: Scheme
+    algorithm: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a candidate was found to cost.
+
+    Attributes:
+        scheme, algorithm: the candidate.
+        error: relative error of the sample layers' outputs.
+        nbytes: of the whole model's tensors.
+        memory: bytes that running it takes, cache and working memory included.
+        token_seconds: of the matrix-vector products of a token, on the device.
+        seconds: that quantizing the whole model is going to take.
+    """
+
+    scheme: str
+    algorithm: str
+    error: float
+    nbytes: int
+    memory: int
+    token_seconds: float
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.scheme} by {self.algorithm}"
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The trials, and the one to take.
+
+    Attributes:
+        model: its directory.
+        device: what was measured on.
+        goal: one of `GOALS`.
+        memory: bytes that running the model may take; `None`: any.
+        layers: the sample layers.
+        trials: all of them.
+        chosen: the one to take.
+        reason: why, in a sentence.
+    """
+
+    model: str
+    device: str
+    goal: str
+    memory: int | None
+    layers: tuple[int, ...]
+    trials: tuple[Trial, ...]
+    chosen: Trial
+    reason: str
+
+    @classmethod
+    def of(
+        cls,
+        trials: Sequence[Trial],
+        *,
+        model: str,
+        device: str,
+        goal: str,
+        memory: int | None,
+        layers: Sequence[int],
+    ) -> Self:
+        """Choose among trials, see `choose`."""
+        chosen, reason = choose(trials, goal=goal, memory=memory)
+        return cls(model, device, goal, memory, tuple(layers), tuple(trials), chosen, reason)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return asdict(self)
+
+    def table(self) -> Table:
+        """For the terminal: the trials, the best first; the chosen one is marked, what does not fit is dim."""
+        sampled = ", ".join(map(str, self.layers))
+        title = f"{self.model} on {self.device}: errors of the outputs of layers {sampled}"
+        drawn = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
+        for heading in ("", "scheme", "algorithm"):
+            drawn.add_column(heading, no_wrap=True)
+        for heading in ("error", "size", "memory", "ms a token", "quantizing"):
+            drawn.add_column(heading, justify="right", no_wrap=True)
+        for trial in sorted(self.trials, key=lambda trial: trial.error):
+            chosen = trial == self.chosen
+            drawn.add_row(
+                "→" if chosen else "",
+                trial.scheme,
+                trial.algorithm,
+                f"{trial.error:.2%}",
+                _size(trial.nbytes),
+                _size(trial.memory),
+                f"{1000 * trial.token_seconds:.2f}",
+                f"{trial.seconds:,.0f} s",
+                style="bold green" if chosen else None if _fits(trial, self.memory) else "dim",
+            )
+        drawn.caption, drawn.caption_justify = Text(f"{self.chosen.name}: {self.reason}"), "left"
+        return drawn
+
+
+def candidates(columns: Sequence[int], *, fp8: bool) -> list[Candidate]:
+    """What is worth trying, the most bits first.
+
+    Args:
+        columns: input features of the model's matrices; schemes whose groups do not fit them are left out.
+        fp8: whether the device multiplies 8-bit floating-point numbers.
+    """
+    found = []
+    for scheme in map(Scheme.parse, _SCHEMES):
+        if scheme.activations == "fp8" and not fp8:
+            continue
+        try:
+            for size in columns:
+                scheme.groups(size)
+        except SchemeError:
+            continue
+        algorithms = _WEIGHTS_ONLY if scheme.activations is None else _WITH_ACTIVATIONS[scheme.activations]
+        found += [Candidate(scheme, algorithm) for algorithm in algorithms]
+    return found
+
+
+def choose(trials: Sequence[Trial], *, goal: str, memory: int | None = None) -> tuple[Trial, str]:
+    """The trial to take, and why.
+
+    Of those that fit the memory:
+    - "quality": the least error; of those as good, the smallest.
+    - "speed": the least time a token; of those as fast, the least error.
+    - "size": the least bytes; of those as small, the least error.
+    For speed and size only usable ones are looked at (see `USABLE`), as long as one of them fits; otherwise the least
+    error decides. With equal figures the quicker one to make is taken, then the first.
+
+    Raises:
+        UsageError: if there is nothing to choose from, the goal does not exist, or nothing fits the memory.
+        NumericError: if an error or a time is NaN or infinite.
+    """
+    if goal not in GOALS:
+        raise UsageError(f"goal is {goal!r}: choose from {', '.join(GOALS)}")
+    if not trials:
+        raise UsageError("nothing to choose from: no scheme fits the matrices of this model")
+    for trial in trials:
+        if not all(0 <= value < float("inf") for value in (trial.error, trial.token_seconds, trial.seconds)):
+            raise NumericError(f"{trial.name}: its error or times are no finite numbers: leave it out")
+    fitting = [trial for trial in trials if _fits(trial, memory)]
+    if memory is not None and not fitting:
+        least = min(trials, key=lambda trial: trial.memory)
+        raise UsageError(
+            f"memory is {_size(memory)}: even {least.name} takes {_size(least.memory)}: allow more, or a smaller model"
+        )
+    within = "" if memory is None else f" within {_size(memory)}"
+    if goal == "quality":
+        return _least_error(fitting), f"the least error{within}"
+    limit = _usable_error(trials)
+    usable = [trial for trial in fitting if trial.error <= limit]
+    if not usable:
+        return _least_error(fitting), f"the least error{within}; none there is as good as {' by '.join(USABLE)}"
+    if goal == "speed":
+        fastest = min(trial.token_seconds for trial in usable)
+        ties = [trial for trial in usable if trial.token_seconds <= fastest * (1 + _SAME_TIME)]
+        reason = f"the fastest{within} that is usable"
+    else:
+        smallest = min(trial.nbytes for trial in usable)
+        ties = [trial for trial in usable if trial.nbytes == smallest]
+        reason = f"the smallest{within} that is usable"
+    return _least_error(ties), reason
+
+
+def _least_error(trials: Sequence[Trial]) -> Trial:
+    least = min(trial.error for trial in trials)
+    ties = [trial for trial in trials if trial.error <= least * (1 + _SAME_ERROR)]
+    return min(ties, key=lambda trial: (trial.nbytes, trial.error, trial.seconds))
+
+
+def _usable_error(trials: Sequence[Trial]) -> float:
+    """The error of `USABLE`, or where it was not tried the least that 4 bits or fewer came to."""
+    for trial in trials:
+        if (trial.scheme, trial.algorithm) == USABLE:
+            return trial.error
+    small = [trial.error for trial in trials if Scheme.parse(trial.scheme).bits <= 4]
+    return min(small, default=max(trial.error for trial in trials))
+
+
+def _fits(trial: Trial, memory: int | None) -> bool:
+    return memory is None or trial.memory <= memory
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
