@@ -30,9 +30,10 @@ struct Place {
     }
 };
 
-// A divisor with its reciprocal. `divide` is the IEEE quotient, as a / b has it, unless the divisor, its reciprocal or the
-// remainder leave the range of normal numbers; then it may be off, or NaN. With the reciprocal at hand it has a fraction of
-// the latency of a / b, of which the loops are made.
+// A divisor with its reciprocal. `divide` is the IEEE quotient, as a / b has it, with two exceptions: it may be off by one
+// unit in the last place if all bits of the divisor's mantissa are ones, which a scale of 16 bits never has; and it may be
+// anything, NaN too, if the divisor, its reciprocal or the remainder leave the range of normal numbers. With the reciprocal
+// at hand it has a fraction of the latency of a / b, of which the loops are made.
 struct Divisor {
     float value, reciprocal;
 
