@@ -26,7 +26,7 @@ _SAME_ERROR = 0.01
 
 _SCHEMES = ("w8a16", "w8a8-int8", "w8a8-fp8", "w4a16-g32", "w4a16-g128", "w3a16-g128")
 _WEIGHTS_ONLY = ("gptq", "awq", "rtn")
-_WITH_ACTIVATIONS = {"int8": ("smoothquant", "rtn"), "fp8": ("fp8",)}
+_WITH_ACTIVATIONS = ("smoothquant", "rtn")
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def candidates(columns: Sequence[int], *, fp8: bool) -> list[Candidate]:
                 scheme.groups(size)
         except SchemeError:
             continue
-        algorithms = _WEIGHTS_ONLY if scheme.activations is None else _WITH_ACTIVATIONS[scheme.activations]
+        algorithms = _WEIGHTS_ONLY if scheme.activations is None else _WITH_ACTIVATIONS
         found += [Candidate(scheme, algorithm) for algorithm in algorithms]
     return found
 
