@@ -1,0 +1,186 @@
+"""A checkpoint of a given shape with random weights, written tensor by tensor: for benchmarks of what reads files.
+
+It is meant to give a quantizer work like that of a trained model, as far as random numbers can.
+
+What is like a trained model: norm weights differ by a factor of about 10 from channel to channel, and a part of every
+matrix has a low rank. So the inputs of a linear layer have channels of different size and directions in which they
+vary more than in others; their moments are far from a multiple of the identity, and rounding errors can be made up for.
+Activations stay finite, as each sublayer norms its input and has outputs of a variance of about 1.
+
+What is not: there is no meaning in the weights, so that attention is spread nearly evenly, perplexity is that of
+guessing, no channel is hundreds of times as large as the others, and the layers are all alike. Times and memory carry
+over to a model of the shape, errors do not.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.devices import resolve_device
+from warpbus.errors import UsageError
+from warpbus.formats import Checkpoint, CheckpointWriter
+from warpbus.models.config import ModelConfig
+from warpbus.models.decoder import Decoder
+from warpbus.models.loading import part_rows, read_config, tensor_map
+from warpbus.models.shapes import SHAPES
+
+_SHARD_BYTES = 2 * 10**9
+_RANK = 64
+_LOW_RANK_SHARE = 0.5  # of a matrix' variance
+_NORM_SPREAD = 0.58  # of a norm weight's logarithm: 95 % of the channels lie within a factor of 10
+_BIAS_STD = 0.1
+
+
+@torch.no_grad()
+def write_random_checkpoint(
+    directory: str | Path,
+    shape: str | ModelConfig,
+    dtype: torch.dtype = torch.float16,
+    seed: int = 0,
+    *,
+    layers: int | None = None,
+    device: str | torch.device = "auto",
+    overwrite: bool = False,
+) -> ModelConfig:
+    """Write a model with random weights and a config.json in the form its family is published in; no tokenizer.
+
+    One tensor of the decoder is made at a time, and at most a shard of 2 GB is held.
+
+    Args:
+        directory: where the model is to be.
+        shape: one of `SHAPES`, or a config of the family chatglm2 or llama.
+        dtype: of all tensors, float16, bfloat16 or float32.
+        seed: the same one draws the same model on the same kind of device.
+        layers: decoder layers, in place of the shape's.
+        device: where the numbers are drawn, "auto" for a GPU if there is one.
+        overwrite: replace a model that is there.
+
+    Returns:
+        the config of the model that was written.
+
+    Raises:
+        UsageError: if there is no such shape, or the family's config.json cannot say what the config does.
+        StorageError: if the directory exists or cannot be written, or the disk has too little space.
+    """
+    config = _config(shape, layers)
+    described = _described(config)
+    draw = _Draw(resolve_device(device), seed)
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
+    expected = config.num_parameters * dtype.itemsize
+
+    def check(written: Path) -> None:
+        found = read_config(Checkpoint(written))
+        if found != config:
+            raise UsageError(f"{directory}: config.json of {config.family} cannot say {config}: it would say {found}")
+
+    with CheckpointWriter(directory, shard_bytes=_SHARD_BYTES, overwrite=overwrite, expected_bytes=expected) as writer:
+        for parameter, names in tensor_map(config).items():
+            whole = draw.parameter(parameter, shapes[parameter]).to(dtype).cpu()
+            rows = part_rows(config, f".{parameter}", len(names), len(whole))
+            for name, piece in zip(names, whole.split(rows), strict=True):
+                writer.add(name, piece)
+        writer.write_json("config.json", described | {"torch_dtype": str(dtype).removeprefix("torch.")})
+        writer.finish(check)
+    return config
+
+
+def _config(shape: str | ModelConfig, layers: int | None) -> ModelConfig:
+    if isinstance(shape, str):
+        if shape not in SHAPES:
+            raise UsageError(f"shape {shape}: there is no such shape: choose among {', '.join(SHAPES)}")
+        shape = SHAPES[shape]
+    if layers is None:
+        return shape
+    if layers < 1:
+        raise UsageError(f"layers is {layers}: it has to be at least 1")
+    return replace(shape, num_layers=layers)
+
+
+class _Draw:
+    """The parameters of a decoder, drawn in float32 one after the other."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def parameter(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            # The mean of the squares is 1, so that the normed activations have a variance of 1.
+            return self._normal(*shape).mul_(_NORM_SPREAD).sub_(_NORM_SPREAD**2).exp_()
+        if name.endswith("bias"):
+            return self._normal(*shape).mul_(_BIAS_STD)
+        columns = 1 if name == "embedding.weight" else shape[1]
+        return self._matrix(*shape).mul_(columns**-0.5)
+
+    def _matrix(self, rows: int, columns: int) -> Tensor:
+        """Elements of variance 1, of which a part is a matrix of low rank."""
+        left, right = self._normal(rows, _RANK), self._normal(_RANK, columns)
+        full, low = (1 - _LOW_RANK_SHARE) ** 0.5, (_LOW_RANK_SHARE / _RANK) ** 0.5
+        return self._normal(rows, columns).addmm_(left, right, beta=full, alpha=low)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self._device).normal_(generator=self._generator)
+
+
+def _described(config: ModelConfig) -> dict[str, Any]:
+    """The config.json that `read_config` reads as `config`."""
+    if config.family not in _NATIVE:
+        raise UsageError(f"a random checkpoint of family {config.family}: choose among {', '.join(_NATIVE)}")
+    return _NATIVE[config.family](config)
+
+
+def _chatglm2(config: ModelConfig) -> dict[str, Any]:
+    # The vocabulary tells generation 4 from the earlier ones; generation 2 is known by its name.
+    described = {
+        "model_type": "chatglm",
+        "_name_or_path": "THUDM/chatglm2-6b",
+        "padded_vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "multi_query_attention": True,
+        "multi_query_group_num": config.num_kv_heads,
+        "kv_channels": config.head_dim,
+        "ffn_hidden_size": config.ffn_size,
+        "layernorm_epsilon": config.norm_eps,
+        "seq_length": config.max_context,
+        "add_qkv_bias": config.qkv_bias,
+        "add_bias_linear": False,
+        "rmsnorm": True,
+        "post_layer_norm": True,
+        "original_rope": config.rope.interleaved,
+        "tie_word_embeddings": config.tie_embeddings,
+        "eos_token_id": list(config.stop_ids),
+    }
+    ratio = config.rope.theta / 1e4
+    return described | ({} if ratio == 1 else {"rope_ratio": ratio})
+
+
+def _llama(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "max_position_embeddings": config.max_context,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": False,
+        "tie_word_embeddings": config.tie_embeddings,
+        "eos_token_id": list(config.stop_ids),
+    }
+
+
+_NATIVE: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {"chatglm2": _chatglm2, "llama": _llama}

@@ -1,0 +1,89 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from warpbus.errors import StorageError, UsageError
+from warpbus.formats import Checkpoint
+from warpbus.models import SHAPES, load_model, read_config, tensor_map
+from warpbus.models.layers import RMSNorm
+from warpbus.models.random_checkpoint import write_random_checkpoint
+
+SIZES = {"vocab_size": 300, "hidden_size": 128, "num_layers": 2, "num_heads": 4, "head_dim": 32, "ffn_size": 256}
+
+
+def tiny(name, **changes):
+    shape = SHAPES[name]
+    rope = replace(shape.rope, rotary_dim=32 // (shape.head_dim // shape.rope.rotary_dim))
+    return replace(shape, **SIZES, num_kv_heads=2, rope=rope, stop_ids=(2,), **changes)
+
+
+@pytest.mark.parametrize("name", ["chatglm2-6b", "llama-3-8b"])
+@torch.no_grad()
+def test_the_shape_is_read_back_and_activations_are_moderate(tmp_path, name):
+    shape = tiny(name)
+    assert write_random_checkpoint(tmp_path / "model", shape, device="cpu") == shape
+    checkpoint = Checkpoint(tmp_path / "model")
+    assert read_config(checkpoint) == shape
+    assert checkpoint.total_bytes == 2 * shape.num_parameters
+    assert set(checkpoint.names()) == {each for names in tensor_map(shape).values() for each in names}
+    model = load_model(checkpoint, device="cpu", dtype=torch.float32)
+    logits = model(torch.arange(200)[None] % shape.vocab_size)
+    assert 0.2 < logits.std() < 5
+    assert logits.abs().max() < 100
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_known_shape_has_a_config(tmp_path, name, monkeypatch):
+    """Its config.json says the shape, whatever number of layers; the sizes are those of a tiny model here."""
+    narrow = replace(SHAPES[name], hidden_size=8, num_heads=2, num_kv_heads=2, ffn_size=8)
+    monkeypatch.setitem(SHAPES, name, narrow)
+    written = write_random_checkpoint(tmp_path / "model", name, torch.bfloat16, layers=1, device="cpu")
+    assert written == replace(narrow, num_layers=1)
+    checkpoint = Checkpoint(tmp_path / "model")
+    assert read_config(checkpoint) == written
+    assert checkpoint.dtype(checkpoint.names()[0]) == torch.bfloat16
+
+
+@torch.no_grad()
+def test_inputs_of_the_layers_are_correlated_and_their_channels_differ(tmp_path):
+    shape = replace(tiny("chatglm2-6b"), hidden_size=256)
+    write_random_checkpoint(tmp_path / "model", shape, torch.float32, device="cpu")
+    model = load_model(Checkpoint(tmp_path / "model"), device="cpu", dtype=torch.float32)
+    norms = [module.weight for module in model.modules() if isinstance(module, RMSNorm)]
+    low, high = torch.cat(norms).quantile(torch.tensor([0.025, 0.975]))
+    assert 7 < high / low < 14
+    assert torch.cat(norms).square().mean() == pytest.approx(1, rel=0.2)
+    seen = []
+    model.layers[1].mlp.gate_up.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    for start in range(8):
+        model(torch.randint(shape.vocab_size, (1, 256), generator=torch.Generator().manual_seed(start)))
+    x = torch.cat([each.flatten(0, 1) for each in seen])
+    values = torch.linalg.eigvalsh(x.T @ x / len(x))
+    white = torch.linalg.eigvalsh(torch.cov(torch.randn(256, len(x), generator=torch.Generator().manual_seed(0))))
+    # The largest quarter of the directions has most of the variance; of white inputs it has little more than a quarter.
+    assert values[-64:].sum() / values.sum() > 0.7 > 0.5 > white[-64:].sum() / white.sum()
+
+
+def test_a_seed_draws_a_checkpoint(tmp_path):
+    tensors = []
+    for number, seed in enumerate((1, 1, 2)):
+        write_random_checkpoint(tmp_path / str(number), tiny("llama-3-8b"), seed=seed, device="cpu")
+        tensors.append(Checkpoint(tmp_path / str(number)).tensor("model.layers.1.mlp.down_proj.weight"))
+    assert torch.equal(tensors[0], tensors[1])
+    assert not torch.equal(tensors[0], tensors[2])
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="choose among chatglm2-6b"):
+        write_random_checkpoint(tmp_path / "model", "gpt-2")
+    with pytest.raises(UsageError, match="layers is 0: it has to be at least 1"):
+        write_random_checkpoint(tmp_path / "model", "chatglm2-6b", layers=0)
+    with pytest.raises(UsageError, match="family glm4: choose among chatglm2, llama"):
+        write_random_checkpoint(tmp_path / "model", replace(tiny("chatglm2-6b"), family="glm4"), device="cpu")
+    with pytest.raises(UsageError, match=r"config\.json of llama cannot say"):
+        write_random_checkpoint(tmp_path / "model", tiny("llama-3-8b", qk_norm=True), device="cpu")
+    write_random_checkpoint(tmp_path / "model", tiny("llama-3-8b"), device="cpu")
+    with pytest.raises(StorageError):
+        write_random_checkpoint(tmp_path / "model", tiny("llama-3-8b"), device="cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
