@@ -65,7 +65,7 @@ class Report:
         versions: of what the result may depend on.
         devices: the names of all devices that took part.
         stages: seconds of each stage of the work: reading, forward, hessians and so on.
-        estimate: what the preflight check expected, as `Estimate.to_json` has it; empty where there was none.
+        estimate: what the preflight check expected: seconds at least; bytes of memory, gpu_memory and disk.
         gpu_seconds: GPUs times the seconds that they were held; `None` on the CPU.
         energy_joules: what the GPUs took; `None` where it was not measured.
         prices: what `cost` is computed from: gpu_hour, kwh; empty where no price is known.
@@ -89,7 +89,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     stages: dict[str, float] = field(default_factory=dict)
-    estimate: dict[str, Any] = field(default_factory=dict)
+    estimate: dict[str, float] = field(default_factory=dict)
     gpu_seconds: float | None = None
     energy_joules: float | None = None
     prices: dict[str, float] = field(default_factory=dict)
