@@ -7,8 +7,8 @@
 #pragma once
 #include "common/ptx.cuh"
 
-constexpr int kTile = 16;           // columns whose sums a thread holds in registers
-constexpr int kMaxThreads = 128;    // of a block: as many rows
+constexpr int kTile = 16;         // columns whose sums a thread holds in registers
+constexpr int kMaxThreads = 128;  // of a block: as many rows
 constexpr float kNoFraction = 12582912.0f;  // 1.5 * 2^23: floats of this size have no fraction
 
 // Where tile t of the corner begins: tile i has the 16 (i + 1) rows of the corner down to the diagonal, 16 columns wide.
@@ -26,7 +26,7 @@ struct Place {
         const unsigned int index = blockIdx.x % blocks * blockDim.x + threadIdx.x;
         part = blockIdx.x / blocks;
         row = min(index, static_cast<unsigned int>(rows) - 1);
-        live = index < rows;
+        live = index < static_cast<unsigned int>(rows);
     }
 };
 
