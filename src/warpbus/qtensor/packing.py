@@ -25,12 +25,15 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """
     count = codes.shape[-1]
     words = packed_words(count, bits)
-    if 32 % bits == 0:
-        per_word = 32 // bits
-        padded = torch.nn.functional.pad(codes.to(torch.int32), (0, words * per_word - count))
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
-        # Distinct bits, so a wrapping sum is the same as an "or".
-        return (padded.unflatten(-1, (words, per_word)) << shifts).sum(-1, dtype=torch.int32)
+    if 8 % bits == 0:
+        # A byte holds a whole number of values: bytes are a quarter of the memory that words would take in between.
+        per_byte = 8 // bits
+        padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, words * 4 * per_byte - count))
+        packed = torch.zeros(*codes.shape[:-1], words, dtype=torch.int32, device=codes.device)
+        stream = packed.view(torch.uint8)
+        for place, values in enumerate(padded.unflatten(-1, (words * 4, per_byte)).unbind(-1)):
+            stream |= values << (place * bits)
+        return packed
     position = torch.arange(count, device=codes.device) * bits
     word, shift = position // 32, position % 32
     wide = codes.to(torch.int64) << shift
@@ -53,13 +56,14 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         uint8 `[..., count]`.
     """
     mask = 2**bits - 1
-    if 32 % bits == 0:
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-        values = (packed.unsqueeze(-1) >> shifts) & mask
-        return values.flatten(-2)[..., :count].to(torch.uint8)
+    # Not only contiguous: an axis of length 1 may have any stride then, which the view of bytes refuses.
+    words = packed.contiguous().as_strided((packed.numel(),), (1,))
+    stream = words.view(torch.uint8).view(*packed.shape[:-1], 4 * packed.shape[-1])
+    if 8 % bits == 0:
+        places = [(stream >> shift) & mask for shift in range(0, 8, bits)]
+        return torch.stack(places, -1).flatten(-2)[..., :count]
     # Eight values fill `bits` bytes: gather these into one integer and cut it up.
     chunks = -(-count // 8)
-    stream = packed.contiguous().view(torch.uint8)
     padded = torch.nn.functional.pad(stream, (0, max(0, chunks * bits - stream.shape[-1])))
     wide = torch.int32 if bits < 4 else torch.int64
     chunk_bytes = padded[..., : chunks * bits].unflatten(-1, (chunks, bits)).to(wide)

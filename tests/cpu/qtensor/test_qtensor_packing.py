@@ -54,3 +54,15 @@ def test_a_transposed_view_packs_like_its_copy() -> None:
 
 def test_the_first_value_is_the_lowest_nibble() -> None:
     assert pack(torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), 4).tolist() == [0x87654321 - 2**32]
+
+
+def test_transposed_and_empty_tensors() -> None:
+    """An axis of length 1 or 0 may have any stride."""
+    for bits in range(1, 9):
+        for rows, count in ((1, 1), (1, 5), (5, 1), (3, 40), (0, 4), (4, 0)):
+            codes = torch.arange(count * rows).view(count, rows).T % 2**bits
+            packed = pack(codes, bits)
+            assert packed.shape == (rows, packed_words(count, bits))
+            # The same words, one apart in memory from the next.
+            spread = torch.stack([packed, packed], -1)[..., 0]
+            assert torch.equal(unpack(spread, bits, count), codes.to(torch.uint8))
