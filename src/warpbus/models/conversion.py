@@ -71,8 +71,10 @@ class Plan:
 
     @property
     def copied(self) -> list[str]:
-        """The tensors that are none of `matrices`."""
-        taken = {
+        """The tensors that are none of `matrices`, nor biases of zeros that the decoder does not have."""
+        known = {name for names in tensor_map(self.config).values() for name in names}
+        biases = {f"{prefix}.bias" for prefix in self.schemes} - known
+        taken = biases | {
             name
             for matrix in self.matrices
             for name in (f"{matrix.prefix}.weight", *self.source.stored(self.checkpoint, matrix.prefix))

@@ -158,19 +158,20 @@ class _Job:
 
     def write(self, writer: CheckpointWriter, digests: dict[str, bytes]) -> int:
         """Write all tensors and what they were meant to be; gives their bytes."""
-        written, total = 0, len(self.plan.copied) + len(self.plan.matrices)
+        copied, written = self.plan.copied, 0
+        total = len(copied) + len(self.plan.matrices)
 
         def add(name: str, tensor: Tensor) -> None:
             nonlocal written
             writer.add(name, tensor)
             written += tensor.nbytes
 
-        for done, name in enumerate(self.plan.copied):
+        for done, name in enumerate(copied):
             self.progress("converting", done, total)
             tensor = self._cast(name, self.plan.checkpoint.tensor(name))
             digests[name] = _digest(tensor)
             add(name, tensor)
-        for done, matrix in enumerate(self.plan.matrices, len(self.plan.copied)):
+        for done, matrix in enumerate(self.plan.matrices, len(copied)):
             self.progress("converting", done, total)
             name, converted = f"{matrix.prefix}.weight", self._convert(matrix)
             digests[name] = _digest(converted)
@@ -183,16 +184,17 @@ class _Job:
         """Read everything back. Raises StorageError if it is not what was meant."""
         found = Checkpoint(directory)
         quantized_parameters(found, read_config(found))
-        declared = None if self.plan.target is None else self.plan.target.read_schemes(found.config)
+        target, quantized = self.plan.target, self.plan.schemes
+        declared = None if target is None else target.read_schemes(found.config)
         for done, (name, expected) in enumerate(digests.items()):
             self.progress("reading back", done, len(digests))
             prefix = name.removesuffix(".weight")
             read: QTensor | Tensor
-            scheme = None if declared is None or prefix not in self.plan.schemes else declared.of(prefix)
-            if self.plan.target is None or scheme is None:
+            scheme = None if declared is None or prefix not in quantized else declared.of(prefix)
+            if target is None or scheme is None:
                 read = found.tensor(name)
             else:
-                read = self.plan.target.from_tensors(found, prefix, scheme)
+                read = target.from_tensors(found, prefix, scheme)
             if _digest(read) != expected:
                 raise StorageError(
                     f"{self.output}: {name}: what was read back is not what was written: nothing is kept: "

@@ -202,13 +202,20 @@ class _Source:
         if self.config.tie_embeddings:
             expected.add(self.tied_head_name)
         extras = [name for name in self.checkpoint.names() if name not in expected]
-        extras = [name for name in extras if not name.endswith(_KNOWN_EXTRAS)]
+        extras = [name for name in extras if not (name.endswith(_KNOWN_EXTRAS) or self.is_zero_bias(name))]
         if extras:
             shown = ", ".join(extras[:3]) + (f" and {len(extras) - 3} more" if len(extras) > 3 else "")
             raise CheckpointError(
                 f"{self.checkpoint.directory}: unexpected weights {shown}: a {self.config.family} model with this "
                 "config.json has none of that name: check that config.json belongs to these weights"
             )
+
+    def is_zero_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros, as AutoGPTQ gave every layer that it quantized."""
+        prefix = name.removesuffix(".bias")
+        if prefix == name or self.layout is None or not self.layout.is_quantized(self.checkpoint, prefix):
+            return False
+        return not bool(self.checkpoint.tensor(name).any())
 
     @property
     def tied_head_name(self) -> str:

@@ -285,6 +285,34 @@ def test_damaged_sources_are_named(tmp_path: Path) -> None:
     assert left_over(tmp_path) == []
 
 
+def test_biases_of_zeros_that_auto_gptq_wrote(tmp_path: Path) -> None:
+    values = {**HF, "model_type": "llama"}
+    directory, plain = write_quantized(tmp_path / "gptq", values, "gptq", "w4a16-g32")
+    tensors = all_tensors(directory)
+    biases = {f"model.layers.{index}.mlp.down_proj.bias": torch.zeros(64).half() for index in range(2)}
+    config = Checkpoint(directory).config
+    old = write_files(tmp_path / "old", config, tensors | biases)
+    close(logits(old), logits_of(tmp_path / "plain", values, plain))
+    convert(old, tmp_path / "awq", to="awq")
+    convert(tmp_path / "awq", tmp_path / "back", to="gptq")
+    assert same(all_tensors(tmp_path / "back"), tensors)
+    biases["model.layers.1.mlp.down_proj.bias"][3] = 1
+    used = write_files(tmp_path / "used", config, tensors | biases)
+    with pytest.raises(CheckpointError, match=r"unexpected weights model\.layers\.1\.mlp\.down_proj\.bias:"):
+        convert(used, tmp_path / "out", to="awq")
+
+
+@pytest.mark.parametrize("form", ["gptq", "gptq-v2", "awq"])
+def test_transformers_understands_the_configurations(form: str, tmp_path: Path) -> None:
+    """Only the configuration: what reads the weights is a package of its own."""
+    quantizers = pytest.importorskip("transformers.quantizers.auto")
+    directory, _ = write_quantized(tmp_path / "model", HF, form, "w4a16-g32")
+    described = Checkpoint(directory).config["quantization_config"]
+    read = quantizers.AutoQuantizationConfig.from_dict(described)
+    assert (read.bits, read.group_size) == (4, 32)
+    assert read.format == {"gptq": "gptq", "gptq-v2": "gptq_v2", "awq": "gemm"}[form]
+
+
 def test_progress_names_each_step(tmp_path: Path) -> None:
     directory, _ = write_quantized(tmp_path / "ct", HF, "compressed-tensors", "w4a16-g32")
     seen: list[tuple[str, int, int]] = []
