@@ -80,6 +80,7 @@ class Processes:
         self._receive = receive
         self._members: list[_Member] = []
         self._directory = Path()
+        self._finished = False
 
     def __enter__(self) -> Self:
         if len(self._devices) == 1:
@@ -120,11 +121,12 @@ class Processes:
                     del working[ready]
                 else:
                     raise self._cause(member, outcome)
+        self._finished = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(at_once=kind is not None)
+        self._end(at_once=not self._finished)
 
     def _start(self, rank: int, device: torch.device) -> _Member:
         mine, other = Pipe()

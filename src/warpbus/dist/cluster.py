@@ -1,0 +1,211 @@
+"""Starting the processes of a job on the machines of a Ray cluster (extra `cluster`)."""
+
+import importlib
+import socket
+import time
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from warpbus.dist.group import join
+from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
+from warpbus.errors import DeviceError, UsageError, WarpbusError
+
+# How long the job may wait for its GPUs or cores to become free.
+_SECONDS_FOR_RESOURCES = 60.0
+# A process that lost another one may be heard of before the lost one, whose end says more; Ray needs a while to see it.
+_SECONDS_FOR_THE_CAUSE = 10.0
+# A call that waits for messages returns empty-handed after this long, so that no thread of an actor waits forever.
+_SECONDS_OF_SILENCE = 5.0
+
+
+def launch_on_cluster(
+    function: Job, arguments: Sequence[object], *, processes: int, address: str, gpus: bool, receive: Receive
+) -> None:
+    """Run `function(group, send, *arguments)` in processes of a Ray cluster, and return when all have returned.
+
+    As `launch`, but processes may be on any machine of the cluster, on as few as Ray can (placement strategy PACK). On
+    each machine Warpbus has to be installed, and paths among the arguments have to lead to the same files. The
+    processes end with the job and with this process.
+
+    Args:
+        function: see `Processes`.
+        arguments: see `Processes`; they are copied.
+        processes: how many.
+        address: "auto", the cluster that this machine belongs to, or "ray://HOST:PORT".
+        gpus: one GPU for each process, which is its `cuda:0`; else one CPU core.
+        receive: see `Processes`.
+
+    Raises:
+        UsageError: Ray is not installed, or there is no cluster at `address`.
+        WarpbusError: what one of the processes raised, with its class and message.
+        DeviceError: the cluster has too few free GPUs or cores, a process or its machine died, or a process stopped at
+            an exception of another kind.
+    """
+    ray = _ray()
+    connected_here = not ray.is_initialized()
+    if connected_here:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise UsageError(f"cluster {address}: {first}: give auto on a machine of it, or ray://HOST:PORT") from error
+    try:
+        _Crew(ray, processes, address, gpus).run(function, arguments, receive)
+    finally:
+        if connected_here:
+            ray.shutdown()
+
+
+def _ray() -> Any:
+    # Imported where it is asked for: it takes about a second.
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise UsageError("a cluster needs Ray: pip install 'warpbus[cluster]' on each of its machines") from error
+
+
+class _Actor:
+    """A process of the job. `run` works in one thread of it while `messages` is called in another."""
+
+    def __init__(self) -> None:
+        self._said: SimpleQueue[Message | Done | Failure] = SimpleQueue()
+
+    def node(self) -> str:
+        return _ray().util.get_node_ip_address()
+
+    def free_port(self) -> int:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return free.getsockname()[1]
+
+    def run(self, place: tuple[str, int, int, str], work: tuple[Job, tuple[object, ...]]) -> None:
+        meeting, rank, world, device = place
+        function, arguments = work
+        try:
+            group = join(meeting, rank, world, torch.device(device))
+            function(group, lambda content: self._said.put(Message(content)), *arguments)
+        except BaseException as error:
+            self._said.put(Failure.of(error))
+        else:
+            self._said.put(Done())
+
+    def messages(self) -> list[Message | Done | Failure]:
+        """What has been said since the last call; waits a while for it."""
+        try:
+            said = [self._said.get(timeout=_SECONDS_OF_SILENCE)]
+        except Empty:
+            return []
+        while not self._said.empty():
+            said.append(self._said.get())
+        return said
+
+
+class _Crew:
+    """The actors of one job and what the cluster holds for them."""
+
+    def __init__(self, ray: Any, processes: int, address: str, gpus: bool) -> None:
+        self._ray = ray
+        self._world = processes
+        self._address = address
+        self._gpus = gpus
+        self._actors: list[Any] = []
+        self._nodes: list[str] = []
+
+    def run(self, function: Job, arguments: Sequence[object], receive: Receive) -> None:
+        util = importlib.import_module("ray.util")
+        held = util.placement_group([{"GPU": 1} if self._gpus else {"CPU": 1}] * self._world, strategy="PACK")
+        try:
+            if not held.wait(_SECONDS_FOR_RESOURCES):
+                raise self._too_few()
+            self._start(held)
+            port = self._get(0, self._actors[0].free_port.remote())
+            meeting, device = f"tcp://{self._nodes[0]}:{port}", "cuda:0" if self._gpus else "cpu"
+            shared = self._ray.put((function, tuple(arguments)))
+            running = [
+                actor.run.remote((meeting, rank, self._world, device), shared)
+                for rank, actor in enumerate(self._actors)
+            ]
+            self._listen(receive, running)
+        finally:
+            for actor in self._actors:
+                self._ray.kill(actor)
+            util.remove_placement_group(held)
+
+    def _start(self, held: Any) -> None:
+        strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        kind = self._ray.remote(_Actor)
+        for rank in range(self._world):
+            options = kind.options(
+                num_cpus=0 if self._gpus else 1,
+                num_gpus=1 if self._gpus else 0,
+                max_concurrency=2,
+                scheduling_strategy=strategy(placement_group=held, placement_group_bundle_index=rank),
+            )
+            self._actors.append(options.remote())
+        asked = [actor.node.remote() for actor in self._actors]
+        for rank, answer in enumerate(asked):
+            self._nodes.append(self._get(rank, answer))
+
+    def _listen(self, receive: Receive, running: list[Any]) -> None:
+        """Hand on messages until all have returned."""
+        asked = {actor.messages.remote(): rank for rank, actor in enumerate(self._actors)}
+        while asked:
+            ready, _ = self._ray.wait(list(asked))
+            rank = asked.pop(ready[0])
+            said = self._get(rank, ready[0])
+            if not said and self._ray.wait([running[rank]], timeout=0)[0]:
+                self._get(rank, running[rank])  # it did not begin: the function could not be loaded there
+            for outcome in said:
+                if isinstance(outcome, Message):
+                    receive(outcome.content)
+                elif isinstance(outcome, Failure):
+                    raise self._cause(rank, outcome, asked)
+            if not any(isinstance(outcome, Done) for outcome in said):
+                asked[self._actors[rank].messages.remote()] = rank
+
+    def _cause(self, rank: int, failure: Failure, asked: dict[Any, int]) -> WarpbusError:
+        """The exception to raise after `failure` of a process, which another one's end may have caused."""
+        end = time.monotonic() + _SECONDS_FOR_THE_CAUSE
+        while failure.kind is None and asked and time.monotonic() < end:
+            ready, _ = self._ray.wait(list(asked), timeout=end - time.monotonic())
+            for answer in ready:
+                other = asked.pop(answer)
+                try:
+                    said = self._get(other, answer)
+                except DeviceError as death:
+                    return death
+                for outcome in said:
+                    if isinstance(outcome, Failure) and outcome.kind is not None:
+                        return outcome.error(self._name(other))
+                if all(isinstance(outcome, Message) for outcome in said):
+                    asked[self._actors[other].messages.remote()] = other
+        return failure.error(self._name(rank))
+
+    def _get(self, rank: int, answer: Any) -> Any:
+        try:
+            return self._ray.get(answer)
+        except self._ray.exceptions.RayActorError as error:
+            raise DeviceError(
+                f"{self._name(rank)} died, or its machine did: see `ray status` and Ray's logs there, and run it again"
+            ) from error
+        except self._ray.exceptions.RayError as error:
+            first = str(error).strip().splitlines()[-1]
+            raise DeviceError(
+                f"{self._name(rank)} could not begin: {first}: install the same Warpbus on each machine of the cluster"
+            ) from error
+
+    def _name(self, rank: int) -> str:
+        node = f" on node {self._nodes[rank]}" if rank < len(self._nodes) else ""
+        return f"process {rank}{node} of cluster {self._address}"
+
+    def _too_few(self) -> DeviceError:
+        kind, what = ("GPU", "GPUs") if self._gpus else ("CPU", "CPU cores")
+        has = self._ray.cluster_resources().get(kind, 0)
+        free = self._ray.available_resources().get(kind, 0)
+        return DeviceError(
+            f"cluster {self._address}: the job needs {self._world} {what}, the cluster has {has:.0f}, of which "
+            f"{free:.0f} are free: use fewer processes, add machines, or wait for other jobs"
+        )
