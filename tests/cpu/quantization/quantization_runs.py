@@ -68,9 +68,9 @@ class Runs:
 
         Args:
             arguments: of `warpbus`.
-            number: a signal that it is sent,
-            after: so many seconds after its start,
-            when: or as soon as this path exists.
+            number: a signal that it is sent if `after` or `when` is given:
+            after: so many seconds
+            when: after this path exists, or after the start.
             largest_file: no file may grow beyond it, in bytes; as on a full disk, a write fails then.
         """
         request = {
@@ -102,20 +102,20 @@ def _run(request: dict[str, Any]) -> Outcome:
         child = os.fork()
         if child == 0:
             _be_the_command(request, said.fileno())
-        code, sent = None, False
+        code, waits = None, request["after"] is not None or request["when"] is not None
+        since = started if request["when"] is None else None
         while code is None:
             done, status = os.waitpid(child, os.WNOHANG)
-            passed = time.monotonic() - started
+            now = time.monotonic()
+            if since is None and os.path.exists(request["when"]):
+                since = now
             if done:
                 code = os.waitstatus_to_exitcode(status)
-            elif passed > _SECONDS:
+            elif now - started > _SECONDS:
                 os.kill(child, signal.SIGKILL)
-            elif not sent and (
-                (request["after"] is not None and passed >= request["after"])
-                or (request["when"] is not None and os.path.exists(request["when"]))
-            ):
+            elif waits and since is not None and now - since >= (request["after"] or 0.0):
                 os.kill(child, request["number"])
-                sent = True
+                waits = False
             else:
                 time.sleep(0.001)
         said.seek(0)

@@ -18,11 +18,12 @@ from warpbus.quantization import quantize
 
 LAYERS = 4
 KILLS = 20
+SMALL = {"num_hidden_layers": LAYERS, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("source") / "tiny", num_hidden_layers=LAYERS, intermediate_size=128)
+    return write_model(tmp_path_factory.mktemp("source") / "tiny", **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def undisturbed(runs: Runs, model: Path, texts: Path, tmp_path_factory: pytest.T
 
 
 def command(model: Path, output: Path, texts: Path, *more: object) -> tuple[object, ...]:
-    arguments = ("quantize", model, output, "--calibration", texts, "--scheme", "w3a16-g64-asym", "--device", "cpu")
+    arguments = ("quantize", model, output, "--calibration", texts, "--scheme", "w3a16-g32-asym", "--device", "cpu")
     return (*arguments, *more)
 
 
@@ -58,20 +59,22 @@ def told(run: Outcome) -> str:
 def test_twenty_kills_end_in_the_same_model(
     runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
 ) -> None:
-    """Each at a random moment; what was killed goes on, until the model is there; then from the beginning again."""
+    """Each at a random moment of a random stage; what was killed goes on, until the model is there; then once more."""
     expected, seconds = undisturbed
-    moments, kills, models, kept = random.Random(5), 0, 0, set()
-    output = tmp_path / "out"
-    while kills < KILLS or not output.exists():
-        after = moments.uniform(0, seconds) if kills < KILLS else None
-        run = runs.start(*command(model, output, texts), after=after)
+    chance, kills, kept = random.Random(5), 0, set()
+    output, parts = tmp_path / "out", tmp_path / "out.quantization"
+    stages = ["run", *(f"layer-{index:05}" for index in range(LAYERS)), "order"]
+    while kills < KILLS or not output.exists() or parts.exists():
+        # Of a stage that an earlier run has reached, the moment is counted from the start.
+        stage = parts / f"{chance.choice(stages)}.json"
+        moment = {"when": stage, "after": chance.uniform(0, seconds / len(stages))} if kills < KILLS else {}
+        run = runs.start(*command(model, output, texts), **moment)
         assert run.code in (0, -signal.SIGKILL), run.said
         kills += run.code != 0
         kept.add(len(FinishedParts(output).parts()))
         if output.exists():
             assert fingerprint(output) == expected
-            models += 1
-            if kills < KILLS:
+            if kills < KILLS and not parts.exists():
                 shutil.rmtree(output)
     assert len(kept) > 2  # they were killed at different layers
     assert {path.name for path in tmp_path.iterdir()} <= {
@@ -94,6 +97,23 @@ def test_a_run_that_goes_on_says_so_in_its_report(
     assert report["resumed_layers"] == len(kept)
     assert len(report["layers"]) == 4 * LAYERS
     assert fingerprint(tmp_path / "out") == undisturbed[0]
+
+
+def test_other_settings_begin_again_and_a_damaged_layer_is_done_again(
+    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+) -> None:
+    output, kept = tmp_path / "out", tmp_path / "out.quantization"
+    assert runs.start(*command(model, output, texts, "--seed", 3), when=kept / "layer-00000.json").code != 0
+    run = runs.start(*command(model, output, texts), when=kept / "layer-00002.json")
+    assert run.code == -signal.SIGKILL
+    assert "what a run with other settings had finished is removed" in " ".join(run.said.split())
+    file = kept / "layer-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    layers = sum(part.startswith("layer") for part in FinishedParts(output).parts())
+    run = runs.start(*command(model, output, texts))
+    assert f"{layers} layers are finished already: going on from there" in " ".join(run.said.split())
+    assert json.loads((output / "warpbus-report.json").read_text())["resumed_layers"] == layers
+    assert fingerprint(output) == undisturbed[0]
 
 
 def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(
@@ -120,7 +140,7 @@ def test_a_full_disk_keeps_what_was_finished(
     second = tmp_path / "out.quantization" / "layer-00001.json"
     assert runs.start(*command(model, output, texts), when=second).code == -signal.SIGKILL
     kept = FinishedParts(output).parts()
-    run = runs.start(*command(model, output, texts), largest_file=20_000)
+    run = runs.start(*command(model, output, texts), largest_file=8_000)
     assert run.code == 1
     assert "cannot be written (File too large): free some space or choose another path" in told(run)
     assert f"finished parts are kept in {output}.quantization: the same command goes on from there" in told(run)
@@ -160,7 +180,7 @@ def test_numbers_that_cannot_be_used(
     """In the weights and in the calibration's states: the matrix is named, and layers before it are kept."""
     broken = changed_model(model, tmp_path / "broken", tensor, value)
     with pytest.raises(NumericError, match=said) as raised:
-        quantize(broken, tmp_path / "out", calibration=texts, scheme="w3a16-g64-asym", device="cpu")
+        quantize(broken, tmp_path / "out", calibration=texts, scheme="w3a16-g32-asym", device="cpu")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
     kept = [part for part in FinishedParts(tmp_path / "out").parts() if part.startswith("layer")]
