@@ -14,7 +14,7 @@ from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
 from warpbus.errors import DeviceError, UsageError, WarpbusError
 
 # How long the job may wait for its GPUs or cores to become free.
-_SECONDS_FOR_RESOURCES = 60.0
+_SECONDS_FOR_RESOURCES = 60
 # A process that lost another one may be heard of before the lost one, whose end says more; Ray needs a while to see it.
 _SECONDS_FOR_THE_CAUSE = 10.0
 # A call that waits for messages returns empty-handed after this long, so that no thread of an actor waits forever.

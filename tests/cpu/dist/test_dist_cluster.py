@@ -92,7 +92,7 @@ def test_a_process_that_fails_ends_the_job(
 
 
 def test_too_few_cores(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_SECONDS_FOR_RESOURCES", 0.5)
+    monkeypatch.setattr(cluster, "_SECONDS_FOR_RESOURCES", 1)
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     with pytest.raises(DeviceError, match="the job needs 3 CPU cores, the cluster has 2, of which 2 are free"):
         launch_on_cluster(end, ("",), processes=3, address=address, gpus=False, receive=print)
