@@ -106,10 +106,11 @@ launch(hang, (), devices=[torch.device("cpu")] * 2, receive=lambda process: prin
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_orphan_is_left_when_the_parent_ends(number: signal.Signals) -> None:
+def test_no_orphan_is_left_when_the_parent_ends(number: signal.Signals, tmp_path: Path) -> None:
     # No guard in the main program: the processes do not run it again.
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # the file where they met stays after kill -9
     with subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         children = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
