@@ -59,15 +59,16 @@ def told(run: Outcome) -> str:
 def test_twenty_kills_end_in_the_same_model(
     runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
 ) -> None:
-    """Each at a random moment of a random stage; what was killed goes on, until the model is there; then once more."""
+    """Each at a random moment of the next stage or the one after; when the model is there, it begins again."""
     expected, seconds = undisturbed
     chance, kills, kept = random.Random(5), 0, set()
     output, parts = tmp_path / "out", tmp_path / "out.quantization"
     stages = ["run", *(f"layer-{index:05}" for index in range(LAYERS)), "order"]
     while kills < KILLS or not output.exists() or parts.exists():
-        # Of a stage that an earlier run has reached, the moment is counted from the start.
-        stage = parts / f"{chance.choice(stages)}.json"
-        moment = {"when": stage, "after": chance.uniform(0, seconds / len(stages))} if kills < KILLS else {}
+        ahead = [path for name in stages if not (path := parts / f"{name}.json").exists()]
+        # Killed in the last stage, the next run is killed so long after its start.
+        moment = {"when": chance.choice(ahead[:2] or [parts]), "after": chance.uniform(0, seconds / len(stages))}
+        moment = moment if kills < KILLS else {}
         run = runs.start(*command(model, output, texts), **moment)
         assert run.code in (0, -signal.SIGKILL), run.said
         kills += run.code != 0
