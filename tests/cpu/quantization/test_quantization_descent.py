@@ -5,6 +5,7 @@ import torch
 
 from warpbus.qtensor import Scheme
 from warpbus.quantization.algorithms import gptq
+from warpbus.quantization.algorithms.descent import descend
 
 
 def correlated(columns, seed):
@@ -58,3 +59,61 @@ def test_scales_are_exact_in_the_dtype_they_are_stored_in(scale_dtype):
     assert after.scales.dtype == scale_dtype
     assert not torch.equal(before.scales, after.scales)
     assert loss(weight, after, hessian) < loss(weight, before, hessian)
+
+
+def setting(parts=2, rows=6, columns=200, groups=4, seed=4):
+    """Rounded to nearest, as `descend` takes it: weights, codes less zero points, scales, zeros, groups, Hessian."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(parts, columns, rows, generator=generator)
+    of = (torch.randperm(columns, generator=generator) % groups).int()
+    scales = 0.5 + 0.2 * torch.rand(parts, groups, rows, generator=generator)
+    zeros = torch.full_like(scales, 4.0)
+    centred = (weight / scales[:, of.long()]).round().clamp(-4, 3)
+    return weight, centred, scales, zeros, of, correlated(columns, seed)
+
+
+def error(weight, centred, scales, of, hessian):
+    change = (weight - centred * scales[:, of.long()]).double()
+    return ((hessian.double() @ change) * change).sum((1, 2))
+
+
+@pytest.mark.parametrize("groups", [1, 4, 50])
+def test_it_works_in_place_and_never_raises_the_error(groups):
+    weight, centred, scales, zeros, of, hessian = setting(groups=groups)
+    scheme, before = Scheme.parse("w3a16"), error(weight, centred, scales, of, hessian)
+    gradient = hessian @ (weight - centred * scales[:, of.long()])
+    copies = zeros.clone(), of.clone(), hessian.clone()
+    for _ in range(4):
+        assert descend(gradient, hessian, centred, scales, zeros, of, scheme, torch.float32, 1) is None
+        after = error(weight, centred, scales, of, hessian)
+        assert bool((after <= before * (1 + 1e-6)).all())
+        before = after
+        # What is kept up to date is the gradient of the change as it is.
+        expected = hessian @ (weight - centred * scales[:, of.long()])
+        assert torch.allclose(gradient, expected, atol=1e-3 * float(expected.abs().max()))
+        assert torch.equal(centred, centred.round())
+        assert int(centred.min()) >= -4
+        assert int(centred.max()) <= 3
+    for given, copy in zip((zeros, of, hessian), copies, strict=True):
+        assert torch.equal(given, copy)
+
+
+def test_no_sweep_changes_nothing():
+    weight, centred, scales, zeros, of, hessian = setting()
+    gradient = hessian @ (weight - centred * scales[:, of.long()])
+    given = gradient, centred, scales
+    copies = [tensor.clone() for tensor in given]
+    descend(gradient, hessian, centred, scales, zeros, of, Scheme.parse("w3a16"), torch.float32, 0)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(given, copies, strict=True))
+
+
+def test_parts_give_the_bits_that_they_give_alone():
+    weight, centred, scales, zeros, of, hessian = setting(parts=3)
+    gradient = torch.stack([hessian @ part for part in weight - centred * scales[:, of.long()]])
+    alone = [[tensor[part : part + 1].clone() for tensor in (gradient, centred, scales)] for part in range(3)]
+    scheme = Scheme.parse("w3a16")
+    descend(gradient, hessian, centred, scales, zeros, of, scheme, torch.bfloat16, 2)
+    for part, single in enumerate(alone):
+        descend(single[0], hessian, *single[1:], zeros[part : part + 1], of, scheme, torch.bfloat16, 2)
+        for tensor, whole in zip(single, (gradient, centred, scales), strict=True):
+            assert torch.equal(tensor[0], whole[part])

@@ -8,6 +8,8 @@ import torch
 from warpbus.errors import NumericError, SchemeError
 from warpbus.qtensor import Scheme
 from warpbus.quantization.algorithms import gptq, rtn
+from warpbus.quantization.algorithms.factored import factored
+from warpbus.quantization.algorithms.gptq import gptq_rows
 
 SCHEMES = [
     f"w{bits}a16{group}{asym}" for bits in (2, 3, 4, 8) for group in ("-g32", "-g128", "") for asym in ("", "-asym")
@@ -83,7 +85,7 @@ def test_loses_less_than_rounding_to_nearest(text):
 def test_uncorrelated_inputs_mean_rounding_to_nearest(text):
     scheme, weight = Scheme.parse(text), random(16, 256, seed=2)
     expected = rtn(weight, scheme, scale_dtype=torch.float16)
-    found = gptq(weight, torch.eye(256), scheme, scale_dtype=torch.float16, clip_search=False, sweeps=0)
+    found = gptq(weight, torch.eye(256), scheme, scale_dtype=torch.float16, clip=False, sweeps=0)
     assert torch.equal(found.qweight, expected.qweight)
     assert torch.equal(found.scales, expected.scales)
     assert (found.zeros is None) == (expected.zeros is None)
@@ -97,7 +99,7 @@ def test_comes_close_to_brute_force():
     sums = torch.zeros(3)
     for seed in range(40):
         weight, hessian = random(1, 4, seed), correlated(4, seed, tokens=64)
-        found = gptq(weight, hessian, scheme, scale_dtype=torch.float32, clip_search=False, sweeps=0)
+        found = gptq(weight, hessian, scheme, scale_dtype=torch.float32, clip=False, sweeps=0)
         codes = torch.tensor(list(itertools.product(range(4), repeat=4)), dtype=torch.float32)
         changes = (codes - scheme.middle_code) * found.scales - weight
         best = float(((changes @ hessian) * changes).sum(1).min())
@@ -139,7 +141,7 @@ def test_the_size_of_the_hessian_does_not_matter():
     assert torch.equal(plain.qweight, doubled.qweight)
 
 
-def test_activation_order_and_clip_search_pay():
+def test_activation_order_and_clipping_pay():
     """On heavy-tailed weights and inputs of very different size."""
     scheme = Scheme.parse("w3a16-g128")
     weight = random(64, 256, seed=6)
@@ -148,7 +150,7 @@ def test_activation_order_and_clip_search_pay():
     losses = [
         loss(
             weight,
-            gptq(weight, hessian, scheme, scale_dtype=torch.float16, activation_order=order, clip_search=clip),
+            gptq(weight, hessian, scheme, scale_dtype=torch.float16, activation_order=order, clip=clip),
             hessian,
         )
         for order, clip in ((False, False), (True, False), (True, True))
@@ -163,7 +165,7 @@ def test_columns_that_never_had_an_input(text):
     dead = torch.tensor([0, 5, 127])
     hessian[dead] = 0
     hessian[:, dead] = 0
-    found = gptq(weight, hessian, scheme, scale_dtype=torch.float16, clip_search=False, sweeps=0)
+    found = gptq(weight, hessian, scheme, scale_dtype=torch.float16, clip=False, sweeps=0)
     expected = rtn(weight, scheme, scale_dtype=torch.float16)
     assert torch.equal(found.codes()[:, dead], expected.codes()[:, dead])
     assert loss(weight, found, hessian) < loss(weight, expected, hessian)
@@ -171,7 +173,7 @@ def test_columns_that_never_had_an_input(text):
 
 def test_no_input_at_all_means_rounding_to_nearest():
     weight, scheme = random(8, 64), Scheme.parse("w4a16-g64")
-    found = gptq(weight, torch.zeros(64, 64), scheme, scale_dtype=torch.float16, clip_search=False, sweeps=0)
+    found = gptq(weight, torch.zeros(64, 64), scheme, scale_dtype=torch.float16, clip=False, sweeps=0)
     assert torch.equal(found.qweight, rtn(weight, scheme, scale_dtype=torch.float16).qweight)
 
 
@@ -218,3 +220,94 @@ def test_arguments_are_left_alone():
     gptq(weight, hessian, Scheme.parse("w4a16-g32"), scale_dtype=torch.float16, activation_order=False)
     assert torch.equal(weight, copies[0])
     assert torch.equal(hessian, copies[1])
+
+
+@pytest.mark.parametrize("text", ["w3a16-g32", "w4a16-g64-asym", "w8a16", "w2a16-asym"])
+@pytest.mark.parametrize("drifts", [False, True])
+def test_parts_give_the_bits_that_they_give_alone(text, drifts):
+    """So that a result does not depend on which parts a process was dealt."""
+    scheme, columns = Scheme.parse(text), 256
+    weight = random(5 * 7, columns, seed=10).view(5, 7, columns)
+    weight[3, 2:] = 0  # a last part is filled up with zeros
+    hessian = factored(correlated(columns, seed=10), name="q")
+    drift = 0.02 * random(columns, columns, seed=11) if drifts else None
+    together, losses = gptq_rows(weight, hessian, scheme, scale_dtype=torch.float16, drift=drift)
+    for index, part in enumerate(weight):
+        alone, lost = gptq_rows(part[None], hessian, scheme, scale_dtype=torch.float16, drift=drift)
+        rows = together.rows(7 * index, 7 * index + 7)
+        assert torch.equal(alone.qweight, rows.qweight)
+        assert torch.equal(alone.scales, rows.scales)
+        assert (alone.zeros is None) == (rows.zeros is None) == scheme.symmetric
+        if alone.zeros is not None and rows.zeros is not None:
+            assert torch.equal(alone.zeros, rows.zeros)
+        assert torch.equal(lost[0], losses[index])
+    pairs, _ = gptq_rows(weight[:2], hessian, scheme, scale_dtype=torch.float16, drift=drift)
+    assert torch.equal(pairs.qweight, together.rows(0, 14).qweight)
+
+
+@pytest.mark.parametrize("text", ["w3a16-g32", "w4a16-g64-asym", "w8a16"])
+@pytest.mark.parametrize("dead", [False, True])
+@pytest.mark.parametrize("sweeps", [0, 2])
+def test_losses_are_those_of_the_undamped_moments(text, dead, sweeps):
+    scheme, moments = Scheme.parse(text), correlated(128, seed=12)
+    if dead:
+        moments[[3, 90]] = 0
+        moments[:, [3, 90]] = 0
+    weight = random(3 * 6, 128, seed=12).view(3, 6, 128)
+    # Scales that are stored exactly: the loss is that of the matrix as it is stored.
+    found, losses = gptq_rows(weight, factored(moments, name="q"), scheme, scale_dtype=torch.bfloat16, sweeps=sweeps)
+    assert losses.dtype == torch.float64
+    values = found.dequantize(torch.float32).double().view(3, 6, 128)
+    wide = moments.double()
+    for index, part in enumerate(weight.double()):
+        change = values[index] - part
+        assert float(losses[index, 0]) == pytest.approx(float(((change @ wide) * change).sum()), rel=2e-3)
+        assert float(losses[index, 1]) == pytest.approx(float(((part @ wide) * part).sum()), rel=1e-4)
+
+
+def test_what_was_aimed_at_is_what_the_losses_speak_of():
+    moments, drift = correlated(64, seed=13), 0.05 * random(64, 64, seed=14)
+    weight, scheme = random(8, 64, seed=13), Scheme.parse("w4a16-g32")
+    hessian = factored(moments, name="q")
+    found, losses = gptq_rows(weight[None], hessian, scheme, scale_dtype=torch.float32, drift=drift)
+    damped = moments.double() + 0.01 * moments.diagonal().mean() * torch.eye(64)
+    target = weight.double() + 0.5 * weight.double() @ drift.double() @ torch.linalg.inv(damped)
+    change = found.dequantize(torch.float32).double() - target
+    assert float(losses[0, 0]) == pytest.approx(float(((change @ moments.double()) * change).sum()), rel=2e-3)
+    assert float(losses[0, 1]) == pytest.approx(float(((target @ moments.double()) * target).sum()), rel=1e-3)
+    assert not torch.equal(
+        found.qweight, gptq_rows(weight[None], hessian, scheme, scale_dtype=torch.float32)[0].qweight
+    )
+
+
+@pytest.mark.parametrize("columns", [1, 3, 127, 129, 300])
+def test_sizes_next_to_the_blocks(columns):
+    weight, hessian = random(5, columns, seed=15), correlated(columns, seed=15, tokens=4 * columns + 8)
+    scheme = Scheme.parse("w4a16")
+    found = gptq(weight, hessian, scheme, scale_dtype=torch.float32, sweeps=0)
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    assert (found.codes() == obq(weight, hessian, found, order.tolist())).float().mean() > 0.98
+    assert found.shape == (5, columns)
+
+
+def test_a_weight_of_16_bits_is_that_of_32():
+    weight, hessian, scheme = random(8, 64, seed=16).half(), correlated(64, seed=16), Scheme.parse("w3a16-g32")
+    one, other = (gptq(each, hessian, scheme, scale_dtype=torch.float16) for each in (weight, weight.float()))
+    assert torch.equal(one.qweight, other.qweight)
+    assert torch.equal(one.scales, other.scales)
+
+
+def test_weights_too_large_for_the_scales_are_refused():
+    weight = random(4, 64, seed=17) * 1e8
+    with pytest.raises(NumericError, match=r"^q: its weights are too large for scales in torch\.float16"):
+        gptq(weight, correlated(64), Scheme.parse("w2a16"), scale_dtype=torch.float16, name="q")
+
+
+def test_no_weight_at_all():
+    """What fills a last part up: zeros, whatever the grid."""
+    found, losses = gptq_rows(
+        torch.zeros(2, 3, 64), factored(correlated(64), name="q"), Scheme.parse("w4a16-g32"), scale_dtype=torch.float16
+    )
+    assert not found.dequantize(torch.float32).any()
+    assert bool((found.scales > 0).all())
+    assert losses.tolist() == [[0.0, 0.0], [0.0, 0.0]]
