@@ -19,6 +19,9 @@ from warpbus.errors import DeviceError, UsageError
 
 Progress = Callable[[str, int, int], None]
 
+WHOLE = "all"
+"""The value that stands for all others of a parameter, such as the stages of a run."""
+
 # The unit of each metric that is derived from a time, and how many of it make one base unit (second, FLOP, byte).
 _UNITS = {
     "time": ("us", 1e6),
@@ -155,11 +158,13 @@ class Plot:
         x: the parameter of a logarithmic axis along which lines are drawn; `None` for one bar a case.
         x_label: what that axis counts.
         panels: parameters of which each combination of values gets a picture of its own.
+        stacked: the parameter whose values are the pieces of one bar, all but `WHOLE`.
     """
 
     x: str | None
     x_label: str = ""
     panels: tuple[str, ...] = ()
+    stacked: str = ""
 
 
 @dataclass(frozen=True)

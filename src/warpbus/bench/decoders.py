@@ -4,6 +4,7 @@ import importlib
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,8 +95,8 @@ class Plain:
         return graph
 
 
-def transformers(config: ModelConfig, device: torch.device) -> Generate:
-    """`generate` of the library transformers with a static cache, for which it compiles the step itself, in bfloat16.
+def transformers_model(config: ModelConfig, device: torch.device) -> Any:
+    """A model of the library transformers that has a shape, in bfloat16.
 
     Raises:
         ImportError: transformers is not installed; and whatever it raises where it knows no such model.
@@ -124,7 +125,16 @@ def transformers(config: ModelConfig, device: torch.device) -> Generate:
         eos_token_id=None,
     )
     with torch.device(device):
-        model = library.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
+        return library.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
+
+
+def transformers(config: ModelConfig, device: torch.device) -> Generate:
+    """`generate` of the library transformers with a static cache, for which it compiles the step itself, in bfloat16.
+
+    Raises:
+        ImportError: as `transformers_model`.
+    """
+    model = transformers_model(config, device)
 
     def generate(prompt: int, tokens: int) -> float:
         watch = _Stopwatch()

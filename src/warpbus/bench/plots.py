@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from warpbus.bench.cases import Plot
+from warpbus.bench.cases import WHOLE, Plot
 from warpbus.bench.records import LESS_IS_BETTER, Parameter, Record
 from warpbus.bench.report import number, shared_and_varying, shown
 from warpbus.formats.files import replace_file
@@ -30,12 +30,14 @@ def draw(records: Sequence[Record], title: str, plot: Plot, path: Path) -> None:
 
 def figure(records: Sequence[Record], title: str, plot: Plot) -> Figure:
     """Lines along a parameter, or bars for every case, in a panel for each combination of what `plot.panels` names."""
+    if plot.stacked:
+        records = [record for record in records if plot.stacked in record.case]
     panels: dict[tuple[Parameter | None, ...], list[Record]] = {}
     for record in records:
         panels.setdefault(tuple(record.case.get(name) for name in plot.panels), []).append(record)
     ignored = {*plot.panels, "timed"}
     if plot.x is None:
-        heights = [0.9 + 0.19 * _bars_in(each, ignored) for each in panels.values()]
+        heights = [0.9 + 0.19 * _bars_in(each, {*ignored, plot.stacked}) for each in panels.values()]
         drawn = Figure(figsize=(8.5, 1.1 + sum(heights)), layout="constrained")
         axes = drawn.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     else:
@@ -47,7 +49,9 @@ def figure(records: Sequence[Record], title: str, plot: Plot) -> Figure:
             spare.remove()
         axes = axes[: len(panels)]
     for axis, (values, each) in zip(axes, panels.items(), strict=True):
-        if plot.x is None:
+        if plot.stacked:
+            _stacked(axis, each, plot.stacked, ignored)
+        elif plot.x is None:
             _bars(axis, each, ignored)
         else:
             _lines(axis, each, plot.x, ignored)
@@ -167,6 +171,45 @@ def _bars(axis: Axes, records: Sequence[Record], ignored: set[str]) -> None:
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _stacked(axis: Axes, records: Sequence[Record], of: str, ignored: set[str]) -> None:
+    """A bar for each case, made of the values of one parameter; peers have the whole alone."""
+    _, varying = shared_and_varying(records)
+    names = [name for name in varying if name not in ignored and name != of]
+    pieces = list(dict.fromkeys(str(record.case[of]) for record in records if record.case[of] != WHOLE))
+    styles = {piece: (_COLORS[at % len(_COLORS)], "//" * (at // len(_COLORS))) for at, piece in enumerate(pieces)}
+    cases: dict[str, dict[str, Record]] = {}
+    others: dict[str, float] = {}
+    first = records[0].peer.name  # what all are held against is a bar itself
+    for record in records:
+        name = ", ".join(f"{each} {shown(record.case[each])}" for each in names)
+        cases.setdefault(name, {})[str(record.case[of])] = record
+        if record.peer.name != first:
+            others[record.peer.name] = record.peer.value
+    largest = max([record.ours for record in records] + list(others.values()))
+    for row, case in enumerate(cases.values()):
+        left = 0.0
+        for piece in (piece for piece in pieces if piece in case):
+            color, hatch = styles[piece]
+            width = case[piece].ours
+            axis.barh(row, width, 0.7, left, color=color, hatch=hatch, edgecolor="white", linewidth=0.5, label=piece)
+            left += width
+        axis.text(left + 0.008 * largest, row, number(left), va="center", fontsize=8)
+        floor = case[WHOLE].floor if WHOLE in case else None
+        if floor is not None:
+            axis.plot([floor, floor], [row - 0.42, row + 0.42], ":", color=_LIMIT, lw=1.5, label="limit")
+    for row, value in enumerate(others.values(), len(cases)):
+        axis.barh(row, value, 0.7, color=_LIMIT, alpha=0.55)
+        axis.text(value + 0.008 * largest, row, number(value), va="center", fontsize=8)
+    axis.set_yticks(range(len(cases) + len(others)), [*cases, *others], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(_axis_label(records[0]))
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+    handles, labels = axis.get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))
+    axis.legend(named.values(), named, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _axis_label(record: Record) -> str:

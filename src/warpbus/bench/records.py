@@ -19,9 +19,11 @@ LESS_IS_BETTER = {
     "time": True,
     "latency": True,
     "memory": True,
+    "energy": True,
     "throughput": False,
     "bandwidth": False,
     "speed": False,
+    "agreement": False,
 }
 
 Parameter = str | int | float | bool

@@ -2,14 +2,18 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import UsageError
+
+if TYPE_CHECKING:
+    from warpbus.bench import Benchmark, Record, Run
 
 Size = Annotated[list[int] | None, typer.Option(help="measure this size; can be given more than once")]
 Variant = Annotated[
@@ -24,10 +28,25 @@ Output = Annotated[
     Path | None, typer.Option(help="the directory of the records, in place of ./benchmarks/results", show_default=False)
 ]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="draw the PNG here, not beside the records")]
+QuantizedShape = Annotated[str, typer.Option("--shape", help="chatglm2-6b, glm-4-9b or llama-3-8b")]
+Layers = Annotated[
+    int | None, typer.Option(help="so many layers, in place of the shape's, for a quick look", show_default=False)
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="numbers of GPUs (of processes on the CPU), 1,2,4 for instance; default: 1 and all there are"),
+]
+Samples = Annotated[int, typer.Option(help="random sequences to calibrate on")]
+Seqlen = Annotated[int, typer.Option(help="tokens of a sequence")]
+SchemeName = Annotated[str, typer.Option("--scheme", help="what it is quantized to")]
+Algorithm = Annotated[str, typer.Option(help="gptq, awq or smoothquant")]
+Directory = Annotated[
+    Path | None, typer.Option(help="where the models are written meanwhile; default: the system's", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the records as JSON")]
 
 # What does not change the figures is no part of the command that measures them again.
-_NOT_RECORDED = {"output", "plot", "as_json"}
+_NOT_RECORDED = {"output", "plot", "as_json", "directory"}
 
 
 def _paragraphs(text: str) -> str:
@@ -92,10 +111,7 @@ def _measure(
     shape: str | None = None,
     profile: bool = False,
 ) -> None:
-    from warpbus.bench import BENCHMARKS, Run, geometric_means, run
-    from warpbus.bench.plots import draw
-    from warpbus.bench.records import RESULTS, results_path, to_json, write
-    from warpbus.bench.report import table
+    from warpbus.bench import BENCHMARKS, Run, run
     from warpbus.cuda.devices import resolve_device, resolve_dtype
 
     if dtype not in (None, "float16", "bfloat16"):
@@ -113,6 +129,60 @@ def _measure(
     )
     with progress_bar() as show:
         records = run(benchmark, settings, show)
+    _show(benchmark, settings, records, output, plot, as_json)
+
+
+def measure_quantize(
+    context: typer.Context,
+    shape: QuantizedShape = "chatglm2-6b",
+    layers: Layers = None,
+    gpus: Gpus = None,
+    samples: Samples = 128,
+    seqlen: Seqlen = 2048,
+    scheme: SchemeName = "w4a16-g128",
+    algorithm: Algorithm = "gptq",
+    directory: Directory = None,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the quantization of a whole model."""
+    from warpbus.bench import Run, run
+    from warpbus.bench.quantize import Work, parse_counts, quantize_benchmark
+    from warpbus.cuda.devices import resolve_device
+
+    work = Work(
+        shape=shape,
+        layers=layers,
+        counts=parse_counts(gpus) if gpus else (),
+        samples=samples,
+        seqlen=seqlen,
+        scheme=scheme,
+        algorithm=algorithm,
+        directory=directory,
+    )
+    settings = Run(resolve_device(device), _command(context))
+    with progress_bar() as show:
+        benchmark = quantize_benchmark(work, show)
+        records = run(benchmark, settings)
+    _show(benchmark, settings, records, output, plot, as_json)
+
+
+def _show(
+    benchmark: "Benchmark",
+    settings: "Run",
+    records: "Sequence[Record]",
+    output: Path | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Write the records and their picture, and print a table or JSON."""
+    from warpbus.bench import geometric_means
+    from warpbus.bench.plots import draw
+    from warpbus.bench.records import RESULTS, results_path, to_json, write
+    from warpbus.bench.report import table
+
     path = write(records, output or RESULTS)
     picture = plot or results_path(path.parent, benchmark.name, settings.device_name).with_suffix(".png")
     draw(records, benchmark.title, benchmark.plot, picture)
@@ -177,6 +247,18 @@ bench.command(
         """
     ),
 )(measure_decode)
+
+bench.command(
+    "quantize",
+    help=_paragraphs(
+        """A whole model of random weights is quantized, by 1 GPU and by more: seconds, by stage, and limits.
+
+        Also memory, GPU-seconds, energy, and the share of the quantized integers that are the same whatever the number
+        of GPUs. Every run is a fresh process, whose start is counted. Without a GPU: processes on the CPU, for which a
+        small --layers, --samples and --seqlen are advised.
+        """
+    ),
+)(measure_quantize)
 
 
 def _command(context: typer.Context) -> str:
