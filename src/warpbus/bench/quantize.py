@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,28 +13,21 @@ import torch
 import warpbus
 from warpbus.bench import compressor
 from warpbus.bench.cases import WHOLE, Benchmark, Plot, Progress, Result, Run, Task, distribution
+from warpbus.bench.quantization_floors import Floors
 from warpbus.bench.quantization_process import Timed, timed_run
 from warpbus.bench.records import Parameter
-from warpbus.cuda.devices import default_dtype
 from warpbus.dist import SHARES
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
-from warpbus.formats.files import check_space, sync
+from warpbus.formats.files import check_space
 from warpbus.models import SHAPES, ModelConfig
 from warpbus.models.random_checkpoint import write_random_checkpoint
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.estimate import Rates, estimate
-from warpbus.quantization.job import BATCH_TOKENS
 from warpbus.quantization.methods import METHODS
 from warpbus.quantization.preflight import Plan, prepare
 
 _DTYPE = torch.float16
-_WRITTEN_BYTES = 2**28  # of a file that is written to see how fast that is
-_READS = 3
 _SHORTEST = 1e-6  # seconds: a record holds no zero
-
-# The stages of a report, and the products of the estimate that they consist of.
-_PRODUCTS = {"forward": "forward", "statistics": "moments", "factorization": "factors", "solve": "solve"}
 
 
 @dataclass(frozen=True)
@@ -97,6 +90,8 @@ def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
     for option, value in (("layers", work.layers), ("samples", work.samples), ("seqlen", work.seqlen)):
         if value is not None and value < 1:
             raise UsageError(f"--{option} {value}: it has to be at least 1")
+    if run.device.index:
+        raise UsageError(f"--device {run.device}: GPUs are taken from the first one on: leave the number away")
     most = min(SHARES, torch.cuda.device_count() if run.on_gpu else SHARES)
     counts = work.counts or tuple(sorted({1, most if run.on_gpu else 2}))
     for count in counts:
@@ -117,10 +112,12 @@ def _measure(run: Run, work: Work, counts: tuple[int, ...], progress: Progress) 
         write_random_checkpoint(model, work.shape, _DTYPE, layers=work.layers, device=run.device)
         run.note(f"the model was written in {time.perf_counter() - started:.1f} s, which is in none of the times")
         progress("writing the model", 1, 1)
-        if run.on_gpu:
-            torch.cuda.empty_cache()
         plan = prepare(model, first, Scheme.parse(work.scheme))
-        floors = _Floors.measured(run, work, plan)
+        floors = Floors.measured(
+            plan, run.device, work.algorithm, work.samples * min(work.seqlen, plan.config.max_context)
+        )
+        if run.on_gpu:
+            torch.cuda.empty_cache()  # other processes work there from now on
         peers = _peers(run, work)
         results: list[Result] = []
         base: Timed | None = None
@@ -180,71 +177,6 @@ def _bytes(weight: QTensor) -> torch.Tensor:
 
 def _integers(weight: QTensor) -> torch.Tensor:
     return _bytes(weight) if weight.holds_values else weight.codes()
-
-
-@dataclass(frozen=True)
-class _Floors:
-    """The least time of each stage by what this machine was measured to do.
-
-    Attributes:
-        products: from the number of GPUs to the seconds of each kind of matrix product (see `estimate`).
-        files: seconds of reading the model and of writing the quantized one, at the rates of the device and the disk.
-    """
-
-    products: Callable[[int], Mapping[str, float]]
-    files: Mapping[str, float]
-
-    @classmethod
-    def measured(cls, run: Run, work: Work, plan: Plan) -> "_Floors":
-        rates = Rates.measured(run.device, default_dtype(run.device, _DTYPE))
-
-        def products(count: int) -> Mapping[str, float]:
-            return estimate(
-                plan,
-                output=plan.checkpoint.directory,
-                algorithm=work.algorithm,
-                needed=METHODS[work.algorithm].needed,
-                tokens=work.samples * min(work.seqlen, plan.config.max_context),
-                batch_tokens=BATCH_TOKENS[run.device.type],
-                devices=[run.device] * count,
-                rates=rates,
-                free=[None] * count,
-            ).seconds
-
-        directory = plan.checkpoint.directory.parent
-        files = {
-            "reading": plan.checkpoint.total_bytes / _read_rate(plan.checkpoint, run.device),
-            "writing": plan.bytes_after / _write_rate(directory, min(_WRITTEN_BYTES, plan.bytes_after)),
-        }
-        return cls(products, files)
-
-    def of(self, count: int) -> dict[str, float]:
-        """The floor of each stage that has one, and of all: files are read and written beside the products."""
-        products = self.products(count)
-        stages = {stage: products[name] for stage, name in _PRODUCTS.items() if name in products}
-        return {**stages, **self.files, WHOLE: max(sum(stages.values()), *self.files.values())}
-
-
-def _read_rate(checkpoint: Checkpoint, device: torch.device) -> float:
-    """Bytes a second from a file that the system has in memory, as a model that was just written, to the device."""
-    name = max(checkpoint.names(), key=checkpoint.nbytes)
-    seconds = []
-    for _ in range(_READS):
-        started = time.perf_counter()
-        checkpoint.tensor(name).to(device, copy=True).flatten()[-1].item()  # waits for the device
-        seconds.append(time.perf_counter() - started)
-    return checkpoint.nbytes(name) / min(seconds)
-
-
-def _write_rate(directory: Path, size: int) -> float:
-    """Bytes a second of writing a file until the disk has it."""
-    content = torch.randint(256, (size,), dtype=torch.uint8).numpy().data
-    started = time.perf_counter()
-    with tempfile.NamedTemporaryFile(dir=directory) as file:
-        file.write(content)
-        file.flush()
-        sync(Path(file.name))
-        return size / (time.perf_counter() - started)
 
 
 def _named(run: Run, count: int) -> str:

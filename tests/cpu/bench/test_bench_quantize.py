@@ -123,6 +123,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tiny, tmp_path, mo
     ):
         with pytest.raises(UsageError, match=message):
             refused(**changes)
+    second = Run(device=torch.device("cuda", 1), command="warpbus bench quantize")
+    with pytest.raises(UsageError, match="--device cuda:1: GPUs are taken from the first one on"):
+        quantize_benchmark(WORK).cases(second)
     monkeypatch.setattr("warpbus.formats.files.free_space", lambda path: 10)
     with pytest.raises(StorageError, match="disk full"):
         refused()

@@ -34,7 +34,9 @@ def test_more_than_one_is_better_whatever_the_metric():
     assert ratio("time", 20, 30) == pytest.approx(1.5)
     assert ratio("memory", 30, 20) == pytest.approx(2 / 3)
     assert ratio("speed", 600, 400) == pytest.approx(1.5)
-    assert set(LESS_IS_BETTER) == {"time", "latency", "memory", "throughput", "bandwidth", "speed"}
+    assert ratio("energy", 20, 30) == pytest.approx(1.5)
+    assert ratio("agreement", 50, 100) == pytest.approx(0.5)
+    assert len(LESS_IS_BETTER) == 8
 
 
 def test_share_of_the_limit():
