@@ -1,18 +1,26 @@
 """A layer at a time must be what the whole decoder is, and padding must leave no trace."""
 
-import copy
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from warpbus.dist import SHARES
 from warpbus.models import LINEARS, Decoder, DecoderLayer, ModelConfig, RopeConfig
 from warpbus.quantization import Calibration
-from warpbus.quantization.layerwise import embed, pass_through, quantize_layer
+from warpbus.quantization.folding import fold
+from warpbus.quantization.layerwise import LayerPass, States, embed
+from warpbus.quantization.statistics import ALONE, DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
+from warpbus.quantization.stopwatch import Stopwatch
 
-CPU = torch.device("cpu")
+ALL = frozenset({MOMENTS, DRIFT, MEAN_ABS, MAX_ABS})
+TRAITS: list[dict[str, Any]] = [{}, {"qkv_bias": True, "output_norms": True}, {"qk_norm": True}]
+Solver = Callable[[int, DecoderLayer, str, Statistics], Tensor | None]
 
 
-def make_decoder(**traits):
+def make_decoder(**traits: Any) -> Decoder:
     config = ModelConfig(
         family="glm",
         vocab_size=50,
@@ -32,32 +40,84 @@ def make_decoder(**traits):
     return model.eval()
 
 
-def make_data(lengths=(9, 4, 7, 4, 1)):
+def make_data(lengths: Iterable[int] = (9, 4, 7, 4, 1)) -> Calibration:
     generator = torch.Generator().manual_seed(1)
     return Calibration(tuple(tuple(torch.randint(50, (n,), generator=generator).tolist()) for n in lengths))
 
 
-def run(model, data, tokens, solve=lambda name, linear, hessian: None):
-    states = embed(list(data.batches(tokens)), model.embedding.weight.data, model.config, CPU, torch.float32)
+def embedded(model: Decoder, data: Calibration, tokens: int, *, drift: bool = True) -> list[States]:
+    return embed(data, tokens, model.embedding.weight.data, model.config, ALONE, torch.float32, drift=drift)
+
+
+def passes(
+    model: Decoder, states: list[States], needed: frozenset[str] = ALL, *, keep: bool = True
+) -> Iterable[tuple[int, DecoderLayer, LayerPass]]:
     for index, layer in enumerate(model.layers):
-        quantize_layer(layer, index, states, solve, f"layers.{index}")
+        assert isinstance(layer, DecoderLayer)
+        watch = Stopwatch(ALONE.device)
+        yield index, layer, LayerPass(layer, index, states, needed, group=ALONE, watch=watch, keep=keep)
+
+
+def nothing(index: int, layer: DecoderLayer, linear: str, statistics: Statistics) -> None:
+    """Leave a matrix as it is."""
+
+
+def run(
+    model: Decoder,
+    data: Calibration,
+    tokens: int,
+    solve: Solver = nothing,
+    needed: frozenset[str] = ALL,
+    *,
+    keep: bool = True,
+) -> list[States]:
+    states = embedded(model, data, tokens, drift=DRIFT in needed)
+    for index, layer, through in passes(model, states, needed, keep=keep):
+        through.quantize(lambda linear, found, index=index, layer=layer: solve(index, layer, linear, found))
     return states
 
 
-@pytest.mark.parametrize("traits", [{}, {"qkv_bias": True, "output_norms": True}, {"qk_norm": True}])
-def test_states_end_as_the_decoders(traits):
+def weight_of(layer: DecoderLayer, linear: str) -> Tensor:
+    module = layer.get_submodule(linear)
+    assert isinstance(module, nn.Linear)
+    return module.weight.data
+
+
+def there(statistic: Tensor | None) -> Tensor:
+    assert statistic is not None
+    return statistic
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 1000])
+def test_batches_are_embedded_share_by_share(tokens: int) -> None:
+    model, data = make_decoder(), make_data(range(1, 12))
+    states, batches = embedded(model, data, tokens), data.batches(tokens)
+    assert len(states) == len(batches)
+    shares = [state.share for state in states]
+    assert shares == sorted(shares)
+    assert set(shares) <= set(range(SHARES))
+    assert len(batches) < SHARES or len(set(shares)) == SHARES
+    for state, batch in zip(states, batches, strict=True):
+        assert torch.equal(state.x, model.embedding(batch.ids))
+        assert state.original is not None
+        assert torch.equal(state.original, state.x)
+        assert (state.real is None) == bool(batch.real.all())
+        assert torch.equal(state.tokens(state.x), state.x[batch.real])
+
+
+@pytest.mark.parametrize("traits", TRAITS)
+def test_states_end_as_the_decoders(traits: dict[str, Any]) -> None:
     model, data = make_decoder(**traits), make_data()
-    batches = list(data.batches(16))
-    for batch, state in zip(batches, run(model, data, 16), strict=True):
+    for batch, state in zip(data.batches(16), run(model, data, 16), strict=True):
         assert torch.allclose(model.final_norm(state.x), model.hidden(batch.ids), atol=1e-5)
 
 
-def test_moments_are_those_of_the_inputs_in_the_decoder():
+def test_statistics_are_those_of_the_inputs_in_the_decoder() -> None:
     model, data = make_decoder(qkv_bias=True), make_data()
-    seen = {}
+    seen: dict[tuple[int, str], list[Tensor]] = {}
 
-    def remember(name):
-        def hook(module, arguments):
+    def remember(name: tuple[int, str]) -> Callable[[nn.Module, tuple[Tensor]], None]:
+        def hook(module: nn.Module, arguments: tuple[Tensor]) -> None:
             seen.setdefault(name, []).append(arguments[0].detach().flatten(0, -2))
 
         return hook
@@ -72,45 +132,50 @@ def test_moments_are_those_of_the_inputs_in_the_decoder():
             model(torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
-    found = []
     order = []
 
-    def compare(name, linear, hessian):
-        layer = next(i for i, layer in enumerate(model.layers) if layer.get_submodule(name) is linear)
-        x = torch.cat(seen[layer, name])
-        order.append((layer, name))
-        found.append(torch.allclose(hessian.moments(), x.T @ x / len(x), rtol=1e-3, atol=1e-5))
-        assert hessian.tokens == data.tokens
+    def compare(index: int, layer: DecoderLayer, linear: str, found: Statistics) -> None:
+        x = torch.cat(seen[index, linear])
+        order.append((index, linear))
+        assert found.tokens == len(x) == data.tokens
+        assert torch.allclose(there(found.moments), x.T @ x / len(x), rtol=1e-3, atol=1e-5)
+        assert torch.allclose(there(found.mean_abs), x.abs().mean(0), rtol=1e-3, atol=1e-5)
+        assert torch.allclose(there(found.max_abs), x.abs().amax(0), rtol=1e-3, atol=1e-5)
+        assert torch.allclose(there(found.drift), torch.zeros(len(x[0]), len(x[0])), atol=1e-5)
 
     run(model, data, 16, compare)
-    assert order == [(layer, name) for layer in range(2) for name in LINEARS]
-    assert all(found)
+    assert order == [(index, linear) for index in range(2) for linear in LINEARS]
 
 
-def test_batching_does_not_matter():
+def test_batching_does_not_matter() -> None:
     moments = []
     for tokens in (1, 12, 1000):
-        model, data = make_decoder(), make_data()
-        collected = []
-        run(model, data, tokens, lambda name, linear, hessian, into=collected: into.append(hessian.moments()))
+        collected: list[Tensor] = []
+
+        def collect(index: int, layer: DecoderLayer, linear: str, found: Statistics, into: Any = collected) -> None:
+            into.append(found.moments)
+
+        run(make_decoder(), make_data(), tokens, collect)
         moments.append(collected)
     for one, other, all_at_once in zip(*moments, strict=True):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-6)
         assert torch.allclose(one, all_at_once, rtol=1e-3, atol=1e-6)
 
 
-def test_later_matrices_see_what_earlier_ones_became():
+def test_later_matrices_see_what_earlier_ones_became() -> None:
     data = make_data()
-    untouched, changed = {}, {}
+    untouched: dict[str, list[Tensor]] = {}
+    changed: dict[str, list[Tensor]] = {}
     for moments, factor in ((untouched, 1.0), (changed, 2.0)):
-        model = make_decoder()
 
-        def solve(name, linear, hessian, moments=moments, factor=factor):
-            moments.setdefault(name, []).append(hessian.moments())
-            if name == "attention.o":
-                linear.weight.data.mul_(factor)
+        def solve(
+            index: int, layer: DecoderLayer, linear: str, found: Statistics, into: Any = moments, by: float = factor
+        ) -> None:
+            into.setdefault(linear, []).append(found.moments)
+            if linear == "attention.o":
+                weight_of(layer, linear).mul_(by)
 
-        run(model, data, 1000, solve)
+        run(make_decoder(), data, 1000, solve)
     for name in ("attention.qkv", "attention.o"):
         assert torch.equal(untouched[name][0], changed[name][0])
         assert not torch.allclose(untouched[name][1], changed[name][1])
@@ -118,51 +183,118 @@ def test_later_matrices_see_what_earlier_ones_became():
         assert not torch.allclose(untouched[name][0], changed[name][0])
 
 
-def test_the_layer_is_whole_again_after_an_error():
+@pytest.mark.parametrize("last", LINEARS)
+def test_the_layer_is_whole_again_after_an_error(last: str) -> None:
     model, data = make_decoder(), make_data()
 
-    def fail(name, linear, hessian):
-        if name == "mlp.down":
+    def fail(index: int, layer: DecoderLayer, linear: str, found: Statistics) -> None:
+        if linear == last:
             raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
         run(model, data, 1000, fail)
-    layer = model.layers[0]
-    assert isinstance(layer, DecoderLayer)
-    assert isinstance(layer.attention.o, torch.nn.Linear)
-    assert isinstance(layer.mlp.down, torch.nn.Linear)
+    for linear in LINEARS:
+        assert isinstance(model.layers[0].get_submodule(linear), nn.Linear)
 
 
-def test_the_unquantized_model_runs_alongside():
+def halve(index: int, layer: DecoderLayer, linear: str, found: Statistics) -> None:
+    """What quantizing does, only more so."""
+    weight_of(layer, linear).mul_(0.5)
+
+
+@pytest.mark.parametrize("traits", TRAITS)
+def test_the_unquantized_model_runs_alongside(traits: dict[str, Any]) -> None:
     """Whatever becomes of the weights, `original` and with it the drift are those of the model that was loaded."""
-    data, model = make_data(), make_decoder(qkv_bias=True, output_norms=True)
-    batches = list(data.batches(16))
+    data, model = make_data(), make_decoder(**traits)
+    batches = data.batches(16)
     with torch.no_grad():
         expected = [model.hidden(batch.ids) for batch in batches]
     drifts = []
 
-    def solve(name, linear, hessian):
-        drifts.append(float(hessian.drift().norm()))
-        linear.weight.data.mul_(0.5)
+    def solve(index: int, layer: DecoderLayer, linear: str, found: Statistics) -> None:
+        drifts.append(float(there(found.drift).norm()))
+        halve(index, layer, linear, found)
 
     for state, hidden in zip(run(model, data, 16, solve), expected, strict=True):
+        assert state.original is not None
         assert torch.allclose(model.final_norm(state.original), hidden, atol=1e-5)
         assert not torch.allclose(model.final_norm(state.x), hidden, atol=1e-2)
-    assert drifts[0] == 0
+    assert drifts[0] < 1e-6
     assert all(drift > 1e-4 for drift in drifts[1:])
 
 
-def test_passing_through_is_what_quantizing_does():
+@pytest.mark.parametrize("traits", TRAITS)
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_states_are_those_of_the_quantized_layer(traits: dict[str, Any], keep: bool) -> None:
+    """To the bit: what calibration saw is what the model computes that is written."""
+    data, model = make_data(), make_decoder(**traits)
+    states = embedded(model, data, 16)
+    for index, layer, through in passes(model, states, keep=keep):
+        before = [state.x.clone() for state in states]
+        through.quantize(lambda linear, found, layer=layer, index=index: halve(index, layer, linear, found))
+        for state, x in zip(states, before, strict=True):
+            with torch.no_grad():
+                expected = layer(x, index, state.positions, state.angles, through._context)
+            assert torch.equal(state.x, expected)
+
+
+@pytest.mark.parametrize("needed", [ALL, frozenset({MOMENTS})])
+def test_keeping_inputs_or_computing_them_again_gives_the_same_bits(needed: frozenset[str]) -> None:
+    data = make_data()
+    kept, again = (run(make_decoder(qkv_bias=True), data, 16, halve, needed, keep=keep) for keep in (True, False))
+    for one, other in zip(kept, again, strict=True):
+        assert torch.equal(one.x, other.x)
+
+
+def test_no_drift_for_who_does_not_ask() -> None:
+    needed = frozenset({MOMENTS, MEAN_ABS})
+    found = []
+
+    def look(index: int, layer: DecoderLayer, linear: str, statistics: Statistics) -> None:
+        found.append((statistics.drift, statistics.max_abs))
+
+    states = run(make_decoder(), make_data(), 16, look, needed)
+    assert found == [(None, None)] * 8
+    assert all(state.original is None for state in states)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("traits", TRAITS)
+def test_factors_that_are_folded_in_divide_the_inputs(traits: dict[str, Any], keep: bool) -> None:
+    """The inputs of o and down were computed before the fold; what goes on is what the folded layer computes."""
+    data, model = make_data(), make_decoder(**traits)
+    states = embedded(model, data, 16, drift=False)
+    original = run(make_decoder(**traits), data, 16, needed=frozenset({MOMENTS}))
+    for index, layer, through in passes(model, states, frozenset({MOMENTS}), keep=keep):
+        before = [state.x.clone() for state in states]
+
+        def solve(linear: str, found: Statistics, layer: DecoderLayer = layer) -> Tensor | None:
+            columns = weight_of(layer, linear).shape[1]
+            # Powers of two, alike for all heads: nothing is rounded.
+            factors = 2.0 ** (torch.arange(columns) % 8 % 3 - 1)
+            return fold(layer, linear, factors).scale
+
+        through.quantize(solve)
+        for state, x in zip(states, before, strict=True):
+            with torch.no_grad():
+                expected = layer(x, index, state.positions, state.angles, through._context)
+            assert torch.equal(state.x, expected)
+    for folded, state in zip(states, original, strict=True):
+        assert torch.allclose(folded.x, state.x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("needed", [ALL, frozenset({MOMENTS})])
+def test_skipping_is_what_quantizing_does(needed: frozenset[str]) -> None:
     data, model = make_data(), make_decoder(qkv_bias=True)
-    unquantized = copy.deepcopy(model)
-
-    def solve(name, linear, hessian):
-        linear.weight.data.mul_(0.9)
-
-    first = run(model, data, 16, solve)
-    second = embed(list(data.batches(16)), model.embedding.weight.data, model.config, CPU, torch.float32)
-    for index, (layer, before) in enumerate(zip(model.layers, unquantized.layers, strict=True)):
-        pass_through(layer, before, index, second)
+    first = run(model, data, 16, halve, needed)
+    again = make_decoder(qkv_bias=True)
+    second = embedded(again, data, 16, drift=DRIFT in needed)
+    for index, layer, through in passes(again, second, needed):
+        through.skip(lambda layer=layer, done=model.layers[index]: layer.load_state_dict(done.state_dict()))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one.x, other.x)
-        assert torch.equal(one.original, other.original)
+        if one.original is None:
+            assert other.original is None
+        else:
+            assert other.original is not None
+            assert torch.equal(one.original, other.original)

@@ -135,7 +135,7 @@ def test_a_number_that_is_none_is_refused_wherever_it_comes() -> None:
         collector = Collector(4, frozenset({MAX_ABS}), name="q")
         for step in range(4):
             collector.add(bad if step == place else torch.ones(5, 4), share=step // 2)
-        with pytest.raises(NumericError, match="^q: NaN or infinity"):
+        with pytest.raises(NumericError, match=r"^q: NaN or infinity"):
             collector.total()
 
 
