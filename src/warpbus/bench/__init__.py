@@ -1,7 +1,8 @@
 """How fast the operators and a whole model are, beside what others offer and what the machine allows.
 
-A benchmark is a list of cases (`cases.py`); its records go into files of one schema (`records.py`). Of models only
-`decode.py` knows, with `decoders.py`, `plain.py` and `footprint.py`.
+A benchmark is a list of cases (`cases.py`); its records go into files of one schema (`records.py`). Of models only two
+know: `decode.py`, with `decoders.py`, `plain.py` and `footprint.py`, and `quantize.py`, with `quantization_*.py` and
+`compressor.py`; what the latter measures depends on more options than others have, so it is not in `BENCHMARKS`.
 """
 
 from warpbus.bench.attention import ATTENTION
