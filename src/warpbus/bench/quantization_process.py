@@ -14,7 +14,7 @@ import torch
 from warpbus.errors import DeviceError
 from warpbus.formats import Checkpoint
 from warpbus.models import read_config
-from warpbus.quantization import Calibration, LayerResult, Progress, Report, quantize
+from warpbus.quantization import Calibration, Progress, Report, quantize
 
 START, END = "start", "end"
 """The stages before and after those of `Report.stages`."""
@@ -89,8 +89,7 @@ def timed_run(
             last = errors.read().strip().splitlines() or ["it said nothing"]
             raise DeviceError(f"bench quantize: {count} at work: {last[-1]}")
     found = json.loads(said[-1])
-    rows = tuple(LayerResult(**row) for row in found["report"].pop("layers"))
-    report = Report(**found["report"] | {"layers": rows, "devices": tuple(found["report"]["devices"])})
+    report = Report.from_json(found["report"])
     reported = found["began"] + report.seconds - started  # the stages end there
     start = max(0.0, reported - sum(report.stages.values()))
     return Timed(seconds, {START: start, **report.stages, END: max(0.0, seconds - reported)}, report)
