@@ -12,7 +12,7 @@ import torch
 import warpbus
 from warpbus.cuda.devices import resolve_device
 from warpbus.dist import SHARES, Processes
-from warpbus.errors import CheckpointError, UsageError
+from warpbus.errors import CheckpointError, DataError, UsageError
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import Scheme, Schemes
@@ -202,6 +202,9 @@ def _devices(device: str | torch.device, gpus: str | int, processes: int, algori
     if not 1 <= processes <= SHARES:
         raise UsageError(f"processes is {processes}: it has to be from 1 to {SHARES}")
     first = resolve_device(device)
+    if str(gpus) != "all" and (first.type == "cpu" or ":" in str(device)):
+        meant = "the CPU" if first.type == "cpu" else "one GPU"
+        raise UsageError(f"gpus is {str(gpus)!a:.60}: device {device} means {meant} here: give one of the two")
     if first.type == "cpu":
         return [first] * (processes if algorithm in METHODS else 1)
     if processes > 1:
@@ -214,34 +217,41 @@ def _gpu_numbers(gpus: str | int) -> list[int]:
     """The numbers of the GPUs that were asked for."""
     there = torch.cuda.device_count()
     text = str(gpus)
-    wanted = f"gpus is {text!r}: expected all, a number of GPUs, or their numbers separated by commas"
+    shown = f"gpus is {text!a:.60}"
+    wanted = f"{shown}: expected all, a number of GPUs, or their numbers separated by commas"
     if text == "all":
         return list(range(there))
     pieces = text.split(",")
-    if not all(piece.isascii() and piece.isdigit() for piece in pieces):
+    if not all(piece.isascii() and piece.isdigit() and len(piece) < 5 for piece in pieces):
         raise UsageError(wanted)
     numbers = [int(piece) for piece in pieces]
-    if len(numbers) == 1 and not text.endswith(","):
+    if len(numbers) == 1:
         if not 1 <= numbers[0] <= there:
-            raise UsageError(f"gpus is {text}: there are {there} here: give 1 to {there}, or all")
+            raise UsageError(f"{shown}: there are {there} here: give 1 to {there}, or all")
         return list(range(numbers[0]))
     if len(set(numbers)) < len(numbers):
         raise UsageError(f"{wanted}, each once")
+    if max(numbers) >= there:
+        raise UsageError(f"{shown}: there are {there} here: their numbers are 0 to {there - 1}")
     return numbers
 
 
 def _read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen: int, seed: int) -> Calibration:
-    directory = plan.checkpoint.directory
+    directory, size = plan.checkpoint.directory, plan.config.vocab_size
     if isinstance(source, Calibration):
-        data = source
-    else:
-        tokenizer = load_tokenizer(directory)
-        template = find_template(directory, plan.checkpoint.config, tokenizer)
-        data = read_calibration(Path(source), tokenizer, template, samples=samples, seqlen=seqlen, seed=seed)
+        if not source.sequences or not all(source.sequences):
+            raise DataError("calibration: expected sequences of at least one token each")
+        for token in (min(map(min, source.sequences)), max(map(max, source.sequences))):
+            if not 0 <= token < size:
+                raise DataError(f"calibration: token {token}: the model has tokens 0 to {size - 1}")
+        return source
+    tokenizer = load_tokenizer(directory)
+    template = find_template(directory, plan.checkpoint.config, tokenizer)
+    data = read_calibration(Path(source), tokenizer, template, samples=samples, seqlen=seqlen, seed=seed)
     largest = max(map(max, data.sequences))
-    if largest >= plan.config.vocab_size:
+    if largest >= size:
         raise CheckpointError(
-            f"{directory}: its tokenizer gives token {largest}, but the vocabulary has {plan.config.vocab_size}: "
+            f"{directory}: its tokenizer gives token {largest}, but the vocabulary has {size}: "
             "check that the tokenizer belongs to this model"
         )
     return data
