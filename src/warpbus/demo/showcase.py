@@ -9,7 +9,8 @@ import torch
 from warpbus.demo import calibration_path, data_path, model_path
 from warpbus.engine import LLM, SamplingParams
 from warpbus.evaluation import Evaluation, evaluate
-from warpbus.quantization import quantize
+from warpbus.quantization import LayerResult, quantize
+from warpbus.quantization import Progress as Quantizing
 
 RECIPES = (("rtn", "w4a16-g128"), ("gptq", "w4a16-g128"), ("rtn", "w3a16-g128"), ("gptq", "w3a16-g128"))
 BEST = "w4a16-g128-gptq"
@@ -35,7 +36,7 @@ def quantize_all(output: Path, device: str, progress: Progress) -> dict[str, Pat
     for algorithm, scheme in RECIPES:
         name = f"{scheme}-{algorithm}"
 
-        def show(done: int, total: int, what: str, name: str = name) -> None:
+        def show(done: int, total: int, result: LayerResult, name: str = name) -> None:
             progress(f"quantizing: {name}", done, total)
 
         quantize(
@@ -47,7 +48,7 @@ def quantize_all(output: Path, device: str, progress: Progress) -> dict[str, Pat
             samples=CALIBRATION_SAMPLES,
             device=device,
             overwrite=True,
-            progress=show,
+            progress=Quantizing(matrix=show),
         )
         models[name] = output / name
     return models

@@ -2,9 +2,13 @@
 
 import importlib
 import pkgutil
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from warpbus.cuda.kernel import Unit
+from warpbus.errors import DeviceError
 
 CSRC = Path(__file__).parent / "csrc"
 _UNITS: dict[str, Unit] = {}
@@ -29,3 +33,27 @@ def all_units() -> list[Unit]:
     for module in pkgutil.iter_modules(operators.__path__):
         importlib.import_module(f"{operators.__name__}.{module.name}")
     return list(_UNITS.values())
+
+
+def compile_ahead(folders: Sequence[str], arch: str, element: str) -> None:
+    """Compile units in the background, so that they are in the cache when they are first needed.
+
+    Args:
+        folders: the beginnings of their labels, such as "gptq/" or "step/norm".
+        arch: of the GPU that is going to need them.
+        element: of the units that are compiled for an element type, those for this type and for float.
+    """
+    wanted = [
+        unit
+        for unit in all_units()
+        if unit.label.startswith(tuple(folders))
+        and unit.runs_on(arch)
+        and dict(unit.macros).get("ELEMENT", element) in (element, "float")
+    ]
+    for unit in wanted:
+        threading.Thread(target=_compile_quietly, args=(unit, arch), name="compile", daemon=True).start()
+
+
+def _compile_quietly(unit: Unit, arch: str) -> None:
+    with suppress(DeviceError):  # who needs the unit compiles it again, and says what is wrong
+        unit.compile(arch)

@@ -21,9 +21,13 @@ from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.statistics import DRIFT, Collector, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
+COMPARED_TOKENS = 2**17
+"""Of more tokens than that the unquantized model sees about half: enough to tell where the inputs have drifted to."""
+
 Solve = Callable[[str, Statistics], Tensor | None]
 """Called with a linear layer's name (as in `LINEARS`) and the statistics of its inputs; it replaces the weight. What it
-returns are factors `[in]` that the layer's inputs are now divided by, since they were folded into what precedes it."""
+returns are factors `[in]` that it has folded into what precedes the layer, so that the inputs are others from now on:
+they are computed again, not divided, since what precedes was rounded to the dtype that it is stored in."""
 
 
 @dataclass
@@ -33,7 +37,7 @@ class States:
     Attributes:
         share: the share of all tokens that the batch belongs to.
         x: what enters the next layer, `[batch, tokens, hidden]`.
-        original: what enters it in the unquantized model, where that runs alongside.
+        original: what enters it in the unquantized model, where that runs alongside for this batch.
         real: bool `[batch, tokens]`, false where there is padding; `None` where there is none. Padding is on the right,
             so causal attention keeps it from what is real; it only has to be left out of the statistics.
         positions: int64 `[batch, tokens]`.
@@ -78,11 +82,14 @@ def embed(
     states = []
     batches = data.batches(tokens)
     for share in group.shares():
-        for batch in batches[len(batches) * share // SHARES : len(batches) * (share + 1) // SHARES]:
+        own = batches[len(batches) * share // SHARES : len(batches) * (share + 1) // SHARES]
+        compared = 0 if not drift else len(own) if data.tokens <= COMPARED_TOKENS else -(-len(own) // 2)
+        for place, batch in enumerate(own):
             positions = torch.arange(batch.ids.shape[1], device=group.device).expand(batch.ids.shape)
             x = embedding[batch.ids].to(group.device, dtype)
+            original = x if place < compared else None
             real = None if batch.real.all() else batch.real.to(group.device)
-            states.append(States(share, x, x if drift else None, real, positions, rotary(positions, dtype)))
+            states.append(States(share, x, original, real, positions, rotary(positions, dtype)))
     return states
 
 
@@ -140,13 +147,16 @@ class LayerPass:
                 if state.original is not None:
                     originals[place] = self._attended(_of(unquantized), state.original, state)
                 self._add(collector, state, kept[place], originals[place])
-        divisor = self._solve("attention.o", collector, solve)
+        changed = self._solve("attention.o", collector, solve)
 
         collector = self._collector("mlp.gate_up")
         for place, state in enumerate(states):
-            attended = layer.attention.o(_divided(kept[place], divisor))
-            state.x = state.x + layer.attention_output_norm(attended)
-            kept[place] = None  # given back as soon as it is used
+            inputs = kept[place]
+            if inputs is None or changed:
+                with _left_out(layer.attention, "o"):
+                    inputs = self._attended(layer, state.x, state)
+            state.x = state.x + layer.attention_output_norm(layer.attention.o(inputs))
+            kept[place] = inputs = None  # given back as soon as it is used
             original = originals[place]
             if unquantized is not None and original is not None and state.original is not None:
                 attended = unquantized.attention_output_norm(unquantized.attention.o(original))
@@ -166,10 +176,12 @@ class LayerPass:
             kept[place] = inner if self._keep else None
             self._add(collector, state, inner, original)
             del inner, original
-        divisor = self._solve("mlp.down", collector, solve)
+        changed = self._solve("mlp.down", collector, solve)
 
         for place, state in enumerate(states):
-            inputs = self._inner(layer, state.x) if kept[place] is None else _divided(kept[place], divisor)
+            inputs = kept[place]
+            if inputs is None or changed:
+                inputs = self._inner(layer, state.x)
             kept[place] = None
             state.x = state.x + layer.mlp_output_norm(layer.mlp.down(inputs))
         self._watch.lap("forward")
@@ -196,10 +208,11 @@ class LayerPass:
         collector.add(state.tokens(x), None if original is None else state.tokens(original), share=state.share)
         self._watch.lap("statistics")
 
-    def _solve(self, linear: str, collector: Collector, solve: Solve) -> Tensor | None:
+    def _solve(self, linear: str, collector: Collector, solve: Solve) -> bool:
+        """Have a linear layer quantized; gives whether its inputs are others now."""
         statistics = collector.total()
         self._watch.lap("communication")
-        return solve(linear, statistics)
+        return solve(linear, statistics) is not None
 
     def _attended(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
         return layer.attention(layer.attention_norm(x), self._index, state.positions, state.angles, self._context)
@@ -216,11 +229,6 @@ class LayerPass:
 def _of(layer: DecoderLayer | None) -> DecoderLayer:
     assert layer is not None
     return layer
-
-
-def _divided(x: Tensor | None, divisor: Tensor | None) -> Tensor:
-    assert x is not None
-    return x if divisor is None else x / divisor.to(x.dtype)
 
 
 @contextmanager

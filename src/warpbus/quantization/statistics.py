@@ -7,6 +7,7 @@ from torch import Tensor
 
 from warpbus.dist import Group, TreeSum
 from warpbus.errors import NumericError
+from warpbus.quantization.algorithms.precision import add_product
 
 # Columns of a product that a GPU computes at a time: of a symmetric one only those panels' parts on and below the
 # diagonal, which for inputs of 4096 columns is 5/8 of the whole.
@@ -55,7 +56,7 @@ class Collector:
         self._group = group
         self._needed = needed
         self._share = -1
-        self._tokens = 0
+        self._tokens = self._compared = 0
         shapes = {MOMENTS: (columns, columns), DRIFT: (columns, columns), MEAN_ABS: (columns,)}
         self._shapes = {key: shape for key, shape in shapes.items() if key in needed}
         self._sums = {key: TreeSum(group, shape) for key, shape in self._shapes.items()}
@@ -69,7 +70,7 @@ class Collector:
 
         Args:
             x: floating `[tokens, columns]`, what enters the layer.
-            original: the same in the unquantized model; needed for the drift.
+            original: the same in the unquantized model. The drift is the mean over the tokens that come with it.
             share: what the tokens belong to; shares come in rising order.
         """
         if len(x) == 0:
@@ -81,9 +82,9 @@ class Collector:
         self._tokens += len(x)
         if MOMENTS in self._open:
             _add_products(self._open[MOMENTS], x, x, symmetric=True)
-        if DRIFT in self._open:
-            assert original is not None
-            _add_products(self._open[DRIFT], original, x, symmetric=False)
+        if DRIFT in self._open and original is not None:
+            self._compared += len(x)
+            _add_products(self._open[DRIFT], original - x, x, symmetric=False)
         if MEAN_ABS in self._open:
             self._open[MEAN_ABS] += x.abs().sum(0, dtype=torch.float32)
         if MAX_ABS in self._needed:
@@ -96,14 +97,13 @@ class Collector:
             NumericError: if there was no token, or one had NaN or infinity; the message names the layer.
         """
         self._close()
-        tokens = int(self._group.sum(torch.tensor([self._tokens], device=self._group.device)))
+        counts = self._group.sum(torch.tensor([self._tokens, self._compared], device=self._group.device))
+        tokens, compared = counts.tolist()
         if tokens == 0:
             raise NumericError(f"{self._name}: no token entered it: give calibration data")
-        found = {key: total.total().div_(tokens) for key, total in self._sums.items()}
+        found = {key: total.total().div_(compared if key == DRIFT else tokens) for key, total in self._sums.items()}
         if MOMENTS in found:
             _mirror(found[MOMENTS])
-        if DRIFT in found:  # so far it is the mean of o x^T
-            found[DRIFT] -= found[MOMENTS]
         if MAX_ABS in self._needed:
             found[MAX_ABS] = self._group.gather(self._largest[None]).amax(0)
         for value in found.values():
@@ -124,11 +124,11 @@ class Collector:
 def _add_products(total: Tensor, left: Tensor, right: Tensor, *, symmetric: bool) -> None:
     """Add left^T right; of a symmetric one only some panels on and below the diagonal (see `_mirror`)."""
     if left.device.type == "cpu" or left.dtype not in (torch.float16, torch.bfloat16):
-        total.addmm_(left.float().T, right.float())
+        add_product(total, left.float().T, right.float())
         return
     for start, stop in _panels(len(total)):
         first = start if symmetric else 0
-        total[first:, start:stop] += torch.mm(left[:, first:].T, right[:, start:stop], out_dtype=torch.float32)
+        add_product(total[first:, start:stop], left[:, first:].T, right[:, start:stop])
 
 
 def _mirror(total: Tensor) -> None:

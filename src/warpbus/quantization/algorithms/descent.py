@@ -9,17 +9,23 @@ import torch
 from torch import Tensor
 
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK, fit_scales, round_again
-from warpbus.qtensor import Scheme
+from warpbus.quantization.algorithms.factored import FactoredHessian
+from warpbus.quantization.algorithms.precision import add_product, narrow
+
+SPAN = 4 * LARGEST_BLOCK
+"""Columns whose changes are gathered before they are carried over to all others: fewer passes over the others."""
 
 
 def descend(
     gradient: Tensor,
-    hessian: Tensor,
+    factors: FactoredHessian,
     centred: Tensor,
     scales: Tensor,
     zeros: Tensor,
     groups: Tensor,
-    scheme: Scheme,
+    members: Tensor,
+    *,
+    max_code: int,
     scale_dtype: torch.dtype,
     sweeps: int,
 ) -> None:
@@ -27,31 +33,52 @@ def descend(
 
     Args:
         gradient: float32 `[parts, in, rows]`: H (W - Q), which is kept up to date.
-        hessian: float32 `[in, in]`, positive definite, in the same order of columns.
+        factors: the Hessian, in whose order all columns are.
         centred: float32 `[parts, in, rows]`: the codes less their zero points.
         scales, zeros: float32 `[parts, groups, rows]`.
         groups: int32 `[in]`, the group of each column.
-        scheme: bits, symmetric or not.
+        members: int64 `[groups, columns of a group]`: the columns of each group.
+        max_code: of the scheme.
         scale_dtype: what the scales are rounded to.
         sweeps: how many times each column is visited.
     """
-    members = [(groups == group).nonzero()[:, 0] for group in range(scales.shape[1])]
+    hessian, narrowed, size = factors.hessian, factors.narrow_hessian, members.shape[1]
     for _ in range(sweeps):
-        for group, columns in enumerate(members):
-            rows = hessian[columns]
-            delta = fit_scales(gradient, columns, centred, rows[:, columns], scales[:, group], scale_dtype)
-            _carry_over(gradient, rows, delta)
-        for start in range(0, len(hessian), LARGEST_BLOCK):
-            block = slice(start, start + LARGEST_BLOCK)
-            rows = hessian[block]
-            delta = round_again(
-                gradient[:, block], rows[:, block], centred[:, block], scales, zeros, groups[block], scheme.max_code
-            )
-            _carry_over(gradient, rows, delta)
+        for first in range(0, len(members), max(1, SPAN // size)):
+            columns = members[first : first + max(1, SPAN // size)].flatten()
+            within = hessian[columns[:, None], columns]
+            near, codes = gradient[:, columns], centred[:, columns]
+            places = torch.arange(len(columns), device=columns.device)
+            deltas = []
+            for start in range(0, len(columns), size):
+                block, rest = slice(start, start + size), slice(start + size, None)
+                scale = scales[:, first + start // size]
+                deltas.append(fit_scales(near, places[block], codes, within[block, block], scale, scale_dtype))
+                carry_over(near[:, rest], narrow(within[block, rest]), deltas[-1], sign=-1)
+            carry_over(gradient, narrowed[columns], torch.cat(deltas, dim=1), sign=-1)
+        for first in range(0, len(hessian), SPAN):
+            span = slice(first, first + SPAN)
+            within = hessian[span, span]
+            near, codes = gradient[:, span].clone(), centred[:, span]
+            deltas = []
+            for start in range(0, len(within), LARGEST_BLOCK):
+                block, rest = slice(start, start + LARGEST_BLOCK), slice(start + LARGEST_BLOCK, None)
+                grid = scales, zeros, groups[span][block]
+                deltas.append(round_again(near[:, block], within[block, block], codes[:, block], *grid, max_code))
+                carry_over(near[:, rest], narrow(within[block, rest]), deltas[-1], sign=-1)
+            carry_over(gradient, narrowed[span], torch.cat(deltas, dim=1), sign=-1)
 
 
-def _carry_over(gradient: Tensor, rows: Tensor, delta: Tensor) -> None:
-    """What a change of some columns `[parts, columns, rows]` does to the gradient of all; `rows` are theirs of H."""
+def carry_over(target: Tensor, rows: Tensor, change: Tensor, *, sign: float) -> None:
+    """Add `sign` times R^T C to float32 T, part by part.
+
+    Args:
+        target: T, `[parts, in, rows]`.
+        rows: R, `[columns, in]`, narrow: see `precision`.
+        change: C, float32 `[parts, columns, rows]`.
+    """
+    if target.shape[1] == 0:
+        return
     # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
-    for part, change in zip(gradient, delta, strict=True):
-        part.addmm_(rows.T, change, alpha=-1)
+    for part, own in zip(target, narrow(change), strict=True):
+        add_product(part, rows.T, own, alpha=sign)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import NumericError
+from warpbus.quantization.algorithms.precision import add_product, narrow, product
 
 # Columns of a diagonal block that is inverted, so that triangular systems are solved by matrix products alone.
 _BLOCK = 512
@@ -24,6 +25,8 @@ class FactoredHessian:
         order: int64 `[in]`: the column that comes first, second, ...
         hessian: float32 `[in, in]`, damped, in this order.
         upper: float32 `[in, in]`, U; what is below its diagonal is zero.
+        inverses: the inverses of U's diagonal blocks, `[blocks, 512, 512]`, narrow (see `precision`); the last one is
+            filled up with ones.
         pivots: float32 `[in]`, D, all positive.
         damped: float32 `[in]`: what was added to the diagonal, in this order.
     """
@@ -31,6 +34,7 @@ class FactoredHessian:
     order: Tensor
     hessian: Tensor
     upper: Tensor
+    inverses: Tensor
     pivots: Tensor
     damped: Tensor
 
@@ -40,35 +44,38 @@ class FactoredHessian:
         return torch.argsort(self.order)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All attributes, in their order."""
+        return self.order, self.hessian, self.upper, self.inverses, self.pivots, self.damped
+
+    @property
     def importance(self) -> Tensor:
         """What a squared error of rounding costs, for each column of the matrix as it stands: float32 `[in]`."""
         return self.pivots[self.inverse_order]
 
     def solve(self, right: Tensor) -> Tensor:
-        """H^-1 B, in place of B: float32 `[in, rows]`, in this order. B has as many rows as the caller likes."""
-        upper, inverses, count = self.upper, self._inverses, len(right)
+        """H^-1 B, in place of B, to the digits of `precision.narrow`: float32 `[in, rows]`, in this order."""
+        upper, inverses, count = self.narrow_upper, self.inverses, len(right)
         for start in range((count - 1) // _BLOCK * _BLOCK, -1, -_BLOCK):
             block = slice(start, start + _BLOCK)
-            right[block] = _corner(inverses, start, count) @ right[block]
-            right[:start].addmm_(upper[:start, block], right[block], alpha=-1)
+            right[block] = product(_corner(inverses, start, count), narrow(right[block]))
+            add_product(right[:start], upper[:start, block], narrow(right[block]), alpha=-1)
         right /= self.pivots[:, None]
         for start in range(0, count, _BLOCK):
             block, stop = slice(start, start + _BLOCK), min(start + _BLOCK, count)
-            right[block] = _corner(inverses, start, count).T @ right[block]
-            right[stop:].addmm_(upper[block, stop:].T, right[block], alpha=-1)
+            right[block] = product(_corner(inverses, start, count).T, narrow(right[block]))
+            add_product(right[stop:], upper[block, stop:].T, narrow(right[block]), alpha=-1)
         return right
 
     @cached_property
-    def _inverses(self) -> Tensor:
-        """The inverses of U's diagonal blocks `[blocks, _BLOCK, _BLOCK]`, the last one filled up with ones."""
-        count = len(self.upper)
-        blocks = -(-count // _BLOCK)
-        diagonal = torch.eye(_BLOCK, device=self.upper.device).repeat(blocks, 1, 1)
-        for index in range(blocks):
-            part = self.upper[index * _BLOCK : (index + 1) * _BLOCK, index * _BLOCK : (index + 1) * _BLOCK]
-            diagonal[index, : len(part), : len(part)] = part
-        identity = torch.eye(_BLOCK, device=self.upper.device).expand_as(diagonal)
-        return torch.linalg.solve_triangular(diagonal, identity, upper=True, unitriangular=True)
+    def narrow_upper(self) -> Tensor:
+        """U as the products of its device take it."""
+        return narrow(self.upper)
+
+    @cached_property
+    def narrow_hessian(self) -> Tensor:
+        """H as the products of its device take it."""
+        return narrow(self.hessian)
 
 
 def factored(hessian: Tensor, *, damping: float = 0.01, activation_order: bool = True, name: str) -> FactoredHessian:
@@ -106,7 +113,18 @@ def factored(hessian: Tensor, *, damping: float = 0.01, activation_order: bool =
     upper = lower.flip(0, 1).contiguous()  # the library's factors are stored by columns
     del lower
     roots = upper.diagonal().clone()
-    return FactoredHessian(order, ordered, upper.div_(roots), roots.square(), added[order])
+    upper /= roots
+    return FactoredHessian(order, ordered, upper, _inverses(upper), roots.square(), added[order])
+
+
+def _inverses(upper: Tensor) -> Tensor:
+    count = len(upper)
+    blocks = torch.eye(_BLOCK, device=upper.device).repeat(-(-count // _BLOCK), 1, 1)
+    for block, start in zip(blocks, range(0, count, _BLOCK), strict=True):
+        corner = upper[start : start + _BLOCK, start : start + _BLOCK]
+        block[: len(corner), : len(corner)] = corner
+    identity = torch.eye(_BLOCK, device=upper.device).expand_as(blocks)
+    return narrow(torch.linalg.solve_triangular(blocks, identity, upper=True, unitriangular=True))
 
 
 def _corner(inverses: Tensor, start: int, count: int) -> Tensor:

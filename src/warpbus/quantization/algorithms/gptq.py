@@ -8,13 +8,14 @@ the result needs no index of the columns.
 import torch
 from torch import Tensor
 
+from warpbus.cuda.graphs import Function, Replayed
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK, clip_search, round_columns
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms.aim import aim
-from warpbus.quantization.algorithms.descent import descend
+from warpbus.quantization.algorithms.descent import SPAN, carry_over, descend
 from warpbus.quantization.algorithms.factored import FactoredHessian, factored
 from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit
-from warpbus.quantization.algorithms.precision import fast_products
+from warpbus.quantization.algorithms.precision import narrow, product
 
 # Sweeps of coordinate descent after the columns are rounded: on glm-poet more of them gain little.
 SWEEPS = 3
@@ -68,6 +69,7 @@ def gptq_rows(
     drift: Tensor | None = None,
     clip: bool = True,
     sweeps: int = SWEEPS,
+    run: Replayed | None = None,
     name: str = "weight",
 ) -> tuple[QTensor, Tensor]:
     """Quantize some rows of a matrix; they do not depend on the others.
@@ -78,6 +80,7 @@ def gptq_rows(
         hessian: of the matrix.
         scheme, scale_dtype, clip, sweeps, name: as in `gptq`.
         drift: float32 `[in, in]`, see `aim`; without it the weights themselves are aimed at.
+        run: what launches the loops over the columns as one, where many matrices of one shape are to come.
 
     Returns:
         the quantized rows `[parts * rows, in]`, and float64 `[parts, 2]`: of each part tr(dW H dW^T) and tr(W H W^T),
@@ -87,33 +90,66 @@ def gptq_rows(
         NumericError: if a scale does not fit `scale_dtype`.
     """
     parts, height, size = weight.shape
-    count = scheme.groups(size, name)
-    order = hessian.order
+    drift = weight.new_empty(0) if drift is None else drift
+    codes, scales, zeros, losses = (run or _at_once)(
+        _solve,
+        *(weight, drift, *hessian.tensors),
+        count=scheme.groups(size, name),
+        scheme=scheme,
+        scale_dtype=scale_dtype,
+        clip=clip,
+        sweeps=sweeps,
+    )
+    codes, scales, zeros = (each.transpose(1, 2).reshape(parts * height, -1) for each in (codes, scales, zeros))
+    stored = scales.to(scale_dtype)
+    check_scales(stored, name)
+    return QTensor.from_codes(scheme, codes, stored, None if scheme.symmetric else zeros), losses
+
+
+def _at_once(function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
+    return function(*tensors, **constants)
+
+
+def _solve(
+    weight: Tensor,
+    drift: Tensor,
+    *hessian: Tensor,
+    count: int,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+    clip: bool,
+    sweeps: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gptq_rows` without a wait for the GPU; `drift` is empty where there is none, `count` are the groups of a row.
+
+    Returns:
+        the codes, uint8 `[parts, in, rows]`, their scales and zero points, float32 `[parts, groups, rows]`, and what
+        `gptq_rows` says of the losses.
+    """
+    factors = FactoredHessian(*hessian)
+    order, size = factors.order, weight.shape[2]
     columns = weight.float().transpose(1, 2)[:, order].contiguous()
-    if drift is not None:
+    if drift.numel():
         drift = drift[order][:, order]
         for part in columns:
-            part.copy_(aim(part, hessian, drift))
-        del drift
-    with fast_products(weight.device):
-        scales, zeros = _grid(columns, hessian, scheme, scale_dtype, count, clip)
-        check_scales(scales.to(scale_dtype), name)
-        groups = (order // (size // count)).int()
-        centred, errors = _round(columns, hessian.upper, scales, zeros, groups, scheme)
-        if sweeps:
-            gradient = _products(hessian.hessian, errors)
-            descend(gradient, hessian.hessian, centred, scales, zeros, groups, scheme, scale_dtype, sweeps)
-            del gradient
-            expanded = scales[:, groups.long()]
-            errors = torch.addcmul(columns, centred, expanded, value=-1)
-            del expanded
-        losses = torch.stack((_losses(errors, hessian), _losses(columns, hessian)), dim=1)
-    del columns, errors
-    codes = centred.add_(zeros[:, groups.long()]).to(torch.uint8)[:, hessian.inverse_order]
-    codes = codes.transpose(1, 2).reshape(parts * height, size)
-    grids = [grid.transpose(1, 2).reshape(parts * height, count) for grid in (scales, zeros)]
-    stored = QTensor.from_codes(scheme, codes, grids[0].to(scale_dtype), None if scheme.symmetric else grids[1])
-    return stored, losses
+            part.copy_(aim(part, factors, drift))
+    scales, zeros = _grid(columns, factors, scheme, scale_dtype, count, clip)
+    groups = (order // (size // count)).int()
+    members = torch.argsort(groups, stable=True).view(count, -1)
+    centred, errors = _round(columns, factors, scales, zeros, groups, scheme.max_code)
+    if sweeps:
+        gradient = torch.stack([product(factors.narrow_hessian, narrow(part)) for part in errors])
+        descend(
+            gradient,
+            *(factors, centred, scales, zeros, groups, members),
+            max_code=scheme.max_code,
+            scale_dtype=scale_dtype,
+            sweeps=sweeps,
+        )
+        errors = torch.addcmul(columns, centred, scales[:, groups.long()], value=-1)
+    losses = torch.stack((_losses(errors, factors), _losses(columns, factors)), dim=1)
+    codes = centred.add_(zeros[:, groups.long()]).to(torch.uint8)[:, factors.inverse_order]
+    return codes, scales, zeros, losses
 
 
 def _grid(
@@ -134,32 +170,29 @@ def _grid(
 
 
 def _round(
-    columns: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, scheme: Scheme
+    columns: Tensor, hessian: FactoredHessian, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
 ) -> tuple[Tensor, Tensor]:
     """The codes less their zero points and the errors W - Q of all columns, both float32 `[parts, in, rows]`."""
     target, errors, centred = columns.clone(), torch.empty_like(columns), torch.empty_like(columns)
-    for start in range(0, columns.shape[1], LARGEST_BLOCK):
-        block = slice(start, start + LARGEST_BLOCK)
-        within, members = upper[block, block], groups[block]
-        codes, errors[:, block] = round_columns(
-            columns[:, block], target[:, block], within, scales, zeros, members, scheme.max_code
-        )
-        torch.sub(codes, zeros[:, members.long()], out=centred[:, block])
-        stop = start + codes.shape[1]
-        for part, error in zip(target, errors, strict=True):
-            part[stop:].addmm_(upper[block, stop:].T, error[block])
+    upper, narrowed = hessian.upper, hessian.narrow_upper
+    for first in range(0, columns.shape[1], SPAN):
+        end = min(first + SPAN, columns.shape[1])
+        for start in range(first, end, LARGEST_BLOCK):
+            block = slice(start, min(start + LARGEST_BLOCK, end))
+            within, members = upper[block, block], groups[block]
+            codes, errors[:, block] = round_columns(
+                columns[:, block], target[:, block], within, scales, zeros, members, max_code
+            )
+            torch.sub(codes, zeros[:, members.long()], out=centred[:, block])
+            carry_over(target[:, block.stop : end], narrowed[block, block.stop : end], errors[:, block], sign=1)
+        carry_over(target[:, end:], narrowed[first:end, end:], errors[:, first:end], sign=1)
     return centred, errors
-
-
-def _products(hessian: Tensor, errors: Tensor) -> Tensor:
-    """H E of each part."""
-    return torch.stack([hessian @ part for part in errors])
 
 
 def _losses(errors: Tensor, hessian: FactoredHessian) -> Tensor:
     """tr(E^T H E) of each part, without damping: float64 `[parts]`."""
     found = []
     for part in errors:
-        weighted = (hessian.hessian @ part).sub_(part * hessian.damped[:, None])
+        weighted = product(hessian.narrow_hessian, narrow(part)).sub_(part * hessian.damped[:, None])
         found.append(weighted.mul_(part).sum(0).sum(dtype=torch.float64))
     return torch.stack(found)
