@@ -16,6 +16,7 @@ from warpbus.quantization.estimate import Rates, estimate
 from warpbus.quantization.job import BATCH_TOKENS
 from warpbus.quantization.methods import METHODS
 from warpbus.quantization.preflight import Plan
+from warpbus.quantization.survey import Place
 
 _WRITTEN_BYTES = 2**28  # of a file that is written to see how fast that is
 _READS = 3
@@ -56,9 +57,8 @@ class Floors:
                 needed=METHODS[algorithm].needed,
                 tokens=tokens,
                 batch_tokens=BATCH_TOKENS[device.type],
-                devices=[device] * count,
+                places=[Place("", str(device), None, None)] * count,
                 rates=rates,
-                free=[None] * count,
             ).seconds
 
         directory = plan.checkpoint.directory.parent

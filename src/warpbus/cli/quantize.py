@@ -13,14 +13,27 @@ def quantize(
     model: Annotated[str, typer.Argument(help="model directory, or demo")],
     output: Annotated[Path, typer.Argument(help="a new directory for the quantized model")],
     scheme: Annotated[
-        str, typer.Option(help="w<2|3|4|8>a16, then -g32, -g64 or -g128 (else one scale a row), then -asym")
+        str,
+        typer.Option(
+            help="w<2|3|4|8>a16, then -g32, -g64 or -g128 (else one scale a row), then -asym; or w8a8-int8, w8a8-fp8"
+        ),
     ] = "w4a16-g128",
-    algorithm: Annotated[str, typer.Option(help="gptq, or rtn: quick, no calibration, worse")] = "gptq",
+    algorithm: Annotated[
+        str, typer.Option(help="gptq, awq, smoothquant (for w8a8), or rtn: quick, no calibration, worse")
+    ] = "gptq",
+    layout: Annotated[
+        str, typer.Option("--format", help="compressed-tensors, gptq, gptq-v2 or awq")
+    ] = "compressed-tensors",
     calibration: Annotated[Path | None, typer.Option(help=".txt, or .jsonl of texts or conversations")] = None,
     samples: Annotated[int, typer.Option(min=1, help="sequences to calibrate on, at most")] = 128,
     seqlen: Annotated[int, typer.Option(min=1, help="tokens of a sequence, at most")] = 2048,
     seed: Annotated[int, typer.Option(help="of the draw of the sequences")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    gpus: Annotated[str, typer.Option(help="all, how many, or their numbers, such as 0,2")] = "all",
+    processes: Annotated[int, typer.Option(help="that share the work, with --device cpu or --cluster")] = 1,
+    cluster: Annotated[
+        str | None, typer.Option(help="a Ray cluster that has --processes GPUs: auto, or ray://HOST:PORT")
+    ] = None,
     damping: Annotated[float, typer.Option(min=0.0, help="share of the mean added to each Hessian's diagonal")] = 0.01,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
     evaluate: Annotated[
@@ -44,8 +57,9 @@ def quantize(
     from warpbus.cli.quantizing import shown
     from warpbus.demo import calibration_path
     from warpbus.quantization import quantize as run
+    from warpbus.quantization.methods import METHODS
 
-    if calibration is None and model == DEMO and algorithm == "gptq":
+    if calibration is None and model == DEMO and algorithm in METHODS:
         calibration = calibration_path()
     asked = check_output(
         model_directory(model),
@@ -62,11 +76,15 @@ def quantize(
             output,
             scheme=scheme,
             algorithm=algorithm,
+            layout=layout,
             calibration=calibration,
             samples=samples,
             seqlen=seqlen,
             seed=seed,
             device=device,
+            gpus=gpus,
+            processes=processes,
+            cluster=cluster,
             damping=damping,
             overwrite=overwrite,
             progress=progress,

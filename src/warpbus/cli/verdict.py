@@ -47,6 +47,7 @@ class Output:
         """
         from warpbus.cuda.devices import resolve_device
         from warpbus.evaluation import judge
+        from warpbus.quantization import pictures
 
         console = Console()
         if not self.as_json:
@@ -54,7 +55,7 @@ class Output:
             console.print(report.summary(), highlight=False, markup=False, soft_wrap=True)
         if self.data is None:
             if self.plot is not None:
-                report.draw(self.plot)
+                pictures.draw(report, self.plot)
             if self.as_json:
                 print(json.dumps(report.to_json(), ensure_ascii=False))
             return

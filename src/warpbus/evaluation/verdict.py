@@ -16,7 +16,8 @@ from warpbus.evaluation.page import PageTable, Picture, write_page
 from warpbus.evaluation.side_by_side import Evaluation, evaluate
 from warpbus.formats.files import replace_file
 from warpbus.models import LINEARS
-from warpbus.quantization import Report, pictures
+from warpbus.quantization import pictures
+from warpbus.quantization.report import Report
 
 # Name, name in Chinese, before, after, change.
 Row = tuple[str, str, str, str, str]

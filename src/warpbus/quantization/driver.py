@@ -2,8 +2,10 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,19 @@ import torch
 import warpbus
 from warpbus.cuda.devices import resolve_device
 from warpbus.dist import SHARES, Processes
-from warpbus.errors import CheckpointError, DataError, UsageError
+from warpbus.dist.cluster import launch_on_cluster
+from warpbus.errors import CheckpointError, DataError, StorageError, UsageError
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import Scheme, Schemes
-from warpbus.quantization.calibration import Calibration, read_calibration
-from warpbus.quantization.estimate import Estimate, estimate
-from warpbus.quantization.job import BATCH_TOKENS, Begun, Job, run_job
+from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.estimate import Estimate
+from warpbus.quantization.job import Begun, Job, run_job
 from warpbus.quantization.methods import METHODS
 from warpbus.quantization.preflight import Plan, prepare
 from warpbus.quantization.report import LayerResult, Report
+from warpbus.quantization.survey import model_hash, weight_files
+from warpbus.quantization.texts import read_calibration
 
 ALGORITHMS = (*METHODS, "rtn")
 
@@ -55,6 +60,7 @@ def quantize(
     device: str | torch.device = "auto",
     gpus: str | int = "all",
     processes: int = 1,
+    cluster: str | None = None,
     damping: float = 0.01,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -80,7 +86,9 @@ def quantize(
         device: "auto" (GPUs, else the CPU), "cpu", "cuda" (GPUs) or "cuda:N" (that one alone). The CPU computes in
             float32, a GPU in the checkpoint's dtype.
         gpus: how many of the GPUs, "all", or their numbers, "0,2". rtn uses the first.
-        processes: how many share the work on the CPU.
+        processes: how many share the work on the CPU, or on a cluster.
+        cluster: of Ray: "auto", the one that this machine belongs to, or "ray://HOST:PORT"; each process has a GPU of
+            it, or with device "cpu" a core. Model and output have to be at the same paths on all of its machines.
         damping: see `algorithms.factored`.
         overwrite: replace a model that is at `output`.
         progress: see `Progress`.
@@ -101,29 +109,24 @@ def quantize(
     progress = progress or Progress()
     schemes = _schemes(scheme)
     _check_arguments(algorithm, schemes, calibration, samples, seqlen, damping)
-    devices = _devices(device, gpus, processes, algorithm)
     state = _Told(progress)
+    crew: AbstractContextManager[Callable[[Job], None]]
+    if cluster is None:
+        devices = _devices(device, gpus, processes, algorithm)
+        crew = _here(devices, state)
+    else:
+        model, output = Path(model).absolute(), Path(output).absolute()
+        devices = _devices_of_cluster(device, gpus, processes, algorithm)
+        crew = nullcontext(partial(_on_cluster, cluster, devices, state))
     # The other processes start while this one looks at the model.
-    with Processes(run_job, devices=devices, receive=state.receive) as others:
+    with crew as run:
         plan = prepare(Path(model), Path(output), schemes, layout)
         data = None
         if algorithm in METHODS:
             assert calibration is not None
             data = _read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
         state.matrices = len(plan.matrices)
-        kind = devices[0].type
-        needs = estimate(
-            plan,
-            output=Path(output),
-            algorithm=algorithm,
-            needed=METHODS[algorithm].needed if data else frozenset(),
-            tokens=data.tokens if data else 0,
-            batch_tokens=BATCH_TOKENS[kind],
-            devices=devices,
-        )
-        progress.estimated(needs)
-        needs.check()
-        others.run(
+        run(
             Job(
                 model=Path(model),
                 output=Path(output),
@@ -132,12 +135,11 @@ def quantize(
                 algorithm=algorithm,
                 data=data,
                 damping=damping,
-                keep=needs.keep,
                 overwrite=overwrite,
                 expected_bytes=plan.bytes_after,
-                identity=_identity(plan, algorithm, data, kind, damping),
+                identity=_identity(plan, algorithm, data, devices[0].type, damping),
                 settings=_settings(data, calibration, samples, seqlen, seed, damping),
-                estimate=_expected(needs),
+                model_hash=model_hash(plan.checkpoint),
                 started=started,
             )
         )
@@ -155,7 +157,9 @@ class _Told:
     report: Report | None = None
 
     def receive(self, message: object) -> None:
-        if isinstance(message, Begun):
+        if isinstance(message, Estimate):
+            self.progress.estimated(message)
+        elif isinstance(message, Begun):
             self.progress.begun(message)
         elif isinstance(message, LayerResult):
             self.done += 1
@@ -213,6 +217,42 @@ def _devices(device: str | torch.device, gpus: str | int, processes: int, algori
     return [resolve_device(f"cuda:{number}") for number in numbers[: SHARES if algorithm in METHODS else 1]]
 
 
+def _devices_of_cluster(
+    device: str | torch.device, gpus: str | int, processes: int, algorithm: str
+) -> Sequence[torch.device]:
+    """The kind of device of each process on a cluster."""
+    if str(device) not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"device is {str(device)!a:.60}: a cluster has GPUs (auto or cuda), or CPU cores with cpu")
+    if str(gpus) != "all":
+        raise UsageError(f"gpus is {str(gpus)!a:.60}: on a cluster the number of GPUs is that of --processes")
+    if not 1 <= processes <= SHARES:
+        raise UsageError(f"processes is {processes}: it has to be from 1 to {SHARES}")
+    return [torch.device("cpu" if str(device) == "cpu" else "cuda")] * (processes if algorithm in METHODS else 1)
+
+
+@contextmanager
+def _here(devices: Sequence[torch.device], state: _Told) -> Iterator[Callable[[Job], None]]:
+    """Runs a job on this machine, in processes that start at once."""
+    with Processes(run_job, devices=devices, receive=state.receive) as processes:
+        yield processes.run
+
+
+def _on_cluster(address: str, devices: Sequence[torch.device], state: _Told, job: Job) -> None:
+    """Run a job on a cluster; what it writes has to arrive here."""
+    launch_on_cluster(
+        run_job,
+        (job,),
+        processes=len(devices),
+        address=address,
+        gpus=devices[0].type == "cuda",
+        receive=state.receive,
+    )
+    if not job.output.is_dir():
+        raise StorageError(
+            f"{job.output}: written on a machine of the cluster, but not seen here: name a directory that all share"
+        )
+
+
 def _gpu_numbers(gpus: str | int) -> list[int]:
     """The numbers of the GPUs that were asked for."""
     there = torch.cuda.device_count()
@@ -259,7 +299,7 @@ def _read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqle
 
 def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, damping: float) -> dict[str, object]:
     """All that decides the result of a run."""
-    files = sorted(file for file in plan.checkpoint.directory.iterdir() if file.suffix in (".safetensors", ".bin"))
+    files = weight_files(plan.checkpoint.directory)
     return {
         "model": str(plan.checkpoint.directory.resolve()),
         "weights": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
@@ -287,13 +327,3 @@ def _settings(
         return {}
     given = f"{len(data.sequences)} sequences" if isinstance(calibration, Calibration) else str(calibration)
     return {"calibration": given, "samples": samples, "seqlen": seqlen, "seed": seed, "damping": damping}
-
-
-def _expected(needs: Estimate) -> dict[str, float]:
-    """The estimate as the report keeps it."""
-    expected: dict[str, float] = {
-        "seconds": sum(needs.seconds.values()),
-        "memory": needs.memory.total,
-        "disk": needs.disk.total,
-    }
-    return expected | ({"gpu_memory": max(gpu.total for gpu in needs.gpus)} if needs.gpus else {})

@@ -6,6 +6,7 @@ so a run takes at least as long: reading, writing, attention and the search for 
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from warpbus.cuda.devices import default_dtype, free_memory
+from warpbus.cuda.devices import default_dtype
 from warpbus.dist import SHARES
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import free_space
@@ -24,6 +25,7 @@ from warpbus.quantization.algorithms.gptq import SWEEPS
 from warpbus.quantization.algorithms.precision import fast_products
 from warpbus.quantization.preflight import Plan
 from warpbus.quantization.statistics import DRIFT, MOMENTS
+from warpbus.quantization.survey import Place
 
 # Square matrices of a stage: of each kind of moments a sum over shares (log2 of their number, and one) and one more
 # that is being added to it; then those of the solve: both moments, ordered copies of them, the factor and its source.
@@ -92,7 +94,7 @@ class Estimate:
 
     Attributes:
         gpus: of each GPU, in the order of the ranks; empty on the CPU.
-        memory: main memory of all processes.
+        memory: main memory of the processes of one machine, of several machines of that which has least to spare.
         disk: where the model is going to be.
         keep: whether there is room for the inputs of each last linear layer while it is solved (see `LayerPass`).
         tokens: that the model is calibrated on.
@@ -147,6 +149,15 @@ class Estimate:
         """A plain dictionary; sizes in bytes, times in seconds."""
         return asdict(self)
 
+    def figures(self) -> dict[str, float]:
+        """What the report keeps of it: seconds; bytes of memory, disk and, where there are any, of the fullest GPU."""
+        found: dict[str, float] = {
+            "seconds": sum(self.seconds.values()),
+            "memory": self.memory.total,
+            "disk": self.disk.total,
+        }
+        return found | ({"gpu_memory": max(gpu.total for gpu in self.gpus)} if self.gpus else {})
+
     def _rows(self) -> list[tuple[Need, str | None]]:
         """All needs; of GPUs in a row that are alike the first, and the name of the last."""
         rows: list[tuple[Need, str | None]] = []
@@ -174,56 +185,58 @@ def estimate(
     needed: frozenset[str],
     tokens: int,
     batch_tokens: int,
-    devices: Sequence[torch.device],
+    places: Sequence[Place],
     kept_bytes: int = 0,
     rates: Rates | None = None,
-    free: Sequence[int | None] | None = None,
 ) -> Estimate:
     """What quantizing a model is going to need.
 
     Args:
         plan: the model.
-        output: where it is going to be.
+        output: where it is going to be, as this process sees it.
         algorithm: "gptq", "awq" or another.
         needed: the statistics that it asks for, see `Collector`.
         tokens: that the model is calibrated on; 0 for an algorithm without calibration.
         batch_tokens: that go through a layer at once.
-        devices: of each rank.
+        places: of each rank.
         kept_bytes: what an earlier run has written already.
-        rates: of a device; measured on the first one if not given.
-        free: bytes of memory that each device has; asked of the system if not given.
+        rates: of a device; measured on that of the first rank if not given, which then has to be this process.
 
     Raises:
         UsageError: if there are more ranks than shares of the work.
     """
-    if not 1 <= len(devices) <= SHARES:
-        raise UsageError(f"{len(devices)} devices: the work is cut into {SHARES} shares: use 1 to {SHARES} devices")
-    kind, world = devices[0].type, len(devices)
+    if not 1 <= len(places) <= SHARES:
+        raise UsageError(f"{len(places)} devices: the work is cut into {SHARES} shares: use 1 to {SHARES} devices")
+    device, world = torch.device(places[0].device), len(places)
+    kind, machines = device.type, Counter(place.machine for place in places)
     most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
-    dtype = default_dtype(devices[0], plan.scale_dtype)
-    rates = Rates.measured(devices[0], dtype) if rates is None else rates
-    free = [free_memory(device) for device in devices] if free is None else free
+    dtype = default_dtype(device, plan.scale_dtype)
+    rates = Rates.measured(device, dtype) if rates is None else rates
     part = plan.bytes_quantized // plan.config.num_layers
     disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"there already": -kept_bytes} if kept_bytes else {})
-    shared = world if kind == "cpu" else 1  # processes on one CPU share its cores
+    shared = max(machines.values()) if kind == "cpu" else 1  # processes on one CPU share its cores
 
     def made(*, keep: bool) -> Estimate:
         working = _working_memory(plan, needed, tokens, batch_tokens, most, dtype.itemsize, keep=keep)
-        host = {"a layer of the file": plan.largest_unit}  # mapped: processes share it
+        waiting = {"finished layers": (WAITING + 1) * part}  # with the first rank
         gpus = []
-        if kind == "cpu":
-            host |= {name: size * world for name, size in working.items()} | {"finished layers": (WAITING + 1) * part}
-        else:
-            host["finished layers"] = part
-            for rank, (device, available) in enumerate(zip(devices, free, strict=True)):
-                waiting = {"finished layers": (WAITING + 1) * part} if rank == 0 else {}
-                parts = {**working, **waiting, "libraries": _ALLOWANCE[kind]}
-                gpus.append(Need(str(device), parts, available))
-        host["processes"] = _ALLOWANCE["cpu"] * world if kind == "cpu" else 2 * _ALLOWANCE["cuda"] * world
-        available = free[0] if kind == "cpu" else free_memory(torch.device("cpu"))
+        for rank, place in enumerate(places if kind == "cuda" else ()):
+            name = place.device if len(machines) == 1 else f"process {rank} on {place.machine}"
+            parts = {**working, **(waiting if rank == 0 else {}), "libraries": _ALLOWANCE[kind]}
+            gpus.append(Need(name, parts, place.free))
+        memories = []
+        for place in {place.machine: place for place in places}.values():
+            count, host = machines[place.machine], {"a layer of the file": plan.largest_unit}  # mapped: it is shared
+            if kind == "cpu":
+                host |= {name: size * count for name, size in working.items()}
+            if place.machine == places[0].machine:
+                host |= waiting if kind == "cpu" else {"finished layers": part}
+            host["processes"] = (_ALLOWANCE["cpu"] if kind == "cpu" else 2 * _ALLOWANCE["cuda"]) * count
+            name = "main memory" if len(machines) == 1 else f"main memory of {place.machine}"
+            memories.append(Need(name, host, place.memory))
         return Estimate(
             gpus=tuple(gpus),
-            memory=Need("main memory", host, available),
+            memory=min(memories, key=lambda need: math.inf if need.available is None else need.available - need.total),
             disk=Need(str(output.parent), disk, free_space(output)),
             keep=keep,
             tokens=tokens,

@@ -5,6 +5,7 @@ for what becomes of a matrix.
 """
 
 import json
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,12 +22,13 @@ from warpbus.cuda.devices import default_dtype
 from warpbus.cuda.energy import EnergyMeter
 from warpbus.dist import Group
 from warpbus.dist.outcome import Send
-from warpbus.errors import DeviceError
+from warpbus.errors import CheckpointError, DeviceError, StorageError
 from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint
 from warpbus.models import DecoderLayer, load_layer, tensor_map
 from warpbus.models.loading import part_rows
 from warpbus.qtensor import QTensor, Schemes
 from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.estimate import Estimate, estimate
 from warpbus.quantization.folding import divide_rows
 from warpbus.quantization.layerwise import LayerPass, embed
 from warpbus.quantization.loss import relative, squared_loss
@@ -35,6 +37,7 @@ from warpbus.quantization.preflight import REPORT_NAME, Matrix, Plan, prepare
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
 from warpbus.quantization.statistics import DRIFT, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
+from warpbus.quantization.survey import Place, check_model
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens that go through a layer at once: enough to keep the device busy, little next to the layer's own memory."""
@@ -54,12 +57,11 @@ class Job:
         algorithm: one of `METHODS`, or "rtn".
         data: what it is calibrated on; `None` where there is nothing to calibrate.
         damping: see `algorithms.factored`.
-        keep: see `LayerPass`.
         overwrite: replace a model at `output`.
         expected_bytes: that are going to be written.
         identity: all that decides the result, as JSON.
         settings: what the report says of the calibration.
-        estimate: what the preflight check expects, for the report.
+        model_hash: see `survey.model_hash`.
         started: when the run began, in seconds since the epoch.
     """
 
@@ -70,12 +72,11 @@ class Job:
     algorithm: str
     data: Calibration | None
     damping: float
-    keep: bool
     overwrite: bool
     expected_bytes: int
     identity: Mapping[str, Any]
     settings: Mapping[str, Any]
-    estimate: Mapping[str, float]
+    model_hash: str
     started: float
 
 
@@ -93,7 +94,9 @@ class Begun:
 
 
 def run_job(group: Group, send: Send, job: Job) -> None:
-    """Do a process's share of a run; sends `Begun`, a `LayerResult` for each matrix and at last the `Report`.
+    """Do a process's share of a run.
+
+    The first process sends an `Estimate`, `Begun`, a `LayerResult` for each matrix and at last the `Report`.
 
     Raises:
         WarpbusError: as `quantize`.
@@ -120,6 +123,8 @@ class _Run:
     writer: GrowingCheckpoint | None
     parts: FinishedParts
     finished: frozenset[int]
+    keep: bool
+    estimate: Mapping[str, float]
     results: list[LayerResult] = field(default_factory=list)
 
     @classmethod
@@ -128,7 +133,8 @@ class _Run:
         watch = Stopwatch(group.device)
         if group.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(group.device)
-        plan = prepare(job.model, job.output, job.schemes, job.layout)
+        plan = _planned(group, job)
+        needs, keep = _agreed(group, send, job, plan)
         done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
         writer = None
         parts = FinishedParts(job.output)
@@ -143,8 +149,14 @@ class _Run:
                 done[index] = _readable(writer, _layer_part(index))
             send(Begun(writer.found, int(done.sum())))
         group.sum(done)
+        if not parts.directory.is_dir():
+            raise StorageError(
+                f"{parts.directory}: not there on {socket.gethostname()}, though process 0 has made it: name an output "
+                "that all machines see"
+            )
         finished = frozenset(done.nonzero()[:, 0].tolist())
-        return cls(group, send, job, plan, watch, writer, parts, finished)
+        expected = {} if needs is None else needs.figures()
+        return cls(group, send, job, plan, watch, writer, parts, finished, keep, expected)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -182,9 +194,7 @@ class _Run:
         self.watch.lap("reading")
         for index, layer in enumerate(_layers(plan, device, dtype)):
             self.watch.lap("reading")
-            through = LayerPass(
-                layer, index, states, method.needed, group=self.group, watch=self.watch, keep=self.job.keep
-            )
+            through = LayerPass(layer, index, states, method.needed, group=self.group, watch=self.watch, keep=self.keep)
             if index in self.finished:
                 through.skip(partial(self._restore, index, layer))
             else:
@@ -381,10 +391,41 @@ class _Run:
             versions=versions(device),
             devices=(torch.cuda.get_device_name(device) if on_gpu else "cpu",) * group.world,
             stages=dict(self.watch.seconds),
-            estimate=dict(job.estimate),
+            estimate=dict(self.estimate),
             gpu_seconds=seconds * group.world if on_gpu else None,
             energy_joules=None if energies.isnan().any() else float(energies.sum()),
         )
+
+
+def _planned(group: Group, job: Job) -> Plan:
+    """The plan as the starting process made it, if this one sees the same model."""
+    try:
+        plan = prepare(job.model, job.output, job.schemes, job.layout)
+    except CheckpointError as error:
+        raise CheckpointError(f"process {group.rank} on {socket.gethostname()}: {error}") from error
+    check_model(plan.checkpoint, job.model_hash)
+    return plan
+
+
+def _agreed(group: Group, send: Send, job: Job, plan: Plan) -> tuple[Estimate | None, bool]:
+    """What the run needs, which the first process finds out and tells, and what follows for all: see `LayerPass`."""
+    places = Place.of(group.device).gathered(group)
+    keep = torch.zeros(1, dtype=torch.int64, device=group.device)
+    needs = None
+    if group.is_first:
+        needs = estimate(
+            plan,
+            output=job.output,
+            algorithm=job.algorithm,
+            needed=METHODS[job.algorithm].needed if job.data else frozenset(),
+            tokens=job.data.tokens if job.data else 0,
+            batch_tokens=BATCH_TOKENS[group.device.type],
+            places=places,
+        )
+        send(needs)
+        needs.check()
+        keep[0] = needs.keep
+    return needs, bool(group.sum(keep))
 
 
 def _layers(plan: Plan, device: torch.device, dtype: torch.dtype) -> Iterator[DecoderLayer]:

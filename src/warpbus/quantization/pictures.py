@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib import font_manager, rc_context
 from matplotlib.axes import Axes
@@ -12,10 +12,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from warpbus.formats.files import replace_file
 from warpbus.models import LINEARS
-
-if TYPE_CHECKING:
-    from warpbus.quantization.report import Report
+from warpbus.quantization.report import Report
 
 # For names: the first that is installed draws what DejaVu, which comes with matplotlib, has no glyphs for.
 _CHINESE_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei", "SimHei")
@@ -57,19 +56,30 @@ def paper(size: tuple[float, float], title: str | None = None) -> Figure:
     return drawn
 
 
-def figure(report: "Report") -> Figure:
+def draw(report: Report, path: Path) -> None:
+    """Write a PNG: the error of every matrix over the layers, and the seconds of the stages.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    with style():
+        drawn = figure(report)
+    replace_file(path, lambda partial: drawn.savefig(partial, dpi=130, format="png"))
+
+
+def figure(report: Report) -> Figure:
     """The error of every matrix over the layers, and beside it where the time went, if the report knows."""
     drawn = paper(size(report), f"{Path(report.model).name}: {report.scheme}, {report.algorithm}")
     fill(drawn, report)
     return drawn
 
 
-def size(report: "Report") -> tuple[float, float]:
+def size(report: Report) -> tuple[float, float]:
     """Width and height that `fill` wants, in inches."""
     return 11.5 if report.stages else 8, 4.6
 
 
-def fill(target: Figure | SubFigure, report: "Report") -> None:
+def fill(target: Figure | SubFigure, report: Report) -> None:
     """Draw `figure` into what may be a part of another."""
     axes = target.subplots(1, 2 if report.stages else 1, squeeze=False, width_ratios=[2, 1][: 1 + bool(report.stages)])
     _errors(axes[0, 0], report)
@@ -77,7 +87,7 @@ def fill(target: Figure | SubFigure, report: "Report") -> None:
         _stages(axes[0, 1], report.stages)
 
 
-def _errors(axis: Axes, report: "Report") -> None:
+def _errors(axis: Axes, report: Report) -> None:
     """A line for each matrix of a layer; where schemes are mixed, a marker for each scheme."""
     schemes = list(dict.fromkeys(row.scheme for row in report.layers))
     markers = {scheme: _MARKERS[index % len(_MARKERS)] for index, scheme in enumerate(schemes)}

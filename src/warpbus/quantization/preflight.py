@@ -113,6 +113,9 @@ def prepare(model: Path, output: Path, schemes: Scheme | Schemes, layout: str = 
         for source, rows in zip(matrix.sources, matrix.rows, strict=True):
             matrix.scheme.groups(matrix.columns, source)
             chosen.check(matrix.scheme, (rows, matrix.columns), source)
+            if not matrix.scheme.symmetric:
+                # Any group may get a zero point 0: not even one could be seen before all the work is done.
+                chosen.check_zeros(torch.zeros(1, dtype=torch.uint8), f"{source} in {matrix.scheme}")
     kept, ends = _not_quantized(checkpoint, config, matrices)
     scale_dtype = chosen.scale_dtype or checkpoint.dtype(matrices[0].sources[0])
     scale_dtype = scale_dtype if scale_dtype in _SCALE_DTYPES else torch.float32

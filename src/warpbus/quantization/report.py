@@ -14,9 +14,7 @@ from rich.table import Table
 
 import warpbus
 from warpbus.errors import DataError, UsageError
-from warpbus.formats.files import replace_file
 from warpbus.models import LINEARS
-from warpbus.quantization import pictures
 
 
 @dataclass(frozen=True)
@@ -225,16 +223,6 @@ class Report:
         if self.cost is not None:
             return f"about {self.cost:.2g}"
         return "not known: " + ("no GPU" if self.gpu_seconds is None else "energy not measured")
-
-    def draw(self, path: Path) -> None:
-        """Write a PNG: the error of every matrix over the layers, and the seconds of the stages.
-
-        Raises:
-            StorageError: if it cannot be written.
-        """
-        with pictures.style():
-            drawn = pictures.figure(self)
-        replace_file(path, lambda partial: drawn.savefig(partial, dpi=130, format="png"))
 
 
 def peak_memory() -> int:

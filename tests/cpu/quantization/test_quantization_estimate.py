@@ -14,6 +14,7 @@ from warpbus.qtensor import Scheme
 from warpbus.quantization import estimate as module
 from warpbus.quantization.estimate import Estimate, Rates, estimate
 from warpbus.quantization.preflight import Plan, prepare
+from warpbus.quantization.survey import Place
 
 GB = 10**9
 BOTH = frozenset({"moments", "drift"})
@@ -37,10 +38,14 @@ def run(plan: Plan, tmp_path: Path, world: int = 1, **changes: Any) -> Estimate:
         "needed": BOTH,
         "tokens": 80_000,
         "batch_tokens": 1000,
-        "devices": GPUS[:world],
         "rates": Rates(1e9, 1e8, 1e7),
-        "free": [80 * GB] * world,
     }
+    devices = changes.pop("devices", GPUS[:world])
+    free = changes.pop("free", [80 * GB] * len(devices))
+    arguments["places"] = [
+        Place("here", str(device), size, size if device.type == "cpu" else None)
+        for device, size in zip(devices, free, strict=True)
+    ]
     return estimate(plan, **arguments | changes)
 
 
@@ -165,6 +170,17 @@ def test_json(plan: Plan, tmp_path: Path) -> None:
 def test_rates_are_measured(plan: Plan, tmp_path: Path) -> None:
     found = Rates.measured(torch.device("cpu"), torch.float32)
     assert found.forward == found.solve == found.exact > 1e6
-    own = run(plan, tmp_path, devices=[torch.device("cpu")], rates=None, free=None)
+    own = run(plan, tmp_path, places=[Place.of(torch.device("cpu"))], rates=None)
     assert own.memory.available is not None
     assert own.seconds["forward"] > 0
+
+
+def test_several_machines(plan: Plan, tmp_path: Path) -> None:
+    cpus = [Place(name, "cpu", memory, memory) for name, memory in (("a", 9 * GB), ("b", 2 * GB), ("b", 2 * GB))]
+    found = run(plan, tmp_path, places=cpus)
+    assert found.memory.place == "main memory of b"  # it has less to spare
+    assert found.memory.available == 2 * GB
+    assert found.memory.parts["processes"] == 2 * run(plan, tmp_path, places=cpus[:1]).memory.parts["processes"]
+    assert "finished layers" not in found.memory.parts  # these wait where they are written
+    gpus = [Place(name, "cuda:0", 80 * GB, 90 * GB) for name in ("a", "b")]
+    assert [need.place for need in run(plan, tmp_path, places=gpus).gpus] == ["process 0 on a", "process 1 on b"]

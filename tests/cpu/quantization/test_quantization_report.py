@@ -11,7 +11,7 @@ from rich.console import Console
 
 from warpbus.errors import DataError, StorageError, UsageError
 from warpbus.models import LINEARS
-from warpbus.quantization import LayerResult, Report
+from warpbus.quantization import LayerResult, Report, pictures
 
 
 def make_report(algorithm="gptq", **changes):
@@ -175,7 +175,7 @@ def test_rtn_speaks_of_weights():
 @pytest.mark.parametrize("report", [make_report(model="models/诗人 $\\frac$"), gpu_report(), mixed()])
 def test_picture(report, tmp_path):
     path = tmp_path / "new" / "errors.png"
-    report.draw(path)
+    pictures.draw(report, path)
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
@@ -186,4 +186,4 @@ def test_picture(report, tmp_path):
 def test_a_picture_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match=r"file.errors\.png"):
-        make_report().draw(tmp_path / "file" / "errors.png")
+        pictures.draw(make_report(), tmp_path / "file" / "errors.png")

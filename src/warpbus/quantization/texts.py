@@ -1,0 +1,87 @@
+"""Reading what a model is calibrated on: a file of texts or conversations, of which sequences are drawn."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from warpbus.errors import DataError, UsageError
+from warpbus.models.documents import parse_line, read_lines, read_text
+from warpbus.models.templates import Template
+from warpbus.models.tokenizers import Tokenizer
+from warpbus.quantization.calibration import Calibration
+
+# The names that conversations exported by other programs have for the roles.
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+
+
+def read_calibration(
+    path: Path, tokenizer: Tokenizer, template: Template | None, *, samples: int, seqlen: int, seed: int
+) -> Calibration:
+    """Read a file and draw sequences from it.
+
+    Args:
+        path: a `.txt`, cut into sequences of `seqlen` tokens; or a `.jsonl`, each line of which is one sequence:
+            `{"text": ...}`, or a conversation under `messages` or `conversations`.
+        tokenizer, template: of the model; a model without a template takes no conversations.
+        samples: how many sequences are drawn at most.
+        seqlen: the longest sequence in tokens; longer lines are cut.
+        seed: of the draw. The same file, seed and numbers give the same sequences.
+
+    Raises:
+        DataError: if the file is missing, is not text, holds nothing to use, or has a malformed line (named).
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such calibration file: expected a .txt, or a .jsonl of texts or conversations")
+    if path.suffix == ".txt":
+        ids = read_text(path, tokenizer)
+        pieces = [tuple(ids[start : start + seqlen]) for start in range(0, len(ids), seqlen)]
+        random.Random(seed).shuffle(pieces)
+        return Calibration(tuple(pieces[:samples]))
+    if path.suffix != ".jsonl":
+        raise DataError(f"{path}: calibration data has to be a .txt or a .jsonl: rename or convert it")
+    # Every line is checked, also those that are not drawn; only those that are drawn are tokenized.
+    records = [(where, _content(where, parse_line(where, line))) for where, line in read_lines(path)]
+    random.Random(seed).shuffle(records)
+    sequences: list[tuple[int, ...]] = []
+    for where, content in records:
+        if len(sequences) == samples:
+            break
+        if ids := _encode(where, content, tokenizer, template)[:seqlen]:
+            sequences.append(tuple(ids))
+    if not sequences:
+        raise DataError(f'{path}: no usable line: expected lines such as {{"text": ...}} or {{"messages": [...]}}')
+    return Calibration(tuple(sequences))
+
+
+def _content(where: str, record: dict[str, Any]) -> str | list[dict[str, str]]:
+    """The text or the conversation of a line; DataError if it has neither."""
+    text = record.get("text")
+    if isinstance(text, str):
+        return text
+    messages = record.get("messages", record.get("conversations"))
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: expected a text under 'text', or a list under 'messages' or 'conversations'")
+    return [_message(where, message) for message in messages]
+
+
+def _message(where: str, message: object) -> dict[str, str]:
+    if isinstance(message, dict):
+        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        if isinstance(role, str) and isinstance(content, str):
+            return {"role": _ROLES.get(role, role), "content": content}
+    raise DataError(
+        f"{where}: expected messages such as {{'role': 'user', 'content': ...}}, found {str(message)[:60]!r}"
+    )
+
+
+def _encode(
+    where: str, content: str | list[dict[str, str]], tokenizer: Tokenizer, template: Template | None
+) -> list[int]:
+    if isinstance(content, str):
+        return tokenizer.encode(content)
+    if template is None:
+        raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
+    try:
+        return template.spans(content)[0]
+    except UsageError as error:
+        raise DataError(f"{where}: {error}") from None
