@@ -124,7 +124,7 @@ def quantize(
         data = None
         if algorithm in METHODS:
             assert calibration is not None
-            data = _read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
+            data = read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
         state.matrices = len(plan.matrices)
         run(
             Job(
@@ -276,7 +276,7 @@ def _gpu_numbers(gpus: str | int) -> list[int]:
     return numbers
 
 
-def _read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen: int, seed: int) -> Calibration:
+def read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen: int, seed: int) -> Calibration:
     directory, size = plan.checkpoint.directory, plan.config.vocab_size
     if isinstance(source, Calibration):
         if not source.sequences or not all(source.sequences):

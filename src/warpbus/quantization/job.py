@@ -20,27 +20,33 @@ from torch import Tensor
 
 from warpbus.cuda.devices import default_dtype
 from warpbus.cuda.energy import EnergyMeter
+from warpbus.cuda.jit import architecture
 from warpbus.dist import Group
 from warpbus.dist.outcome import Send
 from warpbus.errors import CheckpointError, DeviceError, StorageError
 from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint
+from warpbus.kernels.ops.arguments import ELEMENTS
+from warpbus.kernels.units import compile_ahead
 from warpbus.models import DecoderLayer, load_layer, tensor_map
 from warpbus.models.loading import part_rows
 from warpbus.qtensor import QTensor, Schemes
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.estimate import Estimate, estimate
-from warpbus.quantization.folding import divide_rows
 from warpbus.quantization.layerwise import LayerPass, embed
 from warpbus.quantization.loss import relative, squared_loss
-from warpbus.quantization.methods import METHODS, Task, round_to_nearest
+from warpbus.quantization.methods import METHODS, Method, round_to_nearest
 from warpbus.quantization.preflight import REPORT_NAME, Matrix, Plan, prepare
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
-from warpbus.quantization.statistics import DRIFT, Statistics
+from warpbus.quantization.solving import LayerSolver
+from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens that go through a layer at once: enough to keep the device busy, little next to the layer's own memory."""
+
+_KERNELS = ("gptq/", "step/norm", "step/activation")
+"""The kernels that a run needs, compiled while the first weights are read."""
 
 # Bytes of a part that holds tensors from outside of the layers: of these, embedding and head may be large.
 _PART_BYTES = 2 * 2**30
@@ -134,6 +140,9 @@ class _Run:
         if group.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(group.device)
         plan = _planned(group, job)
+        if group.device.type == "cuda":
+            element = ELEMENTS[default_dtype(group.device, plan.scale_dtype)]
+            compile_ahead(_KERNELS, architecture(group.device), element)
         needs, keep = _agreed(group, send, job, plan)
         done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
         writer = None
@@ -185,7 +194,7 @@ class _Run:
     def _calibrate(self, data: Calibration) -> None:
         """Layer after layer, each on what the quantized layers before it give; those that are finished are read."""
         plan, device = self.plan, self.group.device
-        method = METHODS[self.job.algorithm]
+        method = METHODS[self.job.algorithm]()
         dtype = default_dtype(device, plan.scale_dtype)
         table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
         drift = DRIFT in method.needed
@@ -198,53 +207,28 @@ class _Run:
             if index in self.finished:
                 through.skip(partial(self._restore, index, layer))
             else:
-                self._quantize_layer(index, layer, through)
+                self._quantize_layer(index, layer, method, through)
 
-    def _quantize_layer(self, index: int, layer: DecoderLayer, through: LayerPass) -> None:
+    def _quantize_layer(self, index: int, layer: DecoderLayer, method: Method, through: LayerPass) -> None:
         """Quantize a layer, move the states past it, and hand it to the writer."""
-        method, matrices = METHODS[self.job.algorithm], self.plan.layer(index)
-        quantized: dict[str, QTensor] = {}
-        changed: dict[str, Tensor] = {}
-        results: list[LayerResult] = []
-        started = time.perf_counter()
-
-        def solve(linear: str, statistics: Statistics) -> Tensor | None:
-            nonlocal started
-            matrix = matrices[linear]
-            task = Task(
-                layer=layer,
-                linear=linear,
-                name=matrix.name,
-                scheme=matrix.scheme,
-                scale_dtype=self.plan.scale_dtype,
-                damping=self.job.damping,
-                group=self.group,
-                watch=self.watch,
-            )
-            solved = method.solve(task, statistics)
-            quantized[linear] = solved.weight
-            task.weight.copy_(solved.weight.dequantize(task.weight.dtype))
-            for parameter, tensor in solved.changed.items():
-                owner = parameter.removesuffix(".weight")
-                if owner in quantized:  # its rows were divided: so are the scales that it is stored with
-                    assert solved.folded is not None
-                    quantized[owner] = _divide_last_rows(layer, linear, quantized[owner], solved.folded)
-                    tensor.copy_(quantized[owner].dequantize(tensor.dtype))
-                else:
-                    changed[parameter] = tensor
-            now = time.perf_counter()
-            results.append(LayerResult(index, linear, str(matrix.scheme), solved.error, now - started))
-            started = now
-            self._tell(results[-1])
-            self.watch.lap("solve")
-            return solved.folded
-
-        through.quantize(solve)
+        matrices = self.plan.layer(index)
+        solver = LayerSolver(
+            layer,
+            matrices,
+            method,
+            scale_dtype=self.plan.scale_dtype,
+            damping=self.job.damping,
+            group=self.group,
+            watch=self.watch,
+            tell=self._tell,
+        )
+        through.quantize(solver)
         if self.writer is not None:
-            tensors = self._kept(index, changed)
+            tensors = self._kept(index, solver.changed)
             for linear, matrix in matrices.items():
-                tensors |= self._stored(matrix, quantized[linear])
-            self.writer.commit(_layer_part(index), tensors, {"results": [asdict(result) for result in results]})
+                tensors |= self._stored(matrix, solver.quantized[linear])
+            facts = {"results": [asdict(result) for result in solver.results]}
+            self.writer.commit(_layer_part(index), tensors, facts)
             self.watch.lap("writing")
 
     def _restore(self, index: int, layer: DecoderLayer) -> None:
@@ -449,15 +433,6 @@ def _layers(plan: Plan, device: torch.device, dtype: torch.dtype) -> Iterator[De
                     tensor.record_stream(torch.cuda.current_stream(device))
             following = pool.submit(load, index + 1) if index + 1 < plan.config.num_layers else None
             yield layer
-
-
-def _divide_last_rows(layer: DecoderLayer, linear: str, matrix: QTensor, folded: Tensor) -> QTensor:
-    """A quantized matrix whose last rows make the inputs of `linear`, with these rows divided."""
-    if linear == "attention.o":
-        config = layer.attention.config
-        shared = folded.view(config.num_kv_heads, -1, config.head_dim)
-        folded = shared[:, 0].flatten()
-    return divide_rows(matrix, matrix.shape[0] - len(folded), folded)
 
 
 def _readable(parts: FinishedParts, part: str) -> bool:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from warpbus.cuda.graphs import Replayed
 from warpbus.dist import SHARES, Group
 from warpbus.models import DecoderLayer
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import awq, round_rows, rtn, smoothing
+from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.factored import factored
 from warpbus.quantization.algorithms.gptq import gptq_rows
 from warpbus.quantization.algorithms.grid import check_weight
@@ -35,6 +37,7 @@ class Task:
         name: the matrix, for messages.
         scheme: what it is quantized to.
         scale_dtype: of its scales.
+        stored: the dtype that the checkpoint has, which what is folded into is rounded to: see `fold`.
         damping: see `factored`.
         group: the processes that do it together.
         watch: told what takes the time.
@@ -45,6 +48,7 @@ class Task:
     name: str
     scheme: Scheme
     scale_dtype: torch.dtype
+    stored: torch.dtype
     damping: float
     group: Group
     watch: Stopwatch
@@ -121,8 +125,9 @@ class Method(ABC):
             NumericError: if that cannot be done; the message names the matrix.
         """
 
+    @classmethod
     @abstractmethod
-    def fits(self, scheme: Scheme) -> bool:
+    def fits(cls, scheme: Scheme) -> bool:
         """Whether the algorithm can quantize to a scheme."""
 
 
@@ -131,7 +136,11 @@ class Gptq(Method):
 
     needed = frozenset({MOMENTS, DRIFT})
 
-    def fits(self, scheme: Scheme) -> bool:
+    def __init__(self) -> None:
+        self._run = Replayed()
+
+    @classmethod
+    def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is None
 
     def solve(self, task: Task, statistics: Statistics) -> Solved:
@@ -141,18 +150,25 @@ class Gptq(Method):
 
         def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
             return gptq_rows(
-                parts, hessian, task.scheme, scale_dtype=task.scale_dtype, drift=statistics.drift, name=task.name
+                parts,
+                hessian,
+                task.scheme,
+                scale_dtype=task.scale_dtype,
+                drift=statistics.drift,
+                run=self._run,
+                name=task.name,
             )
 
         return Solved(*task.by_rows(task.weight, quantize))
 
 
 class Awq(Method):
-    """Channels with large inputs scaled up before rounding: see `algorithms.awq`."""
+    """Channels with large inputs scaled up before what is then aimed at is rounded: see `algorithms.awq` and `aim`."""
 
-    needed = frozenset({MOMENTS, MEAN_ABS})
+    needed = frozenset({MOMENTS, DRIFT, MEAN_ABS})
 
-    def fits(self, scheme: Scheme) -> bool:
+    @classmethod
+    def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is None
 
     def solve(self, task: Task, statistics: Statistics) -> Solved:
@@ -166,7 +182,8 @@ class Awq(Method):
 
         best = int(_summed(task, lose).argmin())
         task.watch.lap("solve")
-        return _rounded(task, fold(task.layer, task.linear, trials[best]), moments)
+        folded = fold(task.layer, task.linear, trials[best], stored=task.stored)
+        return _rounded(task, folded, moments, statistics.drift)
 
 
 class SmoothQuant(Method):
@@ -174,18 +191,20 @@ class SmoothQuant(Method):
 
     needed = frozenset({MOMENTS, MAX_ABS})
 
-    def fits(self, scheme: Scheme) -> bool:
+    @classmethod
+    def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is not None
 
     def solve(self, task: Task, statistics: Statistics) -> Solved:
         check_weight(task.weight, task.name)
         weights = task.weight.abs().amax(0).float()
         scale = _tied(task, smoothing(_there(statistics.max_abs), weights))
-        return _rounded(task, fold(task.layer, task.linear, scale), _there(statistics.moments))
+        folded = fold(task.layer, task.linear, scale, stored=task.stored)
+        return _rounded(task, folded, _there(statistics.moments))
 
 
-METHODS: Mapping[str, Method] = {"gptq": Gptq(), "awq": Awq(), "smoothquant": SmoothQuant()}
-"""The algorithms that are calibrated, by their names."""
+METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "smoothquant": SmoothQuant}
+"""The algorithms that are calibrated, by their names. A run makes its own method, which is for its process alone."""
 
 
 def round_to_nearest(
@@ -197,12 +216,23 @@ def round_to_nearest(
     return rtn(weight, scheme, scale_dtype=scale_dtype, importance=importance, name=name)
 
 
-def _rounded(task: Task, folded: Folded, moments: Tensor) -> Solved:
-    """Round a matrix after its inputs were scaled; ranges are clipped where activations stay in 16 bits."""
+def _rounded(task: Task, folded: Folded, moments: Tensor, drift: Tensor | None = None) -> Solved:
+    """Round a matrix after its inputs were scaled; ranges are clipped where activations stay in 16 bits.
+
+    With the drift of the inputs, as they were before, what is rounded is what `aim` gives.
+    """
     moments = rescaled(moments, folded.scale.float())
+    hessian = None
+    if drift is not None:
+        hessian = factored(moments, damping=task.damping, activation_order=False, name=task.name)
+        drift = rescaled(drift, folded.scale.float())
+        task.watch.lap("factorization")
 
     def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
         height = parts.shape[1]
+        if hessian is not None and drift is not None:
+            # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
+            parts = torch.stack([aim(part.T.contiguous(), hessian, drift).T for part in parts])
         losses = torch.zeros(len(parts), 2, dtype=torch.float64, device=parts.device)
         rounded = round_to_nearest(
             parts.flatten(0, 1),

@@ -81,12 +81,12 @@ class Plan:
         return {matrix.linear: matrix for matrix in self.matrices if matrix.layer == index}
 
 
-def prepare(model: Path, output: Path, schemes: Scheme | Schemes, layout: str = "compressed-tensors") -> Plan:
+def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout: str = "compressed-tensors") -> Plan:
     """Look at everything that does not need the weights themselves.
 
     Args:
         model: the directory of the original.
-        output: where the quantized model is going to be.
+        output: where the quantized model is going to be; `None` if nothing is going to be written.
         schemes: of all matrices, or of each.
         layout: the name of the format to write, see `formats.layout_named`.
 
@@ -98,7 +98,7 @@ def prepare(model: Path, output: Path, schemes: Scheme | Schemes, layout: str = 
         UsageError: if the output is the source.
     """
     checkpoint = Checkpoint(model)
-    if output.resolve() == model.resolve():
+    if output is not None and output.resolve() == model.resolve():
         raise UsageError(f"{output}: the output is the model itself: name another directory")
     for key in ("quantization_config", "quantization_bit"):
         if checkpoint.config.get(key):

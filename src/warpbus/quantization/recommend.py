@@ -44,7 +44,7 @@ class Trial:
     Attributes:
         scheme, algorithm: the candidate.
         error: relative error of the sample layers' outputs.
-        nbytes: of the whole model's tensors.
+        nbytes: of the whole model on the disk.
         memory: bytes that running it takes, cache and working memory included.
         token_seconds: of the matrix-vector products of a token, on the device.
         seconds: that quantizing the whole model is going to take.
@@ -132,25 +132,31 @@ class Recommendation:
         return drawn
 
 
-def candidates(columns: Sequence[int], *, fp8: bool) -> list[Candidate]:
+def candidates(columns: Sequence[int], *, fp8: bool, scheme: Scheme | None = None) -> list[Candidate]:
     """What is worth trying, the most bits first.
 
     Args:
         columns: input features of the model's matrices; schemes whose groups do not fit them are left out.
         fp8: whether the device multiplies 8-bit floating-point numbers.
+        scheme: the only one to try, whatever the device and the matrices.
     """
-    found = []
-    for scheme in map(Scheme.parse, _SCHEMES):
-        if scheme.activations == "fp8" and not fp8:
-            continue
-        try:
-            for size in columns:
-                scheme.groups(size)
-        except SchemeError:
-            continue
-        algorithms = _WEIGHTS_ONLY if scheme.activations is None else _WITH_ACTIVATIONS
-        found += [Candidate(scheme, algorithm) for algorithm in algorithms]
-    return found
+    fitting = [each for each in map(Scheme.parse, _SCHEMES) if _possible(each, columns, fp8)]
+    return [
+        Candidate(each, algorithm)
+        for each in (fitting if scheme is None else [scheme])
+        for algorithm in (_WEIGHTS_ONLY if each.activations is None else _WITH_ACTIVATIONS)
+    ]
+
+
+def _possible(scheme: Scheme, columns: Sequence[int], fp8: bool) -> bool:
+    if scheme.activations == "fp8" and not fp8:
+        return False
+    try:
+        for size in columns:
+            scheme.groups(size)
+    except SchemeError:
+        return False
+    return True
 
 
 def choose(trials: Sequence[Trial], *, goal: str, memory: int | None = None) -> tuple[Trial, str]:

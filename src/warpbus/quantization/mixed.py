@@ -1,0 +1,151 @@
+"""Mixed precision: how many bits each matrix of a model gets, so that they have a given number on average.
+
+One pass of calibration data through the unquantized model. At each layer, each matrix is rounded to each scheme in turn
+(clipped by the diagonal of its inputs' moments) while the others stay as they are, and what that does to the layer's
+outputs is its loss: the mean over the tokens of |error|^2 / |output|^2. Errors of different matrices are as good as
+independent, so their squares add up; relative to the output, they are in one unit in all layers.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from warpbus.cuda.devices import default_dtype, resolve_device
+from warpbus.dist import Group
+from warpbus.errors import SchemeError, UsageError
+from warpbus.models import DecoderLayer
+from warpbus.qtensor import Scheme, Schemes
+from warpbus.quantization import unquantized
+from warpbus.quantization.algorithms import rtn
+from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.driver import read_data
+from warpbus.quantization.layerwise import LayerPass, States
+from warpbus.quantization.preflight import Matrix, Plan, prepare
+from warpbus.quantization.sensitivity import Cost, choose
+from warpbus.quantization.statistics import MOMENTS, Statistics
+from warpbus.quantization.stopwatch import Stopwatch
+
+BITS = (2, 3, 4, 8)
+
+_SEQUENCES = 16
+_GROUPS = (128, 64, 32)
+
+
+def mixed_schemes(
+    model: str | Path,
+    bits: float,
+    *,
+    calibration: str | Path | Calibration,
+    layout: str = "compressed-tensors",
+    samples: int = 128,
+    seqlen: int = 2048,
+    seed: int = 0,
+    device: str | torch.device = "auto",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Schemes:
+    """Choose the scheme of each matrix.
+
+    Args:
+        model: a model directory, not quantized.
+        bits: that a weight may take on average, scales included; embedding and head, which stay as they are, do not
+            count.
+        calibration, samples, seqlen, seed: as `quantize` is going to be called; the pass takes fewer sequences.
+        layout: the format to write.
+        device: a single one.
+        progress: called with the layers that are done, and all.
+
+    Returns:
+        the scheme of most matrices, and those that differ.
+
+    Raises:
+        UsageError: if there are too few bits.
+        SchemeError: if the format holds fewer than two of the schemes.
+        WarpbusError: as `quantize`.
+    """
+    place = resolve_device(device)
+    plans = _plans(Path(model), layout)
+    plan = plans[0]
+    dtype = default_dtype(place, plan.scale_dtype)
+    weights = sum(sum(matrix.rows) * matrix.columns for matrix in plan.matrices)
+    least = min(8 * each.bytes_quantized / weights for each in plans)
+    if not least <= bits < float("inf"):
+        raise UsageError(f"bits is {bits}: the smallest schemes take {least:.3f} a weight, scales included: give more")
+    data = read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
+    data = Calibration(data.sequences[:_SEQUENCES])
+    costs: dict[str, dict[Scheme, Cost]] = {}
+    last = plan.config.num_layers - 1
+    for index, layer, states in unquantized.layers(plan, data, device=place, dtype=dtype, last=last):
+        moments = _importance(layer, index, states, Group(0, 1, place))
+        expected = [unquantized.output(layer, index, state) for state in states]
+        for each in plans:
+            for linear, matrix in each.layer(index).items():
+                loss = _loss(layer, matrix, moments[linear], states, expected, plan.scale_dtype)
+                costs.setdefault(matrix.name, {})[matrix.scheme] = Cost(loss, _nbytes(matrix, plan.scale_dtype))
+        progress(index + 1, last + 1)
+    chosen = choose(costs, int(bits * weights / 8))
+    default = Counter(chosen.values()).most_common(1)[0][0]
+    exceptions = {
+        source.removesuffix(".weight"): chosen[matrix.name]
+        for matrix in plan.matrices
+        if chosen[matrix.name] != default
+        for source in matrix.sources
+    }
+    return Schemes(default, exceptions)
+
+
+def _plans(model: Path, layout: str) -> list[Plan]:
+    """A plan for each number of bits, with the largest groups that fit the model and the format."""
+    found = []
+    for bits in BITS:
+        for group in (*_GROUPS, None):
+            try:
+                found.append(prepare(model, None, Scheme(bits, group), layout))
+                break
+            except SchemeError as error:
+                refused = error
+    if len(found) < 2:
+        raise refused
+    return found
+
+
+def _importance(layer: DecoderLayer, index: int, states: list[States], group: Group) -> dict[str, Tensor]:
+    """The mean squares of the inputs of each matrix, by its name in the layer."""
+    found: dict[str, Tensor] = {}
+
+    def look(linear: str, statistics: Statistics) -> None:
+        assert statistics.moments is not None
+        found[linear] = statistics.moments.diagonal().contiguous()
+
+    own = [States(each.share, each.x, None, each.real, each.positions, each.angles) for each in states]
+    LayerPass(layer, index, own, frozenset({MOMENTS}), group=group, watch=Stopwatch(group.device)).quantize(look)
+    return found
+
+
+@torch.no_grad()
+def _loss(
+    layer: DecoderLayer,
+    matrix: Matrix,
+    importance: Tensor,
+    states: list[States],
+    expected: list[Tensor],
+    scale_dtype: torch.dtype,
+) -> float:
+    """What rounding one matrix does to the layer's outputs."""
+    module = layer.get_submodule(matrix.linear)
+    assert isinstance(module, nn.Linear)
+    weight = module.weight.data
+    rounded = rtn(weight, matrix.scheme, scale_dtype=scale_dtype, importance=importance, name=matrix.name)
+    module.weight.data = rounded.dequantize(weight.dtype)
+    try:
+        outputs = [unquantized.output(layer, matrix.layer, state) for state in states]
+    finally:
+        module.weight.data = weight
+    return unquantized.squared_error(outputs, expected, states)
+
+
+def _nbytes(matrix: Matrix, scale_dtype: torch.dtype) -> int:
+    size = sum(matrix.rows) * matrix.columns
+    return int(size * matrix.scheme.bits_per_weight(matrix.columns, scale_dtype.itemsize * 8) / 8)

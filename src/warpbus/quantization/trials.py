@@ -1,0 +1,232 @@
+"""Candidates tried on a few layers of a model, each for what it does to the layer's outputs and what it takes.
+
+The unquantized layers carry the calibration data to a sample layer; there each candidate quantizes a copy of the layer,
+and its outputs are compared with those of the layer as it was. Nothing is written. What quantized layers before it do
+to its inputs is not seen, so errors are smaller than in a run; they are for telling which of two candidates is better.
+"""
+
+import copy
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from warpbus.cuda.devices import default_dtype, resolve_device
+from warpbus.dist import Group
+from warpbus.errors import SchemeError, UsageError
+from warpbus.formats import Checkpoint
+from warpbus.models import DecoderLayer, ModelConfig, read_config
+from warpbus.models.layers import QuantizedLinear
+from warpbus.qtensor import Scheme
+from warpbus.quantization import unquantized
+from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.driver import read_data
+from warpbus.quantization.layerwise import LayerPass, States
+from warpbus.quantization.methods import METHODS, Method, Solved, Task, round_to_nearest
+from warpbus.quantization.preflight import Plan, prepare
+from warpbus.quantization.recommend import GOALS, Candidate, Recommendation, Trial, candidates
+from warpbus.quantization.solving import LayerSolver
+from warpbus.quantization.speed import token_seconds
+from warpbus.quantization.statistics import DRIFT, Statistics
+from warpbus.quantization.stopwatch import Stopwatch
+
+Running = Callable[[ModelConfig, torch.dtype, Scheme], int]
+"""Bytes that running a model takes whose activations have a dtype and whose layers have a scheme."""
+
+_SEQUENCES = 32  # that go through the sample layers
+_FP8_CAPABILITY = (8, 9)
+
+# What takes longer with more tokens; all else of a layer depends on its shapes alone.
+_WITH_TOKENS = ("forward", "statistics", "communication")
+
+
+def recommend(
+    model: str | Path,
+    *,
+    calibration: str | Path | Calibration,
+    goal: str = "quality",
+    memory: int | None = None,
+    running: Running | None = None,
+    scheme: Scheme | None = None,
+    algorithm: str | None = None,
+    layout: str = "compressed-tensors",
+    samples: int = 128,
+    seqlen: int = 2048,
+    seed: int = 0,
+    device: str | torch.device = "auto",
+    damping: float = 0.01,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Recommendation:
+    """Try what could be done with a model on its first, a middle and its last layer, and choose.
+
+    Args:
+        model: a model directory, not quantized.
+        calibration, samples, seqlen, seed, damping: as `quantize` is going to be called; layers are tried on fewer
+            sequences.
+        goal: one of `recommend.GOALS`.
+        memory: bytes that running the model may take; `None`: any.
+        running: says what that takes; without it, what the model takes on the disk.
+        scheme: the only one to try; `None`: all of `recommend.candidates`.
+        algorithm: the only one to try; `None`: all that fit.
+        layout: schemes that this format cannot hold are left out.
+        device: where to try and to measure: a single one.
+        progress: called with the trials that are done, and all.
+
+    Raises:
+        UsageError: if an argument is wrong, or nothing fits.
+        SchemeError: if the only scheme does not fit the model or the format.
+        WarpbusError: as `quantize`.
+    """
+    if goal not in GOALS:
+        raise UsageError(f"goal is {goal!r}: choose from {', '.join(GOALS)}")
+    place = resolve_device(device)
+    tried = _plans(Path(model), scheme, algorithm, layout, place)
+    first = next(iter(tried.values()))
+    data = read_data(first, calibration, samples, min(seqlen, first.config.max_context), seed)
+    trying = _Trying(data, place, default_dtype(place, first.scale_dtype), damping)
+    sampled = sample_layers(first.config.num_layers)
+    found: dict[Candidate, list[_Tried]] = {candidate: [] for candidate in tried}
+    walk = unquantized.layers(first, trying.data, device=place, dtype=trying.dtype, last=sampled[-1])
+    for index, layer, states in walk:
+        if index not in sampled:
+            continue
+        outputs = [unquantized.output(layer, index, state) for state in states]
+        for candidate, plan in tried.items():
+            found[candidate].append(trying.one(index, layer, states, outputs, candidate, plan))
+            progress(sum(map(len, found.values())), len(tried) * len(sampled))
+    speeds = {
+        each: token_seconds(first.config, each, device=place, dtype=trying.dtype)
+        for each in dict.fromkeys(candidate.scheme for candidate in tried)
+    }
+    trials = [
+        Trial(
+            scheme=str(candidate.scheme),
+            algorithm=candidate.algorithm,
+            error=math.sqrt(statistics.fmean(each.squared_error for each in found[candidate])),
+            nbytes=plan.bytes_after,
+            memory=running(plan.config, trying.dtype, candidate.scheme) if running else plan.bytes_after,
+            token_seconds=speeds[candidate.scheme],
+            # The first to run on a device also waits for its libraries.
+            seconds=plan.config.num_layers * statistics.median(each.seconds for each in found[candidate]),
+        )
+        for candidate, plan in tried.items()
+    ]
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+    return Recommendation.of(trials, model=str(model), device=name, goal=goal, memory=memory, layers=sampled)
+
+
+def sample_layers(count: int) -> tuple[int, ...]:
+    """The first, a middle and the last of so many layers."""
+    return tuple(sorted({0, count // 2, count - 1}))
+
+
+def _plans(
+    model: Path, scheme: Scheme | None, algorithm: str | None, layout: str, device: torch.device
+) -> dict[Candidate, Plan]:
+    """The candidates that device, model and format can do, with a plan for each."""
+    config = read_config(Checkpoint(model))
+    columns = (config.hidden_size, config.num_heads * config.head_dim, config.ffn_size)
+    fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+    plans: dict[Scheme, Plan | None] = {}
+    found = {}
+    for candidate in candidates(columns, fp8=fp8, scheme=scheme):
+        if algorithm not in (None, candidate.algorithm):
+            continue
+        if candidate.scheme not in plans:
+            try:
+                plans[candidate.scheme] = prepare(model, None, candidate.scheme, layout)
+            except SchemeError:
+                if scheme is not None:
+                    raise
+                plans[candidate.scheme] = None
+        plan = plans[candidate.scheme]
+        if plan is not None:
+            found[candidate] = plan
+    if not found:
+        wanted = "a scheme" if scheme is None else str(scheme)
+        raise UsageError(f"no way to quantize to {wanted} by {algorithm or 'any algorithm'}: ask for auto in one place")
+    return found
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What came of a candidate on a layer: the mean over the tokens of |error|^2 / |output|^2, and the seconds that the
+    layer would take with all of the calibration data."""
+
+    squared_error: float
+    seconds: float
+
+
+class _Nearest(Method):
+    """Round to nearest as `quantize` does it, without calibration."""
+
+    needed = frozenset()
+
+    @classmethod
+    def fits(cls, scheme: Scheme) -> bool:
+        return True
+
+    def solve(self, task: Task, statistics: Statistics) -> Solved:
+        weight = round_to_nearest(task.weight, task.scheme, scale_dtype=task.scale_dtype, name=task.name)
+        return Solved(weight, error=0.0)
+
+
+class _Trying:
+    """Tries candidates on layers of one model, on one device."""
+
+    def __init__(self, data: Calibration, device: torch.device, dtype: torch.dtype, damping: float) -> None:
+        self.data = Calibration(data.sequences[:_SEQUENCES])
+        self._times = data.tokens / self.data.tokens
+        self._group = Group(0, 1, device)
+        self._damping = damping
+        self._methods: Mapping[str, Method] = {name: method() for name, method in METHODS.items()} | {"rtn": _Nearest()}
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def one(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        states: list[States],
+        outputs: list[Tensor],
+        candidate: Candidate,
+        plan: Plan,
+    ) -> _Tried:
+        """Quantize a copy of a layer and compare its outputs for `states` with those of the layer."""
+        method, watch = self._methods[candidate.algorithm], Stopwatch(self._group.device)
+        changed = copy.deepcopy(layer)
+        own = [replace(state, original=state.x if DRIFT in method.needed else None) for state in states]
+        through = LayerPass(changed, index, own, method.needed, group=self._group, watch=watch, keep=False)
+        solver = LayerSolver(
+            changed,
+            plan.layer(index),
+            method,
+            scale_dtype=plan.scale_dtype,
+            damping=self._damping,
+            group=self._group,
+            watch=watch,
+        )
+        through.quantize(solver)
+        after = [state.x for state in own]
+        if candidate.scheme.activations is not None:  # the activations are rounded, too
+            for linear, weight in solver.quantized.items():
+                _replace(changed, linear, QuantizedLinear(weight, _bias(changed, linear), dtype=self.dtype))
+            after = [unquantized.output(changed, index, state) for state in states]
+        times = 0.0 if candidate.algorithm == "rtn" else self._times
+        seconds = [took * times if name in _WITH_TOKENS else took for name, took in watch.seconds.items()]
+        return _Tried(unquantized.squared_error(after, outputs, states), sum(seconds))
+
+
+def _bias(layer: DecoderLayer, linear: str) -> Tensor | None:
+    module = layer.get_submodule(linear)
+    assert isinstance(module, nn.Linear)
+    return module.bias
+
+
+def _replace(layer: DecoderLayer, linear: str, module: nn.Module) -> None:
+    parent, _, name = linear.rpartition(".")
+    setattr(layer.get_submodule(parent), name, module)

@@ -1,0 +1,54 @@
+"""The unquantized model, layer by layer, with calibration data going through it: what is looked at before a run."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from warpbus.dist import Group
+from warpbus.models import DecoderLayer, load_layer, tensor_map
+from warpbus.models.layers import CausalAttention
+from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.job import BATCH_TOKENS
+from warpbus.quantization.layerwise import States, embed
+from warpbus.quantization.preflight import Plan
+
+
+@torch.no_grad()
+def layers(
+    plan: Plan, data: Calibration, *, device: torch.device, dtype: torch.dtype, last: int
+) -> Iterator[tuple[int, DecoderLayer, list[States]]]:
+    """Each layer up to `last`, its number and the states that enter it. One layer is held at a time.
+
+    Neither the layer nor what the states have may be changed; they are moved on when the next layer is asked for.
+    """
+    table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
+    group = Group(0, 1, device)
+    states = embed(data, BATCH_TOKENS[device.type], table, plan.config, group, dtype, drift=False)
+    del table
+    for index in range(last + 1):
+        layer = load_layer(plan.checkpoint, plan.config, index, device=device, dtype=dtype)
+        yield index, layer, states
+        if index < last:
+            for state in states:
+                state.x = output(layer, index, state)
+
+
+@torch.no_grad()
+def output(layer: DecoderLayer, index: int, state: States) -> Tensor:
+    """What comes out of a layer, `[batch, tokens, hidden]`."""
+    return layer(state.x, index, state.positions, state.angles, CausalAttention())
+
+
+def squared_error(found: list[Tensor], expected: list[Tensor], states: list[States]) -> float:
+    """The mean over all tokens of |found - expected|^2 / |expected|^2; of each state `[batch, tokens, hidden]`.
+
+    Each token relative to itself, since that is how the norm before the next layer sees it.
+    """
+    total, tokens = 0.0, 0
+    for one, other, state in zip(found, expected, states, strict=True):
+        wide = state.tokens(other).float()
+        change = state.tokens(one).float() - wide
+        ratio = change.square().sum(-1) / wide.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+        total, tokens = total + float(ratio.sum()), tokens + len(ratio)
+    return total / tokens
