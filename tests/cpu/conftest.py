@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from warpbus.models.tokenizers.training import train_sentencepiece
 
 # These tests are about the CPU, also on a machine that has a GPU; tests/gpu is run by itself.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Ray reads them when it is imported.
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
 VERSES = "床前明月光，疑是地上霜。\n举头望明月，低头思故乡。春夜为题下一句的写首诗《》：“”"
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -83,3 +85,19 @@ def write_lines() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[str]:
+    """The address of a Ray cluster on this machine: two nodes, one core each. They find the jobs of tests/cpu/dist."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "dist"))
+        for _ in range(2):
+            nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
+    yield nodes.address
+    ray.shutdown()
+    nodes.shutdown()

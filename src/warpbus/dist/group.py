@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed
@@ -15,6 +16,10 @@ from warpbus.errors import UsageError
 # share gives, and the order in which shares are added up (`TreeSum`), are then the same in a job of 1, 2 or 8
 # processes, bit for bit. A power of two, so that 1, 2, 4 and 8 processes have equal loads.
 SHARES = 8
+
+# How long a process waits for the others, at their start and in an exchange, before the job ends: longer than any
+# honest wait, as for the one that checks what an earlier run has written.
+_PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,11 @@ class Group:
 def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
     """Take this process's place among those of a job; `device` is its own.
 
-    When it returns, all are there and have exchanged something, so that the job's first exchange is a quick one.
+    When it returns, all are there and have exchanged something, so that the job's first exchange is a quick one: a GPU
+    has its context, and NCCL its communicator, which it makes at once because it is told the device.
+
+    A process that waits for another one for half an hour, here or in an exchange, gives up, and so ends the job: gloo
+    raises an exception, NCCL's watchdog kills the process. A process that dies ends the job at once, see `Processes`.
 
     Args:
         meeting: where the processes find each other: `file:///PATH` of a new file, or `tcp://HOST:PORT`, free on the
@@ -117,6 +126,7 @@ def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
         init_method=meeting,
         rank=rank,
         world_size=world,
+        timeout=_PATIENCE,
         device_id=device if device.type == "cuda" else None,
     )
     group = Group(rank, world, device)

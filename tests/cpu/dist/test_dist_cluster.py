@@ -4,32 +4,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}  # Ray reads them when it is imported
-
 import ray
-from ray.cluster_utils import Cluster
+import torch
 
 from warpbus.dist import Group, Send, TreeSum, cluster
 from warpbus.dist.cluster import launch_on_cluster
 from warpbus.errors import DeviceError, NumericError, UsageError
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    nodes = Cluster()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the jobs are
-        for _ in range(2):
-            nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
-    yield nodes.address
-    ray.shutdown()
-    nodes.shutdown()
+@pytest.fixture
+def address(two_nodes: str) -> str:
+    return two_nodes
 
 
 def add_up(group: Group, send: Send, scale: torch.Tensor) -> None:

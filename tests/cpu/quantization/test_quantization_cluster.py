@@ -1,0 +1,116 @@
+"""A model quantized by two nodes of a Ray cluster: the same bytes as in one process, also after a node was lost."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from quantization_models import write_model, write_texts
+from quantization_runs import fingerprint
+
+from warpbus.errors import CheckpointError, DeviceError, StorageError, UsageError
+from warpbus.formats import Checkpoint, FinishedParts
+from warpbus.quantization import Progress, Report, quantize
+from warpbus.quantization.estimate import Estimate
+from warpbus.quantization.report import LayerResult
+from warpbus.quantization.survey import check_model, model_hash
+
+SCHEME = "w4a16-g64"
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("source") / "tiny", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The files that one process writes, with one thread as a process of the cluster has."""
+    output, threads = tmp_path_factory.mktemp("expected") / "out", torch.get_num_threads()
+    torch.set_num_threads(1)
+    quantize(model, output, scheme=SCHEME, calibration=texts, device="cpu")
+    torch.set_num_threads(threads)
+    return fingerprint(output)
+
+
+def run(model: Path, texts: Path, output: Path, address: str, progress: Progress | None = None) -> Report:
+    return quantize(
+        model,
+        output,
+        scheme=SCHEME,
+        calibration=texts,
+        device="cpu",
+        processes=2,
+        cluster=address,
+        progress=progress,
+    )
+
+
+def test_a_lost_rank_and_the_same_command_again(
+    model: Path, texts: Path, expected: str, two_nodes: str, tmp_path: Path
+) -> None:
+    killed: list[int] = []
+
+    def kill_after_a_layer(done: int, total: int, result: LayerResult) -> None:
+        if not killed and FinishedParts(tmp_path / "out").facts_file("layer-00000").exists():
+            victim = next(filter(_is_actor, psutil.Process().children(recursive=True)))
+            killed.append(victim.pid)
+            victim.kill()
+
+    with pytest.raises(DeviceError, match=r"process \d on node [\d.]+ of cluster .* died, .* and run it again"):
+        run(model, texts, tmp_path / "out", two_nodes, Progress(matrix=kill_after_a_layer))
+    assert killed
+    assert not (tmp_path / "out").exists()
+    told: list[Estimate] = []
+    report = run(model, texts, tmp_path / "out", two_nodes, Progress(estimated=told.append))
+    assert 1 <= report.resumed_layers < LAYERS
+    assert fingerprint(tmp_path / "out") == expected
+    assert not FinishedParts(tmp_path / "out").directory.exists()
+    assert len(report.devices) == 2
+    assert report.estimate == told[0].figures()
+
+
+def _is_actor(process: psutil.Process) -> bool:
+    return "ray::_Actor.run" in " ".join(process.cmdline())
+
+
+def test_another_model_on_one_of_the_machines(model: Path, tmp_path: Path) -> None:
+    expected = model_hash(Checkpoint(model))
+    check_model(Checkpoint(model), expected)
+    other = shutil.copytree(model, tmp_path / "other")
+    check_model(Checkpoint(other), expected)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-6}))
+    with pytest.raises(CheckpointError, match=r"other: on .* this is not the model .* all machines see the same files"):
+        check_model(Checkpoint(other), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cuda:1"}, r"device is 'cuda:1': a cluster has GPUs \(auto or cuda\), or CPU cores with cpu"),
+        ({"gpus": "0,2"}, r"gpus is '0,2': on a cluster the number of GPUs is that of --processes"),
+        ({"processes": 9}, "processes is 9: it has to be from 1 to 8"),
+    ],
+)
+def test_what_a_cluster_cannot_do(model: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}"):
+        quantize(model, tmp_path / "out", algorithm="rtn", cluster="auto", **options)
+
+
+def test_an_output_that_does_not_arrive_here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(*arguments: object, **options: object) -> None:
+        """A cluster that writes to a disk of its own."""
+
+    monkeypatch.setattr("warpbus.quantization.driver.launch_on_cluster", elsewhere)
+    with pytest.raises(StorageError, match=r"out: written on a machine of the cluster, but not seen here: name a dir"):
+        quantize(model, tmp_path / "out", scheme="w8a16", algorithm="rtn", cluster="auto")
