@@ -9,8 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from warpbus.cli.quantize import quantize
-from warpbus.errors import UsageError
-from warpbus.formats import Checkpoint, read_schemes
+from warpbus.errors import SchemeError, UsageError
+from warpbus.formats import Checkpoint, layout_of, read_schemes
 
 app = typer.Typer()
 app.command()(quantize)
@@ -86,3 +86,28 @@ def test_numbers_out_of_range_are_refused(model, tmp_path):
         found = invoke(model, tmp_path / "out", *flags)
         assert found.exit_code == 2
         assert flags[0] in found.stderr
+
+
+def test_where_and_in_which_format(tmp_path, monkeypatch):
+    seen = {}
+
+    def instead(*arguments, **options):
+        seen.update(options)
+        raise UsageError("seen")
+
+    monkeypatch.setattr("warpbus.quantization.quantize", instead, raising=False)
+    flags = ("--gpus", "0,2", "--processes", "3", "--cluster", "auto", "--format", "awq")
+    for algorithm in ("awq", "rtn"):
+        with pytest.raises(UsageError, match=r"^seen$"):
+            invoke("demo", tmp_path / "out", "--algorithm", algorithm, *flags)
+        assert {"gpus": "0,2", "processes": 3, "cluster": "auto", "layout": "awq"}.items() <= seen.items()
+        assert (seen["calibration"] is not None) == (algorithm == "awq")  # the packaged model brings its own
+
+
+def test_zero_points_that_a_format_cannot_hold_are_refused_before_the_work(model, tmp_path):
+    flags = ("--algorithm", "rtn", "--scheme", "w4a16-g64-asym", "--device", "cpu", "--format")
+    with pytest.raises(SchemeError, match=r"q_proj\.weight in w4a16-g64-asym: has zero points 0, .* use gptq-v2$"):
+        invoke(model, tmp_path / "out", *flags, "gptq")
+    assert list(tmp_path.iterdir()) == []
+    assert invoke(model, tmp_path / "out", *flags, "gptq-v2").exit_code == 0
+    assert layout_of(Checkpoint(tmp_path / "out").config).name == "gptq-v2"

@@ -72,6 +72,17 @@ def test_import_is_light():
     assert found.stdout.split() == ["False", "False"]
 
 
+def test_a_process_of_a_run_loads_only_what_it_needs():
+    """Each GPU has an interpreter that starts while the others wait: reading texts and drawing are not its work."""
+    code = (
+        "import sys, warpbus.dist.worker, warpbus.quantization.job; "
+        "print(*{'matplotlib', 'jinja2', 'typer', 'ray', 'warpbus.quantization.driver', 'warpbus.models.documents'}"
+        ".intersection(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
 def test_links_in_the_documents_lead_somewhere():
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), PACKAGE / "demo" / "glm-poet" / "README.md"]
     fences = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)  # in code, f[x](y) is no link
