@@ -6,6 +6,7 @@ import torch
 from warpbus.qtensor import Scheme
 from warpbus.quantization.algorithms import gptq
 from warpbus.quantization.algorithms.descent import descend
+from warpbus.quantization.algorithms.factored import factored
 
 
 def correlated(columns, seed):
@@ -62,30 +63,33 @@ def test_scales_are_exact_in_the_dtype_they_are_stored_in(scale_dtype):
 
 
 def setting(parts=2, rows=6, columns=200, groups=4, seed=4):
-    """Rounded to nearest, as `descend` takes it: weights, codes less zero points, scales, zeros, groups, Hessian."""
+    """Rounded to nearest: the weights, the Hessian, and what `descend` takes."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(parts, columns, rows, generator=generator)
-    of = (torch.randperm(columns, generator=generator) % groups).int()
+    of = (torch.randperm(columns, generator=generator) // (columns // groups)).int()
+    members = torch.argsort(of, stable=True).view(groups, -1)
     scales = 0.5 + 0.2 * torch.rand(parts, groups, rows, generator=generator)
     zeros = torch.full_like(scales, 4.0)
     centred = (weight / scales[:, of.long()]).round().clamp(-4, 3)
-    return weight, centred, scales, zeros, of, correlated(columns, seed)
+    factors = factored(correlated(columns, seed), damping=0.0, activation_order=False, name="q")
+    gradient = torch.stack([factors.hessian @ part for part in weight - centred * scales[:, of.long()]])
+    return weight, factors.hessian, [gradient, factors, centred, scales, zeros, of, members]
 
 
-def error(weight, centred, scales, of, hessian):
+def error(weight, hessian, centred, scales, of):
     change = (weight - centred * scales[:, of.long()]).double()
     return ((hessian.double() @ change) * change).sum((1, 2))
 
 
-@pytest.mark.parametrize("groups", [1, 4, 50])
-def test_it_works_in_place_and_never_raises_the_error(groups):
-    weight, centred, scales, zeros, of, hessian = setting(groups=groups)
-    scheme, before = Scheme.parse("w3a16"), error(weight, centred, scales, of, hessian)
-    gradient = hessian @ (weight - centred * scales[:, of.long()])
-    copies = zeros.clone(), of.clone(), hessian.clone()
-    for _ in range(4):
-        assert descend(gradient, hessian, centred, scales, zeros, of, scheme, torch.float32, 1) is None
-        after = error(weight, centred, scales, of, hessian)
+@pytest.mark.parametrize(("columns", "groups"), [(200, 1), (200, 4), (200, 50), (640, 5), (640, 1), (1100, 22)])
+def test_it_works_in_place_and_never_raises_the_error(columns, groups):
+    """Also beyond the columns whose changes are gathered before they are carried over."""
+    weight, hessian, given = setting(columns=columns, groups=groups)
+    gradient, _, centred, scales, zeros, of, _ = given
+    before, copies = error(weight, hessian, centred, scales, of), [zeros.clone(), of.clone(), hessian.clone()]
+    for _ in range(3):
+        assert descend(*given, max_code=7, scale_dtype=torch.float32, sweeps=1) is None
+        after = error(weight, hessian, centred, scales, of)
         assert bool((after <= before * (1 + 1e-6)).all())
         before = after
         # What is kept up to date is the gradient of the change as it is.
@@ -94,26 +98,25 @@ def test_it_works_in_place_and_never_raises_the_error(groups):
         assert torch.equal(centred, centred.round())
         assert int(centred.min()) >= -4
         assert int(centred.max()) <= 3
-    for given, copy in zip((zeros, of, hessian), copies, strict=True):
-        assert torch.equal(given, copy)
+    for tensor, copy in zip((zeros, of, hessian), copies, strict=True):
+        assert torch.equal(tensor, copy)
 
 
 def test_no_sweep_changes_nothing():
-    weight, centred, scales, zeros, of, hessian = setting()
-    gradient = hessian @ (weight - centred * scales[:, of.long()])
-    given = gradient, centred, scales
-    copies = [tensor.clone() for tensor in given]
-    descend(gradient, hessian, centred, scales, zeros, of, Scheme.parse("w3a16"), torch.float32, 0)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(given, copies, strict=True))
+    _, _, given = setting()
+    changing = given[0], given[2], given[3]
+    copies = [tensor.clone() for tensor in changing]
+    descend(*given, max_code=7, scale_dtype=torch.float32, sweeps=0)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(changing, copies, strict=True))
 
 
-def test_parts_give_the_bits_that_they_give_alone():
-    weight, centred, scales, zeros, of, hessian = setting(parts=3)
-    gradient = torch.stack([hessian @ part for part in weight - centred * scales[:, of.long()]])
+@pytest.mark.parametrize(("columns", "groups"), [(200, 4), (640, 5)])
+def test_parts_give_the_bits_that_they_give_alone(columns, groups):
+    _, _, (gradient, factors, centred, scales, zeros, of, members) = setting(parts=3, columns=columns, groups=groups)
     alone = [[tensor[part : part + 1].clone() for tensor in (gradient, centred, scales)] for part in range(3)]
-    scheme = Scheme.parse("w3a16")
-    descend(gradient, hessian, centred, scales, zeros, of, scheme, torch.bfloat16, 2)
+    options = {"max_code": 7, "scale_dtype": torch.bfloat16, "sweeps": 2}
+    descend(gradient, factors, centred, scales, zeros, of, members, **options)
     for part, single in enumerate(alone):
-        descend(single[0], hessian, *single[1:], zeros[part : part + 1], of, scheme, torch.bfloat16, 2)
+        descend(single[0], factors, *single[1:], zeros[part : part + 1], of, members, **options)
         for tensor, whole in zip(single, (gradient, centred, scales), strict=True):
             assert torch.equal(tensor[0], whole[part])

@@ -280,7 +280,7 @@ def test_what_was_aimed_at_is_what_the_losses_speak_of():
     )
 
 
-@pytest.mark.parametrize("columns", [1, 3, 127, 129, 300])
+@pytest.mark.parametrize("columns", [1, 3, 127, 129, 300, 513])
 def test_sizes_next_to_the_blocks(columns):
     weight, hessian = random(5, columns, seed=15), correlated(columns, seed=15, tokens=4 * columns + 8)
     scheme = Scheme.parse("w4a16")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from warpbus.dist import SHARES
 from warpbus.models import LINEARS, Decoder, DecoderLayer, ModelConfig, RopeConfig
-from warpbus.quantization import Calibration
+from warpbus.quantization import Calibration, layerwise
 from warpbus.quantization.folding import fold
 from warpbus.quantization.layerwise import LayerPass, States, embed
 from warpbus.quantization.statistics import ALONE, DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
@@ -244,6 +244,23 @@ def test_keeping_inputs_or_computing_them_again_gives_the_same_bits(needed: froz
     kept, again = (run(make_decoder(qkv_bias=True), data, 16, halve, needed, keep=keep) for keep in (True, False))
     for one, other in zip(kept, again, strict=True):
         assert torch.equal(one.x, other.x)
+
+
+def test_of_many_tokens_about_half_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of every share, so that it does not depend on who has it; what goes on is the same."""
+    data = make_data([6] * 40)
+    every = run(make_decoder(), data, 12, halve)
+    monkeypatch.setattr(layerwise, "COMPARED_TOKENS", data.tokens - 1)
+    some = run(make_decoder(), data, 12, halve)
+    assert all(state.original is not None for state in every)
+    for share in range(SHARES):
+        compared = [state.original is not None for state in some if state.share == share]
+        assert sum(compared) == -(-len(compared) // 2)
+    for one, other in zip(every, some, strict=True):
+        assert torch.equal(one.x, other.x)
+        if other.original is not None:
+            assert one.original is not None
+            assert torch.equal(one.original, other.original)
 
 
 def test_no_drift_for_who_does_not_ask() -> None:

@@ -53,6 +53,21 @@ def test_moments_of_more_columns_than_a_panel_are_symmetric() -> None:
     assert torch.equal(moments, moments.T)
 
 
+def test_drift_is_the_mean_over_the_tokens_that_come_with_an_original() -> None:
+    x, original = inputs(90, 6), inputs(90, 6, seed=1)
+    collector = Collector(6, ALL)
+    for share, rows in enumerate(torch.arange(90).split(30)):
+        collector.add(x[rows[:20]], original[rows[:20]], share=share)
+        collector.add(x[rows[20:]], share=share)
+    found = collector.total()
+    compared = torch.arange(90) % 30 < 20
+    assert found.tokens == 90
+    assert found.moments is not None
+    assert found.drift is not None
+    assert torch.allclose(found.moments, x.T @ x / 90, atol=1e-5)
+    assert torch.allclose(found.drift, (original - x)[compared].T @ x[compared] / 60, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_many_large_16_bit_inputs_neither_overflow_nor_drift(dtype: torch.dtype) -> None:
     collector = Collector(4, frozenset({MOMENTS, MEAN_ABS, MAX_ABS}))
