@@ -10,6 +10,7 @@ from rich.console import Console
 
 from warpbus.cli.models import DEMO
 from warpbus.cli.progress import progress_bar
+from warpbus.demo import data_path
 from warpbus.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,20 +46,21 @@ class Output:
         Raises:
             QualityError: if the perplexity increased by more than is allowed; all else is done by then.
         """
-        from warpbus.cuda.devices import resolve_device
-        from warpbus.evaluation import judge
-        from warpbus.quantization import pictures
-
         console = Console()
         if not self.as_json:
             console.print(report.table())
             console.print(report.summary(), highlight=False, markup=False, soft_wrap=True)
         if self.data is None:
             if self.plot is not None:
+                from warpbus.quantization import pictures
+
                 pictures.draw(report, self.plot)
             if self.as_json:
                 print(json.dumps(report.to_json(), ensure_ascii=False))
             return
+        from warpbus.cuda.devices import resolve_device
+        from warpbus.evaluation import judge
+
         with progress_bar() as show:
             verdict = judge(
                 report,
@@ -98,9 +100,6 @@ def check_output(
         UsageError: if a flag is wrong, or needs --evaluate.
         WarpbusError: see `check_data`.
     """
-    from warpbus.demo import data_path
-    from warpbus.evaluation import check_data
-
     for flag, value in (
         ("--questions", questions),
         ("--max-perplexity-increase", max_perplexity_increase),
@@ -114,6 +113,8 @@ def check_output(
         data, limit = data_path("validation.jsonl"), DEMO_DOCUMENTS
         questions = questions or data_path("next-verse.jsonl")
     if data is not None:
+        from warpbus.evaluation import check_data  # it takes longer to load than all that quantizing needs
+
         check_data(model, data=data, questions=questions, length=LENGTH, limit=limit)
     return Output(data, questions, limit, allowed, plot, html, as_json)
 
