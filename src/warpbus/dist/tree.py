@@ -83,22 +83,28 @@ class TreeSum:
         bounds = [size * rank // group.world for rank in range(group.world + 1)]
         slices = [slice(*bounds[rank : rank + 2]) for rank in range(group.world)]
         own = slices[group.rank]
+        own_part = flat[0][own]
         others = [rank for rank in range(group.world) if rank != group.rank]
         parts = dict(zip(_roots(group.shares()), (tensor[own] for tensor in flat), strict=True))
-        received = [
-            (rank, node, torch.empty_like(flat[0][own])) for rank in others for node in _roots(group.shares(rank))
-        ]
+        # One message to each process, whatever the number of tensors.
+        received = {rank: own_part.new_empty(len(_roots(group.shares(rank))), len(own_part)) for rank in others}
         group.exchange(
-            [(rank, tensor[slices[rank]]) for rank in others for tensor in flat],
-            [(rank, tensor) for rank, _, tensor in received],
+            [(rank, _rows([tensor[slices[rank]] for tensor in flat])) for rank in others],
+            list(received.items()),
         )
-        parts.update({node: tensor for _, node, tensor in received})
+        for rank, rows in received.items():
+            parts.update(zip(_roots(group.shares(rank)), rows, strict=True))
         for node in _inner_nodes():
             _merge(parts, node)
         if group.rank:  # the first process's slice is where the sum grew
-            flat[0][own].copy_(parts[range(SHARES)])
-        group.exchange([(rank, flat[0][own]) for rank in others], [(rank, flat[0][slices[rank]]) for rank in others])
+            own_part.copy_(parts[range(SHARES)])
+        group.exchange([(rank, own_part) for rank in others], [(rank, flat[0][slices[rank]]) for rank in others])
         return total
+
+
+def _rows(tensors: list[Tensor]) -> Tensor:
+    """Tensors of one length one below the other; of a single one no copy is made."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _inner_nodes() -> list[range]:

@@ -2,7 +2,7 @@
 
 GPTQ decides each column once and never looks back. Here every column is rounded again to what is best for all others
 as they are, and each group's scale is set to its least-squares optimum; both only ever lower tr(dW H dW^T). On
-glm-poet three sweeps take 8 % off that error at 3 bits and 6 % at 4 bits, and perplexity follows.
+glm-poet three sweeps take 8 % off that error at 3 bits and 6 % at 4 bits; two of them nearly as much.
 """
 
 import torch

@@ -17,8 +17,9 @@ from warpbus.quantization.algorithms.factored import FactoredHessian, factored
 from warpbus.quantization.algorithms.grid import check_scales, check_weight, fit
 from warpbus.quantization.algorithms.precision import narrow, product
 
-# Sweeps of coordinate descent after the columns are rounded: on glm-poet more of them gain little.
-SWEEPS = 3
+# Sweeps of coordinate descent after the columns are rounded: on glm-poet a third one takes another 0.5 % off the error
+# on the calibration data, and nothing off the perplexity on other data.
+SWEEPS = 2
 
 
 def gptq(
