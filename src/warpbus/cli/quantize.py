@@ -5,22 +5,42 @@ from typing import Annotated
 
 import typer
 
-from warpbus.cli.models import DEMO, model_directory
+from warpbus.cli.models import model_directory
 from warpbus.cli.verdict import check_output
+from warpbus.errors import UsageError
 
 
 def quantize(
     model: Annotated[str, typer.Argument(help="model directory, or demo")],
-    output: Annotated[Path, typer.Argument(help="a new directory for the quantized model")],
+    output: Annotated[Path | None, typer.Argument(help="a new directory for the quantized model")] = None,
     scheme: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="w<2|3|4|8>a16, then -g32, -g64 or -g128 (else one scale a row), then -asym; or w8a8-int8, w8a8-fp8"
+            help="w<2|3|4|8>a16, then -g32, -g64 or -g128 (else one scale a row), then -asym; or w8a8-int8, w8a8-fp8; "
+            "or auto",
+            show_default="w4a16-g128",
         ),
-    ] = "w4a16-g128",
+    ] = None,
     algorithm: Annotated[
-        str, typer.Option(help="gptq, awq, smoothquant (for w8a8), or rtn: quick, no calibration, worse")
-    ] = "gptq",
+        str | None,
+        typer.Option(
+            help="gptq, awq, smoothquant (for w8a8), or rtn: quick, no calibration, worse; or auto: what --recommend "
+            "says, whatever the scheme unless --scheme names one",
+            show_default="gptq",
+        ),
+    ] = None,
+    recommend: Annotated[
+        bool, typer.Option("--recommend", help="try candidates on sample layers, print what to take, write nothing")
+    ] = False,
+    goal: Annotated[
+        str | None, typer.Option(help="of --recommend and auto: quality, speed or size", show_default="quality")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="of --recommend and auto: what the model may take to run, such as 6GB")
+    ] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="bits a weight on average, such as 3.5: a scheme for each matrix")
+    ] = None,
     layout: Annotated[
         str, typer.Option("--format", help="compressed-tensors, gptq, gptq-v2 or awq")
     ] = "compressed-tensors",
@@ -54,13 +74,30 @@ def quantize(
 
     The packaged model brings its data: warpbus quantize demo poet-w4 --evaluate demo
     """
+    from warpbus.cli.choosing import Wish
     from warpbus.cli.quantizing import shown
-    from warpbus.demo import calibration_path
     from warpbus.quantization import quantize as run
-    from warpbus.quantization.methods import METHODS
 
-    if calibration is None and model == DEMO and algorithm in METHODS:
-        calibration = calibration_path()
+    wish = Wish.of(
+        model,
+        scheme,
+        algorithm,
+        recommend=recommend,
+        goal=goal,
+        memory=memory,
+        bits=bits,
+        calibration=calibration,
+        layout=layout,
+        samples=samples,
+        seqlen=seqlen,
+        seed=seed,
+        device=device,
+    )
+    if recommend:
+        wish.show(wish.recommendation(damping), as_json=as_json)
+        return
+    if output is None:
+        raise UsageError("OUTPUT is missing: name a new directory for the quantized model")
     asked = check_output(
         model_directory(model),
         evaluate=evaluate,
@@ -70,14 +107,15 @@ def quantize(
         html=html,
         as_json=as_json,
     )
+    chosen = wish.choice(damping)
     with shown(output) as progress:
         report = run(
             model_directory(model),
             output,
-            scheme=scheme,
-            algorithm=algorithm,
+            scheme=chosen.scheme,
+            algorithm=chosen.algorithm,
             layout=layout,
-            calibration=calibration,
+            calibration=wish.calibration,
             samples=samples,
             seqlen=seqlen,
             seed=seed,
@@ -87,6 +125,7 @@ def quantize(
             cluster=cluster,
             damping=damping,
             overwrite=overwrite,
+            remarks=chosen.remarks,
             progress=progress,
         )
     asked.show(report.priced(gpu_hour=price, kwh=electricity), device)

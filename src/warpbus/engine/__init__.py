@@ -2,7 +2,7 @@
 
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.llm import LLM, Chunk, Completion
-from warpbus.engine.plan import MemoryPlan, Stored, enforce, plan_memory
+from warpbus.engine.plan import MemoryPlan, Stored, enforce, least_memory, parse_memory, plan_memory
 from warpbus.engine.sequence import SamplingParams
 
 __all__ = [
@@ -14,6 +14,8 @@ __all__ = [
     "SamplingParams",
     "Stored",
     "enforce",
+    "least_memory",
+    "parse_memory",
     "plan_memory",
     "request",
 ]

@@ -181,6 +181,22 @@ def plan_memory(
     raise UsageError(_refusal(stored, limit, max_model_len, max_num_seqs, kv_dtype))
 
 
+def least_memory(
+    stored: Stored,
+    limit: int = 0,
+    *,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 16,
+    kv_dtype: str = "auto",
+) -> int:
+    """Bytes that a model takes with all given up that can be: `plan_memory` fits it into `limit` if it is not less.
+
+    Arguments as of `plan_memory`; how the prompts are read depends a little on the limit.
+    """
+    least, fixed, per_token = _smallest(stored, limit, max_model_len, max_num_seqs, kv_dtype)
+    return fixed + least * per_token
+
+
 def enforce(plan: MemoryPlan, device: torch.device) -> None:
     """Have torch refuse what would exceed the plan, from now on and in the whole process.
 
@@ -260,13 +276,23 @@ def _table_bytes(config: ModelConfig) -> int:
     return config.rope.rotary_dim * torch.float32.itemsize
 
 
+def _smallest(
+    stored: Stored, limit: int, max_model_len: int | None, max_num_seqs: int, kv_dtype: str
+) -> tuple[int, int, int]:
+    """Of the layout that takes least: the shortest context, the bytes of everything but the cache, those of a token."""
+    config = stored.config
+    kv, head, on_cpu = list(_options(stored, kv_dtype))[-1]
+    fixed = _fixed_parts(
+        stored, stored.sizes(), batch_bucket(max_num_seqs), _piece(config, stored.dtype, limit), head, on_cpu
+    )
+    per_token = token_bytes(config, stored.dtype, kv) + _table_bytes(config)
+    return max_model_len or min(config.max_context, _SHORTEST_CONTEXT), sum(fixed.values()), per_token
+
+
 def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs: int, kv_dtype: str) -> str:
     """Why no layout fits, and what would."""
     config = stored.config
-    least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
-    kv, head, on_cpu = list(_options(stored, kv_dtype))[-1]
-    piece, per_token = _piece(config, stored.dtype, limit), token_bytes(config, stored.dtype, kv) + _table_bytes(config)
-    fixed = sum(_fixed_parts(stored, stored.sizes(), batch_bucket(max_num_seqs), piece, head, on_cpu).values())
+    least, fixed, per_token = _smallest(stored, limit, max_model_len, max_num_seqs, kv_dtype)
     need = fixed + least * per_token
     advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"]
     if max_model_len is not None and (shorter := (limit - fixed) // per_token) >= _CONTEXT_STEP:

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +63,7 @@ def quantize(
     cluster: str | None = None,
     damping: float = 0.01,
     overwrite: bool = False,
+    remarks: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize the linear layers of a model and write it.
@@ -91,6 +92,7 @@ def quantize(
             it, or with device "cpu" a core. Model and output have to be at the same paths on all of its machines.
         damping: see `algorithms.factored`.
         overwrite: replace a model that is at `output`.
+        remarks: what the report's settings say besides, such as why scheme and algorithm were chosen.
         progress: see `Progress`.
 
     Returns:
@@ -138,7 +140,7 @@ def quantize(
                 overwrite=overwrite,
                 expected_bytes=plan.bytes_after,
                 identity=_identity(plan, algorithm, data, devices[0].type, damping),
-                settings=_settings(data, calibration, samples, seqlen, seed, damping),
+                settings=_settings(data, calibration, samples, seqlen, seed, damping) | dict(remarks or {}),
                 model_hash=model_hash(plan.checkpoint),
                 started=started,
             )
@@ -277,6 +279,12 @@ def _gpu_numbers(gpus: str | int) -> list[int]:
 
 
 def read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen: int, seed: int) -> Calibration:
+    """What a model is calibrated on, arguments as of `quantize`.
+
+    Raises:
+        DataError: if it cannot be used.
+        CheckpointError: if the tokenizer does not belong to the model.
+    """
     directory, size = plan.checkpoint.directory, plan.config.vocab_size
     if isinstance(source, Calibration):
         if not source.sequences or not all(source.sequences):

@@ -77,7 +77,7 @@ def mixed_schemes(
     data = Calibration(data.sequences[:_SEQUENCES])
     costs: dict[str, dict[Scheme, Cost]] = {}
     last = plan.config.num_layers - 1
-    for index, layer, states in unquantized.layers(plan, data, device=place, dtype=dtype, last=last):
+    for index, layer, (states,) in unquantized.layers(plan, data, device=place, dtype=dtype, last=last):
         moments = _importance(layer, index, states, Group(0, 1, place))
         expected = [unquantized.output(layer, index, state) for state in states]
         for each in plans:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -110,10 +111,10 @@ class Recommendation:
         """For the terminal: the trials, the best first; the chosen one is marked, what does not fit is dim."""
         sampled = ", ".join(map(str, self.layers))
         title = f"{self.model} on {self.device}: errors of the outputs of layers {sampled}"
-        drawn = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
+        drawn = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD)
         for heading in ("", "scheme", "algorithm"):
             drawn.add_column(heading, no_wrap=True)
-        for heading in ("error", "size", "memory", "ms a token", "quantizing"):
+        for heading in ("error", "size", "memory", "ms/token", "to make"):
             drawn.add_column(heading, justify="right", no_wrap=True)
         for trial in sorted(self.trials, key=lambda trial: trial.error):
             chosen = trial == self.chosen

@@ -6,6 +6,7 @@ to its inputs is not seen, so errors are smaller than in a run; they are for tel
 """
 
 import copy
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -37,14 +38,16 @@ from warpbus.quantization.stopwatch import Stopwatch
 Running = Callable[[ModelConfig, torch.dtype, Scheme], int]
 """Bytes that running a model takes whose activations have a dtype and whose layers have a scheme."""
 
-_SEQUENCES = 32  # that go through the sample layers
+# Tokens that candidates are calibrated on, and those that they are judged on. The same for both would favour algorithms
+# that fit themselves to a few tokens.
+_SEEN, _UNSEEN = 32768, 8192
 _FP8_CAPABILITY = (8, 9)
 
 # What takes longer with more tokens; all else of a layer depends on its shapes alone.
 _WITH_TOKENS = ("forward", "statistics", "communication")
 
 
-def recommend(
+def try_candidates(
     model: str | Path,
     *,
     calibration: str | Path | Calibration,
@@ -65,8 +68,8 @@ def recommend(
 
     Args:
         model: a model directory, not quantized.
-        calibration, samples, seqlen, seed, damping: as `quantize` is going to be called; layers are tried on fewer
-            sequences.
+        calibration, samples, seqlen, seed, damping: as `quantize` is going to be called; layers are tried on some of
+            the sequences, see `split`.
         goal: one of `recommend.GOALS`.
         memory: bytes that running the model may take; `None`: any.
         running: says what that takes; without it, what the model takes on the disk.
@@ -90,13 +93,13 @@ def recommend(
     trying = _Trying(data, place, default_dtype(place, first.scale_dtype), damping)
     sampled = sample_layers(first.config.num_layers)
     found: dict[Candidate, list[_Tried]] = {candidate: [] for candidate in tried}
-    walk = unquantized.layers(first, trying.data, device=place, dtype=trying.dtype, last=sampled[-1])
-    for index, layer, states in walk:
+    walk = unquantized.layers(first, trying.seen, trying.unseen, device=place, dtype=trying.dtype, last=sampled[-1])
+    for index, layer, (seen, unseen) in walk:
         if index not in sampled:
             continue
-        outputs = [unquantized.output(layer, index, state) for state in states]
+        outputs = [unquantized.output(layer, index, state) for state in unseen]
         for candidate, plan in tried.items():
-            found[candidate].append(trying.one(index, layer, states, outputs, candidate, plan))
+            found[candidate].append(trying.one(index, layer, seen, unseen, outputs, candidate, plan))
             progress(sum(map(len, found.values())), len(tried) * len(sampled))
     speeds = {
         each: token_seconds(first.config, each, device=place, dtype=trying.dtype)
@@ -117,6 +120,21 @@ def recommend(
     ]
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
     return Recommendation.of(trials, model=str(model), device=name, goal=goal, memory=memory, layers=sampled)
+
+
+def split(data: Calibration) -> tuple[Calibration, Calibration]:
+    """What candidates are calibrated on, and every fourth sequence, which they are judged on; a single one is both."""
+    if len(data.sequences) == 1:
+        return data, data
+    held = data.sequences[::4]
+    kept = tuple(each for number, each in enumerate(data.sequences) if number % 4)
+    return _first(kept, _SEEN), _first(held, _UNSEEN)
+
+
+def _first(sequences: tuple[tuple[int, ...], ...], tokens: int) -> Calibration:
+    """The first sequences, and as many as have so many tokens together; one at least."""
+    ends = itertools.accumulate(map(len, sequences))
+    return Calibration(tuple(each for each, end in zip(sequences, ends, strict=True) if end - len(each) < tokens))
 
 
 def sample_layers(count: int) -> tuple[int, ...]:
@@ -179,8 +197,8 @@ class _Trying:
     """Tries candidates on layers of one model, on one device."""
 
     def __init__(self, data: Calibration, device: torch.device, dtype: torch.dtype, damping: float) -> None:
-        self.data = Calibration(data.sequences[:_SEQUENCES])
-        self._times = data.tokens / self.data.tokens
+        self.seen, self.unseen = split(data)
+        self._times = data.tokens / self.seen.tokens
         self._group = Group(0, 1, device)
         self._damping = damping
         self._methods: Mapping[str, Method] = {name: method() for name, method in METHODS.items()} | {"rtn": _Nearest()}
@@ -191,15 +209,16 @@ class _Trying:
         self,
         index: int,
         layer: DecoderLayer,
-        states: list[States],
+        seen: list[States],
+        unseen: list[States],
         outputs: list[Tensor],
         candidate: Candidate,
         plan: Plan,
     ) -> _Tried:
-        """Quantize a copy of a layer and compare its outputs for `states` with those of the layer."""
+        """Calibrate a copy of a layer on `seen`, and compare its outputs for `unseen` with the given ones."""
         method, watch = self._methods[candidate.algorithm], Stopwatch(self._group.device)
         changed = copy.deepcopy(layer)
-        own = [replace(state, original=state.x if DRIFT in method.needed else None) for state in states]
+        own = [replace(state, original=state.x if DRIFT in method.needed else None) for state in seen]
         through = LayerPass(changed, index, own, method.needed, group=self._group, watch=watch, keep=False)
         solver = LayerSolver(
             changed,
@@ -211,14 +230,13 @@ class _Trying:
             watch=watch,
         )
         through.quantize(solver)
-        after = [state.x for state in own]
         if candidate.scheme.activations is not None:  # the activations are rounded, too
             for linear, weight in solver.quantized.items():
                 _replace(changed, linear, QuantizedLinear(weight, _bias(changed, linear), dtype=self.dtype))
-            after = [unquantized.output(changed, index, state) for state in states]
+        after = [unquantized.output(changed, index, state) for state in unseen]
         times = 0.0 if candidate.algorithm == "rtn" else self._times
         seconds = [took * times if name in _WITH_TOKENS else took for name, took in watch.seconds.items()]
-        return _Tried(unquantized.squared_error(after, outputs, states), sum(seconds))
+        return _Tried(unquantized.squared_error(after, outputs, unseen), sum(seconds))
 
 
 def _bias(layer: DecoderLayer, linear: str) -> Tensor | None:

@@ -1,5 +1,6 @@
 """The unquantized model, layer by layer, with calibration data going through it: what is looked at before a run."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -16,21 +17,22 @@ from warpbus.quantization.preflight import Plan
 
 @torch.no_grad()
 def layers(
-    plan: Plan, data: Calibration, *, device: torch.device, dtype: torch.dtype, last: int
-) -> Iterator[tuple[int, DecoderLayer, list[States]]]:
-    """Each layer up to `last`, its number and the states that enter it. One layer is held at a time.
+    plan: Plan, *data: Calibration, device: torch.device, dtype: torch.dtype, last: int
+) -> Iterator[tuple[int, DecoderLayer, list[list[States]]]]:
+    """Each layer up to `last`, its number and the states of each of `data` that enter it. One layer is held at a time.
 
     Neither the layer nor what the states have may be changed; they are moved on when the next layer is asked for.
     """
     table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
     group = Group(0, 1, device)
-    states = embed(data, BATCH_TOKENS[device.type], table, plan.config, group, dtype, drift=False)
+    tokens = BATCH_TOKENS[device.type]
+    states = [embed(each, tokens, table, plan.config, group, dtype, drift=False) for each in data]
     del table
     for index in range(last + 1):
         layer = load_layer(plan.checkpoint, plan.config, index, device=device, dtype=dtype)
         yield index, layer, states
         if index < last:
-            for state in states:
+            for state in itertools.chain(*states):
                 state.x = output(layer, index, state)
 
 

@@ -85,17 +85,19 @@ def test_the_table_marks_the_choice_and_fits(goal):
     found = Recommendation.of(
         TRIALS, model="/m/[glm]", device="NVIDIA H100", goal=goal, memory=6 * GB, layers=(0, 13, 27)
     )
-    console = Console(file=io.StringIO(), width=100)
+    console = Console(file=io.StringIO(), width=80)
     console.print(found.table())
     lines = console.file.getvalue().splitlines()
     assert "/m/[glm] on NVIDIA H100" in lines[0]
     assert "layers 0, 13, 27" in lines[0]
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
-    assert [row[3] for row in rows] == sorted((row[3] for row in rows), key=lambda text: float(text[:-1]))
-    (marked,) = [row for row in rows if row[0]]
+    rows = [line.split() for line in lines if "%" in line]
+    errors = [next(cell for cell in row if "%" in cell) for row in rows]
+    assert len(errors) == len(TRIALS)
+    assert errors == sorted(errors, key=lambda text: float(text[:-1]))
+    (marked,) = [row for row in rows if row[0] == "→"]
     assert marked[1:3] == [found.chosen.scheme, found.chosen.algorithm]
     assert f"{found.chosen.name}: the " in lines[-1]
-    assert all(len(line) <= 100 for line in lines)
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_json():

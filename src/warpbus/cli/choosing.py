@@ -1,0 +1,176 @@
+"""What `warpbus quantize` does where it is to choose itself: --recommend, auto and --bits."""
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from warpbus.cli.models import DEMO, model_directory
+from warpbus.cli.progress import progress_bar
+from warpbus.cuda.devices import resolve_device
+from warpbus.demo import calibration_path
+from warpbus.errors import UsageError
+from warpbus.models import ModelConfig
+from warpbus.qtensor import Scheme, Schemes
+from warpbus.quantization.mixed import mixed_schemes
+from warpbus.quantization.recommend import GOALS, Recommendation
+from warpbus.quantization.trials import try_candidates
+
+AUTO = "auto"
+DEFAULT_SCHEME, DEFAULT_ALGORITHM = "w4a16-g128", "gptq"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the flags say of scheme and algorithm, checked.
+
+    Attributes:
+        model: as it was typed.
+        scheme, algorithm: what is asked for; `None`: whatever is best, if `tried`.
+        tried: whether candidates are to be tried.
+        goal, memory: see `Recommendation`.
+        bits: on average; `None`: one scheme for all matrices.
+        calibration: file.
+        data: the arguments of `quantize` and of trials that decide what a model is calibrated on, and where.
+    """
+
+    model: str
+    scheme: str | None
+    algorithm: str | None
+    tried: bool
+    goal: str
+    memory: str | None
+    bits: float | None
+    calibration: Path | None
+    data: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        scheme: str | None,
+        algorithm: str | None,
+        *,
+        recommend: bool,
+        goal: str | None,
+        memory: str | None,
+        bits: float | None,
+        calibration: Path | None,
+        **data: Any,
+    ) -> "Wish":
+        """Look at the flags.
+
+        Raises:
+            UsageError: if they contradict each other, or there is no calibration data to choose with.
+        """
+        tried = recommend or AUTO in (scheme, algorithm)
+        for flag, value in (("--goal", goal), ("--memory", memory)):
+            if value is not None and not tried:
+                raise UsageError(f"{flag} needs --recommend or --algorithm auto: say who is to choose")
+        if goal is not None and goal not in GOALS:
+            raise UsageError(f"--goal is {goal!r}: choose from {', '.join(GOALS)}")
+        if bits is not None and (tried or scheme is not None):
+            raise UsageError("--bits chooses the schemes itself: leave --scheme, --recommend and auto out")
+        if calibration is None and (tried or bits is not None or algorithm != "rtn"):
+            if model == DEMO:
+                calibration = calibration_path()
+            elif tried or bits is not None:
+                raise UsageError("choosing needs --calibration: a .txt or .jsonl of texts like those the model is for")
+        if tried:
+            scheme, algorithm = (None if each == AUTO else each for each in (scheme, algorithm))
+        else:
+            scheme, algorithm = scheme or DEFAULT_SCHEME, algorithm or DEFAULT_ALGORITHM
+        return cls(model, scheme, algorithm, tried, goal or GOALS[0], memory, bits, calibration, data)
+
+    def recommendation(self, damping: float) -> Recommendation:
+        """Try the candidates."""
+        from warpbus.engine import Stored, least_memory, parse_memory  # it takes longer to load than all else here
+
+        assert self.calibration is not None
+        memory = None if self.memory is None else parse_memory(self.memory, _card(self.data["device"]))
+
+        def running(config: ModelConfig, dtype: torch.dtype, scheme: Scheme) -> int:
+            half = dtype if dtype.itemsize == 2 else torch.bfloat16
+            return least_memory(Stored.uniform(config, half, scheme), memory or 0)
+
+        with progress_bar() as show:
+            return try_candidates(
+                model_directory(self.model),
+                calibration=self.calibration,
+                goal=self.goal,
+                memory=memory,
+                running=running,
+                scheme=None if self.scheme is None else Scheme.parse(self.scheme),
+                algorithm=self.algorithm,
+                damping=damping,
+                progress=lambda done, total: show("trying", done, total),
+                **self.data,
+            )
+
+    def choice(self, damping: float) -> "Choice":
+        """What to quantize to and how; what was chosen is shown on stderr."""
+        console = Console(stderr=True)
+        if self.tried:
+            found = self.recommendation(damping)
+            console.print(found.table())
+            remarks: dict[str, object] = {"recommended": f"{found.chosen.name}: {found.reason}", "goal": self.goal}
+            if found.memory is not None:
+                remarks["memory"] = found.memory
+            return Choice(found.chosen.scheme, found.chosen.algorithm, remarks)
+        assert self.algorithm is not None
+        if self.bits is None:
+            assert self.scheme is not None
+            return Choice(self.scheme, self.algorithm, {})
+        assert self.calibration is not None
+        with progress_bar() as show:
+            schemes = mixed_schemes(
+                model_directory(self.model),
+                self.bits,
+                calibration=self.calibration,
+                progress=lambda done, total: show("measuring", done, total),
+                **self.data,
+            )
+        return Choice(schemes, self.algorithm, {"bits": self.bits})
+
+    def show(self, found: Recommendation, *, as_json: bool) -> None:
+        """Print what is recommended, and the command that does it."""
+        command = self.command(found, "OUTPUT")
+        if as_json:
+            print(json.dumps(found.to_json() | {"command": command}, ensure_ascii=False))
+            return
+        console = Console()
+        console.print(found.table())
+        console.print(command, highlight=False, markup=False, soft_wrap=True)
+
+    def command(self, found: Recommendation, output: str) -> str:
+        """The command line that does what is recommended."""
+        chosen = found.chosen
+        words = ["warpbus", "quantize", self.model, output, "--scheme", chosen.scheme, "--algorithm", chosen.algorithm]
+        if chosen.algorithm != "rtn" and self.model != DEMO:
+            words += ["--calibration", str(self.calibration)]
+        if self.data["layout"] != "compressed-tensors":
+            words += ["--format", self.data["layout"]]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Arguments of `quantize`."""
+
+    scheme: str | Schemes
+    algorithm: str
+    remarks: Mapping[str, object]
+
+
+def _card(device: str) -> int:
+    """Bytes of the memory that a share of is meant by a percentage."""
+    place = resolve_device(device)
+    if place.type == "cuda":
+        return torch.cuda.get_device_properties(place).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
