@@ -209,6 +209,7 @@ def estimate(
         raise UsageError(f"{len(places)} devices: the work is cut into {SHARES} shares: use 1 to {SHARES} devices")
     device, world = torch.device(places[0].device), len(places)
     kind, machines = device.type, Counter(place.machine for place in places)
+    distinct = len({place.device for place in places}) == world
     most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
     dtype = default_dtype(device, plan.scale_dtype)
     rates = Rates.measured(device, dtype) if rates is None else rates
@@ -221,7 +222,8 @@ def estimate(
         waiting = {"finished layers": (WAITING + 1) * part}  # with the first rank
         gpus = []
         for rank, place in enumerate(places if kind == "cuda" else ()):
-            name = place.device if len(machines) == 1 else f"process {rank} on {place.machine}"
+            # On a cluster each process has a cuda:0 of its own.
+            name = place.device if distinct else f"process {rank} on {place.machine}"
             parts = {**working, **(waiting if rank == 0 else {}), "libraries": _ALLOWANCE[kind]}
             gpus.append(Need(name, parts, place.free))
         memories = []

@@ -184,3 +184,6 @@ def test_several_machines(plan: Plan, tmp_path: Path) -> None:
     assert "finished layers" not in found.memory.parts  # these wait where they are written
     gpus = [Place(name, "cuda:0", 80 * GB, 90 * GB) for name in ("a", "b")]
     assert [need.place for need in run(plan, tmp_path, places=gpus).gpus] == ["process 0 on a", "process 1 on b"]
+    one = run(plan, tmp_path, places=gpus[:1] * 2)
+    assert [need.place for need in one.gpus] == ["process 0 on a", "process 1 on a"]
+    assert one.memory.place == "main memory"
