@@ -48,8 +48,9 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 _KERNELS = ("gptq/", "step/norm", "step/activation")
 """The kernels that a run needs, compiled while the first weights are read."""
 
-# Bytes of a part that holds tensors from outside of the layers: of these, embedding and head may be large.
-_PART_BYTES = 2 * 2**30
+# Bytes of a part that holds tensors from outside of the layers. Embedding and head are parts of their own: what is
+# being written counts as this process's memory.
+_PART_BYTES = 2**26
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def test_peak_memory_stays_within_its_bound(tmp_path):
     (found,) = json.loads(done.stdout)
     assert found["checkpoint_bytes"] > 280e6
     assert found["largest_unit_bytes"] < 70e6
-    assert found["peak_bytes"] - found["program_bytes"] < 1.3 * found["largest_unit_bytes"]
+    assert found["peak_bytes"] - found["program_bytes"] < 2 * found["largest_unit_bytes"]
     assert found["peak_bytes"] <= found["bound_bytes"]
     assert done.returncode == 0
     assert list(tmp_path.iterdir()) == []
