@@ -335,11 +335,12 @@ class GrowingCheckpoint(FinishedParts):
     def _write_part(self, waiting: _Waiting) -> None:
         part, tensors = waiting.part, _on_host(waiting)
         self._sound.pop(part, None)
-        file, checksum = self.tensors_file(part), 0
+        file = self.tensors_file(part)
+        checksum: int | None = None
 
         def write(partial: Path) -> None:
             nonlocal checksum
-            checksum = write_file(partial, tensors)
+            checksum = write_file(partial, tensors, checksum=True)
 
         # Without its facts a part is not there, so tensors and facts always belong together.
         self.facts_file(part).unlink(missing_ok=True)

@@ -117,15 +117,16 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def write_file(file: Path, tensors: Mapping[str, Tensor]) -> int:
+def write_file(file: Path, tensors: Mapping[str, Tensor], *, checksum: bool = False) -> int | None:
     """Write tensors to a new safetensors file and wait until the disk has it.
 
     Args:
         file: where to write.
         tensors: contiguous CPU tensors.
+        checksum: whether to compute one, which takes as long as writing to a fast disk.
 
     Returns:
-        the CRC-32 of the file, as of `zlib.crc32`.
+        the CRC-32 of the file, as of `zlib.crc32`, or `None` if it was not asked for.
 
     Raises:
         OSError: if the file cannot be written; the caller removes what is there of it.
@@ -141,14 +142,14 @@ def write_file(file: Path, tensors: Mapping[str, Tensor]) -> int:
     text += b" " * (-len(text) % 8)
     beginning: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
     pieces = (raw_bytes(tensor) for _, tensor in ordered)
-    checksum = 0
+    crc = 0
     with file.open("wb") as stream:
         for piece in chain(beginning, pieces):
             stream.write(piece)
-            checksum = zlib.crc32(piece, checksum)
+            crc = zlib.crc32(piece, crc) if checksum else 0
         stream.flush()
         os.fsync(stream.fileno())
-    return checksum
+    return crc if checksum else None
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

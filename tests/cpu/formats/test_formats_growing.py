@@ -197,10 +197,10 @@ def test_at_most_two_parts_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     go, taken = threading.Event(), threading.Semaphore(0)
     write = growing.write_file
 
-    def slow(*arguments: Any) -> int:
+    def slow(*arguments: Any, **options: Any) -> int | None:
         taken.release()
         assert go.wait(60)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(growing, "write_file", slow)
     with GrowingCheckpoint(tmp_path / "out", identity={}) as checkpoint:
@@ -225,11 +225,11 @@ def test_an_error_in_the_background_is_raised_and_parts_before_it_are_kept(
 ) -> None:
     write = growing.write_file
 
-    def failing(file: Path, held: dict[str, Tensor]) -> int:
+    def failing(file: Path, held: dict[str, Tensor], *, checksum: bool) -> int | None:
         if "layer-1.w" in held:
             file.write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        return write(file, held)
+        return write(file, held, checksum=checksum)
 
     monkeypatch.setattr(growing, "write_file", failing)
     with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
