@@ -278,12 +278,9 @@ def test_limits():
         clip_search(torch.ones(2, 64), torch.ones(64), 32, 5, True, torch.float16)
 
 
-def test_blocks_are_small_while_multiprocessors_are_free(monkeypatch):
-    monkeypatch.setattr(ops, "multiprocessors", lambda device: 132)
-    device = torch.device("cuda")
-    assert ops._covering(8, 512, 128, device)[:2] == (32, 128)
-    assert ops._covering(8, 576, 128, device)[:2] == (64, 72)
-    assert ops._covering(8, 3424, 128, device)[:2] == (128, 216)
-    # The most shared memory: within the 99 KB that a block may have on sm_86, sm_89 and sm_120.
-    assert ops._covering(8, 3424, 128, device)[2] == 4 * (36 * 256 + 112 * 128) <= 99 * 1024
-    assert ops._covering(1, 1, 1, device) == (32, 1, 1024)
+def test_shared_memory_of_a_block_fits_every_gpu():
+    # Down to the diagonal of 128 columns: within the 99 KB that a block may have on sm_86, sm_89 and sm_120.
+    assert ops._corner_bytes(1) == 1024
+    assert ops._corner_bytes(128) == 4 * 36 * 256 <= 99 * 1024
+    assert ops._fit_bytes(1) == 4 * (32 * 32 + 32 * 32 + 256)
+    assert ops._fit_bytes(128) == 4 * (128 * 128 + 32 * 128 + 256) <= 99 * 1024

@@ -17,7 +17,6 @@ from warpbus.kernels.ops.arguments import (
     check_alike,
     check_rank,
     check_shape,
-    multiprocessors,
     per_dtype,
 )
 from warpbus.kernels.reference import gptq as reference
@@ -29,9 +28,11 @@ _FLOAT = (torch.float32,)
 _LARGEST_CODE = 255
 _SCALE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in csrc/gptq/scale_dtype.cuh
 
-# csrc/gptq/columns.cuh: columns of a tile, and how many threads a block may have, a row each.
-_TILE = 16
-_THREADS = (32, 64, 128)
+# csrc/gptq/columns.cuh: columns of a tile, and threads of a block; csrc/gptq/fit_scales.cu: what the columns of a group
+# are rounded up to, and threads of a block. A block of either has 32 rows.
+_TILE, _ROUND_THREADS = 16, 128
+_FIT_COLUMNS, _FIT_THREADS = 32, 128
+_BLOCK_ROWS = 32
 # csrc/gptq/clip_search.cu: threads of a block, and the lanes that share a group of one of these sizes.
 _SEARCH_THREADS, _SEARCH_LANES = 256, 8
 _SEARCH_SIZES = (32, 64, 128)
@@ -234,15 +235,14 @@ def _launch_round_columns(
     errors = weight.new_empty(weight.shape)
     if weight.numel():
         parts, columns, rows = weight.shape
-        threads, grid, shared = _covering(parts, rows, columns, weight.device)
         _ROUND_COLUMNS(
-            grid,
-            threads,
+            parts * blocks((rows, _BLOCK_ROWS)),
+            _ROUND_THREADS,
             *(weight, target, corner, scales, zeros, groups, codes, errors),
             *(*weight.stride()[:2], *target.stride()[:2], corner.stride(0)),
             *(*scales.stride()[:2], *zeros.stride()[:2]),
             *(columns, rows, max_code, _vectorised(corner)),
-            shared=shared,
+            shared=_corner_bytes(columns),
         )
     return codes, errors
 
@@ -253,15 +253,14 @@ def _launch_round_again(
     changes = gradient.new_empty(gradient.shape)
     if gradient.numel():
         parts, columns, rows = gradient.shape
-        threads, grid, shared = _covering(parts, rows, columns, gradient.device)
         _ROUND_AGAIN(
-            grid,
-            threads,
+            parts * blocks((rows, _BLOCK_ROWS)),
+            _ROUND_THREADS,
             *(gradient, corner, centred, scales, zeros, groups, changes),
             *(*gradient.stride()[:2], corner.stride(0), *centred.stride()[:2]),
             *(*scales.stride()[:2], *zeros.stride()[:2]),
             *(columns, rows, max_code, _vectorised(corner)),
-            shared=shared,
+            shared=_corner_bytes(columns),
         )
     return changes
 
@@ -276,14 +275,13 @@ def _launch_fit_scales(
     parts, _, rows = gradient.shape
     delta = gradient.new_empty(parts, size, rows)
     if delta.numel():
-        threads, grid, shared = _covering(parts, rows, size, gradient.device)
         _FIT_SCALES(
-            grid,
-            threads,
+            parts * blocks((rows, _BLOCK_ROWS)),
+            _FIT_THREADS,
             *(gradient, members, centred, corner, scales, delta),
             *(*gradient.stride()[:2], *centred.stride()[:2], corner.stride(0), scales.stride(0)),
             *(size, rows, _SCALE_DTYPES[scale_dtype], _vectorised(corner)),
-            shared=shared,
+            shared=_fit_bytes(size),
         )
     return delta
 
@@ -306,17 +304,16 @@ def _launch_clip_search(
     return scales, zeros
 
 
-def _covering(parts: int, rows: int, columns: int, device: torch.device) -> tuple[int, int, int]:
-    """Threads of a block, blocks, and bytes of shared memory, for a thread a row and no block with rows of two parts.
-
-    Blocks are as small as still leaves each multiprocessor no more than one: then few rows are spread over many.
-    """
-    most = multiprocessors(device)
-    threads = next((threads for threads in _THREADS if parts * blocks((rows, threads)) <= most), _THREADS[-1])
+def _corner_bytes(columns: int) -> int:
+    """Shared memory for the tiles of a corner, down to the diagonal."""
     tiles = blocks((columns, _TILE))
-    corner = _TILE * _TILE * tiles * (tiles + 1) // 2
-    history = _TILE * (tiles - 1) * threads
-    return threads, parts * blocks((rows, threads)), 4 * (corner + history)
+    return 4 * _TILE * _TILE * tiles * (tiles + 1) // 2
+
+
+def _fit_bytes(size: int) -> int:
+    """Shared memory for a corner, the codes of a block's rows, and two sums a thread."""
+    width = blocks((size, _FIT_COLUMNS)) * _FIT_COLUMNS
+    return 4 * (width * width + width * _BLOCK_ROWS + 2 * _FIT_THREADS)
 
 
 def _vectorised(corner: Tensor) -> int:

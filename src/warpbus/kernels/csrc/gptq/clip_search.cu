@@ -16,7 +16,7 @@
 // Kernels: clip_search_32, _64 and _128 for groups of that size: 8 lanes have a group in their registers for all
 // candidates. clip_search_any for groups of any size: a block has one, and reads it again for each candidate. Errors are
 // summed in a fixed order, which depends on the size of the group alone.
-#include "gptq/columns.cuh"
+#include "gptq/rounding.cuh"
 #include "gptq/scale_dtype.cuh"
 
 namespace {

@@ -1,102 +1,107 @@
-// What the loops over the columns of a block share: rounding to a grid, and sums over the columns that came before.
+// What the loops over the columns of a block share: who has which rows and columns, and sums over the columns before.
 //
-// A thread has one row of the matrix and goes through at most 128 columns in tiles of 16. What the columns of earlier
-// tiles contribute to a tile is summed in registers from a history in shared memory, which only the thread itself reads;
-// the coefficients are the same for all rows and lie in shared memory as tiles, read four at a time by all lanes alike.
-// What a row becomes depends on no other row, on no other part and not on the size of the thread block.
+// Four lanes share a row of the matrix and go through at most 128 columns in tiles of 16. Each lane owns four columns
+// of a tile: it loads them, keeps what all columns before them add up to, and stores them. What is sequential, within a
+// tile, all four lanes do alike, with what they own handed around by shuffles; then each carries the tile's results over
+// to its own columns in all later tiles. The coefficients are the same for all rows and lie in shared memory as tiles.
+// What a row becomes depends on no other row, on no other part and not on the size of the grid.
+//
+// Why so: with few rows latency is all that counts. One thread a row would go through 8 K products by itself; here a lane
+// has a quarter of those between tiles, in 28 sums that do not wait for each other. kRows of 2 would halve the reads from
+// shared memory for as many instructions, but twice as many of them would stand in the one warp of a scheduler.
+//
+// Shared memory has no bank conflicts: either all lanes read the same 16 bytes, or the four lanes of a row read the 64
+// contiguous bytes of a tile's row, the same ones for all rows.
 #pragma once
 #include "common/ptx.cuh"
+#include "gptq/rounding.cuh"
 
-constexpr int kTile = 16;         // columns whose sums a thread holds in registers
-constexpr int kMaxThreads = 128;  // of a block: as many rows
-constexpr float kNoFraction = 12582912.0f;  // 1.5 * 2^23: floats of this size have no fraction
+constexpr int kTile = 16;             // columns of a tile
+constexpr int kTiles = 8;             // at most
+constexpr int kLanes = 4;             // that share rows
+constexpr int kOwn = kTile / kLanes;  // columns of a tile that a lane owns
+constexpr int kApart = 32 / kLanes;   // lanes with other rows, and so how far a lane's rows are apart
+constexpr int kRows = 1;              // of a lane
+constexpr int kBlockRows = 32;
+constexpr int kThreads = kBlockRows * kLanes / kRows;
 
 // Where tile t of the corner begins: tile i has the 16 (i + 1) rows of the corner down to the diagonal, 16 columns wide.
 __device__ __forceinline__ int tile_offset(int t) { return kTile * kTile * t * (t + 1) / 2; }
 
-// The place of a thread: its part, which is that of its whole block, and its row there. A thread beyond the last row
-// computes the last one again and stores nothing.
+// The place of a thread: its part, which is that of its whole block, its rows there, and which columns of a tile it owns.
+// A row beyond the last one is the last one again, and nothing of it is stored.
 struct Place {
     long long part;
-    unsigned int row;
-    bool live;
+    int lane;  // of the four
+    unsigned int row[kRows];
+    bool live[kRows];
 
     __device__ __forceinline__ explicit Place(int rows) {
-        const unsigned int blocks = (rows + blockDim.x - 1) / blockDim.x;  // of a part
-        const unsigned int index = blockIdx.x % blocks * blockDim.x + threadIdx.x;
+        const unsigned int blocks = (rows + kBlockRows - 1) / kBlockRows;  // of a part
         part = blockIdx.x / blocks;
-        row = min(index, static_cast<unsigned int>(rows) - 1);
-        live = index < static_cast<unsigned int>(rows);
+        lane = threadIdx.x % 32 / kApart;
+        const unsigned int warp = threadIdx.x / 32;
+        const unsigned int first = blockIdx.x % blocks * kBlockRows + warp * (kApart * kRows) + threadIdx.x % kApart;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const unsigned int index = first + r * kApart;
+            live[r] = index < static_cast<unsigned int>(rows);
+            row[r] = min(index, static_cast<unsigned int>(rows) - 1);
+        }
     }
 };
 
-// A divisor with its reciprocal. `divide` is the IEEE quotient, as a / b has it, with two exceptions: it may be off by one
-// unit in the last place if all bits of the divisor's mantissa are ones, which a scale of 16 bits never has; and it may be
-// anything, NaN too, if the divisor, its reciprocal or the remainder leave the range of normal numbers. With the reciprocal
-// at hand it has a fraction of the latency of a / b, of which the loops are made.
-struct Divisor {
-    float value, reciprocal;
+// What lane `owner` of the four has.
+__device__ __forceinline__ float of_lane(float value, int owner) {
+    return __shfl_sync(0xffffffffu, value, static_cast<int>(threadIdx.x % kApart) + owner * kApart);
+}
 
-    __device__ __forceinline__ explicit Divisor(float divisor) : value(divisor) {
-        const float rough = ptx::reciprocal(divisor);
-        reciprocal = fmaf(rough, fmaf(-divisor, rough, 1.0f), rough);
+// That of lane `owner` of the four.
+__device__ __forceinline__ Divisor of_lane(const Divisor& divisor, int owner) {
+    Divisor other;
+    other.value = of_lane(divisor.value, owner);
+    other.reciprocal = of_lane(divisor.reciprocal, owner);
+    return other;
+}
+
+// Begin to copy four floats to shared memory, the first `valid` of them from global memory and zeros for the others.
+// `vector`: both are at multiples of 16 bytes. The caller commits, waits and synchronizes.
+__device__ __forceinline__ void begin_quad(float* to, const float* from, int valid, bool vector) {
+    if (vector) {
+        ptx::cp_async_16(ptx::shared_address(to), from, 4 * valid);
+    } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to[e] = e < valid ? from[e] : 0.0f;
     }
-
-    __device__ __forceinline__ float divide(float x) const {
-        float quotient = __fmul_rn(x, reciprocal);
-        quotient = fmaf(fmaf(-value, quotient, x), reciprocal, quotient);
-        return fmaf(fmaf(-value, quotient, x), reciprocal, quotient);
-    }
-};
-
-// Half to even, below 2^22; what is larger stays about as large.
-__device__ __forceinline__ float round_even(float x) { return __fsub_rn(__fadd_rn(x, kNoFraction), kNoFraction); }
-
-// The code nearest to x / scale + zero, less zero. NaN gives code 0.
-__device__ __forceinline__ float nearest_centred(float x, const Divisor& scale, float zero, float max_code) {
-    return fminf(fmaxf(round_even(scale.divide(x)), 0.0f - zero), max_code - zero);
 }
 
 // Begin to copy tiles `first` to `last` - 1 of the corner, `columns` x `columns` with rows `stride` apart, to shared
-// memory; what lies beyond the corner is zero. `vector`: its rows begin at multiples of 16 bytes. The caller commits,
-// waits and synchronizes.
-__device__ __forceinline__ void load_corner(float* tiles, const float* corner, long long stride, int columns, int first,
+// memory, as one group; what lies beyond the corner is zero. `vector`: its rows begin at multiples of 16 bytes.
+__device__ __forceinline__ void begin_corner(float* tiles, const float* corner, long long stride, int columns, int first,
                                             int last, bool vector) {
     for (int t = first; t < last; ++t) {
         float* tile = tiles + tile_offset(t);
-        for (int i = threadIdx.x; i < (t + 1) * kTile * kTile / 4; i += blockDim.x) {
+        for (int i = threadIdx.x; i < (t + 1) * kTile * kTile / 4; i += kThreads) {
             const int row = i / (kTile / 4);
             const int column = t * kTile + i % (kTile / 4) * 4;
             const int valid = row < columns ? min(max(columns - column, 0), 4) : 0;
-            const float* from = corner + (valid > 0 ? row * stride + column : 0);
-            if (vector) {
-                ptx::cp_async_16(ptx::shared_address(tile + 4 * i), from, 4 * valid);
-            } else {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) tile[4 * i + e] = e < valid ? from[e] : 0.0f;
-            }
+            begin_quad(tile + 4 * i, corner + (valid > 0 ? row * stride + column : 0), valid, vector);
         }
     }
-}
-
-// Begin to copy the whole corner; `wait_corner` before a tile is used.
-__device__ __forceinline__ void begin_corner(float* tiles, const float* corner, long long stride, int columns,
-                                             bool vector) {
-    load_corner(tiles, corner, stride, columns, 0, 1, vector);
-    ptx::cp_async_commit();
-    load_corner(tiles, corner, stride, columns, 1, (columns + kTile - 1) / kTile, vector);
     ptx::cp_async_commit();
 }
 
-// Tile t is there. All threads call it, for t = 0, 1, ...
-__device__ __forceinline__ void wait_corner(int t) {
-    if (t == 0) {
-        ptx::cp_async_wait<1>();
-        __syncthreads();
-    } else if (t == 1) {
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-    }
+// All but the newest `Pending` groups are there, for all threads.
+template <int Pending>
+__device__ __forceinline__ void wait_corner() {
+    ptx::cp_async_wait<Pending>();
+    __syncthreads();
+}
+
+// The group of each column, in shared memory: a load that others wait for is made once. Synchronizes.
+__device__ __forceinline__ void load_groups(int* own, const int* groups, int columns) {
+    for (int i = threadIdx.x; i < kTile * kTiles; i += kThreads) own[i] = groups[min(i, columns - 1)];
+    __syncthreads();
 }
 
 // Row `row` of a tile in shared memory.
@@ -112,22 +117,40 @@ __device__ __forceinline__ void load_row(float (&values)[kTile], const float* ti
     }
 }
 
-// sum[i] = sum over k < `count` of tile[k][i] * history[k], k rising; `count` is a multiple of 16.
-__device__ __forceinline__ void sum_history(float (&sum)[kTile], const float* tile, const float* history, int count) {
-#pragma unroll
-    for (int i = 0; i < kTile; ++i) sum[i] = 0.0f;
-#pragma unroll 4
-    for (int k = 0; k < count; ++k) {
-        const float before = history[k * blockDim.x];
-        float coefficient[kTile];
-        load_row(coefficient, tile, k);
-#pragma unroll
-        for (int i = 0; i < kTile; ++i) sum[i] = fmaf(coefficient[i], before, sum[i]);
-    }
-}
+// For the columns that a lane owns in tile t and the ones after it: the sum over all columns k before tile t, rising, of
+// corner[k] times the result of column k, each product added with one rounding.
+struct Sums {
+    float of[kTiles][kRows][kOwn];
 
-// Append a tile to the history.
-__device__ __forceinline__ void remember(float* history, int t, const float (&values)[kTile]) {
+    __device__ __forceinline__ Sums() {
 #pragma unroll
-    for (int i = 0; i < kTile; ++i) history[(t * kTile + i) * blockDim.x] = values[i];
-}
+        for (int i = 0; i < kTiles * kRows * kOwn; ++i) (&of[0][0][0])[i] = 0.0f;
+    }
+
+    // Add tile t of `count` with the results `values` to all later ones, of which the next becomes the first.
+    __device__ __forceinline__ void carry_over(const float* tiles, int t, int count, int lane,
+                                               const float (&values)[kRows][kTile]) {
+#pragma unroll
+        for (int d = 1; d < kTiles; ++d) {
+            if (t + d < count) {
+                const float* rows = tiles + tile_offset(t + d) + t * kTile * kTile + lane * kOwn;
+#pragma unroll
+                for (int k = 0; k < kTile; ++k) {
+                    const float4 quad = *reinterpret_cast<const float4*>(rows + k * kTile);
+#pragma unroll
+                    for (int r = 0; r < kRows; ++r) {
+                        of[d][r][0] = fmaf(quad.x, values[r][k], of[d][r][0]);
+                        of[d][r][1] = fmaf(quad.y, values[r][k], of[d][r][1]);
+                        of[d][r][2] = fmaf(quad.z, values[r][k], of[d][r][2]);
+                        of[d][r][3] = fmaf(quad.w, values[r][k], of[d][r][3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+                for (int e = 0; e < kOwn; ++e) of[d - 1][r][e] = of[d][r][e];
+            }
+        }
+    }
+};

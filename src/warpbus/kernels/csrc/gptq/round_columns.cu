@@ -14,22 +14,26 @@
 //   groups           int [columns], the group of each column
 //   codes, errors    unsigned char and float [parts][columns][rows], contiguous
 //   vector           1: rows of the corner begin at multiples of 16 bytes
-// One thread a row, 32, 64 or 128 in a block, and as many blocks for each part as its rows take. Dynamic shared memory,
-// with T = ceil(columns / 16): 128 T (T + 1) floats for the corner and 16 (T - 1) floats a thread for the errors.
+// 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
+// T = ceil(columns / 16): 128 T (T + 1) floats for the corner.
 //
-// Rounding is one dependent chain through all columns, so latency is what counts: what the next tile needs is loaded
-// while this one is rounded.
+// Rounding is one dependent chain through all columns: 20 cycles for the quotient, 8 to round, 10 to clamp and 8 to the
+// next column are 46 of latency, 6 K for 128 columns, in which the other products of a tile and the shuffles find their
+// place. Carrying tiles over is 28 times 16 quads from shared memory and 64 products for each of the four warps, 4 to 7 K
+// cycles. With 2 K until the first column can be rounded that is 12 to 15 K cycles, 7 to 9 us, while the blocks are no more
+// than the multiprocessors; with many more, a block's 34 K instructions take 9 K cycles of a multiprocessor.
 #include "gptq/columns.cuh"
 
 namespace {
 
+// What a lane owns of a tile.
 struct Columns {
-    float target[kTile], weight[kTile], scale[kTile], zero[kTile];
+    float target[kRows][kOwn], weight[kRows][kOwn], scale[kRows][kOwn], zero[kRows][kOwn];
 };
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kMaxThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     round_columns(const float* __restrict__ weight, const float* __restrict__ target, const float* __restrict__ corner,
                   const float* __restrict__ scales, const float* __restrict__ zeros, const int* __restrict__ groups,
                   unsigned char* __restrict__ codes, float* __restrict__ errors, long long weight_part,
@@ -37,58 +41,89 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
                   long long scales_part, int scales_group, long long zeros_part, int zeros_group, int columns,
                   int rows, int max_code, int vector) {
     extern __shared__ float4 storage[];
+    __shared__ int own_groups[kTile * kTiles];
     const int count = (columns + kTile - 1) / kTile;
     float* tiles = reinterpret_cast<float*>(storage);
-    float* history = tiles + tile_offset(count) + threadIdx.x;
-    begin_corner(tiles, corner, corner_row, columns, vector);
+    begin_corner(tiles, corner, corner_row, columns, 0, 1, vector);
+    load_groups(own_groups, groups, columns);
 
     const Place place(rows);
     const float* own_weight = weight + place.part * weight_part;
     const float* own_target = target + place.part * target_part;
-    const float* own_scales = scales + place.part * scales_part + place.row;
-    const float* own_zeros = zeros + place.part * zeros_part + place.row;
+    const float* own_scales = scales + place.part * scales_part;
+    const float* own_zeros = zeros + place.part * zeros_part;
     const long long first = place.part * columns * rows;
-    // A column is the same for all threads, and so is where it begins. Beyond the last column it is the last one again,
-    // which nothing comes of.
+    // Beyond the last column it is the last one again, which nothing comes of.
     auto load = [&](int t) {
         Columns loaded;
 #pragma unroll
-        for (int i = 0; i < kTile; ++i) {
-            const long long column = min(t * kTile + i, columns - 1);
-            const long long group = groups[column];
-            loaded.weight[i] = (own_weight + column * weight_column)[place.row];
-            loaded.target[i] = (own_target + column * target_column)[place.row];
-            loaded.scale[i] = own_scales[group * scales_group];
-            loaded.zero[i] = own_zeros[group * zeros_group];
+        for (int e = 0; e < kOwn; ++e) {
+            const int column = t * kTile + place.lane * kOwn + e;
+            const long long group = own_groups[column];
+            const long long valid = min(column, columns - 1);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                loaded.weight[r][e] = (own_weight + valid * weight_column)[place.row[r]];
+                loaded.target[r][e] = (own_target + valid * target_column)[place.row[r]];
+                loaded.scale[r][e] = (own_scales + group * scales_group)[place.row[r]];
+                loaded.zero[r][e] = (own_zeros + group * zeros_group)[place.row[r]];
+            }
         }
         return loaded;
     };
 
+    Sums sums;
     Columns next = load(0);
+    begin_corner(tiles, corner, corner_row, columns, 1, count, vector);
+    wait_corner<1>();  // for tile 0
     for (int t = 0; t < count; ++t) {
-        const Columns now = next;
+        Columns now = next;
         if (t + 1 < count) next = load(t + 1);
-        wait_corner(t);
         const float* tile = tiles + tile_offset(t);
-        float wanted[kTile], left[kTile];
-        sum_history(wanted, tile, history, t * kTile);
+        float wanted[kRows][kTile], left[kRows][kTile];
+        Divisor divisors[kRows][kOwn];
 #pragma unroll
-        for (int i = 0; i < kTile; ++i) wanted[i] = now.target[i] + wanted[i];
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int e = 0; e < kOwn; ++e) divisors[r][e] = Divisor(now.scale[r][e]);
+#pragma unroll
+            for (int i = 0; i < kTile; ++i) {
+                wanted[r][i] = of_lane(now.target[r][i % kOwn] + sums.of[0][r][i % kOwn], i / kOwn);
+            }
+        }
 #pragma unroll
         for (int j = 0; j < kTile; ++j) {
-            const Divisor scale(now.scale[j]);
-            const float centred = nearest_centred(wanted[j], scale, now.zero[j], max_code);
-            left[j] = fmaf(-centred, now.scale[j], now.weight[j]);
+            const int owner = j / kOwn, e = j % kOwn;
             float coefficient[kTile];
             load_row(coefficient, tile, t * kTile + j);
 #pragma unroll
-            for (int i = j + 1; i < kTile; ++i) wanted[i] = fmaf(coefficient[i], left[j], wanted[i]);
-            const long long column = t * kTile + j;
-            if (place.live && column < columns) {
-                (codes + first + column * rows)[place.row] = static_cast<unsigned char>(centred + now.zero[j]);
-                (errors + first + column * rows)[place.row] = left[j];
+            for (int r = 0; r < kRows; ++r) {
+                const Divisor scale = of_lane(divisors[r][e], owner);
+                const float zero = of_lane(now.zero[r][e], owner);
+                const float centred = nearest_centred(wanted[r][j], scale, zero, max_code);
+                left[r][j] = fmaf(-centred, scale.value, of_lane(now.weight[r][e], owner));
+#pragma unroll
+                for (int i = j + 1; i < kTile; ++i) wanted[r][i] = fmaf(coefficient[i], left[r][j], wanted[r][i]);
+                // What no lane asks for any more makes room for the results.
+                if (place.lane == owner) {
+                    now.target[r][e] = centred + zero;
+                    now.weight[r][e] = left[r][j];
+                }
             }
         }
-        if (t + 1 < count) remember(history, t, left);
+#pragma unroll
+        for (int e = 0; e < kOwn; ++e) {
+            const int column = t * kTile + place.lane * kOwn + e;
+            const long long begin = first + static_cast<long long>(column) * rows;
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                if (place.live[r] && column < columns) {
+                    (codes + begin)[place.row[r]] = static_cast<unsigned char>(now.target[r][e]);
+                    (errors + begin)[place.row[r]] = now.weight[r][e];
+                }
+            }
+        }
+        if (t == 0) wait_corner<0>();  // for the others
+        sums.carry_over(tiles, t, count, place.lane, left);
     }
 }
