@@ -23,9 +23,11 @@
 // pair before both. The slope is summed by warps: warp w has columns w, w + 4, ... in order. None of this depends on how
 // many rows there are.
 //
-// With 128 columns: 128 steps of 12 quads in the four warps, each 4 cycles of the shared memory, are 6 K cycles, after
-// about 2 K until the columns are there: 5 us while the blocks are no more than the multiprocessors. No bank conflicts:
-// 8 lanes read the 128 contiguous bytes of a row of c, and at a time four quads 32 bytes apart of a row of the corner.
+// An estimate for 128 columns: 128 steps of 12 quads in the four warps, each 4 cycles of the shared memory, are 6 K
+// cycles, after about 2 K until the columns are there: 5 us while the blocks are no more than the multiprocessors.
+//
+// No bank conflicts: 8 lanes read the 128 contiguous bytes of a row of c, and the others the same; of a row of the corner
+// a warp reads four quads 32 bytes apart, in different banks; c is written with the rows along the lanes.
 #include "gptq/columns.cuh"
 #include "gptq/scale_dtype.cuh"
 

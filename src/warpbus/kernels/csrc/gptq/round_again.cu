@@ -18,7 +18,7 @@
 //   vector          1: rows of the corner begin at multiples of 16 bytes
 // 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
 // T = ceil(columns / 16): 128 T (T + 1) floats for the corner. Built like round_columns.cu, with a second quotient in the
-// chain: 74 cycles a column, 15 to 19 K for 128 columns with all else, 9 to 11 us.
+// chain: by estimate 74 cycles a column, 15 to 19 K for 128 columns with all else, 9 to 11 us.
 #include "gptq/columns.cuh"
 
 namespace {

@@ -17,11 +17,11 @@
 // 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
 // T = ceil(columns / 16): 128 T (T + 1) floats for the corner.
 //
-// Rounding is one dependent chain through all columns: 20 cycles for the quotient, 8 to round, 10 to clamp and 8 to the
-// next column are 46 of latency, 6 K for 128 columns, in which the other products of a tile and the shuffles find their
-// place. Carrying tiles over is 28 times 16 quads from shared memory and 64 products for each of the four warps, 4 to 7 K
-// cycles. With 2 K until the first column can be rounded that is 12 to 15 K cycles, 7 to 9 us, while the blocks are no more
-// than the multiprocessors; with many more, a block's 34 K instructions take 9 K cycles of a multiprocessor.
+// An estimate: rounding is one dependent chain through all columns. 20 cycles for the quotient, 8 to round, 10 to clamp
+// and 8 to the next column are 46 of latency, 6 K for 128 columns, in which the other products of a tile and the shuffles
+// find their place. Carrying tiles over is 28 times 16 quads from shared memory and 64 products for each of the four
+// warps, 4 to 7 K cycles. With 2 K until the first column can be rounded that is 12 to 15 K cycles, 7 to 9 us, while the
+// blocks are no more than the multiprocessors; with many more, a block's 34 K instructions take 9 K cycles of one.
 #include "gptq/columns.cuh"
 
 namespace {
