@@ -268,8 +268,9 @@ def _gpu_numbers(gpus: str | int) -> list[int]:
         raise UsageError(wanted)
     numbers = [int(piece) for piece in pieces]
     if len(numbers) == 1:
-        if not 1 <= numbers[0] <= there:
-            raise UsageError(f"{shown}: there are {there} here: give 1 to {there}, or all")
+        most = min(there, SHARES)
+        if not 1 <= numbers[0] <= most:
+            raise UsageError(f"{shown}: there are {there} here, of which {most} can share the work: give 1 to {most}")
         return list(range(numbers[0]))
     if len(set(numbers)) < len(numbers):
         raise UsageError(f"{wanted}, each once")

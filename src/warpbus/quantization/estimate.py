@@ -22,7 +22,7 @@ from warpbus.formats.files import free_space
 from warpbus.formats.growing import WAITING
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.gptq import SWEEPS
-from warpbus.quantization.algorithms.precision import fast_products
+from warpbus.quantization.layerwise import COMPARED_TOKENS
 from warpbus.quantization.preflight import Plan
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
@@ -67,7 +67,7 @@ class Rates:
 
     Attributes:
         forward: in the dtype of the activations.
-        solve: of float32 matrices, as `fast_products` has them.
+        solve: in bfloat16, see `algorithms.precision`.
         exact: of float32 matrices in full precision.
     """
 
@@ -81,8 +81,7 @@ class Rates:
         exact = _rate(device, torch.float32)
         if device.type == "cpu":
             return cls(exact, exact, exact)
-        with fast_products(device):
-            solve = _rate(device, torch.float32)
+        solve = _rate(device, torch.bfloat16)
         forward = _rate(device, dtype)
         torch.cuda.empty_cache()  # another process may be the one that works there
         return cls(forward, solve, exact)
@@ -211,7 +210,7 @@ def estimate(
     kind, machines = device.type, Counter(place.machine for place in places)
     distinct = len({place.device for place in places}) == world
     most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
-    dtype = default_dtype(device, plan.scale_dtype)
+    dtype = default_dtype(device, plan.dtype)
     rates = Rates.measured(device, dtype) if rates is None else rates
     part = plan.bytes_quantized // plan.config.num_layers
     disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"there already": -kept_bytes} if kept_bytes else {})
@@ -283,13 +282,14 @@ def _seconds(
     """Seconds of the rank with most to do, by kind of product."""
     if not tokens:
         return {}
+    compared = (DRIFT in needed) * (0.5 if tokens > COMPARED_TOKENS else 1.0)
     flop: dict[str, float] = dict.fromkeys(("forward", "moments", "factors", "solve"), 0.0)
     for matrix in plan.matrices:
         rows, columns = sum(matrix.rows), matrix.columns
         # A product takes two operations an element; the original model may run alongside.
-        flop["forward"] += 2 * (1 + (DRIFT in needed)) * tokens * rows * columns * most
-        # x x^T is symmetric, o x^T is not.
-        flop["moments"] += ((MOMENTS in needed) + 2 * (DRIFT in needed)) * tokens * columns**2 * most
+        flop["forward"] += 2 * (1 + compared) * tokens * rows * columns * most
+        # x x^T is symmetric, (o - x) x^T is not.
+        flop["moments"] += ((MOMENTS in needed) + 2 * compared) * tokens * columns**2 * most
         if algorithm == "gptq":
             flop["factors"] += columns**3 / 3
             # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.

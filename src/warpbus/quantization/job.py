@@ -142,7 +142,7 @@ class _Run:
             torch.cuda.reset_peak_memory_stats(group.device)
         plan = _planned(group, job)
         if group.device.type == "cuda":
-            element = ELEMENTS[default_dtype(group.device, plan.scale_dtype)]
+            element = ELEMENTS[default_dtype(group.device, plan.dtype)]
             compile_ahead(_KERNELS, architecture(group.device), element)
         needs, keep = _agreed(group, send, job, plan)
         done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
@@ -196,7 +196,7 @@ class _Run:
         """Layer after layer, each on what the quantized layers before it give; those that are finished are read."""
         plan, device = self.plan, self.group.device
         method = METHODS[self.job.algorithm]()
-        dtype = default_dtype(device, plan.scale_dtype)
+        dtype = default_dtype(device, plan.dtype)
         table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
         drift = DRIFT in method.needed
         states = embed(data, BATCH_TOKENS[device.type], table, plan.config, self.group, dtype, drift=drift)

@@ -68,7 +68,7 @@ def mixed_schemes(
     place = resolve_device(device)
     plans = _plans(Path(model), layout)
     plan = plans[0]
-    dtype = default_dtype(place, plan.scale_dtype)
+    dtype = default_dtype(place, plan.dtype)
     weights = sum(sum(matrix.rows) * matrix.columns for matrix in plan.matrices)
     least = min(8 * each.bytes_quantized / weights for each in plans)
     if not least <= bits < float("inf"):

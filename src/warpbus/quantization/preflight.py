@@ -27,6 +27,7 @@ class Matrix:
         sources: the checkpoint's tensors that are stacked along rows to make it.
         rows: the rows of each of them.
         columns: its input features.
+        dtype: of its tensors in the checkpoint.
         scheme: what it is quantized to.
     """
 
@@ -35,6 +36,7 @@ class Matrix:
     sources: tuple[str, ...]
     rows: tuple[int, ...]
     columns: int
+    dtype: torch.dtype
     scheme: Scheme
 
     @property
@@ -75,6 +77,11 @@ class Plan:
     bytes_quantized: int
     bytes_after: int
     largest_unit: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights in the checkpoint."""
+        return self.matrices[0].dtype
 
     def layer(self, index: int) -> dict[str, Matrix]:
         """The matrices of a decoder layer, by their names in it."""
@@ -184,7 +191,8 @@ def _matrices(checkpoint: Checkpoint, config: ModelConfig, schemes: Schemes) -> 
                         f"{checkpoint.dtype(source)}: give the original checkpoint instead"
                     )
             scheme = _scheme(schemes, sources)
-            found.append(Matrix(index, linear, sources, tuple(shape[0] for shape in shapes), expected[1], scheme))
+            rows, dtype = tuple(shape[0] for shape in shapes), checkpoint.dtype(sources[0])
+            found.append(Matrix(index, linear, sources, rows, expected[1], dtype, scheme))
     return found
 
 

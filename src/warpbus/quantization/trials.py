@@ -90,7 +90,7 @@ def try_candidates(
     tried = _plans(Path(model), scheme, algorithm, layout, place)
     first = next(iter(tried.values()))
     data = read_data(first, calibration, samples, min(seqlen, first.config.max_context), seed)
-    trying = _Trying(data, place, default_dtype(place, first.scale_dtype), damping)
+    trying = _Trying(data, place, default_dtype(place, first.dtype), damping)
     sampled = sample_layers(first.config.num_layers)
     found: dict[Candidate, list[_Tried]] = {candidate: [] for candidate in tried}
     walk = unquantized.layers(first, trying.seen, trying.unseen, device=place, dtype=trying.dtype, last=sampled[-1])
