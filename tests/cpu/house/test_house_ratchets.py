@@ -83,6 +83,19 @@ def test_a_process_of_a_run_loads_only_what_it_needs():
     assert found.stdout.split() == []
 
 
+def test_quantize_loads_nothing_that_it_does_not_need():
+    """Engine, evaluation and pictures take longer to load than the rest, and the GPUs would wait for it."""
+    code = (
+        "import sys; from warpbus.cli import main; sys.argv = ['warpbus', 'quantize', 'no-model', 'out']\n"
+        "sys.argv += ['--algorithm', 'rtn', '--device', 'cpu']\n"
+        "try: main()\n"
+        "finally: print(*{'matplotlib', 'warpbus.engine', 'warpbus.evaluation', 'ray'}.intersection(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "no-model" in found.stderr
+    assert (found.returncode, found.stdout.split()) == (1, [])
+
+
 def test_links_in_the_documents_lead_somewhere():
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), PACKAGE / "demo" / "glm-poet" / "README.md"]
     fences = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)  # in code, f[x](y) is no link
