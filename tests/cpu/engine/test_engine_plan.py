@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from warpbus.engine.kv_cache import token_bytes
-from warpbus.engine.plan import MemoryPlan, Stored, packed_bytes, parse_memory, plan_memory
+from warpbus.engine.plan import MemoryPlan, Stored, least_memory, packed_bytes, parse_memory, plan_memory
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import pack
@@ -163,6 +163,18 @@ def test_the_advice_holds():
         plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=32000)
     plan_memory(CHATGLM2, int(4.4 * GB), max_model_len=int(advised(error, r"max_model_len of ([\d,]+)")))
     plan_memory(CHATGLM2, parse_memory(advised(error, r"memory (\S+),"), 80 * GB), max_model_len=32000)
+
+
+@pytest.mark.parametrize("stored", [CHATGLM2, Stored.uniform(SHAPE, torch.float16, None)])
+@pytest.mark.parametrize("limit", [3 * GB, 5 * GB, 16 * GB])
+def test_the_least_memory_is_what_a_plan_needs(stored, limit):
+    least = least_memory(stored, limit)
+    if least > limit:
+        with pytest.raises(UsageError, match="the model needs"):
+            plan_memory(stored, limit)
+    else:
+        assert plan_memory(stored, limit).total <= limit
+    assert least_memory(stored) <= least
 
 
 def test_a_checkpoint_is_planned_without_being_read(tiny_glm):

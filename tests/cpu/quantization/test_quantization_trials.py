@@ -19,7 +19,7 @@ DATA = Calibration(tuple(tuple(torch.randint(7, 300, (24,), generator=RANDOM).to
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("trials") / "model", num_hidden_layers=3)
+    return write_model(tmp_path_factory.mktemp("trials") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_more_bits_and_better_algorithms_have_smaller_errors(found):
     assert errors["w4a16-g128", "gptq"] < errors["w3a16-g128", "gptq"] < errors["w3a16-g128", "rtn"]
     assert errors["w8a16", "rtn"] < errors["w8a8-int8", "rtn"]  # which also rounds the activations
     assert found.chosen.scheme == "w8a16"
-    assert found.layers == (0, 1, 2)
+    assert found.layers == (0, 1)
 
 
 def test_what_else_a_trial_says(found, model):
@@ -80,7 +80,7 @@ def test_the_error_is_that_of_the_layers_outputs(tmp_path):
 
 def test_nothing_is_written(model):
     before = files(model.parent)
-    try_candidates(model, calibration=DATA, scheme=Scheme(4, 128), device="cpu")
+    try_candidates(model, calibration=DATA, scheme=Scheme(4, 128), algorithm="gptq", device="cpu")
     assert files(model.parent) == before
 
 
@@ -103,7 +103,7 @@ def test_the_memory_that_is_allowed(model):
         return scheme.bits * 100
 
     found = try_candidates(model, calibration=DATA, algorithm="rtn", memory=400, running=running, device="cpu")
-    assert set(asked) == {(3, torch.float32)}
+    assert set(asked) == {(2, torch.float32)}
     assert Scheme.parse(found.chosen.scheme).bits == 4
     with pytest.raises(UsageError, match="allow more"):
         try_candidates(model, calibration=DATA, algorithm="rtn", memory=299, running=running, device="cpu")
