@@ -1,26 +1,27 @@
 """Whether the recommended way to quantize is the best: glm-poet quantized by every candidate, against the choice.
 
-    python benchmarks/recommendation.py --samples 128 --documents 200 --json benchmarks/results/recommendation-cpu.json
+    python benchmarks/recommendation.py
 
 Every candidate quantizes the packaged model as `warpbus quantize` does; its perplexity on held-out poems is measured.
 For each goal the recommendation is held against all candidates that are as good a choice by what the goal asks for
 (no more bytes for size, no more time a token for speed, anything for quality): its perplexity has to be the least of
-these, or within 1 %. The exit code is 1 if it is not.
+these, or within 1 %. The exit code is 1 if it is not. The records go to benchmarks/results: of each candidate against
+the original, and of each goal's choice against the best of its rivals.
 """
 
 import argparse
-import json
 import platform
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import warpbus
+from warpbus.bench.records import RESULTS, Parameter, Peer, Record, now, ratio, write
 from warpbus.demo import calibration_path, data_path, model_path
 from warpbus.evaluation import score
 from warpbus.formats import Checkpoint
@@ -38,9 +39,10 @@ LENGTH = 512
 
 @dataclass(frozen=True)
 class Measured:
-    """What a candidate's whole model is like."""
+    """What a candidate's whole model is like, and how many seconds it took to make."""
 
     perplexity: float
+    original_perplexity: float
     divergence: float
     seconds: float
 
@@ -72,8 +74,9 @@ def measure(trial: Trial, samples: int, texts: list[Document]) -> Measured:
             name: load_model(Checkpoint(path), device="cpu", dtype=torch.float32)
             for name, path in (("original", model_path()), ("quantized", output))
         }
-        found = score(models, texts)["quantized"]
-    return Measured(found.perplexity, found.divergence or 0.0, seconds)
+        found = score(models, texts)
+    quantized = found["quantized"]
+    return Measured(quantized.perplexity, found["original"].perplexity, quantized.divergence or 0.0, seconds)
 
 
 def rivals(goal: str, chosen: Trial, trials: tuple[Trial, ...]) -> list[Trial]:
@@ -85,54 +88,63 @@ def rivals(goal: str, chosen: Trial, trials: tuple[Trial, ...]) -> list[Trial]:
     return list(trials)
 
 
-def judged(trials: tuple[Trial, ...], measured: dict[str, Measured]) -> list[dict[str, Any]]:
-    """For each goal: what is recommended, and how far its perplexity is from the best of its rivals."""
-    found = []
+def records(
+    trials: tuple[Trial, ...], measured: Mapping[str, Measured], case: Mapping[str, Parameter], command: str
+) -> list[Record]:
+    """Of each candidate, the original as its peer; then of each goal's choice, the best of its rivals as its peer."""
+
+    def record(details: Mapping[str, Parameter], ours: float, name: str, theirs: float) -> Record:
+        return Record(
+            bench="recommendation",
+            case={"model": "glm-poet", **case, **details},
+            metric="perplexity",
+            unit="perplexity",
+            ours=ours,
+            peer=Peer(name, f"warpbus {warpbus.__version__}", theirs),
+            ratio=ratio("perplexity", ours, theirs),
+            floor=None,
+            samples={"ours": [ours], "peer": [theirs]},
+            device="cpu",
+            versions={"warpbus": warpbus.__version__, "python": platform.python_version(), "torch": torch.__version__},
+            date=now(),
+            command=command,
+        )
+
+    made = []
+    for trial in trials:
+        found = measured[trial.name]
+        details: dict[str, Parameter] = {"scheme": trial.scheme, "algorithm": trial.algorithm}
+        details |= {"error": trial.error, "kl": found.divergence}
+        made.append(record(details, found.perplexity, "the original", found.original_perplexity))
     for goal in GOALS:
-        chosen, reason = choose(trials, goal=goal)
+        chosen, _ = choose(trials, goal=goal)
         best = min(rivals(goal, chosen, trials), key=lambda trial: measured[trial.name].perplexity)
-        ours, least = measured[chosen.name].perplexity, measured[best.name].perplexity
-        row = {"goal": goal, "recommended": chosen.name, "reason": reason, "best": best.name}
-        found.append(row | {"perplexity": ours, "best_perplexity": least, "above": ours / least - 1})
-    return found
+        details = {"goal": goal, "scheme": chosen.scheme, "algorithm": chosen.algorithm}
+        made.append(record(details, measured[chosen.name].perplexity, best.name, measured[best.name].perplexity))
+    return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--documents", type=int, default=200)
-    parser.add_argument("--json", type=Path, help="write the results here")
-    arguments = parser.parse_args()
-    recommendation = try_candidates(
-        model_path(), calibration=calibration_path(), samples=arguments.samples, device="cpu"
-    )
-    texts = documents(arguments.documents)
-    measured = {}
-    for trial in recommendation.trials:
-        measured[trial.name] = measure(trial, arguments.samples, texts)
+    parser.add_argument("--samples", type=int, default=64, help="calibration sequences")
+    parser.add_argument("--documents", type=int, default=100, help="held-out poems")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the directory of the records")
+    options = parser.parse_args()
+    found = try_candidates(model_path(), calibration=calibration_path(), samples=options.samples, device="cpu")
+    texts, measured = documents(options.documents), {}
+    for trial in found.trials:
+        measured[trial.name] = measure(trial, options.samples, texts)
         print(f"{trial.name:28} error {trial.error:.4f} {measured[trial.name]}", flush=True)
-    goals = judged(recommendation.trials, measured)
-    for row in goals:
-        print(f"{row['goal']}: {row['recommended']}, {row['above']:.2%} above the best ({row['best']})")
-    if arguments.json is not None:
-        rows = [asdict(trial) | asdict(measured[trial.name]) for trial in recommendation.trials]
-        result = {
-            "bench": "recommendation",
-            "case": {"model": "glm-poet", "samples": arguments.samples, "documents": arguments.documents},
-            "layers": recommendation.layers,
-            "candidates": rows,
-            "goals": goals,
-            "device": "cpu",
-            "versions": {
-                "warpbus": warpbus.__version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": " ".join(["python", "benchmarks/recommendation.py", *sys.argv[1:]]),
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    sys.exit(any(row["above"] > ALLOWED for row in goals))
+    case = {"samples": options.samples, "documents": options.documents}
+    made = records(found.trials, measured, case, " ".join(["python", "benchmarks/recommendation.py", *sys.argv[1:]]))
+    goals = [each for each in made if "goal" in each.case]
+    for each in goals:
+        print(
+            f"{each.case['goal']}: {each.case['scheme']} by {each.case['algorithm']}, perplexity {each.ours:.2f}; "
+            f"the best there is {each.peer.name}, {each.peer.value:.2f}"
+        )
+    print(write(made, options.output))
+    sys.exit(any(each.ours > (1 + ALLOWED) * each.peer.value for each in goals))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ LESS_IS_BETTER = {
     "latency": True,
     "memory": True,
     "energy": True,
+    "perplexity": True,
     "throughput": False,
     "bandwidth": False,
     "speed": False,
