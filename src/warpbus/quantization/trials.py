@@ -9,7 +9,7 @@ import copy
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -201,7 +201,6 @@ class _Trying:
         self._times = data.tokens / self.seen.tokens
         self._group = Group(0, 1, device)
         self._damping = damping
-        self._methods: Mapping[str, Method] = {name: method() for name, method in METHODS.items()} | {"rtn": _Nearest()}
         self.dtype = dtype
 
     @torch.no_grad()
@@ -216,7 +215,9 @@ class _Trying:
         plan: Plan,
     ) -> _Tried:
         """Calibrate a copy of a layer on `seen`, and compare its outputs for `unseen` with the given ones."""
-        method, watch = self._methods[candidate.algorithm], Stopwatch(self._group.device)
+        # A new one each time: what a method keeps from layer to layer (graphs and their memory) is not worth it for three.
+        method: Method = METHODS.get(candidate.algorithm, _Nearest)()
+        watch = Stopwatch(self._group.device)
         changed = copy.deepcopy(layer)
         own = [replace(state, original=state.x if DRIFT in method.needed else None) for state in seen]
         through = LayerPass(changed, index, own, method.needed, group=self._group, watch=watch, keep=False)
