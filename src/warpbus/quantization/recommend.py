@@ -111,7 +111,14 @@ class Recommendation:
         """For the terminal: the trials, the best first; the chosen one is marked, what does not fit is dim."""
         sampled = ", ".join(map(str, self.layers))
         title = f"{self.model} on {self.device}: errors of the outputs of layers {sampled}"
-        drawn = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD)
+        drawn = Table(
+            title=Text(title),
+            title_justify="left",
+            title_style="bold",
+            header_style="bold",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
         for heading in ("", "scheme", "algorithm"):
             drawn.add_column(heading, no_wrap=True)
         for heading in ("error", "size", "memory", "ms/token", "to make"):

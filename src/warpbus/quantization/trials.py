@@ -215,7 +215,7 @@ class _Trying:
         plan: Plan,
     ) -> _Tried:
         """Calibrate a copy of a layer on `seen`, and compare its outputs for `unseen` with the given ones."""
-        # A new one each time: what a method keeps from layer to layer (graphs and their memory) is not worth it for three.
+        # A new one each time: what a method keeps from layer to layer, graphs and their memory, is not worth it here.
         method: Method = METHODS.get(candidate.algorithm, _Nearest)()
         watch = Stopwatch(self._group.device)
         changed = copy.deepcopy(layer)
