@@ -43,16 +43,16 @@ def files(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def perplexity(directory: Path) -> float:
-    """In float32 on the CPU, so that only the weights differ."""
+def divergence(directory: Path) -> float:
+    """From the original, in float32, so that only the weights differ. Perplexity would be too noisy."""
     return evaluate(
-        [("poet", directory)],
+        [("original", model_path()), ("poet", directory)],
         data=data_path("validation.jsonl"),
-        limit=60,
+        limit=200,
         speed=False,
-        device=torch.device("cpu"),
+        device=torch.device("cuda:0"),
         dtype=torch.float32,
-    )[0].perplexity
+    )[1].divergence
 
 
 @pytest.mark.parametrize(("algorithm", "scheme"), RUNS)
@@ -77,11 +77,9 @@ def test_as_good_as_on_the_cpu_and_better_than_rounding(tmp_path: Path, algorith
     for device in ("cuda:0", "cpu"):
         poet(tmp_path / device, algorithm, scheme, device=device)
     poet(tmp_path / "rtn", "rtn", scheme)
-    original = perplexity(model_path())
-    lost = {name: perplexity(tmp_path / name) / original - 1 for name in ("cuda:0", "cpu", "rtn")}
-    print(algorithm, scheme, original, lost)
-    assert lost["cuda:0"] < 0.8 * lost["rtn"]
-    assert lost["cuda:0"] == pytest.approx(lost["cpu"], rel=0.15, abs=0.002)
+    lost = {name: divergence(tmp_path / name) for name in ("cuda:0", "cpu", "rtn")}
+    assert lost["cuda:0"] < 0.9 * lost["rtn"]
+    assert lost["cuda:0"] == pytest.approx(lost["cpu"], rel=0.1)
 
 
 def test_rounding_to_nearest_is_the_cpus(tmp_path: Path) -> None:
