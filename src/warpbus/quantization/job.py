@@ -158,13 +158,13 @@ class _Run:
             for index in range(len(done)):
                 done[index] = _readable(writer, _layer_part(index))
             send(Begun(writer.found, int(done.sum())))
-        group.sum(done)
+        # Read on the host: only then has the first process made its directory, GPUs add up behind the host's back.
+        finished = frozenset(group.sum(done).nonzero()[:, 0].tolist())
         if not parts.directory.is_dir():
             raise StorageError(
                 f"{parts.directory}: not there on {socket.gethostname()}, though process 0 has made it: name an output "
                 "that all machines see"
             )
-        finished = frozenset(done.nonzero()[:, 0].tolist())
         expected = {} if needs is None else needs.figures()
         return cls(group, send, job, plan, watch, writer, parts, finished, keep, expected)
 
