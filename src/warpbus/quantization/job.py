@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from warpbus.cuda.devices import default_dtype
 from warpbus.cuda.energy import EnergyMeter
@@ -35,22 +34,27 @@ from warpbus.quantization.estimate import Estimate, estimate
 from warpbus.quantization.layerwise import LayerPass, embed
 from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.methods import METHODS, Method, round_to_nearest
-from warpbus.quantization.preflight import REPORT_NAME, Matrix, Plan, prepare
+from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
 from warpbus.quantization.solving import LayerSolver
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
+from warpbus.quantization.written import (
+    end_parts,
+    is_readable,
+    kept_parameters,
+    kept_tensors,
+    layer_part,
+    quantization_config,
+    stored_tensors,
+)
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens that go through a layer at once: enough to keep the device busy, little next to the layer's own memory."""
 
 _KERNELS = ("gptq/", "step/norm", "step/activation")
 """The kernels that a run needs, compiled while the first weights are read."""
-
-# Bytes of a part that holds tensors from outside of the layers. Embedding and head are parts of their own: what is
-# being written counts as this process's memory.
-_PART_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class _Run:
             )
             parts = writer
             for index in range(len(done)):
-                done[index] = _readable(writer, _layer_part(index))
+                done[index] = is_readable(writer, layer_part(index))
             send(Begun(writer.found, int(done.sum())))
         # Read on the host: only then has the first process made its directory, GPUs add up behind the host's back.
         finished = frozenset(group.sum(done).nonzero()[:, 0].tolist())
@@ -184,11 +188,11 @@ class _Run:
         report = self._report(energy.total)
         if self.writer is None:
             return
-        config = self.plan.checkpoint.config | {"quantization_config": self._quantization_config()}
+        config = self.plan.checkpoint.config | {"quantization_config": quantization_config(self.plan)}
         files: list[tuple[str, Path | bytes]] = [(file.name, file) for file in self.plan.companions]
         files.append((REPORT_NAME, f"{json.dumps(report.to_json(), indent=2, ensure_ascii=False)}\n".encode()))
-        layers = [_layer_part(index) for index in range(self.plan.config.num_layers)]
-        ends = [part for part, _ in self._ends()]
+        layers = [layer_part(index) for index in range(self.plan.config.num_layers)]
+        ends = [part for part, _ in end_parts(self.plan)]
         self.writer.finish(config, files, [*ends, *layers])
         self.send(report)
 
@@ -225,16 +229,16 @@ class _Run:
         )
         through.quantize(solver)
         if self.writer is not None:
-            tensors = self._kept(index, solver.changed)
+            tensors = kept_tensors(self.plan, index, solver.changed)
             for linear, matrix in matrices.items():
-                tensors |= self._stored(matrix, solver.quantized[linear])
+                tensors |= stored_tensors(self.plan, matrix, solver.quantized[linear])
             facts = {"results": [asdict(result) for result in solver.results]}
-            self.writer.commit(_layer_part(index), tensors, facts)
+            self.writer.commit(layer_part(index), tensors, facts)
             self.watch.lap("writing")
 
     def _restore(self, index: int, layer: DecoderLayer) -> None:
         """Put what an earlier run made of a layer in its place."""
-        part = Checkpoint.of_tensors(self.parts.directory, self.parts.read(_layer_part(index)))
+        part = Checkpoint.of_tensors(self.parts.directory, self.parts.read(layer_part(index)))
         for linear, matrix in self.plan.layer(index).items():
             pieces = [
                 self.plan.layout.from_tensors(part, source.removesuffix(".weight"), matrix.scheme)
@@ -242,7 +246,7 @@ class _Run:
             ]
             weight = layer.get_submodule(linear).get_parameter("weight").data
             weight.copy_(QTensor.concatenate(pieces).to(self.group.device).dequantize(weight.dtype))
-        for parameter, names in self._kept_parameters(index):
+        for parameter, names in kept_parameters(self.plan, index):
             target = layer.get_parameter(parameter).data
             rows = part_rows(self.plan.config, f".{parameter}", len(names), len(target))
             for name, piece in zip(names, target.split(rows), strict=True):
@@ -259,7 +263,7 @@ class _Run:
                 for result in self._recorded(index):
                     self._tell(result)
                 continue
-            tensors, results = self._kept(index, {}), []
+            tensors, results = kept_tensors(self.plan, index, {}), []
             for matrix in self.plan.layer(index).values():
                 started = time.perf_counter()
                 lost = total = 0.0
@@ -274,70 +278,16 @@ class _Run:
                 error, seconds = relative(lost, total), time.perf_counter() - started
                 results.append(LayerResult(index, matrix.linear, str(matrix.scheme), error, seconds))
                 self._tell(results[-1])
-            self.writer.commit(_layer_part(index), tensors, {"results": [asdict(result) for result in results]})
+            self.writer.commit(layer_part(index), tensors, {"results": [asdict(result) for result in results]})
             self.watch.lap("writing")
 
     def _commit_ends(self) -> None:
         """What is outside of the layers, as it is."""
         if self.writer is None:
             return
-        for part, names in self._ends():
-            if not _readable(self.writer, part):
+        for part, names in end_parts(self.plan):
+            if not is_readable(self.writer, part):
                 self.writer.commit(part, {name: self.plan.checkpoint.tensor(name) for name in names}, {})
-
-    def _ends(self) -> list[tuple[str, list[str]]]:
-        """The parts for what is outside of the layers, and the names of their tensors."""
-        parts: list[list[str]] = []
-        size = _PART_BYTES
-        for name in self.plan.ends:
-            nbytes = self.plan.checkpoint.nbytes(name)
-            if not parts or size + nbytes > _PART_BYTES:
-                parts.append([])
-                size = 0
-            parts[-1].append(name)
-            size += nbytes
-        return [(f"ends-{number}", names) for number, names in enumerate(parts)]
-
-    def _kept(self, index: int, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is not quantized in a layer: as the checkpoint has it, or as it was changed."""
-        checkpoint = self.plan.checkpoint
-        tensors: dict[str, Tensor] = {}
-        for parameter, names in self._kept_parameters(index):
-            if parameter not in changed:
-                tensors |= {name: checkpoint.tensor(name) for name in names}
-                continue
-            whole = changed[parameter].detach()
-            rows = part_rows(self.plan.config, f".{parameter}", len(names), len(whole))
-            for name, piece in zip(names, whole.split(rows), strict=True):
-                tensors[name] = piece.to(checkpoint.dtype(name), copy=True)
-        return tensors
-
-    def _kept_parameters(self, index: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """The parameters of a layer that are not quantized, and the names of the tensors that make each of them."""
-        prefix = f"layers.{index}."
-        kept = set(self.plan.kept[index])
-        for parameter, names in tensor_map(self.plan.config).items():
-            if parameter.startswith(prefix) and kept.issuperset(names):
-                yield parameter.removeprefix(prefix), tuple(names)
-
-    def _stored(self, matrix: Matrix, weight: QTensor) -> dict[str, Tensor]:
-        """A matrix as the tensors of the checkpoint."""
-        tensors: dict[str, Tensor] = {}
-        start = 0
-        for source, rows in zip(matrix.sources, matrix.rows, strict=True):
-            part = weight.rows(start, start + rows)
-            if part.zeros is not None:
-                self.plan.layout.check_zeros(part.zeros, source)
-            tensors |= self.plan.layout.to_tensors(source.removesuffix(".weight"), part)
-            start += rows
-        return tensors
-
-    def _quantization_config(self) -> dict[str, Any]:
-        schemes = {
-            source.removesuffix(".weight"): matrix.scheme for matrix in self.plan.matrices for source in matrix.sources
-        }
-        found = self.job.schemes.distinct()
-        return self.plan.layout.quantization_config(found[0] if len(found) == 1 else schemes, self.plan.unquantized)
 
     def _tell(self, result: LayerResult) -> None:
         self.results.append(result)
@@ -345,7 +295,7 @@ class _Run:
             self.send(result)
 
     def _recorded(self, index: int) -> list[LayerResult]:
-        return [LayerResult(**row) for row in self.parts.facts(_layer_part(index))["results"]]
+        return [LayerResult(**row) for row in self.parts.facts(layer_part(index))["results"]]
 
     def _report(self, joules: float | None) -> Report:
         """What was done, gathered from all processes."""
@@ -434,12 +384,3 @@ def _layers(plan: Plan, device: torch.device, dtype: torch.dtype) -> Iterator[De
                     tensor.record_stream(torch.cuda.current_stream(device))
             following = pool.submit(load, index + 1) if index + 1 < plan.config.num_layers else None
             yield layer
-
-
-def _readable(parts: FinishedParts, part: str) -> bool:
-    """Whether a part is there; one that is damaged is not."""
-    return parts.facts(part) is not None
-
-
-def _layer_part(index: int) -> str:
-    return f"layer-{index:05}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from warpbus.kernels.ops.gptq import clip_search
 from warpbus.qtensor import Scheme
 from warpbus.quantization.algorithms.grid import Grid, slices
-from warpbus.quantization.algorithms.precision import fast_products
+from warpbus.quantization.algorithms.precision import narrow, product
 
 TRIALS = 20
 
@@ -61,7 +61,7 @@ def losses(weight: Tensor, moments: Tensor, trials: Tensor, scheme: Scheme, *, s
     count = scheme.groups(weight.shape[1])
     total = torch.zeros(len(trials), dtype=torch.float32, device=weight.device)
     importances = moments.diagonal() / trials.square()
-    size = weight.shape[1] // count
+    size, narrowed = weight.shape[1] // count, narrow(moments)
     for part in slices(weight):
         wide = weight[part].float()
         for index, (scale, importance) in enumerate(zip(trials, importances, strict=True)):
@@ -70,6 +70,6 @@ def losses(weight: Tensor, moments: Tensor, trials: Tensor, scheme: Scheme, *, s
             groups = scaled.unflatten(1, (count, -1))
             rounded = grid.codes(groups, scheme).sub_(grid.zeros.unsqueeze(-1)).mul_(grid.scales.unsqueeze(-1))
             change = rounded.flatten(1).div_(scale).sub_(wide)
-            with fast_products(weight.device):  # only which loss is the least is asked for
-                total[index] += ((change @ moments) * change).sum()
+            # Few digits do: only which loss is the least is asked for.
+            total[index] += (product(narrow(change), narrowed) * change).sum()
     return total

@@ -5,9 +5,6 @@ rounded, and what to aim at: rounding their operands to bfloat16 moves that by a
 thousandth of what rounding to a code costs, and the tensor cores are ten times as fast as with float32.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -28,15 +25,3 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) 
         total.addmm_(left, right, alpha=alpha)
     else:
         torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, alpha=alpha, out=total)
-
-
-@contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """Within it a GPU multiplies float32 matrices by their first 10 bits (TF32), with sums in float32."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,88 @@
+"""What a run writes: the parts of the new checkpoint, the tensors of each, and what config.json says of them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from warpbus.formats import FinishedParts
+from warpbus.models import tensor_map
+from warpbus.models.loading import part_rows
+from warpbus.qtensor import QTensor
+from warpbus.quantization.preflight import Matrix, Plan
+
+# Bytes of a part that holds tensors from outside of the layers. Embedding and head are parts of their own: what is
+# being written counts as this process's memory.
+_PART_BYTES = 2**26
+
+
+def layer_part(index: int) -> str:
+    """The name of the part that holds a decoder layer."""
+    return f"layer-{index:05}"
+
+
+def end_parts(plan: Plan) -> list[tuple[str, list[str]]]:
+    """The parts for what is outside of the layers, and the names of their tensors."""
+    parts: list[list[str]] = []
+    size = _PART_BYTES
+    for name in plan.ends:
+        nbytes = plan.checkpoint.nbytes(name)
+        if not parts or size + nbytes > _PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += nbytes
+    return [(f"ends-{number}", names) for number, names in enumerate(parts)]
+
+
+def is_readable(parts: FinishedParts, part: str) -> bool:
+    """Whether a part is there; one that is damaged is not."""
+    return parts.facts(part) is not None
+
+
+def kept_parameters(plan: Plan, index: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The parameters of a layer that are not quantized, and the names of the tensors that make each of them."""
+    prefix = f"layers.{index}."
+    kept = set(plan.kept[index])
+    for parameter, names in tensor_map(plan.config).items():
+        if parameter.startswith(prefix) and kept.issuperset(names):
+            yield parameter.removeprefix(prefix), tuple(names)
+
+
+def kept_tensors(plan: Plan, index: int, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is not quantized in a layer: as the checkpoint has it, or its parameters that were changed."""
+    checkpoint = plan.checkpoint
+    tensors: dict[str, Tensor] = {}
+    for parameter, names in kept_parameters(plan, index):
+        if parameter not in changed:
+            tensors |= {name: checkpoint.tensor(name) for name in names}
+            continue
+        whole = changed[parameter].detach()
+        rows = part_rows(plan.config, f".{parameter}", len(names), len(whole))
+        for name, piece in zip(names, whole.split(rows), strict=True):
+            tensors[name] = piece.to(checkpoint.dtype(name), copy=True)
+    return tensors
+
+
+def stored_tensors(plan: Plan, matrix: Matrix, weight: QTensor) -> dict[str, Tensor]:
+    """A quantized matrix as the tensors of the checkpoint.
+
+    Raises:
+        SchemeError: if the format cannot hold its zero points.
+    """
+    tensors: dict[str, Tensor] = {}
+    start = 0
+    for source, rows in zip(matrix.sources, matrix.rows, strict=True):
+        part = weight.rows(start, start + rows)
+        if part.zeros is not None:
+            plan.layout.check_zeros(part.zeros, source)
+        tensors |= plan.layout.to_tensors(source.removesuffix(".weight"), part)
+        start += rows
+    return tensors
+
+
+def quantization_config(plan: Plan) -> dict[str, Any]:
+    """What config.json holds under `quantization_config`."""
+    schemes = {source.removesuffix(".weight"): matrix.scheme for matrix in plan.matrices for source in matrix.sources}
+    found = plan.schemes.distinct()
+    return plan.layout.quantization_config(found[0] if len(found) == 1 else schemes, plan.unquantized)
