@@ -117,19 +117,31 @@ def test_other_settings_begin_again_and_a_damaged_layer_is_done_again(
     assert fingerprint(output) == undisturbed[0]
 
 
+def cut_off(
+    runs: Runs, model: Path, texts: Path, folder: Path, part: str, number: signal.Signals
+) -> tuple[Path, Outcome]:
+    """Stop a run once a part is there; one that was over before the signal came is tried again. Gives its output."""
+    for attempt in range(30):
+        output = folder / str(attempt) / "out"
+        output.parent.mkdir()
+        when = output.parent / "out.quantization" / f"{part}.json"
+        run = runs.start(*command(model, output, texts), number=number, when=when)
+        if run.code != 0:
+            return output, run
+    raise AssertionError("every run was over before the signal came")
+
+
 def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(
     runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
 ) -> None:
-    output = tmp_path / "out"
-    first = tmp_path / "out.quantization" / "layer-00000.json"
-    run = runs.start(*command(model, output, texts), number=signal.SIGINT, when=first)
+    output, run = cut_off(runs, model, texts, tmp_path, "layer-00000", signal.SIGINT)
     assert run.code == 130, run.said
     assert "Traceback" not in run.said
     assert f"{output}.quantization" in told(run)
     assert "the same command goes on" in told(run)
     assert not output.exists()
     assert "layer-00000" in FinishedParts(output).parts()
-    assert [path.name for path in tmp_path.iterdir()] == ["out.quantization"]  # nobody is kept out
+    assert [path.name for path in output.parent.iterdir()] == ["out.quantization"]  # nobody is kept out
     assert runs.start(*command(model, output, texts)).code == 0
     assert fingerprint(output) == undisturbed[0]
 
@@ -137,9 +149,8 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(
 def test_a_full_disk_keeps_what_was_finished(
     runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
 ) -> None:
-    output = tmp_path / "out"
-    second = tmp_path / "out.quantization" / "layer-00001.json"
-    assert runs.start(*command(model, output, texts), when=second).code == -signal.SIGKILL
+    output, run = cut_off(runs, model, texts, tmp_path, "layer-00001", signal.SIGKILL)
+    assert run.code == -signal.SIGKILL
     kept = FinishedParts(output).parts()
     run = runs.start(*command(model, output, texts), largest_file=8_000)
     assert run.code == 1

@@ -77,8 +77,8 @@ def files(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def errors(report: Report) -> list[tuple[str, float]]:
-    return [(row.name, row.error) for row in report.layers]
+def errors(report: Report) -> dict[str, float]:
+    return {row.name: row.error for row in report.layers}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,8 @@ def test_processes(tmp_path: Path, model: Path, whole: Any, algorithm: str, proc
         patch.setitem(job.BATCH_TOKENS, "cpu", 2048)
         expected = run(model, alone, algorithm)
     assert files(tmp_path / "out") == files(alone)
-    assert errors(report) == errors(expected)
+    # Their sums over elements depend on the number of threads, which is another one there.
+    assert errors(report) == pytest.approx(errors(expected), rel=1e-6)
     assert report.devices == ("cpu",) * processes
     assert (told[0].found, told[0].layers) == ("nothing", 0)
     assert told[1:] == [(done, 8) for done in range(1, 9)]
