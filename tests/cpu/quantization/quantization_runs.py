@@ -124,6 +124,8 @@ def _run(request: dict[str, Any]) -> Outcome:
 
 def _be_the_command(request: dict[str, Any], said: int) -> None:
     code = 1
+    # As in a terminal: a shell that runs the tests in the background has them ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         os.dup2(said, 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
