@@ -27,6 +27,7 @@ from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint
 from warpbus.kernels.ops.arguments import ELEMENTS
 from warpbus.kernels.units import compile_ahead
 from warpbus.models import DecoderLayer, load_layer, tensor_map
+from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.loading import part_rows
 from warpbus.qtensor import QTensor, Schemes
 from warpbus.quantization.calibration import Calibration
@@ -146,6 +147,8 @@ class _Run:
             torch.cuda.reset_peak_memory_stats(group.device)
         plan = _planned(group, job)
         if group.device.type == "cuda":
+            if job.data is not None:
+                check_gpu(group.device)
             element = ELEMENTS[default_dtype(group.device, plan.dtype)]
             compile_ahead(_KERNELS, architecture(group.device), element)
         needs, keep = _agreed(group, send, job, plan)
@@ -330,6 +333,12 @@ class _Run:
             gpu_seconds=seconds * group.world if on_gpu else None,
             energy_joules=None if energies.isnan().any() else float(energies.sum()),
         )
+
+
+def check_gpu(device: torch.device) -> None:
+    """Refuse a GPU that the kernels of a calibrated run are not made for. Raises DeviceError."""
+    if not gpu_has_kernels(device):
+        raise DeviceError(f"{device}: calibrated quantization needs an Ampere GPU or a later one: use --device cpu")
 
 
 def _planned(group: Group, job: Job) -> Plan:

@@ -60,6 +60,12 @@ class Task:
         assert isinstance(module, nn.Linear)
         return module.weight.data
 
+    def parts(self, weight: Tensor) -> Tensor:
+        """This process's parts `[parts, rows, in]` of a matrix `[out, in]`, all of one height: zeros fill the last."""
+        own, height = self.group.shares(), -(-len(weight) // SHARES)
+        rows = weight[own.start * height : own.stop * height]
+        return F.pad(rows, (0, 0, 0, len(own) * height - len(rows))).view(len(own), height, -1)
+
     def by_rows(self, weight: Tensor, quantize: Callable[[Tensor], tuple[QTensor, Tensor]]) -> tuple[QTensor, float]:
         """Have each process quantize its rows, and gather them.
 
@@ -71,11 +77,9 @@ class Task:
         Returns:
             the quantized matrix, and its relative error.
         """
-        group, height = self.group, -(-len(weight) // SHARES)
-        own = group.shares()
-        rows = weight[own.start * height : own.stop * height]
-        rows = F.pad(rows, (0, 0, 0, len(own) * height - len(rows)))  # all parts are of one height
-        part, losses = quantize(rows.view(len(own), height, -1))
+        group, parts = self.group, self.parts(weight)
+        height = parts.shape[1]
+        part, losses = quantize(parts)
         self.watch.lap("solve")
         lengths = [len(group.shares(rank)) for rank in range(group.world)]
         heights = [length * height for length in lengths]
@@ -251,11 +255,10 @@ def _rounded(task: Task, folded: Folded, moments: Tensor, drift: Tensor | None =
 
 def _summed(task: Task, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """The sum over all parts of a matrix of what each process computes for its own: `[parts, n]` to `[n]`."""
-    group, weight = task.group, task.weight
-    height, own = -(-len(weight) // SHARES), group.shares()
-    rows = weight[own.start * height : own.stop * height]
-    parts = F.pad(rows, (0, 0, 0, len(own) * height - len(rows))).view(len(own), height, -1)
-    return group.gather(compute(parts), [len(group.shares(rank)) for rank in range(group.world)]).sum(0)
+    group = task.group
+    return group.gather(compute(task.parts(task.weight)), [len(group.shares(rank)) for rank in range(group.world)]).sum(
+        0
+    )
 
 
 def _tied(task: Task, channels: Tensor) -> Tensor:

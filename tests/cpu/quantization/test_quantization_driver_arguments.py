@@ -23,7 +23,7 @@ from warpbus.errors import (
 )
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.qtensor import Scheme, Schemes
-from warpbus.quantization import Calibration, driver, quantize
+from warpbus.quantization import Calibration, driver, job, quantize
 
 SMALL = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 
@@ -266,3 +266,10 @@ def test_a_disk_that_is_too_small(tmp_path: Path, model: Path, monkeypatch: pyte
 def test_a_tokenizer_of_another_model(tmp_path: Path, texts: Path) -> None:
     source = write_model(tmp_path / "model", **SMALL | {"vocab_size": 20})
     refused(CheckpointError, tmp_path, source, "its tokenizer gives token", calibration=texts)
+
+
+def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "gpu_has_kernels", lambda device: device.index == 1)
+    job.check_gpu(torch.device("cuda", 1))
+    with pytest.raises(DeviceError, match=r"^cuda:0: .* Ampere .* --device cpu$"):
+        job.check_gpu(torch.device("cuda", 0))
