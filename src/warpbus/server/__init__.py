@@ -1,0 +1,1 @@
+"""Serving models over HTTP: an OpenAI-compatible API, and a page to chat on."""
