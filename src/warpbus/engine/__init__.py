@@ -3,16 +3,20 @@
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.llm import LLM, Chunk, Completion
 from warpbus.engine.plan import MemoryPlan, Stored, enforce, least_memory, parse_memory, plan_memory
-from warpbus.engine.sequence import SamplingParams
+from warpbus.engine.sampling_params import Grammar, SamplingParams
+from warpbus.engine.sequence import Piece, TokenLogprob
 
 __all__ = [
     "LLM",
     "Chunk",
     "Completion",
     "Engine",
+    "Grammar",
     "MemoryPlan",
+    "Piece",
     "SamplingParams",
     "Stored",
+    "TokenLogprob",
     "enforce",
     "least_memory",
     "parse_memory",

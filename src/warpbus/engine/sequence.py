@@ -3,80 +3,46 @@
 Knows nothing of tensors, models, caches or the other requests of its batch.
 """
 
-import math
 import random
-from collections import abc
+from collections import abc, deque
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from warpbus.errors import UsageError
+from warpbus.engine.sampling_params import SamplingParams
+from warpbus.errors import WarpbusError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
+
+_KEPT_NUMBERS = 64  # random numbers that can be given back: more than a step chooses tokens
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen, and when to stop. The steps are applied in the order of the attributes.
+class TokenLogprob:
+    """The natural logarithm of a chosen token's probability, and the most likely tokens with theirs, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a request has got since its last piece.
 
     Attributes:
-        repetition_penalty: scores of tokens that the prompt or the answer holds are divided by it where positive and
-            multiplied where negative (CTRL; Keskar et al., 2019). 1 changes nothing.
-        temperature: scores are divided by it. 0 takes the most likely token (greedy).
-        top_k: only the `top_k` most likely tokens may be drawn. 0 allows all.
-        top_p: only the most likely tokens that together reach this probability may be drawn (nucleus sampling;
-            Holtzman et al., 2020). 1 allows all.
-        max_tokens: the most tokens to generate; cut to the room that the prompt leaves in the context.
-        stop: generation ends where one of these strings begins; it is not part of the text.
-        seed: the same seed draws the same tokens, whatever else is in the batch. None draws anew every time.
-        ignore_eos: go on past the model's stop tokens, to `max_tokens` or a stop string: for measuring speed.
-
-    Raises:
-        UsageError: a value is out of range.
+        text: the text that has become certain.
+        token_ids: the tokens, the stop token included. Their text may come with a later piece.
+        logprobs: of these tokens, where the request asked for them.
+        finish_reason: "stop" (a stop token or string), "length" (all tokens that there may be), "abort" (called off),
+            or None while it runs.
+        cached_tokens: tokens of the prompt that were in the cache already.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, abc.Sequence) or not all(isinstance(text, str) and text for text in stop):
-            raise UsageError(f"stop is {self.stop!r}: give strings that are not empty")
-        object.__setattr__(self, "stop", tuple(stop))
-        _check("temperature", self.temperature, "0 or more (0 is greedy)", low=0.0)
-        _check("top_p", self.top_p, "above 0 and at most 1", low=0.0, high=1.0, open_low=True)
-        _check("top_k", self.top_k, "a whole number, 0 or more (0 allows every token)", low=0, whole=True)
-        _check("repetition_penalty", self.repetition_penalty, "above 0 (1 changes nothing)", low=0.0, open_low=True)
-        _check("max_tokens", self.max_tokens, "a whole number, 1 or more", low=1, whole=True)
-        if self.seed is not None:
-            _check("seed", self.seed, "a whole number, 0 or more", low=0, whole=True)
-        if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos is {self.ignore_eos!r}: give True or False")
-
-    @property
-    def greedy(self) -> bool:
-        """Nothing is left to chance."""
-        return self.temperature == 0 or self.top_k == 1
-
-
-def _check(
-    name: str,
-    value: float,
-    expected: str,
-    *,
-    low: float,
-    high: float = math.inf,
-    open_low: bool = False,
-    whole: bool = False,
-) -> None:
-    right_type = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not right_type or not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        raise UsageError(f"{name} is {value!r}: give {expected}")
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason | None
+    cached_tokens: int = 0
 
 
 class TextStream(Protocol):
@@ -123,6 +89,27 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
+class Matcher(Protocol):
+    """Follows an answer through its grammar (`warpbus.engine.grammar.GrammarMatcher`)."""
+
+    def accept(self, token: int, /) -> bool:
+        """Go on by a token; False, and nothing changes, where the grammar does not allow it."""
+        ...
+
+    def rollback(self, count: int, /) -> None:
+        """Take the last tokens back."""
+        ...
+
+    def fill(self, address: int, size: int, /) -> None:
+        """Write which tokens may come next, a bit each, lowest first, to host memory of `size` bytes."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Only a stop token can follow."""
+        ...
+
+
 class Sequence:
     """The state of one request, from its prompt to the reason why it ended.
 
@@ -131,8 +118,12 @@ class Sequence:
         prompt: token ids of the prompt.
         token_ids: token ids generated, the stop token included.
         text: their text up to the stop token or stop string, without what could still become a stop string.
-        finish_reason: "stop" (a stop token or string), "length" (`limit` tokens), or None while it runs.
-        random: draws for this request alone.
+        logprobs: of the tokens generated, where the request asked for them; else None.
+        finish_reason: "stop" (a stop token or string), "length" (`limit` tokens), "abort", or None while it runs.
+        stop_ids: the tokens that end it.
+        matcher: where the request has a grammar; moves on with the tokens.
+        cached_tokens: tokens of the prompt that were in the cache already.
+        random: draws for this request alone; read by `uniforms`.
     """
 
     def __init__(
@@ -144,6 +135,7 @@ class Sequence:
         limit: int,
         stop_ids: frozenset[int],
         stream: TextStream,
+        matcher: Matcher | None = None,
     ) -> None:
         self.index = index
         self.prompt = prompt
@@ -151,21 +143,59 @@ class Sequence:
         self.limit = limit
         self.token_ids: list[int] = []
         self.text = ""
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
+        self.stop_ids = (frozenset() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
+        self.matcher = matcher
+        self.cached_tokens = 0
         self.random = random.Random(params.seed)
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
-        self._stop_ids = frozenset() if params.ignore_eos else stop_ids
+        self._drawn: deque[float] = deque()  # the last numbers handed out, then those that were given back
+        self._ahead = 0  # how many of them were given back
+        self._taken_tokens = 0
+        self._taken_text = 0
         self._stream = stream
         self._stops = StopStrings(params.stop)
 
-    def append(self, token: int) -> str:
-        """Take the next token and return the text that is now certain, which may be empty."""
+    @property
+    def below_minimum(self) -> bool:
+        """A stop token may not be chosen yet."""
+        return len(self.token_ids) < self.params.min_tokens
+
+    def uniforms(self, count: int) -> list[float]:
+        """The next `count` random numbers from 0 to 1, one for each token to choose."""
+        while self._ahead < count:
+            self._drawn.append(self.random.random())
+            self._ahead += 1
+        first = len(self._drawn) - self._ahead
+        numbers = [self._drawn[first + i] for i in range(count)]
+        self._ahead -= count
+        while len(self._drawn) > self._ahead + _KEPT_NUMBERS:
+            self._drawn.popleft()
+        return numbers
+
+    def give_back(self, count: int) -> None:
+        """The last `count` numbers of `uniforms` chose no token: the next ones get them. At most 64."""
+        if not 0 <= count <= len(self._drawn) - self._ahead:
+            raise ValueError(f"cannot give back {count} random numbers")
+        self._ahead += count
+
+    def append(self, token: int, logprob: TokenLogprob | None = None) -> str:
+        """Take the next token and return the text that is now certain, which may be empty.
+
+        Raises:
+            WarpbusError: the request's grammar does not allow the token.
+        """
         self.token_ids.append(token)
-        if token in self._stop_ids:
+        if self.logprobs is not None and logprob is not None:
+            self.logprobs.append(logprob)
+        if token in self.stop_ids:
             self.finish_reason = "stop"
             text = self._stream.flush()
         else:
+            if self.matcher is not None and not self.matcher.accept(token):
+                raise WarpbusError(f"the token {token} does not follow the grammar, whose mask should have kept it out")
             text = self._stream.push(token)
             if len(self.token_ids) >= self.limit:
                 self.finish_reason = "length"
@@ -177,3 +207,15 @@ class Sequence:
             shown += self._stops.flush()
         self.text += shown
         return shown
+
+    def take(self) -> Piece:
+        """What has come since the last call."""
+        tokens, text = self._taken_tokens, self._taken_text
+        self._taken_tokens, self._taken_text = len(self.token_ids), len(self.text)
+        return Piece(
+            text=self.text[text:],
+            token_ids=tuple(self.token_ids[tokens:]),
+            logprobs=None if self.logprobs is None else tuple(self.logprobs[tokens:]),
+            finish_reason=self.finish_reason,
+            cached_tokens=self.cached_tokens,
+        )

@@ -1,0 +1,172 @@
+"""What a request may ask for: how its tokens are chosen, what they have to spell, and when to stop.
+
+Values alone: picklable, checked when they are made, and without tensors or models.
+"""
+
+import math
+from collections import abc
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from warpbus.errors import UsageError
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+MOST_LOGPROBS = 20
+"""Alternatives beside the chosen token, as in OpenAI's API."""
+
+MOST_BIASES = 1024
+MOST_STOPS = 64
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A language that an answer has to belong to.
+
+    Attributes:
+        kind: "json_schema" (JSON that a schema describes), "json_object" (any JSON object), "regex" (a regular
+            expression that the whole answer matches), "choice" (one of the texts of a JSON list) or "lark".
+        text: the schema, expression, list or grammar; empty for "json_object".
+
+    Raises:
+        UsageError: another kind, or a text where there should be none, or none where there should be one.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise UsageError(f"grammar: kind is {self.kind!r}: give one of {', '.join(get_args(GrammarKind))}")
+        if not isinstance(self.text, str):
+            raise UsageError(f"grammar: text is of type {type(self.text).__name__}: give a string")
+        if bool(self.text) == (self.kind == "json_object"):
+            wanted = "no text for" if self.kind == "json_object" else "a text for"
+            raise UsageError(f"grammar: text is {self.text[:40]!r}: give {wanted} {self.kind}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen, and when to stop.
+
+    Scores are changed in this order: `repetition_penalty`, `presence_penalty` and `frequency_penalty`, `logit_bias`,
+    then what `grammar` and `min_tokens` forbid; then `temperature`, `top_k`, `top_p` and `min_p` say how is drawn.
+
+    Attributes:
+        repetition_penalty: scores of tokens that the prompt or the answer holds are divided by it where positive and
+            multiplied where negative (CTRL; Keskar et al., 2019). 1 changes nothing.
+        presence_penalty: is subtracted from the scores of tokens that the answer holds (OpenAI's API), -2 to 2.
+        frequency_penalty: is subtracted as many times as the answer holds the token (OpenAI's API), -2 to 2.
+        logit_bias: token ids and what is added to their scores, -100 to 100.
+        grammar: the answer belongs to it, if `max_tokens` lets it end.
+        temperature: scores are divided by it. 0 takes the most likely token (greedy).
+        top_k: only the `top_k` most likely tokens may be drawn. 0 allows all.
+        top_p: only the most likely tokens that together reach this probability may be drawn (nucleus sampling;
+            Holtzman et al., 2020). 1 allows all.
+        min_p: only tokens at least this much as likely as the most likely one may be drawn (Nguyen et al., 2024). 0
+            allows all.
+        max_tokens: the most tokens to generate; cut to the room that the prompt leaves in the context.
+        min_tokens: no stop token is chosen before there are so many others, unless a grammar has ended. Stop strings
+            count at once.
+        stop: generation ends where one of these strings begins; it is not part of the text.
+        stop_token_ids: generation also ends with one of these tokens, whose text is not shown.
+        seed: the same seed draws the same tokens, whatever else is in the batch. None draws anew every time.
+        ignore_eos: go on past the model's stop tokens, to `max_tokens` or a stop string: for measuring speed.
+        logprobs: give the logarithm of each chosen token's probability, and the so many most likely tokens with theirs
+            (0 to 20). None gives none.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    logit_bias: abc.Mapping[int, float] = field(default_factory=dict, hash=False)
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, abc.Sequence) or not all(isinstance(text, str) and text for text in stop):
+            raise UsageError(f"stop is {self.stop!r}: give strings that are not empty")
+        object.__setattr__(self, "stop", tuple(stop))
+        _check("temperature", self.temperature, "0 or more (0 is greedy)", low=0.0)
+        _check("top_p", self.top_p, "above 0 and at most 1", low=0.0, high=1.0, open_low=True)
+        _check("top_k", self.top_k, "a whole number, 0 or more (0 allows every token)", low=0, whole=True)
+        _check("min_p", self.min_p, "a number from 0 to 1 (0 allows every token)", low=0.0, high=1.0)
+        _check("repetition_penalty", self.repetition_penalty, "above 0 (1 changes nothing)", low=0.0, open_low=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, getattr(self, name), "a number from -2 to 2 (0 changes nothing)", low=-2.0, high=2.0)
+        _check("max_tokens", self.max_tokens, "a whole number, 1 or more", low=1, whole=True)
+        _check("min_tokens", self.min_tokens, "a whole number, 0 or more", low=0, whole=True)
+        if self.min_tokens > self.max_tokens:
+            raise UsageError(f"min_tokens is {self.min_tokens}: give at most max_tokens, which is {self.max_tokens}")
+        if self.seed is not None:
+            _check("seed", self.seed, "a whole number, 0 or more", low=0, whole=True)
+        if self.logprobs is not None:
+            _check("logprobs", self.logprobs, f"a whole number from 0 to {MOST_LOGPROBS}", 0, MOST_LOGPROBS, whole=True)
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos is {self.ignore_eos!r}: give True or False")
+        self._check_stop_tokens()
+        self._check_biases()
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise UsageError(f"grammar is of type {type(self.grammar).__name__}: give a Grammar")
+        if self.grammar is not None and self.ignore_eos:
+            raise UsageError("ignore_eos is True, but a grammar ends with a stop token: leave one of them out")
+
+    @property
+    def greedy(self) -> bool:
+        """Nothing is left to chance."""
+        return self.temperature == 0 or self.top_k == 1
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises UsageError where `logit_bias` or `stop_token_ids` name a token that the vocabulary lacks."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            strange = [token for token in ids if token >= vocab_size]
+            if strange:
+                raise UsageError(f"{name} has the token id {strange[0]}: give ids below {vocab_size}, the vocabulary")
+
+    def _check_stop_tokens(self) -> None:
+        ids = self.stop_token_ids
+        if not isinstance(ids, abc.Sequence) or isinstance(ids, str) or len(ids) > MOST_STOPS:
+            raise UsageError(f"stop_token_ids is {str(ids)[:80]}: give a list of at most {MOST_STOPS} token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        for token in ids:
+            _check("a token id of stop_token_ids", token, "a whole number, 0 or more", low=0, whole=True)
+
+    def _check_biases(self) -> None:
+        biases = self.logit_bias
+        if not isinstance(biases, abc.Mapping) or len(biases) > MOST_BIASES:
+            found = f"has {len(biases)} entries" if isinstance(biases, abc.Mapping) else f"is {str(biases)[:80]}"
+            raise UsageError(f"logit_bias {found}: give a mapping from token ids to numbers, at most {MOST_BIASES}")
+        for token, bias in biases.items():
+            _check("a token id of logit_bias", token, "a whole number, 0 or more", low=0, whole=True)
+            _check(f"logit_bias of token {token}", bias, "a number from -100 to 100", low=-100.0, high=100.0)
+        object.__setattr__(self, "logit_bias", dict(biases))
+
+
+def _check(
+    name: str,
+    value: float,
+    expected: str,
+    low: float,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    whole: bool = False,
+) -> None:
+    right_type = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    # The bounds first: a whole number may be too large for a float.
+    if not right_type or not low <= value <= high or value == math.inf or (open_low and value == low):
+        raise UsageError(f"{name} is {value!r}: give {expected}")
