@@ -11,7 +11,10 @@
     ├── NumericError                  an algorithm met NaN, or a matrix it cannot factor
     ├── QualityError                  a model that got worse than was allowed
     ├── DeviceError                   a device that is not there or cannot do what was asked
-    └── StorageError                  a disk that is full or cannot be written
+    ├── StorageError                  a disk that is full or cannot be written
+    └── UnavailableError              the service cannot take or finish a request now, which may be sent again
+        ├── QueueFullError            too many requests wait already
+        └── EngineDiedError           the processes that compute have died
 
 Messages follow one form: what is wrong with which file, tensor or flag; what was expected; what to do.
 The command line prints the message alone and exits with `exit_code`.
@@ -68,3 +71,22 @@ class DeviceError(WarpbusError, RuntimeError):
 
 class StorageError(WarpbusError, OSError):
     """A disk that is full, or a path that cannot be written."""
+
+
+class UnavailableError(WarpbusError):
+    """The service cannot take or finish a request now; the request is not to blame and may be sent again.
+
+    `retry_after` is the number of seconds after which that is worth a try, or None where it is not known.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFullError(UnavailableError):
+    """Too many requests wait already; `retry_after` comes from how fast requests have ended lately."""
+
+
+class EngineDiedError(UnavailableError):
+    """The processes that compute have died, and with them all requests that they had."""

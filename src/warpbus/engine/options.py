@@ -1,0 +1,76 @@
+"""How a model is served: what an engine is made with, and how many requests may wait for it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from warpbus.cuda.devices import resolve_device, resolve_dtype
+from warpbus.errors import DeviceError, UsageError
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """How a model is served.
+
+    Attributes:
+        device: "auto" (GPUs if PyTorch sees one), "cpu", "cuda" or "cuda:N"; the last only for one process.
+        dtype: "auto", "float32", "float16" or "bfloat16"; see `LLM`.
+        max_model_len: the longest prompt with its answer, in tokens; what the model allows, or what fits `memory`, by
+            default.
+        max_num_seqs: the most requests that are computed together.
+        max_queue: the most requests that wait beyond these; more are refused.
+        memory: what the engine's process may take of its GPU: "6GB", "50%", or bytes; see `LLM`.
+        kv_dtype: how keys and values are kept: "auto", "int8" or "fp8"; see `LLM`.
+        prefill_tokens: the most tokens of prompts that are read in one step; None leaves it to the engine.
+        prefix_caching: prompts that begin alike share what is stored of their beginning.
+        speculation: the most tokens that are guessed from a request's own n-grams in one step; 0 guesses none.
+        tensor_parallel: over how many GPUs (or processes on the CPU) the model is cut.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_queue: int = 1024
+    memory: str | int | None = None
+    kv_dtype: str = "auto"
+    prefill_tokens: int | None = None
+    prefix_caching: bool = True
+    speculation: int = 0
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_num_seqs", 1),
+            ("max_queue", 0),
+            ("prefill_tokens", 1),
+            ("speculation", 0),
+            ("max_model_len", 2),
+            ("tensor_parallel", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
+        if self.dtype != "auto":
+            resolve_dtype(self.dtype)
+
+    def devices(self) -> list[torch.device]:
+        """The device of each process.
+
+        Raises:
+            UsageError: `device` is not known, or one GPU is named for several processes.
+            DeviceError: a GPU that is not there, or fewer than are asked for.
+        """
+        first = resolve_device(self.device)
+        count = self.tensor_parallel
+        if first.type == "cpu" or count == 1:
+            return [first] * count
+        if ":" in self.device:
+            raise UsageError(f"device {self.device}: {count} processes cannot share one GPU: give cuda or auto")
+        there = torch.cuda.device_count()
+        if there < count:
+            raise DeviceError(f"tensor_parallel is {count}: torch sees {there} GPU(s): give {there} or fewer")
+        return [torch.device("cuda", index) for index in range(count)]
