@@ -1,0 +1,188 @@
+"""Reserved addresses, of a GPU and of this process, and the memory behind their first bytes. See `warpbus.cuda.vmm`."""
+
+import ctypes
+import mmap
+import weakref
+from typing import Protocol
+
+import torch
+
+from warpbus.cuda.devices import free_memory
+from warpbus.errors import DeviceError
+
+PIECE = 64 * 2**20
+"""The most that is mapped to a GPU's addresses at once, in bytes.
+
+To map a piece takes the same time whatever its size, and it can be unmapped only as a whole: larger ones make growing
+quicker, smaller ones let shrinking return more.
+"""
+
+_MAP_NORESERVE = 0x4000  # Linux; Python 3.11 has no name for it
+
+
+class AddressSpace(Protocol):
+    """What an `Arena` lies in.
+
+    Attributes:
+        device: the CPU, or a GPU with its index.
+        address: of the first byte.
+        reserved, mapped, page: bytes.
+    """
+
+    device: torch.device
+    address: int
+    reserved: int
+    page: int
+
+    @property
+    def mapped(self) -> int: ...
+
+    def grow(self, size: int) -> None:
+        """Map up to `size` bytes, a multiple of `page`. Nothing has changed when it raises DeviceError."""
+
+    def shrink(self, size: int) -> None:
+        """Unmap what lies beyond `size` bytes, as far as it goes."""
+
+    def export(self) -> list[int]:
+        """A file descriptor for each piece that is mapped."""
+
+
+class Driver(Protocol):
+    """What `DeviceSpace` needs of `warpbus.cuda.virtual_memory.VirtualMemory`."""
+
+    granularity: int
+
+    def reserve(self, size: int) -> int: ...
+    def free(self, address: int, size: int) -> None: ...
+    def create(self, size: int) -> int: ...
+    def release(self, handle: int) -> None: ...
+    def map(self, address: int, size: int, handle: int) -> None: ...
+    def allow(self, address: int, size: int) -> None: ...
+    def unmap(self, address: int, size: int) -> None: ...
+    def export(self, handle: int) -> int: ...
+    def left(self) -> int: ...
+    def trim(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class DeviceSpace:
+    """Addresses of a GPU. They and what is mapped to them go back to the driver when nobody refers to it any more."""
+
+    def __init__(self, reserve: int, device: torch.device, driver: Driver) -> None:
+        self.page = driver.granularity
+        self.reserved = rounded_up(reserve, self.page)
+        self.address = driver.reserve(self.reserved)
+        self.pieces: list[tuple[int, int]] = []
+        self.device = device
+        self._driver = driver
+        end = weakref.finalize(self, _give_back, driver, self.address, self.reserved, self.pieces)
+        end.atexit = False  # the driver takes everything from a process that ends
+
+    @property
+    def mapped(self) -> int:
+        return sum(size for size, _ in self.pieces)
+
+    def grow(self, size: int) -> None:
+        start = self.mapped
+        try:
+            self._map(start, size)
+        except DeviceError:
+            # What torch keeps for later is the driver's to give only once torch has let go of it.
+            self._driver.trim()
+            try:
+                self._map(start, size)
+            except DeviceError as error:
+                raise DeviceError(
+                    f"{self.device}: {size - start:,} bytes more were asked for, {self._driver.left():,} are free, "
+                    f"{start:,} are mapped here and stay so ({error}): free memory on this GPU, or ask for less"
+                ) from error
+
+    def shrink(self, size: int) -> None:
+        mapped = self.mapped
+        if self.pieces and mapped - self.pieces[-1][0] >= size:
+            self._driver.synchronize()  # a kernel may still read what goes
+        while self.pieces and mapped - self.pieces[-1][0] >= size:
+            mapped -= self.pieces[-1][0]
+            _drop_last(self._driver, self.address + mapped, self.pieces)
+
+    def export(self) -> list[int]:
+        return [self._driver.export(handle) for _, handle in self.pieces]
+
+    def _map(self, start: int, end: int) -> None:
+        before, place = len(self.pieces), start
+        try:
+            while place < end:
+                piece = min(PIECE, end - place)
+                handle = self._driver.create(piece)
+                try:
+                    self._driver.map(self.address + place, piece, handle)
+                except BaseException:
+                    self._driver.release(handle)
+                    raise
+                self.pieces.append((piece, handle))
+                place += piece
+            self._driver.allow(self.address + start, end - start)
+        except BaseException:
+            while len(self.pieces) > before:
+                place -= self.pieces[-1][0]
+                _drop_last(self._driver, self.address + place, self.pieces)
+            raise
+
+
+class HostSpace:
+    """Addresses of this process: pages take memory once they are written to."""
+
+    def __init__(self, reserve: int) -> None:
+        self.device = torch.device("cpu")
+        self.page = mmap.PAGESIZE
+        self.reserved = rounded_up(reserve, self.page)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            self._memory = mmap.mmap(-1, self.reserved, flags)
+        except (OSError, OverflowError) as error:
+            raise DeviceError(f"cpu: {self.reserved:,} bytes of addresses cannot be reserved ({error})") from error
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._mapped = 0
+
+    @property
+    def mapped(self) -> int:
+        return self._mapped
+
+    def grow(self, size: int) -> None:
+        left = free_memory(self.device)
+        if left is not None and size - self._mapped > left:
+            raise DeviceError(
+                f"cpu: {size - self._mapped:,} bytes more were asked for, {left:,} are free, {self._mapped:,} are "
+                "mapped here and stay so: free memory on this machine, or ask for less"
+            )
+        self._mapped = size
+
+    def shrink(self, size: int) -> None:
+        self._memory.madvise(mmap.MADV_DONTNEED, size, self._mapped - size)
+        self._mapped = size
+
+    def export(self) -> list[int]:
+        raise DeviceError("cpu: memory of the CPU is not exported: only that of GPUs is")
+
+
+def rounded_up(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is not below `size`."""
+    return -(-size // unit) * unit
+
+
+def _drop_last(driver: Driver, address: int, pieces: list[tuple[int, int]]) -> None:
+    """Unmap and release the last piece, which begins at `address`."""
+    size, handle = pieces[-1]
+    driver.unmap(address, size)
+    pieces.pop()
+    driver.release(handle)
+
+
+def _give_back(driver: Driver, address: int, reserved: int, pieces: list[tuple[int, int]]) -> None:
+    if pieces:
+        driver.synchronize()
+    place = address + sum(size for size, _ in pieces)
+    while pieces:
+        place -= pieces[-1][0]
+        _drop_last(driver, place, pieces)
+    driver.free(address, reserved)
