@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.jit import architecture
+from warpbus.cuda.kernel import Kernel, runs_on
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
-from warpbus.kernels.ops.cache import CODES, check_cache
+from warpbus.kernels.ops.cache import CODES, check_cache, check_indices
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.reference import attention as reference
 from warpbus.kernels.units import unit
@@ -40,6 +41,7 @@ def decode_attention(
     qkv: Tensor,
     table: Tensor,
     positions: Tensor,
+    blocks: Tensor,
     keys: Tensor,
     values: Tensor,
     key_scales: Tensor | None = None,
@@ -48,44 +50,71 @@ def decode_attention(
     heads: int,
     interleaved: bool,
     limit: int,
+    stored: bool = False,
 ) -> Tensor:
     """Rotate queries and keys (RoPE; Su et al., 2021), write keys and values at `positions`, attend to all up to there.
 
     The queries that share a KV head are multiplied with it together (grouped queries; Ainslie et al., 2023); scores are
-    scaled by `d ** -0.5`, and softmax and sums are in float32.
+    scaled by `d ** -0.5`, and softmax and sums are in float32. Keys and values lie in blocks of B tokens that a table
+    names for each row (paged attention; Kwon et al., 2023).
 
     Args:
-        qkv: `[b, (heads + 2 kv_heads) d]`, the queries of all heads, then keys, then values; float16 or bfloat16, on
-            the CPU float32 too. On a GPU d is a multiple of 16 up to 256, and up to 64 heads share a KV head (32 where
-            d is over 128).
+        qkv: `[b, (heads + 2 kv_heads) d]`, the queries of all heads, then keys, then values; float16, bfloat16 or
+            float32. On a GPU what `has_kernel` has no kernel for is done by torch's operators, which takes a copy of
+            all keys and values up to `limit`, and never waits for the GPU.
         table: float32 `[positions, rotary_dim]`: of each position the cosines in the first half, the sines in the
             second. The first `rotary_dim` dimensions of a head rotate, the others stay.
         positions: int32 `[b]`: where each row's new token stands; each at least 0 and less than `limit`, which is not
             checked, since it would take the GPU's answer.
-        keys, values: the cache, `[rows >= b, kv_heads, capacity, d]` in the dtype of `qkv`, int8 or float8_e4m3fn; any
-            strides, the last one 1, on a GPU the others multiples of 16 bytes. Written in place.
-        key_scales, value_scales: for int8 and float8_e4m3fn, float32 `[rows, kv_heads, capacity]`, the last stride 1:
-            the largest magnitude of each head's vector / 127 or / 448. Written in place.
+        blocks: int32 `[b, n]`, the last stride 1: the row's block table, position p lies in block `blocks[row, p // B]`
+            of the cache. Entries past a row's position are not used, whatever they are.
+        keys, values: the cache, `[blocks, kv_heads, B, d]` in the dtype of `qkv`, int8 or float8_e4m3fn, B a power of
+            two from 16 to 256; any strides, the last one 1, for the kernel the others multiples of 16 bytes. Written in
+            place. What lies past a row's position, in its last block too, may be anything, also NaN.
+        key_scales, value_scales: for int8 and float8_e4m3fn, float32 `[blocks, kv_heads, B]`, the last stride 1: the
+            largest magnitude of each head's vector / 127 or / 448. Written in place.
         heads: of the queries, a multiple of `kv_heads`.
         interleaved: pairs are (2i, 2i+1); otherwise (i, i + rotary_dim / 2).
         limit: what all positions are below, known to the host: it decides how a row is cut into pieces.
+        stored: the keys and values at `positions` are in the cache already (`rope_and_cache`): nothing is written, and
+            of `qkv` only the queries are used. Rows may then be consecutive tokens of one sequence. Otherwise no block
+            that is written may be another row's.
 
     Returns:
-        `[b, heads, d]` in the dtype of `qkv`. The same bits at every run, and for a row alone or in any batch with
-        the same `limit`.
+        `[b, heads, d]` in the dtype of `qkv`. The kernel gives the same bits at every run, and for a row alone or in
+        any batch with the same `limit`, whatever its blocks.
 
     Raises:
         TensorError: other shapes, dtypes, strides or devices.
-        UsageError: `limit` does not fit cache and table, or the heads do not fit the kernel.
+        UsageError: `limit` does not fit the block table and the rotary table.
     """
-    _check(qkv, table, positions, keys, values, key_scales, value_scales, heads, limit)
-    return _decode_attention(qkv, table, positions, keys, values, key_scales, value_scales, heads, interleaved, limit)
+    _check(qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, limit)
+    return _decode_attention(
+        qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, interleaved, limit, stored
+    )
+
+
+def has_kernel(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> bool:
+    """Whether `decode_attention` has a kernel for such queries on a device.
+
+    It has on GPUs since Ampere, for float16 and bfloat16, where `head_dim` is a multiple of 16 up to 256 and up to 64
+    queries share a KV head (32 where `head_dim` is over 128).
+    """
+    return (
+        device.type == "cuda"
+        and dtype in HALVES
+        and 0 < head_dim <= _HEAD_DIMS[-1]
+        and head_dim % 16 == 0
+        and heads // kv_heads <= _LARGEST_GROUP[_row(head_dim)]
+        and runs_on(architecture(device), "sm_80")
+    )
 
 
 def _check(
     qkv: Tensor,
     table: Tensor,
     positions: Tensor,
+    blocks: Tensor,
     keys: Tensor,
     values: Tensor,
     key_scales: Tensor | None,
@@ -94,32 +123,33 @@ def _check(
     limit: int,
 ) -> None:
     name = "decode_attention"
-    check_rank(name, 2, qkv=qkv)
+    check_rank(name, 2, qkv=qkv, blocks=blocks)
     check_rank(name, 1, positions=positions)
-    check_alike(name, HALVES if qkv.is_cuda else tuple(ELEMENTS), qkv=qkv)
+    check_alike(name, qkv=qkv)
     check_cache(name, qkv, table, keys, values, key_scales, value_scales)
-    rows, kv_heads, capacity, size = keys.shape
+    _, kv_heads, block, size = keys.shape
     batch, width = qkv.shape
-    if rows < batch or kv_heads < 1 or heads < 1 or heads % kv_heads or width != (heads + 2 * kv_heads) * size:
+    if kv_heads < 1 or heads < 1 or heads % kv_heads or width != (heads + 2 * kv_heads) * size:
         raise TensorError(
             f"{name}: qkv has shape {list(qkv.shape)}, keys {list(keys.shape)}, and there are {heads} heads: give qkv "
-            f"[b, (heads + 2 kv_heads) * head_dim], heads a multiple of kv_heads, and a cache of at least b rows"
+            "[b, (heads + 2 kv_heads) * head_dim] and heads a multiple of kv_heads"
         )
-    check_shape(name, {"positions": (batch,)}, f"one for each of the {batch} rows of qkv", positions=positions)
-    if positions.dtype != torch.int32:
-        raise TensorError(f"{name}: positions are {positions.dtype}, expected torch.int32: convert them with .to()")
+    one_each = {"positions": (batch,), "blocks": (batch, blocks.shape[1])}
+    check_shape(name, one_each, f"one for each of the {batch} rows of qkv", positions=positions, blocks=blocks)
+    check_indices(name, qkv.device, torch.int32, positions=positions, blocks=blocks)
+    if blocks.shape[1] > 1 and blocks.stride(1) != 1:
+        raise TensorError(f"{name}: blocks have strides {blocks.stride()}: give 1 as the last one")
     rotary = table.shape[1]
     if rotary > size or rotary % 2:
         raise TensorError(
             f"{name}: table has {rotary} columns, expected an even number up to head_dim = {size}: give cosines and "
             "then sines"
         )
-    if positions.device != qkv.device:
-        raise TensorError(f"{name}: positions are on {positions.device} and qkv on {qkv.device}: move one with .to()")
-    if not 0 < limit <= min(capacity, table.shape[0]):
+    held = blocks.shape[1] * block
+    if not 0 < limit <= min(held, table.shape[0]):
         raise UsageError(
-            f"{name}: limit is {limit}, with a cache of {capacity} and a table of {table.shape[0]} positions: give one "
-            "from 1 up to both"
+            f"{name}: limit is {limit}, with blocks for {held} tokens and a table of {table.shape[0]} positions: give "
+            "one from 1 up to both"
         )
 
 
@@ -161,18 +191,8 @@ def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
     Args:
         pairs: rows times KV heads; `group`: queries of each.
         size: head_dim; `bits`: of an element of the cache.
-
-    Raises:
-        UsageError: the kernel has no place for such heads.
     """
-    head_dim = next((bound for bound in _HEAD_DIMS if size <= bound), None)
-    if head_dim is None or size % 16 or size == 0:
-        raise UsageError(f"decode_attention: head_dim is {size}: on a GPU give a multiple of 16 up to {_HEAD_DIMS[-1]}")
-    if group > _LARGEST_GROUP[head_dim]:
-        raise UsageError(
-            f"decode_attention: {group} queries share a KV head of {size} dimensions: on a GPU give at most "
-            f"{_LARGEST_GROUP[head_dim]}"
-        )
+    head_dim = _row(size)
     tiles = -(-group // _TILE)
     threads = tiles * _THREADS
     chunks = -(-limit // _keys(head_dim))
@@ -232,6 +252,11 @@ def shared_bytes(head_dim: int, bits: int, tiles: int, stages: int) -> int:
     return stages * stage + queries + 2 * row + 16
 
 
+def _row(size: int) -> int:
+    """The head_dim of the kernel that takes heads of `size` dimensions."""
+    return next(bound for bound in _HEAD_DIMS if size <= bound)
+
+
 def _keys(head_dim: int) -> int:
     """Keys of a chunk."""
     return 32 if head_dim == 256 else 64
@@ -246,15 +271,18 @@ def _device(device: torch.device) -> Device:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, head_dim: int, bits: int) -> Kernel:
-    declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE_BITS=bits % 16)
-    return declared.kernel("decode_attention", "P" * 11 + "q" * 10 + "i" * 11 + "f")
+def _kernel(dtype: torch.dtype, head_dim: int, bits: int, stored: bool) -> Kernel:
+    declared = unit(
+        "attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE_BITS=bits % 16, STORED=int(stored)
+    )
+    return declared.kernel("decode_attention", "P" * 12 + "q" * 11 + "i" * 12 + "f")
 
 
 def _launch(
     qkv: Tensor,
     table: Tensor,
     positions: Tensor,
+    blocks: Tensor,
     keys: Tensor,
     values: Tensor,
     key_scales: Tensor | None,
@@ -262,9 +290,14 @@ def _launch(
     heads: int,
     interleaved: bool,
     limit: int,
+    stored: bool,
 ) -> Tensor:
     batch = qkv.shape[0]
-    _, kv_heads, _, size = keys.shape
+    _, kv_heads, block, size = keys.shape
+    if not has_kernel(qkv.dtype, heads, kv_heads, size, qkv.device):
+        return reference.decode_attention(
+            qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, interleaved, limit, stored
+        )
     out = qkv.new_empty(batch, heads, size)
     if batch == 0:
         return out
@@ -285,12 +318,13 @@ def _launch(
         part_values = torch.empty(cut.parts * batch * heads * size, dtype=torch.float32, device=qkv.device)
         part_weights = torch.empty(cut.parts * batch * heads * 2, dtype=torch.float32, device=qkv.device)
         counting = counters(qkv.device, batch * kv_heads)
-    _kernel(qkv.dtype, cut.head_dim, bits)(
+    _kernel(qkv.dtype, cut.head_dim, bits, stored)(
         (max(cut.parts, cut.cluster), kv_heads, batch),
         cut.threads,
         qkv,
         table,
         positions,
+        blocks,
         keys,
         values,
         key_scales,
@@ -299,10 +333,12 @@ def _launch(
         part_values,
         part_weights,
         counting,
+        blocks.stride(0),
         *keys.stride()[:3],
         *values.stride()[:3],
         *((0, 0) if key_scales is None else key_scales.stride()[:2]),
         *((0, 0) if value_scales is None else value_scales.stride()[:2]),
+        block.bit_length() - 1,
         group,
         size,
         table.shape[1],
@@ -322,17 +358,33 @@ def _launch(
     return out
 
 
+def _fake(
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    blocks: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    heads: int,
+    interleaved: bool,
+    limit: int,
+    stored: bool,
+) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], heads, keys.shape[3])
+
+
 _decode_attention = operator(
-    "decode_attention(Tensor qkv, Tensor table, Tensor positions, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor(c!)? key_scales, Tensor(d!)? value_scales, int heads, bool interleaved, int limit) -> Tensor",
+    "decode_attention(Tensor qkv, Tensor table, Tensor positions, Tensor blocks, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor(c!)? key_scales, Tensor(d!)? value_scales, int heads, bool interleaved, int limit, bool stored) -> Tensor",
     cuda=_launch,
     reference=reference.decode_attention,
-    fake=lambda qkv, table, positions, keys, values, key_scales, value_scales, heads, interleaved, limit: qkv.new_empty(
-        qkv.shape[0], heads, keys.shape[3]
-    ),
+    fake=_fake,
 )
 
 for _dtype in HALVES:
     for _head_dim in _HEAD_DIMS:
         for _bits in (16, 8):
-            _kernel(_dtype, _head_dim, _bits)
+            for _stored in (False, True):
+                _kernel(_dtype, _head_dim, _bits, _stored)

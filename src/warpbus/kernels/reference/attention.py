@@ -2,14 +2,17 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from warpbus.kernels.reference.rope import quantize, rotate
+from warpbus.kernels.reference.cache import gather, write
+from warpbus.kernels.reference.rope import rotate
 
 
 def decode_attention(
     qkv: Tensor,
     table: Tensor,
     positions: Tensor,
+    blocks: Tensor,
     keys: Tensor,
     values: Tensor,
     key_scales: Tensor | None,
@@ -17,27 +20,33 @@ def decode_attention(
     heads: int,
     interleaved: bool,
     limit: int,
+    stored: bool,
 ) -> Tensor:
-    """Writes the new keys and values at `positions` and attends to all up to them, in float32. See `ops.attention`."""
-    batch = qkv.shape[0]
-    kv_heads = keys.shape[1]
+    """Writes the new keys and values unless they are `stored`, and attends to all up to them. See `ops.attention`."""
+    if len(qkv) == 0:
+        return qkv.new_empty(0, heads, keys.shape[3])
+    kv_heads, size = keys.shape[1], keys.shape[2]
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
-    places = positions.long()
-    # A row of the batch stands where `rotate` has the tokens of one sequence.
-    q, k = (rotate(x[None], table[places], interleaved)[0] for x in (q, k))
-    rows = torch.arange(batch, device=qkv.device)
-    seen = torch.arange(limit, device=qkv.device) <= positions[:, None]
-    attended = []
-    for written, cache, scales in ((k, keys, key_scales), (v, values, value_scales)):
-        if scales is not None:
-            written, scales[rows, :, places] = quantize(written, cache.dtype)
-        cache[rows, :, places] = written
-        wide = cache[:batch, :, :limit].float()
-        if scales is not None:
-            wide = wide * scales[:batch, :, :limit, None]
-        # What lies past a row's position is no number that may be computed with, not even times 0.
-        attended.append(wide.masked_fill(~seen[:, None, :, None], 0.0))
-    grouped = q.float().unflatten(1, (kv_heads, -1))
-    scores = grouped @ attended[0].transpose(-1, -2) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
-    return (weights @ attended[1]).flatten(1, 2).to(qkv.dtype)
+    last = positions.long()[:, None]
+    angles = table.index_select(0, positions)
+    if not stored:
+        slots = (blocks.gather(1, last // size) * size + last % size)[:, 0]
+        write(rotate(k, angles, interleaved), slots, keys, key_scales)
+        write(v, slots, values, value_scales)
+    # A row's own first block stands for those it does not have: their entries may be anything.
+    named = blocks[:, : -(-limit // size)]
+    starts = torch.arange(0, named.shape[1] * size, size, device=qkv.device)
+    named = torch.where(starts <= last, named, named[:, :1])
+    seen = torch.arange(named.shape[1] * size, device=qkv.device) <= last
+    # What lies past a row's position is no number that may be computed with, not even times 0. Ahead of the shortest
+    # row's last block there is nothing to clear; a GPU would have to be waited for to know where that is.
+    begin = int(positions.min()) // size * size if qkv.device.type == "cpu" else 0
+    hidden = ~seen[:, None, begin:, None]
+    past = []
+    for cache, scales in ((keys, key_scales), (values, value_scales)):
+        held = gather(cache, scales, named, qkv.dtype)
+        held[:, :, begin:].masked_fill_(hidden, 0.0)
+        past.append(held)
+    # The queries of a group stand where torch has the tokens of one sequence: keys and values are read once for all.
+    grouped = rotate(q, angles, interleaved).unflatten(1, (kv_heads, -1))
+    return F.scaled_dot_product_attention(grouped, *past, attn_mask=seen[:, None, None]).flatten(1, 2)

@@ -1,16 +1,16 @@
-"""Rotary positions of a prompt and the write into the cache of keys and values, in plain PyTorch."""
+"""Rotary positions of a list of tokens and the write into the cache of keys and values, in plain PyTorch."""
 
 import torch
 from torch import Tensor
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+from warpbus.kernels.reference.cache import write
 
 
 def rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Rotate the first `rotary_dim` dimensions of each head in float32, rounded once; see `ops.rope`.
 
     Args:
-        x: `[batch, tokens, heads, head_dim]`; `angles`: float32 `[tokens, rotary_dim]`, cosines and then sines.
+        x: `[..., tokens, heads, head_dim]`; `angles`: float32 `[tokens, rotary_dim]`, cosines and then sines.
     """
     rotary = angles.shape[-1]
     cos, sin = angles[:, None, : rotary // 2], angles[:, None, rotary // 2 :]
@@ -21,19 +21,11 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((joined.to(x.dtype), rest), dim=-1)
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of `x` `[..., head_dim]` in int8 or float8_e4m3fn, and float32 scales `[...]`: absmax / 127 or / 448."""
-    wide = x.float()
-    scales = wide.abs().amax(-1) / LARGEST[dtype]
-    ratios = (wide / scales[..., None]).masked_fill(scales[..., None] == 0, 0.0)
-    codes = ratios.clamp(-LARGEST[dtype], LARGEST[dtype])
-    return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
-
-
 def rope_and_cache(
     qkv: Tensor,
     table: Tensor,
-    start: int,
+    positions: Tensor,
+    slots: Tensor,
     keys: Tensor,
     values: Tensor,
     key_scales: Tensor | None,
@@ -42,14 +34,10 @@ def rope_and_cache(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
     """The rotated queries and keys; keys and values are written into the cache. See `ops.rope`."""
-    batch, tokens, _ = qkv.shape
     kv_heads = keys.shape[1]
-    end = start + tokens
-    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=2)
-    q, k = (rotate(x, table[start:end], interleaved) for x in (q, k))
-    for x, cache, scales in ((k, keys, key_scales), (v, values, value_scales)):
-        written = x.transpose(1, 2)
-        if scales is not None:
-            written, scales[:batch, :, start:end] = quantize(written, cache.dtype)
-        cache[:batch, :, start:end] = written
+    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
+    angles = table.index_select(0, positions)
+    q, k = (rotate(x, angles, interleaved) for x in (q, k))
+    write(k, slots, keys, key_scales)
+    write(v, slots, values, value_scales)
     return q, k

@@ -1,0 +1,47 @@
+"""The cache of keys and values in blocks, in plain PyTorch: what goes in and what comes out."""
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes of `x` `[..., head_dim]` in int8 or float8_e4m3fn, and float32 scales `[...]`: absmax / 127 or / 448."""
+    wide = x.float()
+    scales = wide.abs().amax(-1) / LARGEST[dtype]
+    ratios = (wide / scales[..., None]).masked_fill(scales[..., None] == 0, 0.0)
+    codes = ratios.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
+
+
+def write(new: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None) -> None:
+    """Write a vector of each head `[t, kv_heads, d]` to each of `slots` `[t]`, as codes where there are scales."""
+    size = cache.shape[2]
+    blocks, offsets = slots // size, slots % size
+    if scales is not None:
+        new, scales[blocks, :, offsets] = quantize(new, cache.dtype)
+    cache[blocks, :, offsets] = new
+
+
+def gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the blocks `[b, n]` of `b` sequences hold: `[b, kv_heads, n * B, d]` in `dtype`, in memory of its own."""
+    # torch does not pick codes of float8 on every device, but it does bytes.
+    plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+    found = _picked(plain, blocks).view(cache.dtype)
+    if scales is not None:
+        return (found.float() * _picked(scales, blocks)[..., None]).to(dtype).transpose(0, 1)
+    return found.to(dtype).transpose(0, 1)
+
+
+def gather_cache(cache: Tensor, scales: Tensor | None, blocks: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """The first `tokens` tokens of the blocks `[n]`: `[tokens, kv_heads, d]`. See `ops.cache`."""
+    count = -(-tokens // cache.shape[2])
+    found = gather(cache, scales, blocks[None, :count], dtype)
+    return found[0, :, :tokens].transpose(0, 1).contiguous()
+
+
+def _picked(cache: Tensor, blocks: Tensor) -> Tensor:
+    """`[kv_heads, b, n * B, ...]` of `[blocks, kv_heads, B, ...]`: copied once, since heads stay outside."""
+    found = cache.transpose(0, 1).index_select(1, blocks.flatten())
+    return found.unflatten(1, blocks.shape).flatten(2, 3)
