@@ -55,8 +55,7 @@ class VirtualMemory:
         torch.cuda.init()
         self._index = device.index or 0
         self._driver = driver.library()
-        with torch.cuda.device(self._index):
-            torch.cuda.synchronize()  # makes torch's context, in which all this is
+        self.synchronize()  # makes torch's context, in which all this is
         if not driver.attribute(_SUPPORTED, self._index):
             raise DeviceError(f"{device}: this GPU and its driver have no virtual memory management")
         self._shared = bool(driver.attribute(_FILE_DESCRIPTORS, self._index))
@@ -131,4 +130,5 @@ class VirtualMemory:
 
     def _call(self, name: str, *values: object) -> None:
         with torch.cuda.device(self._index):
+            torch.cuda.set_device(self._index)  # gives a thread that has not used CUDA yet its context
             driver.check(getattr(self._driver, name)(*values), f"cuda:{self._index}: {name}")
