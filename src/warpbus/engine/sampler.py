@@ -1,10 +1,12 @@
-"""From scores to tokens. Knows nothing of models, caches or text."""
+"""From scores to tokens, for the rows of a batch that change from step to step. Knows nothing of models or caches."""
 
 from collections.abc import Sequence as Rows
 
 import torch
 from torch import Tensor
 
+from warpbus.engine.logits import Biases, Masks, Penalties, Row, to_device
+from warpbus.engine.logprobs import Logprobs
 from warpbus.engine.sequence import Sequence
 from warpbus.kernels.ops import sampling
 
@@ -12,84 +14,147 @@ from warpbus.kernels.ops import sampling
 class Sampler:
     """Chooses the next token of each row of a batch by that row's own `SamplingParams`.
 
-    A row's choice depends on its scores, its parameters and its own random numbers, never on its neighbours. All that
-    `choose` reads lies in tensors of `rows` rows that stay where they are, so that a CUDA graph can hold it.
+    A row's choice depends on its scores, its parameters and its own random numbers, never on its neighbours.
+
+    Where the batch is `plain`, all that `choose` reads lies in tensors of `rows` rows that stay where they are, so that
+    a CUDA graph can hold it. Else `choose` has to run by itself, with the tokens of the steps before appended to the
+    sequences: masks are made of them.
+
+    Args:
+        rows: the most there can be, drafts included.
+        vocab_size: columns of the scores.
 
     Attributes:
         greedy: nothing is left to chance in any row.
-        penalizes: a row has a repetition penalty: what was seen changes from step to step.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._sequences: list[Sequence] = []
+        self._rows: list[Row] = []
         self._temperature = torch.ones(rows, device=device)
         self._top_k = torch.ones(rows, dtype=torch.int32, device=device)
         self._top_p = torch.ones(rows, device=device)
+        self._min_p = torch.zeros(rows, device=device)
         self._uniform = torch.zeros(rows, device=device)
-        self._penalty = torch.ones(0, 1, device=device)
-        self._seen: Tensor | None = None
+        self._processed: list[int] = []
+        self._processed_index = torch.zeros(0, dtype=torch.int64, device=device)
+        self._penalized: list[int] = []
+        self._penalized_index = torch.zeros(0, dtype=torch.int64, device=device)
+        self._penalties = Penalties(vocab_size, device)
+        self._biases = Biases(vocab_size, device)
+        self._masks = Masks(vocab_size, device)
+        self._asked: list[int] = []
+        self._asked_index = torch.zeros(0, dtype=torch.int64, device=device)
+        self._logprobs: Logprobs | None = None
         self.greedy = True
 
     @property
-    def penalizes(self) -> bool:
-        return self._seen is not None
+    def plain(self) -> bool:
+        """Every row's choice needs `temperature`, `top_k`, `top_p` and `min_p` alone, and none asks for logprobs."""
+        return not self._asked and not any(self._rows[row].processed for row in self._processed)
 
-    def begin(self, sequences: Rows[Sequence]) -> None:
-        """Take up a new batch of at most `rows` sequences."""
-        params = [sequence.params for sequence in sequences]
-        self._seen = None
-        if any(p.repetition_penalty != 1.0 for p in params):
-            self._penalty = torch.tensor([[p.repetition_penalty] for p in params], device=self._device)
-            self._seen = torch.zeros((len(params), self._vocab_size), dtype=torch.bool, device=self._device)
-            for row, sequence in enumerate(sequences):
-                self._seen[row, torch.tensor(sequence.prompt, device=self._device)] = True
-        self._take(list(sequences))
+    def arrange(self, sequences: Rows[Sequence], drafts: Rows[Rows[int]] | None = None) -> None:
+        """Take up these sequences, one row each, in this order. What is known of those that stay is kept.
 
-    def keep(self, rows: Rows[int]) -> None:
-        """Drop all rows but these."""
-        if self._seen is not None:
-            index = torch.tensor(rows, device=self._device)
-            self._penalty, self._seen = self._penalty[index], self._seen[index]
-        self._take([self._sequences[row] for row in rows])
+        Args:
+            sequences: at most `rows`; all their tokens are appended, but for those that only `saw` knows.
+            drafts: for each sequence tokens that may follow it. It then has a row more for each: row i of a sequence
+                chooses the token after its first i drafts. Random numbers of choices that are not kept have to be given
+                back (`Sequence.give_back`).
+        """
+        each = drafts if drafts is not None else [()] * len(sequences)
+        self._rows = [
+            Row(sequence, tuple(own[:count]))
+            for sequence, own in zip(sequences, each, strict=True)
+            for count in range(len(own) + 1)
+        ]
+        self._logprobs = None
+        params = [row.sequence.params for row in self._rows]
+        self.greedy = all(p.greedy for p in params)
+        if not self.greedy:
+            self._write(self._temperature, [1.0 if p.greedy else p.temperature for p in params])
+            self._write(self._top_k, [1 if p.greedy else min(p.top_k, self._vocab_size) for p in params])
+            self._write(self._top_p, [p.top_p for p in params])
+            self._write(self._min_p, [p.min_p for p in params])
+        self._asked = [at for at, p in enumerate(params) if p.logprobs is not None]
+        self._asked_index = self._index(self._asked)
+        self._processed = [at for at, row in enumerate(self._rows) if row.processed]
+        self._processed_index = self._index(self._processed)
+        processed = [self._rows[at] for at in self._processed]
+        penalized = [at for at, row in enumerate(processed) if row.penalized]
+        self._penalized, self._penalized_index = penalized, self._index(penalized)
+        self._penalties.arrange([processed[at] for at in penalized], [self._processed[at] for at in penalized])
+        self._biases.arrange(processed)
 
     def draw(self) -> None:
-        """Draw each row's next random number. Greedy rows draw too: theirs is spent on the one token that is left."""
-        if not self.greedy:
-            self._write(self._uniform, [sequence.random.random() for sequence in self._sequences])
+        """Draw a random number for each row that leaves something to chance."""
+        if self.greedy:
+            return
+        numbers = [0.0 if row.sequence.params.greedy else row.sequence.uniforms(1)[0] for row in self._rows]
+        self._write(self._uniform, numbers)
 
     def choose(self, logits_bv: Tensor) -> tuple[Tensor, Tensor]:
         """The next tokens, int64 `[batch]`, and the best scores, float32 `[batch]`; the same until the next `draw`.
 
-        A best score is NaN or infinite where the scores hold NaN or infinity; the token then means nothing.
+        A best score is that before any change to the scores: NaN or infinite where they hold NaN or infinity; the
+        token then means nothing.
 
         Args:
-            logits_bv: scores `[batch, vocabulary]`, any floating type; rows that follow the batch's are padding.
+            logits_bv: scores `[batch, vocabulary]`, any floating type; rows that follow the sequences' are padding.
         """
-        if self._seen is not None:
-            logits_bv = logits_bv[: len(self._seen)]
-            penalized = torch.where(logits_bv > 0, logits_bv / self._penalty, logits_bv * self._penalty)
-            logits_bv = torch.where(self._seen, penalized, logits_bv)
-        batch = len(logits_bv)
-        if self.greedy:
-            return sampling.argmax(logits_bv)
-        controls = (self._temperature, self._top_k, self._top_p, self._uniform)
-        return sampling.sample(logits_bv, *(control[:batch] for control in controls))
+        if self.plain:
+            return self._pick(logits_bv, None)
+        if not self._processed:
+            tokens, best = self._pick(logits_bv, None)
+        else:
+            whole = len(self._processed) == len(logits_bv)
+            tokens, best = sampling.argmax(logits_bv) if whole else self._pick(logits_bv, None)
+            chosen, _ = self._pick(self._changed(logits_bv), self._processed_index)
+            tokens = tokens.index_copy(0, self._processed_index, chosen)
+        if self._asked:
+            asked = self._asked_index
+            counts = [self._rows[at].sequence.params.logprobs or 0 for at in self._asked]
+            self._logprobs = Logprobs.of(
+                logits_bv.index_select(0, asked), tokens.index_select(0, asked), self._asked, counts
+            )
+        return tokens, best
 
     def saw(self, tokens: Tensor) -> None:
-        """Count tokens `[batch]` among those that the repetition penalty is for."""
-        if self._seen is not None:
-            self._seen.scatter_(1, tokens[: len(self._seen), None], True)
+        """Count chosen tokens `[batch]` for the penalties, before they are appended to their sequences."""
+        self._penalties.saw(tokens)
 
-    def _take(self, sequences: list[Sequence]) -> None:
-        self._sequences = sequences
-        params = [sequence.params for sequence in sequences]
-        self.greedy = all(p.greedy for p in params)
-        if not self.greedy:
-            self._write(self._temperature, [1.0 if p.greedy else p.temperature for p in params])
-            self._write(self._top_k, [1 if p.greedy else p.top_k or self._vocab_size for p in params])
-            self._write(self._top_p, [p.top_p for p in params])
+    def logprobs(self) -> Logprobs | None:
+        """Of the last choice, for the rows that ask; None where none does.
+
+        They are of the model's own distribution, before penalties, biases, masks, temperature and truncation: they say
+        what the model held likely, whatever it was allowed to say.
+        """
+        return self._logprobs
+
+    def _changed(self, logits_bv: Tensor) -> Tensor:
+        """Scores of the rows with penalties, biases or masks, float32 `[these rows, vocabulary]`."""
+        scores = logits_bv.index_select(0, self._processed_index).float()
+        if len(self._penalized) == len(self._processed):
+            scores = self._penalties.apply(scores)
+        elif self._penalized:
+            lowered = self._penalties.apply(scores.index_select(0, self._penalized_index))
+            scores.index_copy_(0, self._penalized_index, lowered)
+        self._biases.add(scores)
+        self._masks.apply([self._rows[at] for at in self._processed], scores)
+        return scores
+
+    def _pick(self, logits: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Tokens and best scores of all rows from the first on, or of some."""
+        if self.greedy:
+            return sampling.argmax(logits)
+        controls = (self._temperature, self._top_k, self._top_p, self._min_p, self._uniform)
+        if rows is None:
+            return sampling.sample(logits, *(control[: len(logits)] for control in controls))
+        return sampling.sample(logits, *(control.index_select(0, rows) for control in controls))
+
+    def _index(self, rows: Rows[int]) -> Tensor:
+        return to_device(rows, torch.int64, self._device)
 
     def _write(self, buffer: Tensor, values: Rows[float]) -> None:
         """Copy into the first rows of a buffer, on a GPU without waiting for it."""

@@ -14,11 +14,12 @@ def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def columns(rows, temperature=1.0, top_k=0, top_p=1.0, uniform=0.5):
+def columns(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.5):
     return (
         torch.full((rows,), temperature),
         torch.full((rows,), top_k, dtype=torch.int32),
         torch.full((rows,), top_p),
+        torch.full((rows,), min_p),
         torch.full((rows,), uniform),
     )
 
@@ -46,7 +47,7 @@ def test_bad_scores_show():
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_softmax(temperature):
     draws = 4001
-    controls = columns(draws, temperature)[:3]
+    controls = columns(draws, temperature)[:4]
     tokens, _ = sample(LOGITS.expand(draws, 4), *controls, torch.arange(draws) / draws)
     found = tokens.bincount(minlength=4) / draws
     assert (found - (LOGITS / temperature).softmax(-1)).abs().max() < 2 / draws
@@ -57,29 +58,48 @@ def test_frequencies_follow_the_softmax(temperature):
 @pytest.mark.parametrize(("top_k", "kept"), [(1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (9, {0, 1, 2, 3})])
 def test_top_k(top_k, kept):
     draws = 1000
-    controls = columns(draws, top_k=top_k)[:3]
+    controls = columns(draws, top_k=top_k)[:4]
     assert set(sample(LOGITS.expand(draws, 4), *controls, torch.arange(draws) / draws)[0].tolist()) == kept
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(1e-9, {1}), (0.5, {1}), (0.7, {1, 3}), (0.9, {0, 1, 3})])
 def test_top_p(top_p, kept):
     draws = 1000
-    controls = columns(draws, top_p=top_p)[:3]
+    controls = columns(draws, top_p=top_p)[:4]
     assert set(sample(LOGITS.expand(draws, 4), *controls, torch.arange(draws) / draws)[0].tolist()) == kept
+
+
+@pytest.mark.parametrize(
+    ("min_p", "kept"), [(1.0, {1}), (0.4, {1}), (0.3, {1, 3}), (0.2, {0, 1, 3}), (0.01, {0, 1, 2, 3})]
+)
+def test_min_p(min_p, kept):
+    # As likely as the best: 0.22, 1, 0.05, 0.37.
+    draws = 1000
+    controls = columns(draws, min_p=min_p)[:4]
+    assert set(sample(LOGITS.expand(draws, 4), *controls, torch.arange(draws) / draws)[0].tolist()) == kept
+
+
+def test_min_p_counts_after_the_temperature_and_before_top_p():
+    draws = 1000
+    # At temperature 2 the weights are 0.47, 1, 0.22, 0.61: with min_p 0.4 three are left, the best has 0.48 of them.
+    controls = columns(draws, temperature=2.0, top_p=0.45, min_p=0.4)[:4]
+    assert set(sample(LOGITS.expand(draws, 4), *controls, torch.arange(draws) / draws)[0].tolist()) == {1}
+    controls = columns(draws, temperature=2.0, top_p=0.45, min_p=0.0)[:4]
+    assert set(sample(LOGITS.expand(draws, 4), *controls, torch.arange(draws) / draws)[0].tolist()) == {1, 3}
 
 
 def test_equal_scores_in_the_order_of_their_indices():
     logits = torch.zeros(8, 8)
-    tokens, _ = sample(logits, *columns(8)[:3], (torch.arange(8) + 0.5) / 8)
+    tokens, _ = sample(logits, *columns(8)[:4], (torch.arange(8) + 0.5) / 8)
     assert tokens.tolist() == list(range(8))
-    tokens, _ = sample(logits, *columns(8, top_k=2)[:3], torch.tensor([0, 0.4, 0.6, 1.0] * 2))
+    tokens, _ = sample(logits, *columns(8, top_k=2)[:4], torch.tensor([0, 0.4, 0.6, 1.0] * 2))
     assert tokens.tolist() == [0, 0, 1, 1] * 2
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
     logits = random(6, 300)
     controls = torch.tensor([0.5, 1.0, 2.0] * 2), torch.tensor([0, 1, 5] * 2, dtype=torch.int32)
-    rest = torch.tensor([0.9, 0.5, 1.0] * 2), torch.linspace(0, 1, 6)
+    rest = torch.tensor([0.9, 0.5, 1.0] * 2), torch.tensor([0.0, 0.1, 0.0, 0.5, 1.0, 0.0]), torch.linspace(0, 1, 6)
     together, _ = sample(logits, *controls, *rest)
     for row in range(6):
         alone, _ = sample(logits[row : row + 1], *(column[row : row + 1] for column in (*controls, *rest)))

@@ -10,8 +10,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTHS = [1, 2, 7, 1003, 8192, 65_024, 151_553, 152_064]
-# temperature, top_k, top_p
-CONTROLS = [(1.0, 0, 1.0), (0.7, 0, 0.8), (1.3, 50, 1.0), (1.0, 1000, 0.5), (2.0, 1, 0.3), (50.0, 0, 0.999)]
+# temperature, top_k, top_p, min_p
+CONTROLS = [(1.0, 0, 1.0, 0.0), (0.7, 0, 0.8, 0.0), (1.3, 50, 1.0, 0.0), (1.0, 1000, 0.5, 0.0), (2.0, 1, 0.3, 0.0)]
+CONTROLS += [(50.0, 0, 0.999, 0.0), (1.5, 0, 1.0, 0.1), (2.0, 300, 0.9, 0.03), (1.0, 0, 0.9, 1.0)]
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -29,7 +30,7 @@ def scores(kind, rows, width, dtype):
     return (drawn * 4).to(dtype)
 
 
-def columns(rows, temperature, top_k, top_p, seed=0):
+def columns(rows, temperature, top_k, top_p, min_p=0.0, seed=0):
     generator = torch.Generator("cuda").manual_seed(seed)
     uniform = torch.rand(rows, generator=generator, device="cuda")
     uniform[-1:] = 1.0  # what float32 makes of the largest numbers of float64
@@ -38,6 +39,7 @@ def columns(rows, temperature, top_k, top_p, seed=0):
         torch.full((rows,), temperature, device="cuda"),
         torch.full((rows,), top_k, dtype=torch.int32, device="cuda"),
         torch.full((rows,), top_p, device="cuda"),
+        torch.full((rows,), min_p, device="cuda"),
         uniform,
     )
 
@@ -48,7 +50,7 @@ def poison(rows):
     del held
 
 
-def check(tokens, logits, temperature, top_k, top_p, uniform):
+def check(tokens, logits, temperature, top_k, top_p, min_p, uniform):
     """A token is right if the random number falls into its part of the probabilities, up to the error of the sums.
 
     Each weight has an error of a few units of float32: its exponent, at most 32, times the errors of 1 / temperature,
@@ -61,20 +63,30 @@ def check(tokens, logits, temperature, top_k, top_p, uniform):
     scaled = logits.double().gather(1, order) / temperature.double()[:, None]
     kept = torch.where((top_k > 0) & (top_k < width), top_k, width)
     scaled[torch.arange(width, device="cuda") >= kept[:, None]] = float("-inf")
-    probabilities = scaled.softmax(-1)
-    cumulated = probabilities.cumsum(-1)
-    before = cumulated - probabilities
-    before[:, 0] = float("-inf")  # the first always stays
-    limit = top_p.double()[:, None]
-    least, most = (cumulated.masked_fill(before >= limit + sign * tolerance, 0).amax(-1) for sign in (-1, 1))
     rank = (order == tokens[:, None]).double().argmax(-1, keepdim=True)
-    first, last = (sums.gather(1, rank)[:, 0] for sums in (before, cumulated))
     assert (tokens >= 0).all()
     assert (tokens < width).all()
     assert (rank[:, 0] < kept).all()
-    assert (first < top_p + tolerance).all()
-    assert (first <= uniform * most + tolerance).all()
-    assert (last >= uniform * least - tolerance).all()
+    # Tokens within the error of min_p may stay or not.
+    ratios = (scaled - scaled[:, :1]).exp()
+    right = torch.zeros_like(tokens, dtype=torch.bool)
+    for slack in (-1e-5, 1e-5):
+        outside = ratios < min_p.double()[:, None] * (1 + slack)
+        outside[:, 0] = False
+        probabilities = scaled.masked_fill(outside, float("-inf")).softmax(-1)
+        cumulated = probabilities.cumsum(-1)
+        before = cumulated - probabilities
+        before[:, 0] = float("-inf")  # the first always stays
+        limit = top_p.double()[:, None]
+        least, most = (cumulated.masked_fill(before >= limit + sign * tolerance, 0).amax(-1) for sign in (-1, 1))
+        first, last = (sums.gather(1, rank)[:, 0] for sums in (before, cumulated))
+        right |= (
+            ~outside.gather(1, rank)[:, 0]
+            & (first < top_p + tolerance)
+            & (first <= uniform * most + tolerance)
+            & (last >= uniform * least - tolerance)
+        )
+    assert right.all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,12 +134,12 @@ def test_draws_what_the_sorted_probabilities_draw(dtype):
 
 
 def test_controls_of_each_row():
-    logits = random(6, 65_024, dtype=torch.bfloat16) * 3
+    logits = random(len(CONTROLS), 65_024, dtype=torch.bfloat16) * 3
     controls = [torch.cat(parts) for parts in zip(*(columns(1, *control) for control in CONTROLS), strict=True)]
-    controls[3] = torch.linspace(0.1, 0.9, 6, device="cuda")
+    controls[4] = torch.linspace(0.1, 0.9, len(CONTROLS), device="cuda")
     together, _ = sample(logits, *controls)
     check(together, logits, *controls)
-    for row in range(6):
+    for row in range(len(CONTROLS)):
         here = slice(row, row + 1)
         assert torch.equal(sample(logits[here], *(column[here] for column in controls))[0], together[here])
 
@@ -187,7 +199,7 @@ def test_streams_and_graphs():
         tokens, _ = sample(logits, *controls)
     for seed in range(3):
         logits.copy_(random(3, 65_024, seed=seed + 1) * 4)
-        controls[3].uniform_()
+        controls[4].uniform_()
         graph.replay()
         check(tokens, logits, *controls)
         assert torch.equal(best, logits.argmax(-1))

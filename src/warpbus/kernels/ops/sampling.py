@@ -11,7 +11,7 @@ from warpbus.kernels.ops.arguments import aligned, check_alike, check_rank, chec
 from warpbus.kernels.reference import sampling as reference
 
 _ARGMAX = per_dtype("step/sampling.cu", "argmax", "PPPiii")
-_SAMPLE = per_dtype("step/sampling.cu", "sample", "PPPPPPPiii")
+_SAMPLE = per_dtype("step/sampling.cu", "sample", "PPPPPPPPiii")
 
 _BLOCK = 1024  # kBlock in step/sampling.cu
 _BLOCKS_OF_A_ROW = 8  # the largest cluster that every GPU with clusters has
@@ -35,10 +35,13 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return _argmax(logits)
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
     """Draw a token of each row: the inverse of the cumulated probabilities `softmax(logits / temperature)`, likeliest
-    first and the lower index first among equals, cut to the `top_k` first and then to the fewest first that together
-    reach `top_p` (nucleus sampling; Holtzman et al., 2020).
+    first and the lower index first among equals, cut to the `top_k` first, of these to those at least `min_p` times as
+    likely as the first (Nguyen et al., 2024), and of these to the fewest first that together reach `top_p` of what is
+    left (nucleus sampling; Holtzman et al., 2020).
 
     A row's token depends on its own arguments alone, and is the same at every run. On a GPU the probabilities are
     summed exactly, as multiples of 2^-31 of the largest; on the CPU in float32.
@@ -48,6 +51,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
         temperature: float32 `[b]`, above 0.
         top_k: int32 `[b]`; 0 allows all tokens, 1 is greedy.
         top_p: float32 `[b]`, above 0; 1 allows all tokens.
+        min_p: float32 `[b]`, from 0 to 1; 0 allows all tokens.
         uniform: float32 `[b]`, random numbers from 0 to 1.
 
     Returns:
@@ -58,7 +62,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
         TensorError: other shapes, dtypes or devices.
     """
     _check("sample", logits)
-    floats = {"temperature": temperature, "top_p": top_p, "uniform": uniform}
+    floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "uniform": uniform}
     check_alike("sample", (torch.float32,), **floats)
     check_alike("sample", (torch.int32,), top_k=top_k)
     rows = (logits.shape[0],)
@@ -68,7 +72,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
             raise TensorError(
                 f"sample: {name} is on {column.device} and logits on {logits.device}: move one with .to()"
             )
-    return _sample(logits, temperature, top_k, top_p, uniform)
+    return _sample(logits, temperature, top_k, top_p, min_p, uniform)
 
 
 def _check(operator: str, logits: Tensor) -> None:
@@ -100,13 +104,13 @@ def _launch_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch_sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor]:
     logits = logits.contiguous()
     tokens, best = _fake(logits)
     if logits.shape[0]:
         blocks = _blocks_of_row(logits.device)
-        controls = [column.contiguous() for column in (temperature, top_k, top_p, uniform)]
+        controls = [column.contiguous() for column in (temperature, top_k, top_p, min_p, uniform)]
         _SAMPLE[logits.dtype](
             logits.shape[0] * blocks,
             _BLOCK,
@@ -140,7 +144,8 @@ _argmax = operator(
     fake=_fake,
 )
 _sample = operator(
-    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor uniform) -> (Tensor, Tensor)",
+    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) "
+    "-> (Tensor, Tensor)",
     cuda=_launch_sample,
     reference=reference.sample,
     fake=_fake,

@@ -10,13 +10,17 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, logits.gather(-1, tokens[:, None])[:, 0].float()
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
     """Each row's drawn token and its best score: the inverse of the cumulated probabilities, likeliest first."""
     ordered, tokens = logits.float().sort(dim=-1, descending=True, stable=True)
     vocabulary = ordered.shape[-1]
     kept = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary)
     outside = torch.arange(vocabulary, device=logits.device) >= kept[:, None]
     scaled = (ordered / temperature[:, None]).masked_fill_(outside, -torch.inf)
+    # The first has the largest, which makes them weights of 1 and less.
+    scaled.masked_fill_((scaled - scaled[:, :1]).exp() < min_p[:, None], -torch.inf)
     probabilities = scaled.softmax(-1)
     cumulated = probabilities.cumsum(-1)
     # A token stays while those before it have not yet reached top_p: the first always does.

@@ -3,21 +3,22 @@
 // Shapes and layout
 //   logits  [rows, width], contiguous; ELEMENT = float, __half or __nv_bfloat16
 //   tokens  long long [rows]; best float [rows]: the best score, NaN where the row holds NaN
-//   temperature, top_p, uniform   float [rows]; top_k int [rows], all tokens where it is not from 1 to width - 1
+//   temperature, top_p, min_p, uniform   float [rows]; top_k int [rows], all tokens where it is not from 1 to width - 1
 // Launch: `blocks` blocks of 1024 threads share a row: a cluster of at most 8 since sm_90, one block before. width is
 // at most 2^19. `vectorised`: rows are multiples of 16 bytes and logits is aligned to 16.
 //
 // argmax: the first of the best scores.
 // sample: tokens stand in the order of their scores, likeliest first and the first first among equals. The `top_k`
-// first stay, of these the fewest first whose probabilities (softmax of score / temperature) reach `top_p`, and the
-// token is the first whose cumulated probability exceeds `uniform` times that of all that stay. If the best score is
-// NaN or infinite the token is its index.
+// first stay, of these the ones whose probabilities (softmax of score / temperature) are at least `min_p` times the
+// best token's, of these the fewest first that together reach `top_p` of what is left, and the token is the first whose
+// cumulated probability exceeds `uniform` times that of all that stay. If the best score is NaN or infinite the token is
+// its index.
 //
 // Nothing is sorted. Scores become integers of the same order (keys), and the key at which a sum over the better ones
 // passes a target is found eight bits at a time: a histogram of the keys that agree with the bits found so far, in
 // which each token weighs its probability (or one, for top_k). Weights are integers, multiples of 2^-31 of the best
 // token's, so that their sums are exact whatever the order of the additions: atomics in shared memory give the same
-// bits at every run and for any number of blocks. Equal scores have equal weights, so that the place among them is a
+// bits at every run and for any number of blocks. A weight below min_p's counts as none. Equal scores have equal weights, so that the place among them is a
 // quotient. What a weight leaves out by rounding is at most 2^-32 a token; the exponential's own error, a few units of
 // float32, is larger. A row is read from memory once and then from L1.
 #include "step/scores.cuh"
@@ -60,11 +61,13 @@ struct Row {
     step::Scores<ELEMENT> scores;
     int rank, blocks;
     float best;
-    float factor;  // log2(e) / temperature
+    float factor;        // log2(e) / temperature
+    unsigned int least;  // of the weights that count
 
     __device__ __forceinline__ unsigned int weight(float score) const {
         // fminf gives the 0 also where a tiny temperature makes 0 * infinity of the best score.
-        return __float2uint_rn(exp2f(fminf((score - best) * factor, 0.0f)) * 0x1p31f);
+        const unsigned int found = __float2uint_rn(exp2f(fminf((score - best) * factor, 0.0f)) * 0x1p31f);
+        return found >= least ? found : 0;
     }
 };
 
@@ -245,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(kBlock)
 // One block a multiprocessor is enough: without the 1 the assembler spills registers to make room for two.
 extern "C" __global__ void __launch_bounds__(kBlock, 1)
     sample(const ELEMENT* __restrict__ logits, const float* __restrict__ temperature, const int* __restrict__ top_k,
-           const float* __restrict__ top_p, const float* __restrict__ uniform, long long* __restrict__ tokens,
-           float* __restrict__ best, int width, int blocks, int vectorised) {
+           const float* __restrict__ top_p, const float* __restrict__ min_p, const float* __restrict__ uniform,
+           long long* __restrict__ tokens, float* __restrict__ best, int width, int blocks, int vectorised) {
     __shared__ Shared shared;
     wait_for_scores();
     const int index = blockIdx.x / blocks;
@@ -262,7 +265,8 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
         if (!draws) tokens[index] = step::index_of_ranked(found);
     }
     if (draws) {
-        const Row row = {scores, rank, blocks, score, 1.4426950409f / temperature[index]};
+        const unsigned int least = __float2uint_ru(min_p[index] * 0x1p31f);
+        const Row row = {scores, rank, blocks, score, 1.4426950409f / temperature[index], least};
         const bool cuts = most > 0 && most < width;
         Cut cut = {0, 0};
         uint64 kept = 0;       // the weight of all tokens that stay

@@ -1,0 +1,205 @@
+"""What requests change in their scores before a token is chosen: penalties, biases and masks.
+
+Only the rows that ask for it have any of this: `[rows, vocabulary]` here counts these rows alone. Nothing waits for the
+GPU: what comes from the host is copied from pinned memory.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warpbus.engine.sequence import Sequence
+
+_OF_PROMPT = 1 << 30
+"""Added to a token's count where the prompt holds it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a batch: a sequence, and the tokens that are supposed to follow it before this row's choice."""
+
+    sequence: Sequence
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def penalized(self) -> bool:
+        params = self.sequence.params
+        return params.repetition_penalty != 1.0 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+    @property
+    def too_short(self) -> bool:
+        """A stop token may not be chosen yet."""
+        return len(self.sequence.token_ids) + len(self.drafts) < self.sequence.params.min_tokens
+
+    @property
+    def masked(self) -> bool:
+        return self.sequence.matcher is not None or self.too_short
+
+    @property
+    def processed(self) -> bool:
+        return self.penalized or bool(self.sequence.params.logit_bias) or self.masked
+
+
+def to_device(values: Rows[float] | Rows[int] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values of the host as a tensor of the device, on a GPU without waiting for it."""
+    host = torch.as_tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class Penalties:
+    """Counts the tokens of the penalized rows, and lowers their scores.
+
+    What sequences that stay have had is kept on the device; of newcomers, the host knows all tokens.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: list[Row] = []
+        self._counted: list[int] = []  # of each row's answer, drafts not included
+        self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._where = torch.zeros(0, dtype=torch.int64, device=device)
+        self._factors = torch.zeros(3, 0, 1, device=device)
+
+    def arrange(self, rows: Rows[Row], where: Rows[int]) -> None:
+        """Take up these penalized rows.
+
+        Args:
+            where: which rows of the batch they are.
+        """
+        before = {id(row.sequence): at for at, row in enumerate(self._rows) if not row.drafts}
+        sources = [before.get(id(row.sequence), -1) for row in rows]
+        counted = [self._counted[source] if source >= 0 else 0 for source in sources]
+        if sources != list(range(len(self._rows))):
+            kept = [at for at, source in enumerate(sources) if source >= 0]
+            counts = torch.zeros(len(rows), self._vocab_size, dtype=torch.int32, device=self._device)
+            if kept:
+                old = self._counts.index_select(0, self._index([sources[at] for at in kept]))
+                counts.index_copy_(0, self._index(kept), old)
+            self._counts = counts
+        self._rows, self._counted = list(rows), counted
+        self._where = self._index(where)
+        params = [row.sequence.params for row in rows]
+        factors = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
+        self._factors = to_device(
+            np.array(factors, dtype=np.float32).reshape(-1, 3).T.copy(), torch.float32, self._device
+        )
+        self._factors = self._factors[:, :, None]
+        prompts = [(at, set(row.sequence.prompt)) for at, row in enumerate(rows) if sources[at] < 0]
+        self._add(prompts, _OF_PROMPT)
+        self._add([(at, row.drafts) for at, row in enumerate(rows)], 1)
+        self._catch_up()
+
+    def saw(self, tokens: Tensor) -> None:
+        """Count the tokens `[batch]` that were chosen, which the host need not know yet."""
+        if not self._rows:
+            return
+        chosen = tokens.index_select(0, self._where)
+        self._counts.scatter_add_(1, chosen[:, None], torch.ones_like(chosen, dtype=torch.int32)[:, None])
+        self._counted = [count + 1 for count in self._counted]
+
+    def apply(self, scores: Tensor) -> Tensor:
+        """The lowered scores, float32 `[rows, vocabulary]`."""
+        self._catch_up()
+        repetition, presence, frequency = self._factors
+        scores = torch.where(
+            self._counts > 0, torch.where(scores > 0, scores / repetition, scores * repetition), scores
+        )
+        answered = self._counts & (_OF_PROMPT - 1)
+        return scores - frequency * answered - presence * (answered > 0)
+
+    def _catch_up(self) -> None:
+        """Count the tokens that the sequences have got from elsewhere than `saw`: drafts that were accepted."""
+        self._add([(at, row.sequence.token_ids[self._counted[at] :]) for at, row in enumerate(self._rows)], 1)
+        self._counted = [
+            max(count, len(row.sequence.token_ids)) for count, row in zip(self._counted, self._rows, strict=True)
+        ]
+
+    def _add(self, tokens: Rows[tuple[int, Iterable[int]]], amount: int) -> None:
+        places = [at * self._vocab_size + token for at, of_row in tokens for token in of_row]
+        if places:
+            index = self._index(places)
+            self._counts.view(-1).scatter_add_(0, index, torch.full_like(index, amount, dtype=torch.int32))
+
+    def _index(self, places: Rows[int]) -> Tensor:
+        return to_device(places, torch.int64, self._device)
+
+
+class Biases:
+    """What some rows add to the scores of some tokens."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._places: Tensor | None = None
+        self._values = torch.zeros(0, device=device)
+
+    def arrange(self, rows: Rows[Row]) -> None:
+        """Take up these rows."""
+        found = [
+            # An id beyond the vocabulary, which `SamplingParams.check_ids` refuses, would be the next row's.
+            (at * self._vocab_size + token, bias)
+            for at, row in enumerate(rows)
+            for token, bias in row.sequence.params.logit_bias.items()
+            if token < self._vocab_size
+        ]
+        self._places = to_device([place for place, _ in found], torch.int64, self._device) if found else None
+        self._values = to_device([bias for _, bias in found], torch.float32, self._device)
+
+    def add(self, scores: Tensor) -> None:
+        """Change contiguous scores, float32 `[rows, vocabulary]`."""
+        if self._places is not None:
+            scores.view(-1).scatter_add_(0, self._places, self._values)
+
+
+class Masks:
+    """The tokens that a grammar, or the least number of tokens, forbids: a bit each, made anew for every choice."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._words = (vocab_size + 31) // 32
+        self._device = device
+        self._powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+
+    def apply(self, rows: Rows[Row], scores: Tensor) -> None:
+        """Put -inf in place of what these rows' next tokens cannot be, float32 `[rows, vocabulary]`.
+
+        Args:
+            rows: those of one sequence follow each other, each with one more draft.
+        """
+        places = [at for at, row in enumerate(rows) if row.masked]
+        if not places:
+            return
+        masks = torch.full((len(places), self._words), -1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        for mask, at in zip(masks.numpy(), places, strict=True):
+            self._fill(mask, rows[at])
+        bits = masks.to(self._device, non_blocking=True).view(torch.uint8)[:, :, None] & self._powers
+        forbidden = (bits == 0).view(len(places), -1)[:, : self._vocab_size]
+        if len(places) == len(rows):
+            scores.masked_fill_(forbidden, -torch.inf)
+        else:
+            index = to_device(places, torch.int64, self._device)
+            scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, -torch.inf))
+
+    def _fill(self, mask: np.ndarray, row: Row) -> None:
+        sequence, matcher = row.sequence, row.sequence.matcher
+        finished = False
+        if matcher is not None:
+            followed = 0
+            for token in row.drafts:
+                if not matcher.accept(token):
+                    break
+                followed += 1
+            # Where a draft is forbidden nothing after it will be kept: the mask may allow all.
+            if followed == len(row.drafts):
+                matcher.fill(mask.ctypes.data, mask.nbytes)
+                finished = matcher.finished
+            matcher.rollback(followed)
+        if row.too_short and not finished:
+            for token in sequence.stop_ids:
+                if token < self._vocab_size:
+                    mask.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)

@@ -1,0 +1,65 @@
+"""The logarithms of the probabilities of chosen tokens and of the most likely ones."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpbus.engine.sequence import TokenLogprob
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of one step's rows that ask for it.
+
+    Attributes:
+        rows: which rows of the batch they are.
+        counts: how many alternatives each asked for.
+        tokens: int64 `[rows]`, the chosen tokens.
+        chosen: float32 `[rows]`, the logarithms of their probabilities.
+        top_tokens, top: int64 and float32 `[rows, most alternatives]`, the most likely tokens, best first.
+    """
+
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    tokens: Tensor
+    chosen: Tensor
+    top_tokens: Tensor
+    top: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, tokens: Tensor, rows: Rows[int], counts: Rows[int]) -> "Logprobs":
+        """Of some rows' scores `[rows, vocabulary]` and the tokens `[rows]` chosen."""
+        scores = logits.float()
+        norm = scores.logsumexp(-1, keepdim=True)
+        best = scores.topk(min(max(1, *counts), scores.shape[1]), dim=-1)
+        chosen = (scores.gather(1, tokens[:, None]) - norm)[:, 0]
+        return cls(tuple(rows), tuple(counts), tokens, chosen, best.indices, best.values - norm)
+
+    def to_host(self) -> "Logprobs":
+        """A copy on the host, on its way: wait for the device before `read`."""
+        tensors = (self.tokens, self.chosen, self.top_tokens, self.top)
+        return Logprobs(self.rows, self.counts, *(_to_host(tensor) for tensor in tensors))
+
+    def read(self) -> dict[int, TokenLogprob]:
+        """By the row of the batch."""
+        values = zip(
+            self.rows,
+            self.counts,
+            self.tokens.tolist(),
+            self.chosen.tolist(),
+            self.top_tokens.tolist(),
+            self.top.tolist(),
+            strict=True,
+        )
+        return {
+            row: TokenLogprob(token, chosen, tuple(zip(top_tokens[:count], top[:count], strict=True)))
+            for row, count, token, chosen, top_tokens, top in values
+        }
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
