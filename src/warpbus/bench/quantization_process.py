@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,16 @@ from warpbus.errors import DeviceError
 from warpbus.formats import Checkpoint
 from warpbus.models import read_config
 from warpbus.quantization import Calibration, Progress, Report, quantize
+
+# As the command line does it: the other processes start before torch is loaded.
+_PROGRAM = """
+import json, sys
+from warpbus.quantization.early import start_processes
+asked = json.loads(sys.argv[1])
+start_processes(**asked["where"])
+from warpbus.bench.quantization_process import main
+main(asked)
+"""
 
 START, END = "start", "end"
 """The stages before and after those of `Report.stages`."""
@@ -66,13 +77,14 @@ def timed_run(
         DeviceError: if that process fails; the message is its own.
     """
     asked = {"model": str(model), "output": str(output), "scheme": scheme, "algorithm": algorithm}
-    asked_json = json.dumps({**asked, "samples": samples, "seqlen": seqlen, "device": device, "count": count})
-    code = "from warpbus.bench.quantization_process import main; main()"
+    on_gpus = device == "cuda"
+    where = {"device": device, "gpus": str(count) if on_gpus else "all", "processes": 1 if on_gpus else count}
+    asked_json = json.dumps({**asked, "samples": samples, "seqlen": seqlen, "where": where})
     said: list[str] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         started = time.time()
         with subprocess.Popen(
-            [sys.executable, "-c", code, asked_json], stdout=subprocess.PIPE, stderr=errors, text=True
+            [sys.executable, "-c", _PROGRAM, asked_json], stdout=subprocess.PIPE, stderr=errors, text=True
         ) as process:
             assert process.stdout is not None
             try:
@@ -95,9 +107,8 @@ def timed_run(
     return Timed(seconds, {START: start, **report.stages, END: max(0.0, seconds - reported)}, report)
 
 
-def main() -> None:
+def main(asked: Mapping[str, Any]) -> None:
     """What that process does: prints how far it is, `[done, total]`, and at last what it found."""
-    asked = json.loads(sys.argv[1])
     vocabulary = read_config(Checkpoint(asked["model"], weights=False)).vocab_size
     data = random_calibration(vocabulary, asked["samples"], asked["seqlen"])
     began = time.time()
@@ -109,8 +120,7 @@ def main() -> None:
         calibration=data,
         samples=asked["samples"],
         seqlen=asked["seqlen"],
-        device=asked["device"],
         progress=Progress(matrix=lambda done, total, result: print(json.dumps([done, total]), flush=True)),
-        **({"processes": asked["count"]} if asked["device"] == "cpu" else {"gpus": asked["count"]}),
+        **asked["where"],
     )
     print(json.dumps({"began": began, "report": report.to_json()}))

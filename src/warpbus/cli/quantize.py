@@ -9,6 +9,9 @@ from warpbus.cli.models import model_directory
 from warpbus.cli.verdict import check_output
 from warpbus.errors import UsageError
 
+_AT_ONCE = (None, "gptq", "awq", "smoothquant")
+"""The values of --algorithm with which several processes begin at once: nothing is tried before, all share the work."""
+
 
 def quantize(
     model: Annotated[str, typer.Argument(help="model directory, or demo")],
@@ -74,6 +77,11 @@ def quantize(
 
     The packaged model brings its data: warpbus quantize demo poet-w4 --evaluate demo
     """
+    from warpbus.quantization.early import start_processes
+
+    if cluster is None and output and not recommend and bits is None and scheme != "auto" and algorithm in _AT_ONCE:
+        start_processes(device=device, gpus=gpus, processes=processes)  # before what follows loads torch
+
     from warpbus.cli.choosing import Wish
     from warpbus.cli.quantizing import shown
     from warpbus.quantization import quantize as run

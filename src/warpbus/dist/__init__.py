@@ -1,8 +1,52 @@
-"""Processes that work together: joining them (`group`), adding up over them (`tree`), and starting them (`launch`)."""
+"""Processes that work together: joining them (`group`), adding up over them (`tree`), and starting them (`processes`).
 
-from warpbus.dist.group import SHARES, Group, joined_group
-from warpbus.dist.launch import Processes, launch, relaunch
-from warpbus.dist.outcome import Job, Receive, Send
-from warpbus.dist.tree import TreeSum
+The public names are loaded when they are first used: the command line starts interpreters (`interpreters`) before it
+loads torch, which takes each of them and itself seconds.
+"""
 
-__all__ = ["SHARES", "Group", "Job", "Processes", "Receive", "Send", "TreeSum", "joined_group", "launch", "relaunch"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from warpbus.dist.group import Group, joined_group
+    from warpbus.dist.outcome import Job, Line, Receive, Send
+    from warpbus.dist.processes import ProcessDiedError, Processes, launch, relaunch
+    from warpbus.dist.shares import SHARES
+    from warpbus.dist.tree import TreeSum
+
+__all__ = [
+    "SHARES",
+    "Group",
+    "Job",
+    "Line",
+    "ProcessDiedError",
+    "Processes",
+    "Receive",
+    "Send",
+    "TreeSum",
+    "joined_group",
+    "launch",
+    "relaunch",
+]
+
+# None has the name of a file of this room, which would hide it.
+_FILES = {
+    "SHARES": "shares",
+    "Group": "group",
+    "Job": "outcome",
+    "Line": "outcome",
+    "ProcessDiedError": "processes",
+    "Processes": "processes",
+    "Receive": "outcome",
+    "Send": "outcome",
+    "TreeSum": "tree",
+    "joined_group": "group",
+    "launch": "processes",
+    "relaunch": "processes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module 'warpbus.dist' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"warpbus.dist.{_FILES[name]}"), name)

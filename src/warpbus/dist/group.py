@@ -10,12 +10,8 @@ import torch
 import torch.distributed
 
 from warpbus.cuda.devices import resolve_device
+from warpbus.dist.shares import SHARES
 from warpbus.errors import UsageError
-
-# Work is cut into the same shares whatever the number of processes, and a share goes to one process as a whole. What a
-# share gives, and the order in which shares are added up (`TreeSum`), are then the same in a job of 1, 2 or 8
-# processes, bit for bit. A power of two, so that 1, 2, 4 and 8 processes have equal loads.
-SHARES = 8
 
 # How long a process waits for the others, at their start and in an exchange, before the job ends: longer than any
 # honest wait, as for the one that checks what an earlier run has written.
@@ -45,6 +41,42 @@ class Group:
         """Add `tensor` up over the processes, in place."""
         if self.world > 1:
             torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def all_reduce(self, tensor: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The sum of the processes' tensors, plus `residual`, on every process.
+
+        Args:
+            tensor: floating, of one shape and dtype on all processes; its content is lost.
+            residual: alike, the same on all processes.
+
+        Returns:
+            the same bits on every process and at every run. Added in float32 in the order of ranks and rounded once
+            where the sum is taken by `PeerSum` or on the CPU; NCCL adds in the tensors' dtype.
+        """
+        if self.world == 1:
+            return tensor if residual is None else residual + tensor
+        if tensor.device.type == "cpu":
+            total = self.all_gather(tensor).float().cumsum(0)[-1]
+            return (total if residual is None else residual.float() + total).to(tensor.dtype)
+        torch.distributed.all_reduce(tensor)
+        return tensor if residual is None else tensor.add_(residual)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all processes, `[world, ...]`, in rank order; they have one shape and dtype."""
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty(self.world, *tensor.shape)
+        if self.world == 1:
+            return gathered.copy_(tensor[None])
+        # As bytes: the transports do not know every dtype.
+        into, own = (part.view(-1).view(torch.uint8) for part in (gathered, tensor))
+        torch.distributed.all_gather_into_tensor(into, own)
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fill `tensor` with that of rank 0, in place; contiguous, of one shape and dtype on all processes."""
+        if self.world > 1:
+            torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
         return tensor
 
     def barrier(self) -> None:
@@ -121,14 +153,15 @@ def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=meeting,
-        rank=rank,
-        world_size=world,
-        timeout=_PATIENCE,
-        device_id=device if device.type == "cuda" else None,
-    )
+    if world > 1:
+        torch.distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=meeting,
+            rank=rank,
+            world_size=world,
+            timeout=_PATIENCE,
+            device_id=device if device.type == "cuda" else None,
+        )
     group = Group(rank, world, device)
     group.gather(torch.zeros(1, device=device), [1] * world)
     return group

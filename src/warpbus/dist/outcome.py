@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from warpbus.errors import DeviceError, WarpbusError
 
@@ -15,6 +15,18 @@ Send = Callable[[object], None]
 
 Job = Callable[..., None]
 """`job(group, send, *arguments)`, a function of a module that the other processes can import."""
+
+
+class Line(Protocol):
+    """A `Send` that is also told things while the job runs (`Processes.tell`)."""
+
+    def __call__(self, content: object, /) -> None:
+        """Hand a message to `Receive` of the process that started the job."""
+        ...
+
+    def heard(self, timeout: float | None) -> list[Any]:
+        """All that has been told since the last call; waits up to `timeout` seconds for something, for None forever."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from warpbus.dist.group import SHARES, Group
+from warpbus.dist.group import Group
+from warpbus.dist.shares import SHARES
 
 
 class TreeSum:

@@ -1,16 +1,11 @@
-"""The main program of a process that `Processes` starts.
+"""The main program of a process that `Processes` starts, once its interpreter is there (see `interpreters`)."""
 
-It is started as a plain interpreter and not by `multiprocessing`, which would run the main module of the starting
-process once more in each: a user's script would need a guard against that, and the command line would be loaded.
-"""
-
-import ctypes
+import importlib
 import multiprocessing
 import os
-import signal
+import select
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -20,12 +15,11 @@ import torch
 from warpbus.dist.group import join
 from warpbus.dist.outcome import Done, Failure, Job, Message
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process belongs. It gets this first, then the job's function, then the arguments when they are there.
+    """Where a process belongs. It gets this first, then the job's function, then the arguments when they are there, and
+    then what the job is told.
 
     Attributes:
         rank: its number, of `world`.
@@ -42,42 +36,61 @@ class Place:
     key: bytes
 
 
-def main(descriptor: int, parent: int) -> NoReturn:
+def main(connection: Connection, module: str) -> NoReturn:
     """Do a job's part, then wait for the end.
 
     Args:
-        descriptor: of the pipe to the process `parent`.
-        parent: with it this process ends, however it ends.
+        connection: to the starting process.
+        module: what to load before the starting process says more; "" for nothing.
     """
-    os.set_inheritable(descriptor, False)
-    _end_with(parent)
-    connection = Connection(descriptor)
-    sending = threading.Lock()
-
-    def report(what: object) -> None:
-        with sending:
-            connection.send(what)
-
+    line = PipeLine(connection)
     try:
-        _work(connection, report)
+        if module:
+            importlib.import_module(module)
+        _work(connection, line)
     except BaseException as error:
-        report(Failure.of(error))
+        line.report(Failure.of(error))
     else:
-        report(Done())
+        line.report(Done())
     # It stays until it is told to go: the others may still read from its memory and sockets, and what they would say of
     # its end should not hide why it failed.
     while True:
         _received(connection)
 
 
-def _work(connection: Connection, report: Callable[[object], None]) -> None:
+class PipeLine:
+    """The `Line` of a job in this process. Any thread may speak, one may listen."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), select.POLLIN)
+
+    def __call__(self, content: object, /) -> None:
+        self.report(Message(content))
+
+    def report(self, what: Message | Done | Failure) -> None:
+        with self._sending:
+            self._connection.send(what)
+
+    def heard(self, timeout: float | None) -> list[Any]:
+        said = []
+        wait = None if timeout is None else 1000 * timeout
+        while self._poll.poll(wait):
+            said.append(_received(self._connection))
+            wait = 0
+        return said
+
+
+def _work(connection: Connection, line: PipeLine) -> None:
     place: Place = _received(connection)
     multiprocessing.current_process().authkey = place.key
     # Two steps that take long: they are done while the starting process still prepares the arguments.
     function: Job = _received(connection)
     group = join(place.meeting, place.rank, place.world, place.device)
     arguments = _received(connection)
-    function(group, lambda content: report(Message(content)), *arguments)
+    function(group, line, *arguments)
 
 
 def _received(connection: Connection) -> Any:
@@ -93,11 +106,3 @@ def _leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, also by kill -9."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)

@@ -8,19 +8,44 @@ import torch
 class Stopwatch:
     """Seconds by the name of what they went into.
 
+    On a GPU a lap ends when the GPU has done what was asked of it before, in the stream that is current; nobody waits
+    for that, so that the GPU has its next work at hand, and what goes on in other streams is not held up.
+
     Args:
-        device: what it waits for before it looks at the clock, if it is a GPU.
+        device: of the work.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
+        self._last = self._now()
+        self._laps: list[tuple[str, float | torch.cuda.Event]] = []
+        self._seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
         """Count the time since the last lap as spent on `name`."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
+        self._laps.append((name, self._now()))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The sums of all laps so far; waits for the GPU."""
+        for name, end in self._laps:
+            self._seconds[name] = self._seconds.get(name, 0.0) + _between(self._last, end)
+            self._last = end
+        self._laps = []
+        return dict(self._seconds)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start

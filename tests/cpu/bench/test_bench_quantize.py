@@ -24,6 +24,7 @@ from warpbus.quantization.preflight import prepare
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 16, "ffn_size": 96}
 WORK = Work(layers=1, samples=2, seqlen=64, scheme="w4a16-g32")
+LITTLE = '{"where": {"device": "cpu", "gpus": "all", "processes": 1}}'
 
 
 @pytest.fixture
@@ -101,7 +102,9 @@ def test_the_share_of_equal_integers(tiny, tmp_path):
 def test_a_run_that_fails_says_why_and_leaves_nothing(tiny, tmp_path, monkeypatch):
     work = replace(WORK, directory=tmp_path)
     told = []
-    monkeypatch.setattr(quantization_process, "json", types.SimpleNamespace(dumps=lambda asked: "{}", loads=json.loads))
+    monkeypatch.setattr(
+        quantization_process, "json", types.SimpleNamespace(dumps=lambda asked: LITTLE, loads=json.loads)
+    )
     with pytest.raises(DeviceError, match="bench quantize: 1 at work: KeyError: 'model'"):
         run(quantize_benchmark(work, lambda *said: told.append(said)), settings())
     assert told == [("writing the model", 0, 1), ("writing the model", 1, 1)]

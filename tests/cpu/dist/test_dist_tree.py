@@ -20,7 +20,12 @@ ALL = frozenset(range(SHARES))
 def leaf(share: int, shape: tuple[int, ...]) -> Tensor:
     """Numbers of very different size, so that their sum depends on the order; -0.0 in front."""
     generator = torch.Generator().manual_seed(share)
-    tensor = torch.randn(shape, generator=generator) * 10 ** (4 * torch.randn(shape, generator=generator))
+    # From integers: the last digit of a power depends on how many threads share the elements.
+    exponents, fractions, signs = (
+        torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+        for low, high in ((127 - 24, 127 + 24), (0, 2**23), (0, 2))
+    )
+    tensor = (exponents << 23 | fractions).view(torch.float32) * (1 - 2 * signs)
     tensor.view(-1)[:1] = -0.0
     return tensor
 

@@ -26,8 +26,17 @@ def devices(count: int) -> list[torch.device]:
 
 
 def leaf(share: int, size: int) -> torch.Tensor:
+    """Floats of very different size, so that their sum depends on the order.
+
+    They are put together from integers: to which digit torch computes a power on the CPU depends on how many threads
+    share the elements, and so on the number of processes.
+    """
     generator = torch.Generator().manual_seed(share)
-    return torch.randn(size, size, generator=generator) * 10 ** (4 * torch.randn(size, size, generator=generator))
+    exponents, fractions, signs = (
+        torch.randint(low, high, (size, size), generator=generator, dtype=torch.int32)
+        for low, high in ((127 - 24, 127 + 24), (0, 2**23), (0, 2))
+    )
+    return (exponents << 23 | fractions).view(torch.float32) * (1 - 2 * signs)
 
 
 def job(group: Group, send: Send, sizes: list[int]) -> None:

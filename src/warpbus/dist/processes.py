@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +19,7 @@ from typing import Self
 import torch
 
 from warpbus.dist.group import Group
+from warpbus.dist.interpreters import interpreters
 from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
 from warpbus.dist.worker import Place
 from warpbus.errors import DeviceError, UsageError, WarpbusError
@@ -38,6 +39,14 @@ def launch(function: Job, arguments: Sequence[object], *, devices: Sequence[torc
         processes.run(*arguments)
 
 
+class ProcessDiedError(DeviceError):
+    """A process of a job has ended before the job. `what` is the message without its advice."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}: {advice}")
+        self.what = what
+
+
 @dataclass
 class _Member:
     """One process as the starting one sees it."""
@@ -54,7 +63,7 @@ class Processes:
             ...  # meanwhile they load torch and the function's module, open their devices, and find each other
             processes.run(*arguments)
 
-    With one device there is no other process: `run` calls the function.
+    With one device there is no other process: `run` calls the function, unless it is to be `apart`.
 
     However the block is left, no process is left behind, and if this process dies, by kill -9 too, so do the others
     (on Linux). A block belongs to one thread, which has to live as long as it. Ctrl-C in a terminal reaches only this
@@ -66,15 +75,20 @@ class Processes:
             among them are shared, and have to fit into shared memory.
         devices: of the processes in rank order; several GPUs, each once, or the CPU several times.
         receive: called here, within `run`, with each message.
+        apart: one device has a process of its own, too. What the function gets as `send` is then always a `Line`.
 
     Raises:
         UsageError: no device, or devices that cannot work together.
         WarpbusError: from `run`: what one of the processes raised, with its class and message.
-        DeviceError: from `run`: a process was killed, or stopped at an exception of another kind.
+        ProcessDiedError: from `run`: a process was killed, or left.
+        DeviceError: from `run`: a process stopped at an exception of another kind.
     """
 
-    def __init__(self, function: Job, *, devices: Sequence[torch.device], receive: Receive) -> None:
+    def __init__(
+        self, function: Job, *, devices: Sequence[torch.device], receive: Receive, apart: bool = False
+    ) -> None:
         _check(devices)
+        self._apart = apart or len(devices) > 1
         self._function = function
         self._devices = devices
         self._receive = receive
@@ -83,12 +97,12 @@ class Processes:
         self._finished = False
 
     def __enter__(self) -> Self:
-        if len(self._devices) == 1:
+        if not self._apart:
             return self
         self._directory = Path(tempfile.mkdtemp(prefix="warpbus-"))  # of this user alone
         try:
-            for rank, device in enumerate(self._devices):
-                self._members.append(self._start(rank, device))
+            for rank, each in enumerate(interpreters([str(device) for device in self._devices])):
+                self._members.append(_Member(f"process {rank} on {each.device}", each.process, each.connection))
             world, meeting = len(self._devices), f"file://{self._directory}/meeting"
             key = bytes(multiprocessing.current_process().authkey)
             for rank, (member, device) in enumerate(zip(self._members, self._devices, strict=True)):
@@ -101,7 +115,7 @@ class Processes:
 
     def run(self, *arguments: object) -> None:
         """Let all processes do the job, once; returns when all have returned."""
-        if len(self._devices) == 1:
+        if not self._apart:
             device = self._devices[0]
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -123,30 +137,23 @@ class Processes:
                     raise self._cause(member, outcome)
         self._finished = True
 
+    def tell(self, what: object) -> None:
+        """Tell the first process something, where `Line.heard` has it. Another thread than that of `run` may call it.
+
+        Only after the first message has come from there, and from one thread at a time. It waits while the process
+        does not listen and its pipe is full.
+        """
+        _send(self._members[0], what)
+
+    def kill(self) -> None:
+        """Let `run` end with `ProcessDiedError` at once; another thread may call it."""
+        for member in list(self._members):
+            member.process.kill()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end(at_once=not self._finished)
-
-    def _start(self, rank: int, device: torch.device) -> _Member:
-        mine, other = Pipe()
-        threads = max(1, (os.cpu_count() or 1) // len(self._devices))
-        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-        if device.type == "cpu":  # gloo listens on no other interface
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        program = (
-            f"import sys; sys.path = {sys.path!r}; from warpbus.dist.worker import main; "
-            f"main({other.fileno()}, {os.getpid()})"
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[other.fileno()],
-            env=environment,
-            process_group=0,
-        )
-        other.close()
-        return _Member(f"process {rank} on {device}", process, mine)
 
     def _cause(self, member: _Member, outcome: Failure | None) -> WarpbusError:
         """The exception to raise after the first process that failed, or died where `outcome` is None."""
@@ -173,7 +180,8 @@ class Processes:
         for member in self._members:
             if at_once:
                 member.process.terminate()
-            member.connection.close()
+            else:
+                member.connection.close()
         end = time.monotonic() + (_SECONDS_TO_TERMINATE if at_once else _SECONDS_TO_LEAVE)
         for member in self._members:
             try:
@@ -182,6 +190,7 @@ class Processes:
                 member.process.kill()
         for member in self._members:
             member.process.wait()
+            member.connection.close()
         self._members = []
         if self._directory != Path():
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -212,18 +221,19 @@ def _next(member: _Member) -> Message | Done | Failure | None:
     return said
 
 
-def _death(member: _Member) -> DeviceError:
+def _death(member: _Member) -> ProcessDiedError:
+    report = "report it if it happens again"
     try:
         code = member.process.wait(_SECONDS_TO_TERMINATE)
     except subprocess.TimeoutExpired:
-        return DeviceError(f"{member.name} has closed its pipe: run it again, and report it if it happens again")
+        return ProcessDiedError(f"{member.name} has closed its pipe", f"run it again, and {report}")
     if code >= 0:
-        return DeviceError(f"{member.name} ended with exit code {code}: see what it printed, and run it again")
+        return ProcessDiedError(f"{member.name} ended with exit code {code}", "see what it printed, and run it again")
     name = {known.value: known.name for known in signal.Signals}.get(-code, "unknown")
-    advice = "run it again, and report it if it happens again"
+    advice = f"run it again, and {report}"
     if -code == signal.SIGKILL:
         advice = "somebody killed it, or the system for want of memory (see dmesg): run it again"
-    return DeviceError(f"{member.name} was killed by signal {-code} ({name}): {advice}")
+    return ProcessDiedError(f"{member.name} was killed by signal {-code} ({name})", advice)
 
 
 def relaunch(processes: int, arguments: Sequence[str]) -> None:

@@ -99,7 +99,7 @@ PARENT = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
-from test_dist_launch import hang
+from test_dist_processes import hang
 from warpbus.dist import launch
 launch(hang, (), devices=[torch.device("cpu")] * 2, receive=lambda process: print(process, flush=True))
 """

@@ -1,0 +1,158 @@
+"""The interpreters that become a job's processes.
+
+They are plain ones and not started by `multiprocessing`, which would run the main module of the starting process once
+more in each: a user's script would need a guard against that, and the command line would be loaded.
+
+Loading torch takes each of them seconds, and the starting process too. Who knows that it is going to need them calls
+`start_early` before it loads torch itself, so that all load it at the same time. Nothing in this file loads it.
+"""
+
+import atexit
+import ctypes
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """One of them as the starting process sees it.
+
+    Attributes:
+        device: that its process is going to have, such as "cuda:0" or "cpu".
+        process, connection: itself, and the pipe to it.
+    """
+
+    device: str
+    process: subprocess.Popen[bytes]
+    connection: Connection
+
+
+_early: list[Interpreter] = []
+
+
+def start_early(devices: Sequence[str], module: str) -> None:
+    """Start the interpreters of a job on these devices, which `interpreters` hands out.
+
+    They end with this process at the latest. A single device needs none; if it is a GPU, it is opened.
+
+    Args:
+        devices: in rank order.
+        module: what they load before they are told of the job.
+    """
+    if len(devices) == 1:
+        open_device(devices[0])
+        return
+    atexit.register(_end_early)
+    for device in devices:
+        _early.append(_start(device, len(devices), module))
+
+
+def interpreters(devices: Sequence[str]) -> list[Interpreter]:
+    """One for each of the devices, in their order: those that were started early for just these, or new ones."""
+    if [each.device for each in _early] == list(devices):
+        found = list(_early)
+        _early.clear()
+        return found
+    _end_early()
+    started: list[Interpreter] = []
+    try:
+        for device in devices:
+            started.append(_start(device, len(devices)))
+    except BaseException:
+        _end(started)
+        raise
+    return started
+
+
+def count_gpus() -> int:
+    """How many GPUs the driver shows this process (CUDA_VISIBLE_DEVICES says which)."""
+    count = ctypes.c_int(0)
+    with suppress(OSError):  # there is no driver
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0:
+            driver.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
+
+
+def open_device(device: str) -> None:
+    """Have a GPU opened in the background: the driver takes long to make a context, and needs no Python for it."""
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        threading.Thread(target=_open, args=(int(index),), name="open", daemon=True).start()
+
+
+def main(descriptor: int, parent: int, device: str, module: str) -> NoReturn:
+    """What an interpreter does, see `worker.main`.
+
+    Args:
+        descriptor: of the pipe to the process `parent`.
+        parent: with it this process ends, however it ends.
+        device: of this process.
+        module: see `start_early`.
+    """
+    os.set_inheritable(descriptor, False)
+    _end_with(parent)
+    open_device(device)
+    importlib.import_module("warpbus.dist.worker").main(Connection(descriptor), module)
+    raise AssertionError("a worker ends by itself")
+
+
+def _start(device: str, count: int, module: str = "") -> Interpreter:
+    mine, other = Pipe()
+    threads = max(1, (os.cpu_count() or 1) // count)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens on no other interface
+    program = (
+        f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import main; "
+        f"main({other.fileno()}, {os.getpid()}, {device!r}, {module!r})"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[other.fileno()],
+        env=environment,
+        process_group=0,
+    )
+    other.close()
+    return Interpreter(device, process, mine)
+
+
+def _end(started: Sequence[Interpreter]) -> None:
+    for each in started:
+        each.process.kill()
+    for each in started:
+        each.process.wait()
+        each.connection.close()
+
+
+def _end_early() -> None:
+    _end(_early)
+    _early.clear()
+
+
+def _open(index: int) -> None:
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    with suppress(OSError):  # there is no driver, which torch finds out too
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
+            # The one that CUDA's runtime, and so torch, uses in this process.
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, also by kill -9."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)

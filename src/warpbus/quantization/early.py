@@ -1,0 +1,34 @@
+"""Starting a run's processes before torch is loaded, which they and the starting process then do at the same time.
+
+Nothing here loads torch. What it starts follows from the arguments alone, as a guess: whether they are right is found
+out later (`driver`), and processes that do not fit what the run then asks for end unused.
+"""
+
+from collections.abc import Sequence
+
+from warpbus.dist.interpreters import count_gpus, start_early
+from warpbus.dist.shares import SHARES
+
+
+def start_processes(*, device: str, gpus: str, processes: int) -> None:
+    """Start the processes of a calibrated run on this machine; arguments as of `quantize`."""
+    devices = _devices(device, gpus, processes)
+    if devices:
+        start_early(devices, "warpbus.quantization.job")
+
+
+def _devices(device: str, gpus: str, processes: int) -> Sequence[str]:
+    """The device of each process as `driver` is going to name it; none where the arguments make no sense."""
+    count = min(processes, SHARES)
+    if device == "cpu":
+        return ["cpu"] * count
+    if device not in ("auto", "cuda"):
+        return [device] if device.startswith("cuda:") and device[5:].isdecimal() else []
+    pieces = gpus.split(",")
+    if gpus != "all" and not all(piece.isdecimal() for piece in pieces):
+        return []
+    there = count_gpus()
+    if not there:
+        return ["cpu"] * count if device == "auto" else []
+    numbers = range(there) if gpus == "all" else range(int(gpus)) if len(pieces) == 1 else [*map(int, pieces)]
+    return [f"cuda:{number}" for number in numbers[:SHARES]] if max(numbers, default=there) < there else []
