@@ -59,7 +59,7 @@ class Driver:
 
     def create(self, size):
         self._called("create")
-        assert 0 < size
+        assert size > 0
         assert size % PAGE == 0
         if size > self.left():
             raise DeviceError("CUDA_ERROR_OUT_OF_MEMORY")

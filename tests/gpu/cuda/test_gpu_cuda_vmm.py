@@ -68,7 +68,7 @@ def test_tensors_of_all_types(dtype):
     arena = Arena(GiB, GPU)
     arena.resize(4 * MiB)
     tensor = arena.tensor((16, 32, 64), dtype, offset=MiB)
-    values = torch.arange(-50, 50, device=GPU).repeat(328)[: tensor.numel()].view(tensor.shape).to(dtype)
+    values = torch.arange(-50.0, 50.0, device=GPU).repeat(328)[: tensor.numel()].view(tensor.shape).to(dtype)
     tensor.copy_(values)
     assert torch.equal(tensor.float(), values.float())
     assert torch.equal(tensor[3].cpu().float(), values[3].cpu().float())
@@ -257,7 +257,7 @@ def test_a_thousand_cycles_leak_nothing(account):
         arena.resize(0)
     taken, mapped = account()
     assert mapped == 0
-    assert abs(taken) <= 4 * MiB
+    assert abs(taken) <= SLACK
 
 
 def test_hundreds_of_arenas_leak_nothing(account):
@@ -268,7 +268,7 @@ def test_hundreds_of_arenas_leak_nothing(account):
         del arena
     taken, mapped = account()
     assert mapped == 0
-    assert abs(taken) <= 4 * MiB
+    assert abs(taken) <= SLACK
 
 
 def test_in_a_thread_that_has_not_used_cuda():
@@ -302,4 +302,5 @@ assert tensor.fill_(3).sum().item() == 12
 assert arena.device == torch.device("cuda", 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr

@@ -39,6 +39,11 @@ def scores(model):
     return model(TOKENS)
 
 
+def close(found, expected):
+    """The weights are compared bit by bit; a product may be summed in another order."""
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.fixture
 def model():
     return random_model(MIDDLE, W4, GPU, torch.float16)
@@ -69,7 +74,7 @@ def test_moving_takes_little_more_than_a_tensor(model):
     linear = model.layers[0].mlp.gate_up
     assert linear.form.codes is linear.codes
     assert linear.form.scales is linear.scales
-    torch.testing.assert_close(scores(model), expected)
+    close(scores(model), expected)
     assert dormant.nbytes >= sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -113,7 +118,7 @@ def test_asleep_the_drivers_memory_is_free_and_awake_graphs_go_on(model):
         result.zero_()
         graph.replay()
         assert torch.equal(result, expected)
-        torch.testing.assert_close(scores(model), eager)
+        close(scores(model), eager)
         for name, tensor in named(model).items():
             assert tensor.data_ptr() == pointers[name]
             assert torch.equal(tensor.cpu(), clones[name])
@@ -135,7 +140,7 @@ def test_a_wake_without_memory_can_be_tried_again(model):
     neighbour.close()
     dormant.wake()
     assert not dormant.asleep
-    torch.testing.assert_close(scores(model), expected)
+    close(scores(model), expected)
 
 
 def test_a_tied_head_moves_once():
@@ -154,7 +159,7 @@ def test_an_embedding_on_the_cpu_stays_there():
     dormant.sleep()
     assert model.embedding.weight.data_ptr() == place
     dormant.wake()
-    torch.testing.assert_close(scores(model), expected)
+    close(scores(model), expected)
     assert dormant.device == GPU
 
 
