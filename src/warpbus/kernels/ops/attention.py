@@ -67,7 +67,8 @@ def decode_attention(
         positions: int32 `[b]`: where each row's new token stands; each at least 0 and less than `limit`, which is not
             checked, since it would take the GPU's answer.
         blocks: int32 `[b, n]`, the last stride 1: the row's block table, position p lies in block `blocks[row, p // B]`
-            of the cache. Entries past a row's position are not used, whatever they are.
+            of the cache. Entries past a row's position are not used, whatever they are. On Hopper, what `positions` and
+            `blocks` hold until the kernel ahead is done may guide a fetch into L2: let them name blocks at any time.
         keys, values: the cache, `[blocks, kv_heads, B, d]` in the dtype of `qkv`, int8 or float8_e4m3fn, B a power of
             two from 16 to 256; any strides, the last one 1, for the kernel the others multiples of 16 bytes. Written in
             place. What lies past a row's position, in its last block too, may be anything, also NaN.
@@ -275,7 +276,7 @@ def _kernel(dtype: torch.dtype, head_dim: int, bits: int, stored: bool) -> Kerne
     declared = unit(
         "attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE_BITS=bits % 16, STORED=int(stored)
     )
-    return declared.kernel("decode_attention", "P" * 12 + "q" * 11 + "i" * 12 + "f")
+    return declared.kernel("decode_attention", "P" * 12 + "q" * 7 + "I" * 4 + "i" * 12 + "f")
 
 
 def _launch(
@@ -334,10 +335,11 @@ def _launch(
         part_weights,
         counting,
         blocks.stride(0),
-        *keys.stride()[:3],
-        *values.stride()[:3],
+        keys.stride(1),
+        values.stride(1),
         *((0, 0) if key_scales is None else key_scales.stride()[:2]),
         *((0, 0) if value_scales is None else value_scales.stride()[:2]),
+        *(tensor.stride(axis) * bits // 128 for tensor in (keys, values) for axis in (0, 2)),
         block.bit_length() - 1,
         group,
         size,

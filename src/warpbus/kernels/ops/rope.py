@@ -85,8 +85,8 @@ def _check(
             f"{name}: qkv has shape {list(qkv.shape)}, keys {list(keys.shape)}, and there are {heads} heads: give qkv "
             "[t, (heads + 2 kv_heads) * head_dim]"
         )
-    one_each = {"positions": (tokens,), "slots": (tokens,)}
-    check_shape(name, one_each, f"one for each of the {tokens} tokens of qkv", positions=positions, slots=slots)
+    for of, indices in (("positions", positions), ("slots", slots)):
+        check_shape(name, {of: (tokens,)}, f"one for each of the {tokens} tokens of qkv", **{of: indices})
     check_indices(name, qkv.device, torch.int32, positions=positions)
     check_indices(name, qkv.device, torch.int64, slots=slots)
     rotary = table.shape[1]

@@ -42,11 +42,9 @@ def decode_attention(
     # row's last block there is nothing to clear; a GPU would have to be waited for to know where that is.
     begin = int(positions.min()) // size * size if qkv.device.type == "cpu" else 0
     hidden = ~seen[:, None, begin:, None]
-    past = []
-    for cache, scales in ((keys, key_scales), (values, value_scales)):
-        held = gather(cache, scales, named, qkv.dtype)
-        held[:, :, begin:].masked_fill_(hidden, 0.0)
-        past.append(held)
+    k, v = gather(keys, key_scales, named, qkv.dtype), gather(values, value_scales, named, qkv.dtype)
+    for past in (k, v):
+        past[:, :, begin:].masked_fill_(hidden, 0.0)
     # The queries of a group stand where torch has the tokens of one sequence: keys and values are read once for all.
     grouped = rotate(q, angles, interleaved).unflatten(1, (kv_heads, -1))
-    return F.scaled_dot_product_attention(grouped, *past, attn_mask=seen[:, None, None]).flatten(1, 2)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None]).flatten(1, 2)

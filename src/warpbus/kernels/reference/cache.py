@@ -43,5 +43,11 @@ def gather_cache(cache: Tensor, scales: Tensor | None, blocks: Tensor, tokens: i
 
 def _picked(cache: Tensor, blocks: Tensor) -> Tensor:
     """`[kv_heads, b, n * B, ...]` of `[blocks, kv_heads, B, ...]`: copied once, since heads stay outside."""
-    found = cache.transpose(0, 1).index_select(1, blocks.flatten())
+    heads_first, which = cache.transpose(0, 1), blocks.flatten()
+    # Not `index_select`: of a cache with layers in between it would copy all blocks. On the CPU whole blocks are copied
+    # several times faster than torch gathers elements.
+    if which.device.type == "cpu" and len(which):
+        found = torch.stack([heads_first[:, block] for block in which.tolist()], dim=1)
+    else:
+        found = heads_first[:, which]
     return found.unflatten(1, blocks.shape).flatten(2, 3)

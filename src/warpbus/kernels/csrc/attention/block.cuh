@@ -10,6 +10,7 @@ using Cache = ELEMENT;
 using Unit = unsigned short;  // what tiles of the cache are made of
 
 constexpr bool kCoded = CODE_BITS == 8;
+constexpr bool kStored = STORED;
 constexpr int kWarps = 4;  // that share a tile of queries
 constexpr int kTile = 16;  // queries
 constexpr int kMaxThreads = HEAD_DIM == 256 ? 256 : 512;

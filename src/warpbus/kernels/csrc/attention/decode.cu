@@ -1,15 +1,19 @@
-// Attention of one new token a row with grouped queries, from the projections to the heads' outputs, in one launch.
+// Attention of one new token a row with grouped queries, over keys and values in blocks, from the projections to the
+// heads' outputs, in one launch.
 //
-// Computes, for each row: q and k rotated (RoPE), k and v written into the cache at the row's position, and
-// softmax(q k^T / sqrt(head_dim)) v over the keys 0 to position, in float32.
+// Computes, for each row: q and k rotated (RoPE), k and v written into the cache at the row's position unless they are
+// STORED, and softmax(q k^T / sqrt(head_dim)) v over the keys 0 to position, in float32.
 //
 // Shapes and layout
 //   qkv        [batch, (kv_heads * group + 2 kv_heads) * head_dim] ELEMENT, contiguous: all queries, keys, values
 //   table      float [positions, rotary]: for each position rotary / 2 cosines, then as many sines
 //   positions  int [batch]
-//   keys, values  [rows >= batch, kv_heads, capacity, head_dim]: ELEMENT, or codes of 8 bits; the last stride is 1, the
-//              others are given in elements; rows of head_dim begin at multiples of 16 bytes
-//   key_scales, value_scales  float [rows, kv_heads, capacity], the last stride 1, for codes: the largest magnitude
+//   block_table  int [batch, n], the last stride 1: key p of a row lies in block block_table[row, p >> shift] of the
+//              cache, at p modulo the block's size; n blocks hold `limit` keys; entries past the row's position may be
+//              anything
+//   keys, values  [blocks, kv_heads, 1 << shift, head_dim]: ELEMENT, or codes of 8 bits; the last stride is 1, those of
+//              blocks and tokens are given in pieces of 16 bytes, that of heads in elements; shift is at least 4
+//   key_scales, value_scales  float [blocks, kv_heads, 1 << shift], the last stride 1, for codes: the largest magnitude
 //              of a head's vector / 127 or / 448
 //   out        [batch, kv_heads * group, head_dim] ELEMENT, contiguous
 //   part_values, part_weights  scratch for `parts` parts of each row and KV head, see combine.cuh; unused if parts
@@ -27,6 +31,7 @@
 //   ELEMENT     __half or __nv_bfloat16
 //   HEAD_DIM    64, 128 or 256: the row in shared memory
 //   CODE_BITS   0: the cache holds ELEMENT; 8: it holds codes, int8 or e4m3 by the argument `code`
+//   STORED      1: the new keys and values are in the cache already; 0: the kernel writes them
 //
 // Grid: (parts or more, kv_heads, batch), all blocks along x a cluster if combiners is 0; 128 threads for each 16
 // queries of a group.
@@ -86,15 +91,16 @@ __device__ __forceinline__ void store_part(const attention::Parts& parts, int pa
 // What the kernel ahead may have written, qkv and positions, is not __restrict__: loads of what nobody writes in this
 // kernel could move ahead of griddepcontrol_wait.
 extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
-    decode_attention(const ELEMENT* qkv, const float* __restrict__ table, const int* positions, Cache* keys,
-                     Cache* values, float* key_scales, float* value_scales, ELEMENT* __restrict__ out,
-                     float* part_values, float2* part_weights, int* counters, long long key_row_stride,
-                     long long key_head_stride, long long key_token_stride, long long value_row_stride,
-                     long long value_head_stride, long long value_token_stride,
-                     long long key_scale_row_stride, long long key_scale_head_stride, long long value_scale_row_stride,
-                     long long value_scale_head_stride, int group, int head_dim, int rotary,
-                     int interleaved, int code, int stages, int chunks_per_unit, int units_per_block,
-                     int in_group, int combiners, int limit, float scale) {
+    decode_attention(const ELEMENT* qkv, const float* __restrict__ table, const int* positions,
+                     const int* block_table, Cache* keys, Cache* values, float* key_scales, float* value_scales,
+                     ELEMENT* __restrict__ out, float* part_values, float2* part_weights, int* counters,
+                     long long block_table_stride,
+                     long long key_head_stride, long long value_head_stride, long long key_scale_block_stride,
+                     long long key_scale_head_stride, long long value_scale_block_stride,
+                     long long value_scale_head_stride, unsigned int key_block_stride, unsigned int key_token_stride,
+                     unsigned int value_block_stride, unsigned int value_token_stride, int shift, int group,
+                     int head_dim, int rotary, int interleaved, int code, int stages, int chunks_per_unit,
+                     int units_per_block, int in_group, int combiners, int limit, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int part = blockIdx.x;
     const int kv_head = blockIdx.y;
@@ -105,29 +111,37 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     const Place place;
     const Memory at(memory, place);
     const int block_keys = units_per_block * chunks_per_unit * kKeys;
-    const Source key_source = {keys + row * key_row_stride + kv_head * key_head_stride, key_token_stride,
-                               key_scales + (row * key_scale_row_stride + kv_head * key_scale_head_stride)};
-    const Source value_source = {values + row * value_row_stride + kv_head * value_head_stride, value_token_stride,
-                                 value_scales + (row * value_scale_row_stride + kv_head * value_scale_head_stride)};
+    const int* row_table = block_table + row * block_table_stride;
+    const Source key_source = {keys + kv_head * key_head_stride, key_block_stride, key_token_stride,
+                               key_scales + kv_head * key_scale_head_stride, key_scale_block_stride};
+    const Source value_source = {values + kv_head * value_head_stride, value_block_stride, value_token_stride,
+                                 value_scales + kv_head * value_scale_head_stride, value_scale_block_stride};
 #if __CUDA_ARCH__ >= 900
-    // The cache may have been written just before, so nothing is read ahead of the wait; but L2 may fetch it.
+    // The cache may have been written just before, so nothing is used ahead of the wait; but L2 may fetch it, from
+    // where position and table say now. They name blocks of the cache at any time, if perhaps not yet the right ones.
     ptx::griddepcontrol_launch_dependents();
-    const int ahead = min(min(stages * kKeys, block_keys), limit - part * block_keys);
-    if (threadIdx.x == 0) prefetch(key_source, part * block_keys, ahead, head_dim);
-    if (threadIdx.x == 32) prefetch(value_source, part * block_keys, ahead, head_dim);
+    if (warp < 2) {
+        const int first = part * block_keys;
+        const int ahead = min(min(stages * kKeys, block_keys), limit - first);
+        const int last = __ldcg(positions + row);
+        if (warp == 0) prefetch(key_source, row_table, shift, first, ahead, limit, last, head_dim);
+        if (warp == 1) prefetch(value_source, row_table, shift, first, ahead, limit, last, head_dim);
+    }
     ptx::griddepcontrol_wait();
 #endif
     const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
     const int position = positions[row];  // everything waits for it but these:
+    Blocks row_blocks(row_table, shift, limit, part * block_keys);
     const Queries queries(projected + kv_head * group * head_dim, group, head_dim, rotary, interleaved, place);
     const bool is_key = warp % 2 == 0;
     const NewToken token(projected + (kv_heads * (group + warp % 2) + kv_head) * head_dim, head_dim,
                          is_key ? rotary : 0, interleaved);
-    const Range range = {part * block_keys, min((part + 1) * block_keys, position + 1), position};
+    const Range range = {part * block_keys, min((part + 1) * block_keys, position + 1), kStored ? -1 : position};
     if (range.begin >= range.end) return;
 
     const float* row_angles = table + static_cast<long long>(position) * rotary;
     const attention::Angles angles(row_angles, queries.pair, rotary);
+    const int new_block = row_blocks.of_key(position);
     const long long pair = row * kv_heads + kv_head;
     const long long head = pair * group;           // the first of the group in `out`
     const int blocks = position / block_keys + 1;  // that have keys of this row
@@ -136,14 +150,15 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     // group is empty.
     const auto begin_keys = [&](int chunk, int index) {
         if (chunk >= chunks) return;
-        fetch(at.stage(index).keys, key_source, range.begin + chunk * kKeys, range, head_dim, place);
+        row_blocks.turn_to(chunk);
+        fetch(at.stage(index).keys, key_source, row_blocks, chunk, range, head_dim, place);
         if constexpr (kCoded) {
-            fetch_scales(at.stage(index).scales(), key_source, value_source, range.begin + chunk * kKeys, range);
+            fetch_scales(at.stage(index).scales(), key_source, value_source, row_blocks, chunk, range);
         }
     };
     const auto begin_values = [&](int chunk, int index) {
         if (chunk >= chunks) return;
-        fetch(at.stage(index).values, value_source, range.begin + chunk * kKeys, range, head_dim, place);
+        fetch(at.stage(index).values, value_source, row_blocks, chunk, range, head_dim, place);
     };
     begin_keys(0, 0);
     ptx::cp_async_commit();
@@ -154,12 +169,13 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     }
 
     queries.store(at.tile, angles, group, head_dim, place);
-    const bool has_new = range.end == position + 1;
+    const bool has_new = !kStored && range.end == position + 1;
     if (has_new && warp < 2) {
-        const Source source = {is_key ? key_source.data : value_source.data,
-                               is_key ? key_source.stride : value_source.stride,
-                               is_key ? key_source.scales : value_source.scales};
-        append(token, row_angles, source, position, at.fresh->rows[warp], at.fresh->scales + warp, head_dim,
+        const int inside = row_blocks.inside(position);
+        void* cached = is_key ? key_source.at(new_block, inside) : value_source.at(new_block, inside);
+        float* cached_scale =
+            is_key ? key_source.scale_at(new_block, inside) : value_source.scale_at(new_block, inside);
+        append(token, row_angles, cached, cached_scale, at.fresh->rows[warp], at.fresh->scales + warp, head_dim,
                is_key ? rotary : 0, interleaved, code);
     }
     const int new_row = position - (range.begin + (chunks - 1) * kKeys);  // within the last chunk

@@ -4,69 +4,140 @@
 #include "attention/cache.cuh"
 #include "attention/rope.cuh"
 
-// The keys or the values of one row and KV head.
+// The keys or the values of one KV head.
 struct Source {
     Cache* data;
-    long long stride;  // of tokens, in elements
+    unsigned int block_stride, token_stride;  // in pieces of 16 bytes
     float* scales;
+    long long scale_stride;  // of blocks
+
+    // Piece 0 of the vector of a token, and its scale, from its block of the cache and its place in the block.
+    __device__ __forceinline__ uint4* at(unsigned int block, unsigned int token) const {
+        return reinterpret_cast<uint4*>(data) + static_cast<unsigned long long>(block) * block_stride +
+               token * token_stride;
+    }
+    __device__ __forceinline__ float* scale_at(int block, int token) const {
+        return scales + block * scale_stride + token;
+    }
 };
 
-// Which keys a block has: from `begin` to `end`, of them the new one at `position`, or not if that is beyond.
+// Which keys a block has: from `begin` to `end`, of them the new one at `position`, or not if that is beyond. -1 where
+// no token is new, because all are stored.
 struct Range {
     int begin, end, position;
 };
 
+// The part of a row's block table that a block of the kernel is at. A lane has the entry of kSpan keys, which lie in
+// one block of the cache whatever its size, and a warp those of kWindow chunks: a register for the window in use,
+// another for the next, asked for long before it is needed. Entries past the row's position are loaded, but not used.
+class Blocks {
+  public:
+    static constexpr int kSpan = 16;
+    static constexpr int kSpans = kKeys / kSpan;  // of a chunk
+    static constexpr int kWindow = 32 / kSpans;   // chunks
+
+    // `table` is the row's, which has entries for the keys below `limit`; `begin` the first key of the block's.
+    __device__ __forceinline__ Blocks(const int* table, int shift, int limit, int begin)
+        : table_(table), shift_(shift), last_(limit - 1), next_(begin + 32 * kSpan), now_(entry(begin)),
+          ahead_(entry(next_)) {}
+
+    // To call once for each chunk, before anything is asked of it; `chunk` counts from 0.
+    __device__ __forceinline__ void turn_to(int chunk) {
+        if (chunk == 0 || chunk % kWindow != 0) return;
+        now_ = ahead_;
+        next_ += 32 * kSpan;
+        ahead_ = entry(next_);
+    }
+
+    // The block of row `row` of a chunk in the window. All lanes call it.
+    __device__ __forceinline__ int of(int chunk, int row) const {
+        return __shfl_sync(kAll, now_, chunk % kWindow * kSpans + row / kSpan);
+    }
+
+    // The block of a key that is known to be the row's, and a key's place in its block.
+    __device__ __forceinline__ int of_key(int key) const { return table_[key >> shift_]; }
+    __device__ __forceinline__ int inside(int key) const { return key & ((1 << shift_) - 1); }
+
+  private:
+    __device__ __forceinline__ int entry(int first) const {
+        const int key = first + kSpan * static_cast<int>(threadIdx.x % 32);
+        return table_[min(key, last_) >> shift_];
+    }
+
+    const int* table_;
+    int shift_, last_, next_, now_, ahead_;
+};
+
 #if __CUDA_ARCH__ >= 900
-// Bring `count` keys or values from `first` on into L2, if they lie one after another. One thread calls it.
-__device__ __forceinline__ void prefetch(const Source& source, int first, int count, int head_dim) {
-    if (count > 0 && source.stride == head_dim) {
-        ptx::bulk_prefetch(source.data + first * source.stride, count * head_dim * static_cast<int>(sizeof(Cache)));
+// Bring the keys or values from `first` on into L2, `count` at most and no span past `position`, if the tokens of a block
+// of the cache lie one after another. One warp calls it, ahead of griddepcontrol_wait: what it reads may be from before,
+// and must not stay in L1.
+__device__ __forceinline__ void prefetch(const Source& source, const int* table, int shift, int first, int count,
+                                         int limit, int position, int head_dim) {
+    const int offset = Blocks::kSpan * static_cast<int>(threadIdx.x % 32);
+    const int key = first + offset;
+    const int block = __ldcg(table + (min(key, limit - 1) >> shift));  // does not wait for the position
+    const int bytes = head_dim * static_cast<int>(sizeof(Cache));
+    if (offset < count && key <= position && source.token_stride * 16 == bytes) {
+        ptx::bulk_prefetch(source.at(block, key & ((1 << shift) - 1)), Blocks::kSpan * bytes);
     }
 }
 #endif
 
-// Begin to copy the chunk from key `first` on. Past the end, and past head_dim, come zeros, whatever the memory holds.
-// The row of the new token is left out. Each tile's threads copy a part of the rows. A chunk with nothing to look out
-// for, as most are, takes a few instructions for each copy.
-__device__ __forceinline__ void fetch(Unit* tile, const Source& source, int first, const Range& range, int head_dim,
-                                      const Place& place) {
+// Begin to copy a chunk. Past the end, and past head_dim, come zeros, whatever the memory holds. The row of the new
+// token is left out. Each tile's threads copy a part of the rows. A chunk with nothing to look out for, as most are,
+// takes a few instructions for each copy.
+__device__ __forceinline__ void fetch(Unit* tile, const Source& source, const Blocks& blocks, int chunk,
+                                      const Range& range, int head_dim, const Place& place) {
     constexpr int kThreads = 32 * kWarps;
     constexpr int kRounds = kTileUnits / kChunk / kThreads;
+    constexpr int kRows = kThreads / kPieces;  // in a round
     const int tiles = blockDim.x / kThreads;
     const int begin = place.tile * kRounds / tiles;
     const int end = (place.tile + 1) * kRounds / tiles;
     const int piece = threadIdx.x % kPieces;
     const int dim = piece * (16 / static_cast<int>(sizeof(Cache)));
-    constexpr int kRows = kThreads / kPieces;  // in a round
     const int row0 = threadIdx.x % kThreads / kPieces;
+    const int first = range.begin + chunk * kKeys;
     const auto to = [&](int row) { return ptx::shared_address(tile + chunk_offset<kColumns>(row, piece)); };
-    if (first + kKeys <= range.position && head_dim == HEAD_DIM) {
-        const Cache* from = source.data + (first + row0) * source.stride + dim;
+    if (first + kKeys <= (kStored ? range.end : range.position) && head_dim == HEAD_DIM) {
+        const uint4* from = nullptr;
 #pragma unroll
         for (int i = 0; i < kRounds; ++i) {
-            if (i >= begin && i < end) ptx::cp_async_16(to(row0 + i * kRows), from);
-            from += kRows * source.stride;
+            const int row = row0 + i * kRows;
+            if (i * kRows % Blocks::kSpan == 0) {
+                from = source.at(blocks.of(chunk, row), blocks.inside(first + row)) + piece;
+            }
+            if (i >= begin && i < end) ptx::cp_async_16(to(row), from);
+            from += kRows * source.token_stride;
         }
     } else {
 #pragma unroll 1
         for (int i = begin; i < end; ++i) {
-            const int key = first + row0 + i * kRows;
+            const int row = row0 + i * kRows;
+            const int key = first + row;
+            const int block = blocks.of(chunk, row);
             if (key == range.position) continue;
             const bool there = key < range.end && dim < head_dim;
-            const Cache* from = source.data + (there ? key * source.stride + dim : 0);
-            ptx::cp_async_16(to(row0 + i * kRows), from, there ? 16 : 0);
+            const void* from = source.data;
+            if (there) from = source.at(block, blocks.inside(key)) + piece;
+            ptx::cp_async_16(to(row), from, there ? 16 : 0);
         }
     }
 }
 
 // The scales of a chunk's keys and values, one a thread.
-__device__ __forceinline__ void fetch_scales(float* scales, const Source& keys, const Source& values, int first,
-                                             const Range& range) {
-    const int key = first + static_cast<int>(threadIdx.x) % kKeys;
-    if (threadIdx.x < 2 * kKeys && key != range.position) {
-        const float* from = (threadIdx.x < kKeys ? keys.scales : values.scales) + (key < range.end ? key : 0);
-        attention::cp_async_4(ptx::shared_address(scales + threadIdx.x), from, key < range.end ? 4 : 0);
-    }
+__device__ __forceinline__ void fetch_scales(float* scales, const Source& keys, const Source& values,
+                                             const Blocks& blocks, int chunk, const Range& range) {
+    if (threadIdx.x >= 2 * kKeys) return;
+    const int row = static_cast<int>(threadIdx.x) % kKeys;
+    const int key = range.begin + chunk * kKeys + row;
+    const int block = blocks.of(chunk, row);
+    if (key == range.position) return;
+    const bool there = key < range.end, of_keys = threadIdx.x < kKeys;
+    const float* from = of_keys ? keys.scales : values.scales;
+    if (there) from += block * (of_keys ? keys.scale_stride : values.scale_stride) + blocks.inside(key);
+    attention::cp_async_4(ptx::shared_address(scales + threadIdx.x), from, there ? 4 : 0);
 }
 
 // Wait until at most `newest` (0 to 3) of the newest groups of copies are under way.
@@ -138,13 +209,12 @@ struct NewToken {
     }
 };
 
-// Write it, rotated, into the cache, and for this block into `fresh`.
-__device__ __forceinline__ void append(const NewToken& token, const float* angles, const Source& source, int position,
+// Write it, rotated, to its place in the cache and for this block into `fresh`.
+__device__ __forceinline__ void append(const NewToken& token, const float* angles, void* cached, float* cached_scale,
                                        Unit* fresh, float* fresh_scale, int head_dim, int rotary, bool interleaved,
                                        int code) {
     constexpr int kPairs = NewToken::kPairs;
     const int lane = threadIdx.x % 32;
-    Cache* cached = source.data + position * source.stride;
     unsigned int pairs[kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -157,7 +227,7 @@ __device__ __forceinline__ void append(const NewToken& token, const float* angle
         for (int i = 0; i < kPairs; ++i) {
             const int pair = lane + 32 * i;
             reinterpret_cast<unsigned int*>(fresh)[pair] = pairs[i];
-            if (2 * pair < head_dim) reinterpret_cast<unsigned int*>(cached)[pair] = pairs[i];
+            if (2 * pair < head_dim) static_cast<unsigned int*>(cached)[pair] = pairs[i];
         }
     } else {
         // Magnitudes are ordered as their bits are, and NaN stands above all.
@@ -177,9 +247,9 @@ __device__ __forceinline__ void append(const NewToken& token, const float* angle
             x = scale == 0.0f ? make_float2(0.0f, 0.0f) : make_float2(x.x / scale, x.y / scale);
             const unsigned int codes = to_code(x.x, code) | to_code(x.y, code) << 8;
             fresh[pair] = static_cast<Unit>(codes);
-            if (2 * pair < head_dim) reinterpret_cast<Unit*>(cached)[pair] = static_cast<Unit>(codes);
+            if (2 * pair < head_dim) static_cast<Unit*>(cached)[pair] = static_cast<Unit>(codes);
         }
-        if (lane == 0) source.scales[position] = *fresh_scale = scale;
+        if (lane == 0) *cached_scale = *fresh_scale = scale;
     }
 }
 

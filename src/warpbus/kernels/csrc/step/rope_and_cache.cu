@@ -1,13 +1,14 @@
-// The rotary position embedding of a prompt's queries and keys, and the write of its keys and values into the cache.
+// The rotary position embedding of tokens' queries and keys, and the write of their keys and values into the cache.
 //
 // Shapes and layout
-//   qkv     [batch, tokens, (heads + 2 kv_heads) * size], contiguous: the queries of all heads, then keys, then values;
+//   qkv     [tokens, (heads + 2 kv_heads) * size], contiguous: the queries of all heads, then keys, then values;
 //           ELEMENT = float, __half or __nv_bfloat16
 //   table   float [positions, rotary]: for each position rotary / 2 cosines, then as many sines
-//   q       [batch, tokens, heads, size]; k [batch, tokens, kv_heads, size]: rotated, contiguous
-//   keys, values    [rows >= batch, kv_heads, capacity, size], the last stride 1, the others any (in elements)
-//   key_scales, value_scales    float [rows, kv_heads, capacity], the last stride 1; null unless `code` has scales
-// Token t of every row stands at position start + t, in the table and in the cache.
+//   positions, slots    int and long long [tokens]: a token's row of the table, and its place in the cache: the block
+//           times the block's size, and the place in the block
+//   q       [tokens, heads, size]; k [tokens, kv_heads, size]: rotated, contiguous
+//   keys, values    [blocks, kv_heads, 1 << shift, size], the last stride 1, the others any (in elements)
+//   key_scales, value_scales    float [blocks, kv_heads, 1 << shift], the last stride 1; null unless `code` has scales
 // The first `rotary` dimensions of a head rotate, as pairs (2i, 2i+1) where `interleaved`, else (i, i + rotary / 2).
 // `code`: 0 ELEMENT, 1 int8, 2 fp8 e4m3. The scale is the largest magnitude of the token's head vector / 127 or / 448;
 // the code is the vector over the scale, rounded to nearest even. A vector of zeros has scale 0 and codes 0, and one
@@ -110,32 +111,34 @@ __device__ __forceinline__ void store_codes(unsigned char* row, float* scale_of_
 
 // Four blocks a multiprocessor are enough: without the 4 the assembler spills registers to make room for more.
 extern "C" __global__ void __launch_bounds__(kBlock, 4)
-    rope_and_cache(const ELEMENT* __restrict__ qkv, const float* __restrict__ table, ELEMENT* __restrict__ q,
-                   ELEMENT* __restrict__ k, void* __restrict__ keys, void* __restrict__ values,
-                   float* __restrict__ key_scales, float* __restrict__ value_scales, long long key_row_stride,
-                   long long key_head_stride, long long key_token_stride, long long value_row_stride,
-                   long long value_head_stride, long long value_token_stride, long long key_scale_row_stride,
-                   long long key_scale_head_stride, long long value_scale_row_stride, long long value_scale_head_stride,
-                   int tokens, int start, int heads, int kv_heads, int size, int rotary, int lanes, int code,
-                   int interleaved, int vectorised) {
+    rope_and_cache(const ELEMENT* __restrict__ qkv, const float* __restrict__ table, const int* positions,
+                   const long long* slots, ELEMENT* __restrict__ q, ELEMENT* __restrict__ k, void* __restrict__ keys,
+                   void* __restrict__ values, float* __restrict__ key_scales, float* __restrict__ value_scales,
+                   long long key_block_stride, long long key_head_stride, long long key_token_stride,
+                   long long value_block_stride, long long value_head_stride, long long value_token_stride,
+                   long long key_scale_block_stride, long long key_scale_head_stride,
+                   long long value_scale_block_stride, long long value_scale_head_stride, int shift, int heads,
+                   int kv_heads, int size, int rotary, int lanes, int code, int interleaved, int vectorised) {
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
 #endif
     const long long token = blockIdx.x;
-    const long long row = token / tokens;
-    const int position = start + static_cast<int>(token - row * tokens);
+    const int position = positions[token];
+    const long long place = slots[token];
+    const long long block = place >> shift;
+    const int inside = static_cast<int>(place - (block << shift));
     const int chunk = threadIdx.x % lanes;
     const int first = kChunk * chunk;
     const Rotation turn = rotation_of(table + static_cast<long long>(position) * rotary, first, rotary, interleaved);
 
     const ELEMENT* source = qkv + token * (heads + 2 * kv_heads) * size;
     const int all = heads + 2 * kv_heads;
-    const int slots = kBlock / lanes;
-    for (int begin = 0; begin < all; begin += slots) {
-        const int slot = begin + static_cast<int>(threadIdx.x) / lanes;
-        const bool stores = slot < all && first < size;
-        const int index = min(slot, all - 1);
+    const int at_once = kBlock / lanes;  // heads
+    for (int begin = 0; begin < all; begin += at_once) {
+        const int own = begin + static_cast<int>(threadIdx.x) / lanes;
+        const bool stores = own < all && first < size;
+        const int index = min(own, all - 1);
         const ELEMENT* head = source + static_cast<long long>(index) * size;
         Chunk<ELEMENT> value = {};
         if (first < size) value = step::load_chunk(head, chunk, size, vectorised);
@@ -153,20 +156,20 @@ extern "C" __global__ void __launch_bounds__(kBlock, 4)
                                          : k + (token * kv_heads + index - heads) * size;
             if (stores) step::store_chunk(out, chunk, size, vectorised, value);
         }
-        if (begin + slots <= heads) continue;  // queries alone
+        if (begin + at_once <= heads) continue;  // queries alone
         const bool is_value = index >= heads + kv_heads;
         const int kv_head = max(0, index - heads - (is_value ? kv_heads : 0));
         const long long at =
-            is_value ? row * value_row_stride + kv_head * value_head_stride + position * value_token_stride
-                     : row * key_row_stride + kv_head * key_head_stride + position * key_token_stride;
+            is_value ? block * value_block_stride + kv_head * value_head_stride + inside * value_token_stride
+                     : block * key_block_stride + kv_head * key_head_stride + inside * key_token_stride;
         void* cache = is_value ? values : keys;
         const bool caches = stores && index >= heads;
         if (code == kElement) {
             if (caches) step::store_chunk(static_cast<ELEMENT*>(cache) + at, chunk, size, vectorised, value);
         } else {
-            float* scale = is_value ? value_scales + row * value_scale_row_stride + kv_head * value_scale_head_stride
-                                    : key_scales + row * key_scale_row_stride + kv_head * key_scale_head_stride;
-            store_codes(static_cast<unsigned char*>(cache) + at, scale + position, chunk, size, lanes, code, vectorised,
+            float* scale = is_value ? value_scales + block * value_scale_block_stride + kv_head * value_scale_head_stride
+                                    : key_scales + block * key_scale_block_stride + kv_head * key_scale_head_stride;
+            store_codes(static_cast<unsigned char*>(cache) + at, scale + inside, chunk, size, lanes, code, vectorised,
                         caches, value);
         }
     }
