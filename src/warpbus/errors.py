@@ -12,6 +12,7 @@
     ├── QualityError                  a model that got worse than was allowed
     ├── DeviceError                   a device that is not there or cannot do what was asked
     ├── StorageError                  a disk that is full or cannot be written
+    ├── RequestError                  a request that the HTTP server does not answer as it was meant
     └── UnavailableError              the service cannot take or finish a request now, which may be sent again
         ├── QueueFullError            too many requests wait already
         └── EngineDiedError           the processes that compute have died
@@ -90,3 +91,32 @@ class QueueFullError(UnavailableError):
 
 class EngineDiedError(UnavailableError):
     """The processes that compute have died, and with them all requests that they had."""
+
+
+class RequestError(WarpbusError):
+    """A request that the HTTP server does not answer as it was meant.
+
+    Attributes:
+        status: of the response.
+        kind: OpenAI's `type` of the error.
+        param: the field that is wrong, or None.
+        code: OpenAI's or our short name of the error, or None.
+        retry_after: seconds after which another try may succeed, or None.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after

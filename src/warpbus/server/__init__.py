@@ -1,1 +1,7 @@
-"""Serving models over HTTP: an OpenAI-compatible API, and a page to chat on."""
+"""Models behind HTTP, in the form of OpenAI's API. FastAPI is imported here and in `warpbus serve` alone."""
+
+from warpbus.server.app import create_app
+from warpbus.server.options import ServerOptions
+from warpbus.server.registry import Model, Models, Service
+
+__all__ = ["Model", "Models", "ServerOptions", "Service", "create_app"]

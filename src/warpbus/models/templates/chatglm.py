@@ -30,6 +30,7 @@ class RoleTokenTemplate:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, sop: str, stop_ids: tuple[int, ...]) -> None:
+        self.sop = sop
         self._tokenizer = tokenizer
         self._prefix = tuple(Special(special_id(tokenizer, text)) for text in ("[gMASK]", sop))
         self._roles = {role: special_id(tokenizer, text) for role, text in _ROLE_TOKENS.items()}

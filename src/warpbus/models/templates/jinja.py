@@ -97,7 +97,7 @@ class JinjaTemplate:
         self.stop_ids = stop_ids
         self._tokenizer = tokenizer
         self._name = name
-        self._source = source
+        self.source = source
         self._variables = dict(variables)
         self._end_id = end_id
         self._specials = _Specials(tokenizer.special_ids)
@@ -144,7 +144,7 @@ class JinjaTemplate:
         return plan if same else None
 
     def _plan_in_full(self, messages: Sequence[Message], make: Callable[[_Views, str], Plan]) -> Plan:
-        breaker = _unused_character([*_strings(messages), self._source])
+        breaker = _unused_character([*_strings(messages), self.source])
         views = [
             {key: value if key == "role" else self._specials.broken(value, breaker) for key, value in message.items()}
             for message in messages

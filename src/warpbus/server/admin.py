@@ -1,0 +1,113 @@
+"""The routes beside generation: which models there are, tokens and text, health, metrics, sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+import warpbus
+from warpbus.server.chat import messages_of
+from warpbus.server.generation import unless_gone
+from warpbus.server.metrics import CONTENT_TYPE, Metrics
+from warpbus.server.registry import RETRY_SECONDS, Model, Models
+from warpbus.server.schema import DetokenizeRequest, TokenizeRequest
+
+
+def add_routes(app: FastAPI, models: Models, metrics: Metrics) -> None:
+    """Add all of them to the application."""
+    _add_models(app, models)
+    _add_text(app, models)
+    _add_state(app, models, metrics)
+
+
+def _add_models(app: FastAPI, models: Models) -> None:
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        """The models that requests can name."""
+        return {"object": "list", "data": [_described(model) for model in models.all()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        """One of them."""
+        return _described(models.find(name))
+
+
+def _described(model: Model) -> dict[str, Any]:
+    found = {"id": model.name, "object": "model", "created": model.created, "owned_by": "warpbus"}
+    if model.context is not None:
+        found |= {"max_model_len": model.context, "tools": model.dialect is not None}
+    return {**found, "state": model.state}
+
+
+def _add_text(app: FastAPI, models: Models) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        """The token ids of a text or of a conversation."""
+        model = models.find(body.model)
+        service = model.service
+
+        def work() -> list[int]:
+            if body.messages is None:
+                return service.tokenizer.encode(body.prompt or "")
+            messages = messages_of(body.messages, model)
+            return service.template.render(messages, add_generation_prompt=body.add_generation_prompt)
+
+        tokens = await unless_gone(request.receive, model.in_thread(work))
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_len}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        """The text of token ids."""
+        model = models.find(body.model)
+        service = model.service
+        text = await unless_gone(request.receive, model.in_thread(lambda: service.tokenizer.decode(body.tokens)))
+        return {"prompt": text}
+
+
+def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
+    @app.get("/health", responses={503: {"description": "a model is not ready"}})
+    async def health() -> Response:
+        """Whether all models answer: 200, or 503 while one starts, restarts or sleeps."""
+        states = {model.state for model in models.all()}
+        if states == {"ready"}:
+            return JSONResponse({"status": "ready"})
+        status = ", ".join(sorted(states - {"ready"}))
+        return JSONResponse({"status": status}, 503, headers={"retry-after": str(RETRY_SECONDS)})
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        """For Prometheus."""
+        return Response(await metrics.text(models), media_type=CONTENT_TYPE)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Of Warpbus."""
+        return {"version": warpbus.__version__}
+
+    @app.post("/sleep")
+    async def sleep(model: str | None = None) -> dict[str, bool]:
+        """Give the GPUs' memory back, keeping the models; of one model, or of all. Not while requests run."""
+        return await _change(models, model, asleep=True)
+
+    @app.post("/wake_up")
+    async def wake_up(model: str | None = None) -> dict[str, bool]:
+        """Get the GPUs' memory back."""
+        return await _change(models, model, asleep=False)
+
+    @app.get("/is_sleeping")
+    async def is_sleeping(model: str | None = None) -> dict[str, bool]:
+        """Whether a model, or any of them, sleeps."""
+        return {"is_sleeping": any(one.state == "asleep" for one in _chosen(models, model))}
+
+
+def _chosen(models: Models, name: str | None) -> list[Model]:
+    return list(models.all()) if name is None else [models.find(name)]
+
+
+async def _change(models: Models, name: str | None, *, asleep: bool) -> dict[str, bool]:
+    chosen = _chosen(models, name)
+    await asyncio.gather(*[one.service.sleep() if asleep else one.service.wake() for one in chosen])
+    return {"is_sleeping": asleep}

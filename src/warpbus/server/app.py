@@ -1,0 +1,211 @@
+"""The application: routes, and the guard before them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+import warpbus
+from warpbus.engine import Grammar
+from warpbus.errors import RequestError
+from warpbus.server import admin, failures
+from warpbus.server.chat import ChatForm, ToolUse, messages_of, tools_of
+from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
+from warpbus.server.generation import Job, unless_gone
+from warpbus.server.guard import AccessLog, Guard
+from warpbus.server.metrics import Metrics
+from warpbus.server.options import ServerOptions
+from warpbus.server.page import page_router
+from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params
+from warpbus.server.registry import Model, Models
+from warpbus.server.responses import Responder
+from warpbus.server.schema import ChatRequest, CompletionRequest
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+_ERROR = {
+    "description": "refused or failed; OpenAI's error object",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def create_app(models: Models, options: ServerOptions | None = None, *, lifespan: Lifespan | None = None) -> FastAPI:
+    """The application for some models.
+
+    Args:
+        models: that requests can name; more can be added, and loaded, later.
+        options: who may ask, and how much; that it listens is the caller's doing.
+        lifespan: runs around the application's life.
+    """
+    options = options or ServerOptions()
+    metrics = Metrics()
+    middleware = [Middleware(AccessLog, metrics=metrics)]
+    if options.allow_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(options.allow_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type", "x-request-id"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    middleware.append(Middleware(Guard, options=options, is_open=_is_open))
+    app = FastAPI(
+        title="Warpbus",
+        version=warpbus.__version__,
+        middleware=middleware,
+        lifespan=lifespan or _closing(models),
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": _ERROR, "5XX": _ERROR},
+    )
+    failures.install(app)
+    _add_generation(app, models, Responder(options, metrics))
+    admin.add_routes(app, models, metrics)
+    app.include_router(page_router())
+    app.openapi = partial(_schema, app, app.openapi)  # type: ignore[method-assign]
+    return app
+
+
+def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
+    options = responder.options
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        model = _named(models, body.model, request)
+        service = model.awake()
+        count = answers_of(body, 1, options)
+        tools = tools_of(body, model, options)
+        grammar = _one_grammar(grammar_of(body, options), tools)
+        messages = messages_of(body.messages, model, tools.offered)
+        prompt = await _in_thread(request, model, lambda: service.template.render(messages))
+        params = sampling_params(
+            body,
+            wanted=body.max_completion_tokens or body.max_tokens,
+            space=room(prompt, service.max_model_len),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            options=options,
+            grammar=grammar,
+        )
+        return await responder.respond(
+            request,
+            model,
+            ChatForm(model, service.tokenizer, count, tools, logprobs=bool(body.logprobs)),
+            [Job(prompt, for_answer(params, index)) for index in range(count)],
+            per_prompt=count,
+            stream=bool(body.stream),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        )
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        model = _named(models, body.model, request)
+        service = model.awake()
+        tokenizer = service.tokenizer
+        count = answers_of(body, 1 if isinstance(body.prompt, str) else len(body.prompt), options)
+        grammar = grammar_of(body, options)
+        prompts = await _in_thread(request, model, lambda: prompts_of(body, tokenizer))
+        if not all(prompts):
+            raise RequestError(400, "prompt: it is empty, and there is nothing to continue", param="prompt")
+        echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in prompts]
+        jobs = []
+        for prompt in prompts:
+            params = sampling_params(
+                body,
+                wanted=body.max_tokens or DEFAULT_TOKENS,
+                space=room(prompt, service.max_model_len),
+                logprobs=body.logprobs,
+                options=options,
+                grammar=grammar,
+            )
+            jobs += [Job(prompt, for_answer(params, index)) for index in range(count)]
+        return await responder.respond(
+            request,
+            model,
+            TextForm(
+                model, tokenizer, [echo for echo in echoes for _ in range(count)], logprobs=body.logprobs is not None
+            ),
+            jobs,
+            per_prompt=count,
+            stream=bool(body.stream),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        )
+
+    @app.post("/v1/embeddings", include_in_schema=False)
+    async def embeddings() -> Response:
+        raise RequestError(
+            501, "these models generate text: they are not served for embeddings", code="embeddings_not_supported"
+        )
+
+
+def _named(models: Models, name: str, request: Request) -> Model:
+    model = models.find(name)
+    request.scope["state"]["record"].model = model.name
+    return model
+
+
+async def _in_thread(request: Request, model: Model, work: Callable[[], Any]) -> Any:
+    return await unless_gone(request.receive, model.in_thread(work))
+
+
+def _one_grammar(asked: Grammar | None, tools: ToolUse) -> Grammar | None:
+    if asked is not None and tools.grammar is not None:
+        raise RequestError(
+            400, "tool_choice: a call that is required leaves no room for a grammar", param="tool_choice"
+        )
+    return tools.grammar or asked
+
+
+def _is_open(path: str) -> bool:
+    """Needs no key: whether the server is up, and the chat page's files, which hold no secret."""
+    return path in ("/", "/health") or path.startswith("/page/")
+
+
+def _closing(models: Models) -> Lifespan:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await models.close(0.0)
+
+    return lifespan
+
+
+def _schema(app: FastAPI, generated: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """FastAPI's own, with our errors instead of its."""
+    fresh = app.openapi_schema is None
+    schema = generated()
+    if fresh:
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas["Error"] = _ERROR_SCHEMA
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+    return schema

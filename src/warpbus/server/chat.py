@@ -1,0 +1,199 @@
+"""POST /v1/chat/completions: conversations, with tools where the model knows them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from warpbus.engine import Grammar, Piece
+from warpbus.errors import RequestError
+from warpbus.models.templates import Message
+from warpbus.models.templates.tools import AnswerStream, ToolCall, ToolDialect, Turn
+from warpbus.models.tokenizers import Tokenizer
+from warpbus.server.options import ServerOptions
+from warpbus.server.params import check_size
+from warpbus.server.registry import Model
+from warpbus.server.responses import Json, finish_of, new_id
+from warpbus.server.schema import ChatMessage, ChatRequest, NamedTool
+
+
+def messages_of(messages: Sequence[ChatMessage], model: Model, tools: Sequence[dict[str, Any]] = ()) -> list[Message]:
+    """A conversation as the model's template takes it.
+
+    Raises:
+        RequestError: tools, or calls of them, for a model that knows none.
+        UsageError: a call of the past is malformed.
+    """
+    turns = [
+        Turn(
+            "system" if message.role == "developer" else message.role,
+            message.text,
+            tuple(ToolCall(call.function.name, call.function.arguments) for call in message.tool_calls or ()),
+        )
+        for message in messages
+    ]
+    if model.dialect is not None:
+        return model.dialect.render_tools(turns, tools)
+    if tools or any(turn.calls or turn.role == "tool" for turn in turns):
+        where = "tools" if tools else "messages"
+        raise RequestError(400, f"{where}: the model {model.name} has not learned to call tools", param=where)
+    return [{"role": turn.role, "content": turn.content} for turn in turns]
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request.
+
+    Attributes:
+        offered: what the model is told of.
+        allowed: names of those that may be called.
+        grammar: that forces a call, or None.
+        most: calls in one answer, or None for any number.
+    """
+
+    offered: list[dict[str, Any]] = field(default_factory=list)
+    allowed: Collection[str] = ()
+    grammar: Grammar | None = None
+    most: int | None = None
+
+
+def tools_of(body: ChatRequest, model: Model, options: ServerOptions) -> ToolUse:
+    """The tools of a request. RequestError or UsageError if the model cannot use them as is asked."""
+    choice = body.tool_choice or "auto"
+    if not body.tools or choice == "none":
+        return ToolUse()
+    offered = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in body.tools]
+    check_size("tools", json.dumps(offered, ensure_ascii=False), options)
+    if model.dialect is None:
+        raise RequestError(400, f"tools: the model {model.name} has not learned to call tools", param="tools")
+    allowed = [tool["name"] for tool in offered]
+    if len(set(allowed)) < len(allowed):
+        raise RequestError(400, "tools: two have the same name: give each its own", param="tools")
+    grammar = None
+    if isinstance(choice, NamedTool):
+        allowed = [choice.function.name]
+    if choice != "auto":
+        forced = [tool for tool in offered if tool["name"] in allowed]
+        grammar = Grammar("lark", model.dialect.grammar(forced))
+    most = 1 if body.parallel_tool_calls is False else None
+    return ToolUse(offered, allowed, grammar, most)
+
+
+class ChatForm:
+    """Writes the answers of a chat; see `Form`.
+
+    Args:
+        model: which answers.
+        tokenizer: of the model, for the texts of tokens.
+        count: answers.
+        tools: that they may call.
+        logprobs: are wanted.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, count: int, tools: ToolUse, *, logprobs: bool) -> None:
+        self._head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model.name}
+        self._tokenizer = tokenizer
+        self._count = count
+        self._logprobs = logprobs
+        self._readers = [_Reader(model.dialect, tools) for _ in range(count)]
+
+    def opening(self) -> list[Json]:
+        """See `Form.opening`: the role of each answer."""
+        return [self._choice(index, {"role": "assistant", "content": ""}) for index in range(self._count)]
+
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        """See `Form.chunks`."""
+        text, calls = self._readers[index].read(piece)
+        logprobs = self._content([piece])
+        found = []
+        if text or (logprobs is not None and piece.logprobs):
+            found.append(self._choice(index, {"content": text}, logprobs=logprobs))
+        if calls:
+            numbered = [{"index": at, **_call(call)} for at, call in enumerate(calls)]
+            found.append(self._choice(index, {"tool_calls": numbered}))
+        if piece.finish_reason is not None:
+            found.append(self._choice(index, {}, finish="tool_calls" if calls else finish_of(piece)))
+        return found
+
+    def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+        """See `Form.whole`."""
+        text = ""
+        calls: list[ToolCall] = []
+        for piece in pieces:
+            new, found = self._readers[index].read(piece)
+            text += new
+            calls += found
+        message: Json = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._content(pieces),
+            "finish_reason": "tool_calls" if calls else finish_of(pieces[-1]),
+        }
+
+    def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
+        """See `Form.wrap`."""
+        kind = "chat.completion.chunk" if streamed else "chat.completion"
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _choice(self, index: int, delta: Json, *, logprobs: Json | None = None, finish: str | None = None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _content(self, pieces: Sequence[Piece]) -> Json | None:
+        if not self._logprobs:
+            return None
+        return {
+            "content": [
+                {
+                    **self._token(one.token, one.logprob),
+                    "top_logprobs": [self._token(token, logprob) for token, logprob in one.top],
+                }
+                for piece in pieces
+                for one in piece.logprobs or ()
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, logprob: float) -> Json:
+        text, data = token_text(self._tokenizer, token)
+        return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
+
+
+LOWEST = -9999.0
+"""The logarithm of a probability of 0, as OpenAI writes it: JSON has no infinity."""
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
+    """A token's text, with U+FFFD for what is a part of a character only, and its bytes."""
+    data = tokenizer.token_bytes(token)
+    if not data:
+        special = next((text for text, number in tokenizer.special_ids.items() if number == token), "")
+        data = special.encode()
+    return data.decode("utf-8", "replace"), data
+
+
+class _Reader:
+    """One answer's text, and the calls in it."""
+
+    def __init__(self, dialect: ToolDialect | None, tools: ToolUse) -> None:
+        self._stream = None if dialect is None else AnswerStream(dialect, tools.allowed)
+        self._most = tools.most
+
+    def read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
+        """What is certain now; calls come with the last piece, and not from an answer that was cut off."""
+        if self._stream is None:
+            return piece.text, []
+        text = self._stream.push(piece.text)
+        if piece.finish_reason is None:
+            return text, []
+        rest, calls = self._stream.flush()
+        return text + rest, calls[: self._most]
+
+
+def _call(call: ToolCall) -> Json:
+    return {"id": new_id("call"), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,90 @@
+"""POST /v1/completions: texts or token ids that go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from warpbus.engine import Piece
+from warpbus.models.tokenizers import Tokenizer
+from warpbus.server.chat import LOWEST, token_text
+from warpbus.server.registry import Model
+from warpbus.server.responses import Json, finish_of, new_id
+from warpbus.server.schema import CompletionRequest
+
+DEFAULT_TOKENS = 16
+"""Of an answer, where `max_tokens` is not given, as in OpenAI's API."""
+
+
+def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    """The prompts as token ids; texts get no special tokens."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [tokenizer.encode(prompt)]
+    if isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    return [tokenizer.encode(one) if isinstance(one, str) else list(one) for one in prompt if not isinstance(one, int)]
+
+
+class TextForm:
+    """Writes completions; see `Form`.
+
+    Args:
+        model: which answers.
+        tokenizer: of the model, for the texts of tokens.
+        echoes: what comes before each answer's text: its prompt, or nothing.
+        logprobs: are wanted.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, echoes: Sequence[str], *, logprobs: bool) -> None:
+        self._head = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model.name,
+        }
+        self._tokenizer = tokenizer
+        self._echoes = echoes
+        self._logprobs = logprobs
+        self._offsets = [0] * len(echoes)
+
+    def opening(self) -> list[Json]:
+        """See `Form.opening`: the prompts, where they are echoed."""
+        return [self._choice(index, text, []) for index, text in enumerate(self._echoes) if text]
+
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        """See `Form.chunks`."""
+        if not piece.text and not piece.logprobs and piece.finish_reason is None:
+            return []
+        return [self._choice(index, piece.text, [piece])]
+
+    def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+        """See `Form.whole`."""
+        return self._choice(index, self._echoes[index] + "".join(piece.text for piece in pieces), pieces)
+
+    def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
+        """See `Form.wrap`."""
+        return {**self._head, "choices": choices}
+
+    def _choice(self, index: int, text: str, pieces: Sequence[Piece]) -> Json:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._scores(index, pieces) if self._logprobs else None,
+            "finish_reason": finish_of(pieces[-1]) if pieces else None,
+        }
+
+    def _scores(self, index: int, pieces: Sequence[Piece]) -> Json:
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in [one for piece in pieces for one in piece.logprobs or ()]:
+            text, _ = token_text(self._tokenizer, one.token)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(max(one.logprob, LOWEST))
+            found["text_offset"].append(self._offsets[index])
+            self._offsets[index] += len(text)
+            likely: dict[str, float] = {}
+            # Different tokens may have the same text, as parts of characters have: the likeliest is shown.
+            for token, logprob in one.top:
+                likely.setdefault(token_text(self._tokenizer, token)[0], max(logprob, LOWEST))
+            found["top_logprobs"].append(likely)
+        return found

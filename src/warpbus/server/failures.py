@@ -1,0 +1,124 @@
+"""Whatever goes wrong, as OpenAI's error object."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from warpbus.errors import (
+    ContextLengthError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+    UsageError,
+    WarpbusError,
+)
+from warpbus.server.registry import RETRY_SECONDS
+
+_log = logging.getLogger("warpbus.server")
+
+_INVALID = "invalid_request_error"
+# What pydantic puts into an error's place for the member of a union that it tried.
+_UNION_MEMBER = re.compile(r"(?:str|int|NamedTool|(?:list|dict|literal|constrained|function)\b.*)$")
+_HTTP_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection: nobody reads an answer."""
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """An error of any kind as one that says its status."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ContextLengthError):
+        return RequestError(400, str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, UsageError):
+        return RequestError(400, str(error))
+    if isinstance(error, QueueFullError):
+        return RequestError(
+            429, str(error), kind="rate_limit_error", code="queue_full", retry_after=_retry_after(error)
+        )
+    if isinstance(error, UnavailableError):
+        return RequestError(
+            503, str(error), kind="service_unavailable", code="engine_unavailable", retry_after=_retry_after(error)
+        )
+    if isinstance(error, WarpbusError):
+        return RequestError(500, str(error), kind="server_error")
+    _log.error("a request failed", exc_info=error)
+    return RequestError(500, "the server failed; its log has the reason", kind="server_error")
+
+
+def body_of(error: RequestError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    # What a client sent may hold lone surrogates, which have no UTF-8.
+    message = str(error).encode("utf-8", "replace").decode("utf-8")
+    return {"error": {"message": message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def response_of(error: RequestError) -> Response:
+    """The response that tells of an error."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    content = json.dumps(body_of(error), ensure_ascii=False).encode()
+    return Response(content, error.status, headers, media_type="application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of the app's routes become such a response."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return response_of(_of_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        found = RequestError(error.status_code, str(error.detail), kind=_HTTP_KINDS.get(error.status_code, _INVALID))
+        if error.status_code == 404:
+            found = RequestError(404, f"there is no {request.method} {request.url.path[:200]}", code="not_found")
+        elif error.status_code == 405:
+            found = RequestError(405, f"{request.url.path[:200]} does not take {request.method}", code="method")
+        response = response_of(found)
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(request: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(WarpbusError)
+    async def failed(request: Request, error: WarpbusError) -> Response:
+        return response_of(as_request_error(error))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return response_of(as_request_error(error))
+
+
+def _of_validation(error: RequestValidationError) -> RequestError:
+    """The most telling of the errors of a body, by the name of its field: the innermost one, and the first of these."""
+    first = max(error.errors(), key=lambda one: len(one["loc"]))
+    place = [str(part)[:80] for part in first["loc"][1:] if not _UNION_MEMBER.match(str(part))]
+    field = ".".join(place) or None
+    if first["type"] == "json_invalid":
+        return RequestError(400, f"the body is not JSON ({first['ctx']['error']}, at {field})", code="invalid_json")
+    if field is None and first["type"] in ("model_attributes_type", "model_type", "missing"):
+        return RequestError(400, "the body has to be a JSON object, with content-type: application/json")
+    if first["type"] == "extra_forbidden":
+        return RequestError(400, f"{field}: not known or not supported; leave it out", param=place[0], code="unknown")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return RequestError(400, f"{field}: {message}" if field else message, param=place[0] if place else None)
+
+
+def _retry_after(error: UnavailableError) -> int:
+    return max(1, round(getattr(error, "retry_after", None) or RETRY_SECONDS))

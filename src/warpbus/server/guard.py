@@ -1,0 +1,200 @@
+"""What stands before the routes: who may ask, by which name, how much, and how long it may take.
+
+Plain ASGI, so that streams pass through as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from warpbus.errors import RequestError
+from warpbus.server.failures import response_of
+from warpbus.server.generation import Record
+from warpbus.server.metrics import Metrics
+from warpbus.server.options import LOOPBACK_NAMES, ServerOptions
+
+_access = logging.getLogger("warpbus.access")
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+class AccessLog:
+    """The outermost layer: gives each request an id, and logs a line of it at its end; never a text or a key."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get("x-request-id", "")
+        name = asked if _REQUEST_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}"
+        record = scope["state"]["record"] = Record()
+        scope["state"]["request_id"] = name
+        status = 0
+
+        async def labelled(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = name
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, labelled)
+        finally:
+            if status >= 400:
+                self._metrics.refused.labels(record.model or "", str(status)).inc()
+            _access.info("%s", _line(scope, name, status, record))
+
+
+def _line(scope: Scope, name: str, status: int, record: Record) -> str:
+    client = scope["client"][0] if scope.get("client") else "-"
+    path = scope["path"][:200].encode("unicode_escape").decode().replace(" ", "%20")
+    words = [client, scope["method"], path, str(status or 499), f"id={name}"]
+    if record.model is not None:
+        words.append(f"model={record.model}")
+    if record.prompt_tokens:
+        words.append(
+            f"prompt={record.prompt_tokens} cached={record.cached_tokens} output={record.output_tokens} "
+            f"ttft={'-' if record.first_token is None else f'{record.first_token:.3f}s'}"
+        )
+    words.append(f"time={time.monotonic() - record.started:.3f}s")
+    return " ".join(words)
+
+
+class Guard:
+    """Refuses what is not allowed before any of it is worked on.
+
+    Args:
+        app: what is guarded.
+        options: of the server.
+        is_open: whether a path needs no key.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, is_open: Callable[[str], bool]) -> None:
+        self._app = app
+        self._options = options
+        self._is_open = is_open
+        self._keys = [_digest(key) for key in options.api_keys]
+        names = {*LOOPBACK_NAMES, options.host, *options.allowed_hosts} if options.loopback else set()
+        self._hosts: Collection[str] = {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = False
+
+        async def in_time(message: Message) -> None:
+            # A client that reads nothing may not hold its answer for ever.
+            nonlocal sent
+            sent = True
+            async with asyncio.timeout(self._options.body_timeout):
+                await send(message)
+
+        try:
+            self._admit(scope)
+            body = await self._read(scope, receive)
+        except RequestError as error:
+            await response_of(error)(scope, receive, in_time)
+            return
+        told = False
+
+        async def replay() -> Message:
+            nonlocal told
+            if told:
+                return await receive()
+            told = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        try:
+            await self._app(scope, replay, in_time)
+        except TimeoutError:
+            if not sent:
+                raise
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self._hosts and _without_port(host) not in self._hosts:
+            raise RequestError(
+                403,
+                "the Host header names another machine: call the server by localhost, or start it with --allowed-host",
+                kind="permission_error",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if (
+            origin is not None
+            and scope["method"] not in _SAFE_METHODS
+            and origin != f"{scope['scheme']}://{host}"
+            and not {"*", origin} & set(self._options.allow_origins)
+        ):
+            raise RequestError(
+                403,
+                "pages of other origins may not call this server: start it with --allow-origin",
+                kind="permission_error",
+                code="origin_not_allowed",
+            )
+        if self._keys and not self._is_open(scope["path"]) and not self._has_key(headers):
+            raise RequestError(
+                401,
+                "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+
+    def _has_key(self, headers: Headers) -> bool:
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        found = _digest(given.strip()) if kind.lower() == "bearer" else b""
+        # All of them are compared, and digests of one length, so that the time tells nothing.
+        return sum([hmac.compare_digest(found, key) for key in self._keys]) > 0
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        """The body, refused as soon as it is too long or too slow."""
+        limit = self._options.max_body_bytes
+        declared = Headers(scope=scope).get("content-length", "0")
+        too_long = RequestError(413, f"the body has more than {limit:,} bytes, the limit", code="body_too_large")
+        # Compared as text first: thousands of digits are no number to convert.
+        if len(declared) > 18 or (declared.isdecimal() and int(declared) > limit):
+            raise too_long
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._options.body_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestError(400, "the client left before its request was complete", code="incomplete")
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise too_long
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            seconds = self._options.body_timeout
+            raise RequestError(408, f"the body did not arrive in {seconds:g} s", code="body_timeout") from None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _without_port(host: str) -> str:
+    name = host.lower().rpartition(":")[0] if re.search(r":\d+$", host) else host.lower()
+    return name.removeprefix("[").removesuffix("]").removesuffix(".")

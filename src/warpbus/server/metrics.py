@@ -1,0 +1,111 @@
+"""What the server counts and times, in Prometheus' form; names as vLLM has them, with the prefix `warpbus:`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from warpbus.errors import WarpbusError
+from warpbus.server.registry import Models
+
+PREFIX = "warpbus:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_STATS_SECONDS = 2.0
+_FIRST_TOKEN = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_BETWEEN_TOKENS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 600, 1800)
+_TOKENS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A value of the engine's `Stats`, and the metric it is."""
+
+    metric: str
+    field: str
+    counts: bool
+    help: str
+
+
+_READINGS = (
+    _Reading("num_requests_running", "running", False, "requests that the engine computes"),
+    _Reading("num_requests_waiting", "waiting", False, "requests that wait for the engine"),
+    _Reading("num_preemptions", "preemptions", True, "requests that lost their cache to others for a while"),
+    _Reading("prefix_cache_queries", "prefix_queries", True, "tokens of prompts looked up in the prefix cache"),
+    _Reading("prefix_cache_hits", "prefix_hits", True, "tokens of prompts found in the prefix cache"),
+    _Reading("kv_cache_bytes_mapped", "mapped", False, "bytes that the KV cache has taken"),
+    _Reading("engine_steps", "steps", True, "steps of the engine"),
+)
+
+
+class Metrics:
+    """The counters and histograms of one server."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _EngineReadings()
+        self._registry.register(self._engine)
+        self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
+        self.generation_tokens = self._counter("generation_tokens", "tokens generated")
+        self.success = self._counter("request_success", "answers that came to their end", "finished_reason")
+        self.refused = self._counter("request_errors", "requests that ended with an error", "status")
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "from a request to its first token", _FIRST_TOKEN
+        )
+        self.between_tokens = self._histogram("inter_token_latency_seconds", "between two tokens", _BETWEEN_TOKENS)
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "of an answer, the mean time of its tokens", _BETWEEN_TOKENS
+        )
+        self.whole = self._histogram("e2e_request_latency_seconds", "from a request to the end of its answer", _WHOLE)
+        self.prompt_sizes = self._histogram("request_prompt_tokens", "tokens of a prompt", _TOKENS)
+        self.answer_sizes = self._histogram("request_generation_tokens", "tokens of an answer", _TOKENS)
+
+    async def text(self, models: Models) -> bytes:
+        """Everything, as Prometheus reads it."""
+        names = [model.name for model in models.all()]
+        found = await asyncio.gather(*[self._stats(models, name) for name in names])
+        self._engine.stats = [(name, stats) for name, stats in zip(names, found, strict=True) if stats is not None]
+        return generate_latest(self._registry)
+
+    async def _stats(self, models: Models, name: str) -> Any:
+        try:
+            async with asyncio.timeout(_STATS_SECONDS):
+                return await models.find(name).service.stats()
+        except (WarpbusError, TimeoutError):
+            return None
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(PREFIX + name, text, ("model_name",), registry=self._registry, buckets=buckets)
+
+
+class _EngineReadings:
+    """Turns the engines' last stats into metrics when Prometheus asks."""
+
+    def __init__(self) -> None:
+        self.stats: Sequence[tuple[str, Any]] = ()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        for reading in _READINGS:
+            family = CounterMetricFamily if reading.counts else GaugeMetricFamily
+            metric = family(PREFIX + reading.metric, reading.help, labels=["model_name"])
+            for name, stats in self.stats:
+                metric.add_metric([name], getattr(stats, reading.field))
+            yield metric
+        usage = GaugeMetricFamily(
+            PREFIX + "kv_cache_usage_perc", "part of the KV cache that requests use, 0 to 1", labels=["model_name"]
+        )
+        for name, stats in self.stats:
+            usage.add_metric([name], stats.used / max(1, stats.used + stats.free + stats.cached))
+        yield usage

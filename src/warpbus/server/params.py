@@ -1,0 +1,156 @@
+"""What a body asks for, as `SamplingParams`: how tokens are chosen, when to stop, which grammar holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from warpbus.engine import Grammar, SamplingParams
+from warpbus.errors import ContextLengthError, RequestError, UsageError
+from warpbus.server.options import ServerOptions
+from warpbus.server.schema import MOST_CHOICES, Generating
+
+_SEEDS = 2**63
+
+
+def answers_of(body: Generating, prompts: int, options: ServerOptions) -> int:
+    """How many answers each prompt gets. RequestError if it is more than the server allows."""
+    wanted = body.n or 1
+    if wanted > options.max_n:
+        raise RequestError(400, f"n is {wanted}: this server gives at most {options.max_n} answers", param="n")
+    if wanted * prompts > MOST_CHOICES:
+        raise RequestError(
+            400, f"n is {wanted} for {prompts} prompts: ask for at most {MOST_CHOICES} answers", param="n"
+        )
+    return wanted
+
+
+def room(prompt: list[int], context: int) -> int:
+    """Tokens that an answer may have. ContextLengthError if there is no room."""
+    if len(prompt) >= context:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt):,} tokens, the context holds {context:,} with the answer: shorten it"
+        )
+    return context - len(prompt)
+
+
+def sampling_params(
+    body: Generating,
+    *,
+    wanted: int | None,
+    space: int,
+    logprobs: int | None,
+    options: ServerOptions,
+    grammar: Grammar | None,
+) -> SamplingParams:
+    """The parameters of a request's first answer.
+
+    Args:
+        body: the request.
+        wanted: the most tokens that it asks for; None is all that there is room for.
+        space: the room that its prompt leaves.
+        logprobs: as in `SamplingParams`.
+        options: of the server.
+        grammar: that the answer has to follow.
+
+    Raises:
+        RequestError, UsageError: a value is out of range.
+    """
+    limit = options.max_tokens
+    if wanted is not None and limit is not None and wanted > limit:
+        raise RequestError(400, f"max_tokens is {wanted}: this server allows {limit}", param="max_tokens")
+    most = min(space, limit or space) if wanted is None else wanted
+    given: dict[str, Any] = {
+        name: value
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "min_tokens",
+            "ignore_eos",
+        )
+        if (value := getattr(body, name)) is not None
+    }
+    if body.top_k is not None:
+        given["top_k"] = max(0, body.top_k)
+    if body.seed is not None:
+        given["seed"] = body.seed % _SEEDS
+    if body.stop is not None:
+        given["stop"] = tuple([body.stop] if isinstance(body.stop, str) else body.stop)
+    if body.stop_token_ids is not None:
+        given["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.logit_bias is not None:
+        given["logit_bias"] = _biases(body.logit_bias)
+    return SamplingParams(max_tokens=most, logprobs=logprobs, grammar=grammar, **given)
+
+
+def for_answer(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of another answer to the same prompt: its seed counts on, so that it is another one."""
+    if params.seed is None or index == 0:
+        return params
+    return replace(params, seed=(params.seed + index) % _SEEDS)
+
+
+def grammar_of(body: Generating, options: ServerOptions) -> Grammar | None:
+    """The grammar that a body asks for, in whichever way. RequestError if there are several, or it is too long."""
+    found: list[tuple[str, Grammar]] = []
+    form = body.response_format
+    if form is not None and form.type == "json_object":
+        found.append(("response_format", Grammar("json_object")))
+    elif form is not None and form.json_schema is not None:
+        schema = form.json_schema.schema_
+        found.append(("response_format", Grammar("json_object") if schema is None else _schema(schema)))
+    if body.guided_json is not None:
+        found.append(("guided_json", _schema(body.guided_json)))
+    if body.guided_regex is not None:
+        found.append(("guided_regex", Grammar("regex", body.guided_regex)))
+    if body.guided_choice is not None:
+        found.append(("guided_choice", _choice(body.guided_choice)))
+    outputs = body.structured_outputs
+    if outputs is not None:
+        if outputs.json_ is not None:
+            found.append(("structured_outputs", _schema(outputs.json_)))
+        if outputs.json_object:
+            found.append(("structured_outputs", Grammar("json_object")))
+        if outputs.regex is not None:
+            found.append(("structured_outputs", Grammar("regex", outputs.regex)))
+        if outputs.choice is not None:
+            found.append(("structured_outputs", _choice(outputs.choice)))
+    if not found:
+        return None
+    if len(found) > 1:
+        names = " and ".join(dict.fromkeys(name for name, _ in found))
+        raise RequestError(400, f"{names}: an answer can follow one grammar only; give one", param=found[1][0])
+    name, grammar = found[0]
+    check_size(name, grammar.text, options)
+    return grammar
+
+
+def check_size(name: str, text: str, options: ServerOptions) -> None:
+    """RequestError if a schema or grammar is longer than the server takes."""
+    if len(text) > options.max_schema_bytes:
+        raise RequestError(
+            400, f"{name} has {len(text):,} characters: this server takes {options.max_schema_bytes:,}", param=name
+        )
+
+
+def _schema(schema: dict[str, Any] | str) -> Grammar:
+    return Grammar("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+
+
+def _choice(texts: list[str]) -> Grammar:
+    if not texts:
+        raise UsageError("a list of choices is empty: give at least one text")
+    return Grammar("choice", json.dumps(texts, ensure_ascii=False))
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    # Some digits are no ids: a token's is written in ASCII, and short.
+    strange = [key for key in given if not (key.isascii() and key.isdecimal() and len(key) < 12)]
+    if strange:
+        raise RequestError(400, f"logit_bias: {strange[0][:40]!r} is no token id", param="logit_bias")
+    return {int(key): bias for key, bias in given.items()}

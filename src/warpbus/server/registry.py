@@ -1,0 +1,176 @@
+"""The models that a server answers for, by name, and what it needs of each.
+
+Knows nothing of HTTP beyond the errors that a request for a model may get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from warpbus.engine import Piece, SamplingParams
+from warpbus.errors import RequestError
+from warpbus.models.templates import Template
+from warpbus.models.templates.tools import ToolDialect, find_dialect
+from warpbus.models.tokenizers import Tokenizer
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 5
+"""What a client is told to wait while a model loads or its engine starts again."""
+
+
+class Answer(Protocol):
+    """One request's pieces; see `warpbus.engine.service.Answer`."""
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces."""
+
+    async def aclose(self) -> None:
+        """Call the request off, if it still runs."""
+
+
+class Health(Protocol):
+    """How a service is; see `warpbus.engine.service.Health`."""
+
+    @property
+    def state(self) -> str:
+        """ "ready", "asleep", "restarting", "failed", "closing" or "closed"."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready."""
+
+
+class Service(Protocol):
+    """What the server asks of `warpbus.engine.service.Service`."""
+
+    tokenizer: Tokenizer
+    template: Template
+    max_model_len: int
+
+    def generate(self, prompt: list[int], params: SamplingParams) -> Answer:
+        """Begin a request. Raises WarpbusErrors, as iterating the answer does."""
+
+    async def stats(self) -> Any:
+        """The engine's `Stats`."""
+
+    @property
+    def health(self) -> Health:
+        """How it is."""
+
+    @property
+    def alive(self) -> bool:
+        """Requests can be answered, or could be after `wake`."""
+
+    async def sleep(self) -> None:
+        """Give the GPUs' memory back."""
+
+    async def wake(self) -> None:
+        """Get it back."""
+
+    async def close(self, *, drain: float = 0.0) -> None:
+        """End the processes."""
+
+
+class Model:
+    """A model under one of its names.
+
+    Attributes:
+        name: what requests call it.
+        created: when the server took it up, in seconds since 1970.
+        dialect: how it calls tools, or None.
+        context: tokens of the longest prompt with its answer; None while it loads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.created = int(time.time())
+        self.dialect: ToolDialect | None = None
+        self.context: int | None = None
+        self._service: Service | None = None
+        # One thread: tokenizers and templates keep caches that are not made for several.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
+
+    @property
+    def state(self) -> str:
+        """ "starting", or that of `Health`: "ready", "asleep", "restarting", "failed", "closing" or "closed"."""
+        return "starting" if self._service is None else self._service.health.state
+
+    @property
+    def service(self) -> Service:
+        """Raises RequestError (503) while the model loads or its engine starts again."""
+        service = self._service
+        if service is not None and service.alive:
+            return service
+        reason = f": {service.health.reason}" if service is not None and service.health.reason else ""
+        raise RequestError(
+            503,
+            f"the model {self.name} is {self.state}{reason}",
+            kind="service_unavailable",
+            code="model_not_ready",
+            retry_after=RETRY_SECONDS,
+        )
+
+    def awake(self) -> Service:
+        """The service, for a request that generates. Raises RequestError (503) also where it sleeps."""
+        service = self.service
+        if self.state == "asleep":
+            raise RequestError(
+                503, f"the model {self.name} sleeps: POST /wake_up first", kind="service_unavailable", code="asleep"
+            )
+        return service
+
+    def loaded(self, service: Service) -> None:
+        """The model can answer from now on."""
+        self.dialect = find_dialect(service.template)
+        self.context = service.max_model_len
+        self._service = service
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Tokenizing and rendering: the event loop goes on meanwhile, however long the text is."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def close(self, drain: float) -> None:
+        """End the model's processes, after `drain` seconds at most."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._service is not None:
+            await self._service.close(drain=drain)
+
+
+class Models:
+    """All models of a server, in the order in which they were added; the first is asked where none is named."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, Model] = {}
+
+    def add(self, name: str, service: Service | None = None) -> Model:
+        """Take up a model, which may be loaded later (`Model.loaded`)."""
+        model = self._models[name] = Model(name)
+        if service is not None:
+            model.loaded(service)
+        return model
+
+    def all(self) -> Collection[Model]:
+        """Every model."""
+        return self._models.values()
+
+    def find(self, name: str | None) -> Model:
+        """The model of this name, or the first. RequestError (404) if there is none."""
+        if name is None and self._models:
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            raise RequestError(
+                404,
+                f"the model {(name or '')[:200]!r} is not served here: give one of {', '.join(self._models)}",
+                param="model",
+                code="model_not_found",
+            )
+        return self._models[name]
+
+    async def close(self, drain: float) -> None:
+        """End all models."""
+        await asyncio.gather(*[model.close(drain) for model in self.all()])

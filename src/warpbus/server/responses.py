@@ -1,0 +1,236 @@
+"""Answers as HTTP: whole, or as a stream of server-sent events, in the form that an endpoint gives them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from warpbus.engine import Piece
+from warpbus.errors import RequestError
+from warpbus.server.failures import as_request_error, body_of
+from warpbus.server.generation import Generations, Job, Record, disconnected, unless_gone
+from warpbus.server.metrics import Metrics
+from warpbus.server.options import ServerOptions
+from warpbus.server.registry import Model
+
+Json = dict[str, Any]
+
+
+class Form(Protocol):
+    """How an endpoint writes answers. One object a request; `index` counts the request's answers."""
+
+    def opening(self) -> list[Json]:
+        """The chunks that a stream begins with."""
+
+    def chunks(self, index: int, piece: Piece) -> list[Json]:
+        """The chunks that a piece brings."""
+
+    def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+        """A choice of an answer that is not streamed."""
+
+    def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
+        """The object around choices."""
+
+
+class Usage:
+    """How many tokens a request took. A prompt with several answers counts once."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = 0
+        self._cached: dict[int, int] = {}
+
+    def saw(self, prompt: int, piece: Piece) -> None:
+        """Take a piece of an answer to a prompt; the first answer tells what was cached before the request."""
+        self.output_tokens += len(piece.token_ids)
+        self._cached.setdefault(prompt, piece.cached_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were in the prefix cache."""
+        return sum(self._cached.values())
+
+    def json(self) -> Json:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.output_tokens,
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Responder:
+    """Answers the requests of one server.
+
+    Args:
+        options: of the server.
+        metrics: are told what happened.
+    """
+
+    def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
+        self.options = options
+        self.metrics = metrics
+
+    async def respond(
+        self,
+        request: Request,
+        model: Model,
+        form: Form,
+        jobs: Sequence[Job],
+        *,
+        per_prompt: int,
+        stream: bool,
+        include_usage: bool,
+    ) -> Response:
+        """Generate, and give the answer.
+
+        Args:
+            jobs: the answers to the first prompt, then those to the next.
+            per_prompt: how many answers each prompt gets.
+            stream: as server-sent events.
+            include_usage: of a stream: its last chunk has the usage.
+
+        Raises:
+            WarpbusError: as `Generations.pieces`, before anything is sent.
+            ClientGoneError: the client left.
+        """
+        record: Record = request.scope["state"]["record"]
+        usage = Usage(sum(len(job.prompt) for job in jobs[::per_prompt]))
+        record.prompt_tokens = usage.prompt_tokens
+        generations = Generations(
+            model, jobs, timeout=self.options.request_timeout, metrics=self.metrics, record=record
+        )
+        pieces = _counted(generations.pieces(), usage, per_prompt, record)
+        if not stream:
+            return await unless_gone(request.receive, _whole(pieces, form, len(jobs), usage))
+        first = asyncio.ensure_future(anext(pieces))
+        try:
+            # What fails at once gets a status of its own; what takes longer than a heartbeat begins its stream.
+            await unless_gone(request.receive, _settled(first, self.options.heartbeat))
+            if first.done():
+                first.result()
+        except BaseException:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await pieces.aclose()
+            raise
+        return EventStream(pieces, first, form, usage if include_usage else None, self.options.heartbeat)
+
+
+async def _settled(task: asyncio.Future[Any], seconds: float) -> None:
+    await asyncio.wait((task,), timeout=seconds)
+
+
+async def _counted(
+    pieces: AsyncIterator[tuple[int, Piece]], usage: Usage, per_prompt: int, record: Record
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    async with aclosing(pieces):  # type: ignore[type-var]
+        async for index, piece in pieces:
+            usage.saw(index // per_prompt, piece)
+            record.cached_tokens = usage.cached_tokens
+            yield index, piece
+
+
+async def _whole(pieces: AsyncGenerator[tuple[int, Piece], None], form: Form, count: int, usage: Usage) -> Response:
+    answers: list[list[Piece]] = [[] for _ in range(count)]
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            answers[index].append(piece)
+    choices = [form.whole(index, found) for index, found in enumerate(answers)]
+    return JSONResponse({**form.wrap(choices, streamed=False), "usage": usage.json()})
+
+
+class EventStream(Response):
+    """A stream of server-sent events: the chunks, then `[DONE]`; or, where it fails midway, an `error` object.
+
+    Ends, and calls the answers off, when the client leaves.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncGenerator[tuple[int, Piece], None],
+        first: asyncio.Future[tuple[int, Piece]],
+        form: Form,
+        usage: Usage | None,
+        heartbeat: float,
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._pieces = pieces
+        self._first = first
+        self._form = form
+        self._usage = usage
+        self._heartbeat = heartbeat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        writing = asyncio.ensure_future(self._write(send))
+        gone = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            for task in (writing, gone, self._first):
+                task.cancel()
+            await asyncio.gather(writing, gone, self._first, return_exceptions=True)
+            await self._pieces.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        form = self._form
+        yield b"".join([self._event(chunk) for chunk in form.opening()])
+        coming = self._first
+        try:
+            while True:
+                done, _ = await asyncio.wait((coming,), timeout=self._heartbeat)
+                if not done:
+                    yield b": waiting\n\n"
+                    continue
+                index, piece = coming.result()
+                found = b"".join([self._event(chunk) for chunk in form.chunks(index, piece)])
+                if found:
+                    yield found
+                coming = self._first = asyncio.ensure_future(anext(self._pieces))
+        except StopAsyncIteration:
+            if self._usage is not None:
+                yield _encoded({**form.wrap([], streamed=True), "usage": self._usage.json()})
+            yield b"data: [DONE]\n\n"
+        except Exception as error:
+            yield _encoded(body_of(as_request_error(error)))
+
+    def _event(self, choice: Json) -> bytes:
+        chunk = self._form.wrap([choice], streamed=True)
+        return _encoded({**chunk, "usage": None} if self._usage is not None else chunk)
+
+
+def _encoded(content: Json) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def new_id(kind: str) -> str:
+    """An id of a response, such as chatcmpl-..."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def finish_of(piece: Piece) -> str | None:
+    """OpenAI's finish reason."""
+    if piece.finish_reason == "abort":
+        raise RequestError(503, "the answer was called off", kind="service_unavailable")
+    return piece.finish_reason

@@ -1,0 +1,263 @@
+"""The bodies of requests, as OpenAI's API and the common extensions to it have them; strict about types.
+
+A field that is not declared here is refused by name, since a server that ignores what was asked gives wrong answers in
+silence. Fields that change no answer (`user`, `metadata`, ...) are taken and not used.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+MOST_MESSAGES = 2048
+MOST_PARTS = 256
+MOST_TOOLS = 128
+MOST_STOPS = 16
+MOST_PROMPTS = 128
+MOST_CHOICES = 128
+"""Answers that one request may ask for: prompts times `n`."""
+
+_BIGGEST = 2**63 - 1
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class TextPart(Body):
+    """A part of a message's content. Only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """The function of a tool call: its name, and its arguments as JSON."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCallMessage(Body):
+    """A tool call in a message of the past."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(Body):
+    """A message of a conversation. Fields with no use here may be null, as clients send answers back that have them."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCallMessage], Field(max_length=MOST_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError(f"a message of the role {self.role} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only messages of the role assistant have tool_calls")
+        return self
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """The function of a named tool choice."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class StreamOptions(Body):
+    """`include_usage`: a last chunk with the usage. `include_obfuscation` changes nothing."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Body):
+    """The schema of a `response_format`."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and only with it")
+        return self
+
+
+class StructuredOutputs(Body):
+    """One of the ways to say what an answer has to be."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+
+class Generating(Body):
+    """The fields of every request that generates."""
+
+    model: ModelName
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1 allows every token")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = Field(None, ge=-_BIGGEST - 1, le=_BIGGEST)
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    user: str | None = Field(None, description="not used")
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream: true")
+        return self
+
+
+class ChatRequest(Generating):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: bool | None = Field(None, description="not used")
+    metadata: dict[str, Any] | None = Field(None, description="not used")
+    service_tier: str | None = Field(None, description="not used")
+    safety_identifier: str | None = Field(None, description="not used")
+    prompt_cache_key: str | None = Field(None, description="not used")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+        if isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required":
+            names = {tool.function.name for tool in self.tools or ()}
+            wanted = names if self.tool_choice == "required" else names & {self.tool_choice.function.name}
+            if not wanted:
+                raise ValueError("tool_choice asks for a tool that tools does not have")
+        return self
+
+
+class CompletionRequest(Generating):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = Field(None, description="refused: the models complete at the end only")
+    best_of: int | None = Field(None, ge=1, description="refused where it is not n")
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> Self:
+        if self.suffix:
+            raise ValueError("suffix is not supported: the model completes a text at its end; leave it out")
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError("best_of is not supported: leave it out, and choose among n answers")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo together with logprobs is not supported: leave one of them out")
+        return self
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a text, which gets no special tokens, or a conversation."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: ModelName | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,205 @@
+"""A service without a model, a server around it on a free port of loopback, and clients of that."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import httpx
+import openai
+import uvicorn
+
+from warpbus.engine import Piece, TokenLogprob
+from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
+from warpbus.models.templates import RoleTokenTemplate
+from warpbus.server import Models, ServerOptions, create_app
+
+SPECIALS = ["[gMASK]", "sop", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+FIRST_SPECIAL = 256
+STOP = FIRST_SPECIAL + SPECIALS.index("<|user|>")
+
+
+class ByteTokenizer:
+    """A token a byte, and the special tokens of a GLM behind them."""
+
+    vocab_size = FIRST_SPECIAL + len(SPECIALS)
+    special_ids = {text: FIRST_SPECIAL + at for at, text in enumerate(SPECIALS)}  # noqa: RUF012
+    drops_first_space = False
+
+    def encode(self, text):
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError:
+            raise UsageError("text holds a lone surrogate") from None
+
+    def decode(self, ids):
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token):
+        return bytes([token]) if token < FIRST_SPECIAL else b""
+
+
+class PlainTemplate:
+    """`role: content` lines; knows no tools."""
+
+    stop_ids = (STOP,)
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def render(self, messages, *, add_generation_prompt=True):
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return self._tokenizer.encode(text + "assistant: " * add_generation_prompt)
+
+
+class FakeService:
+    """Says what it is told to, or by default what it was asked, a character at a time.
+
+    Attributes:
+        script: the answer to give; None gives the last line of the prompt, and the seed if there is one.
+        pause: seconds before each character; an Event instead is waited for before the second one.
+        asked: the prompts and parameters of all requests.
+        running: requests that have begun and not ended.
+        ended: how they ended, counted: "done" or "aborted".
+        fails: raised by `generate`; or after so many characters: (count, error).
+    """
+
+    def __init__(self, sop=None, max_model_len=2048):
+        self.tokenizer = ByteTokenizer()
+        self.template = (
+            PlainTemplate(self.tokenizer)
+            if sop is None
+            else RoleTokenTemplate(self.tokenizer, sop=sop, stop_ids=(STOP,))
+        )
+        self.max_model_len = max_model_len
+        self.script = None
+        self.pause = 0.0
+        self.asked = []
+        self.running = 0
+        self.ended = Counter()
+        self.fails = None
+        self.state = "ready"
+        self.closed = False
+
+    @property
+    def health(self):
+        return SimpleNamespace(state=self.state, reason="")
+
+    @property
+    def alive(self):
+        return self.state in ("ready", "asleep")
+
+    def generate(self, prompt, params):
+        if isinstance(self.fails, Exception):
+            raise self.fails
+        if len(prompt) >= self.max_model_len:
+            raise ContextLengthError("too long")
+        self.asked.append((prompt, params))
+        return self._pieces(prompt, params)
+
+    async def _pieces(self, prompt, params):
+        self.running += 1
+        how = "aborted"
+        try:
+            for said, (text, finish) in enumerate(self._said(prompt, params)):
+                if isinstance(self.pause, asyncio.Event):
+                    if said:
+                        await self.pause.wait()
+                else:
+                    await asyncio.sleep(self.pause)
+                if isinstance(self.fails, tuple) and said >= self.fails[0]:
+                    raise self.fails[1]
+                tokens = tuple(text.encode()) + ((STOP,) if finish == "stop" else ())
+                logprobs = None
+                if params.logprobs is not None:
+                    logprobs = tuple(
+                        TokenLogprob(token, -0.5, ((token, -0.5), (65, -1.5))[: params.logprobs]) for token in tokens
+                    )
+                if finish:
+                    how = "done"
+                yield Piece(text, tokens, logprobs, finish, 3)
+        finally:
+            self.running -= 1
+            self.ended[how] += 1
+
+    def _said(self, prompt, params):
+        text = self.script
+        if text is None:
+            lines = self.tokenizer.decode(prompt).removesuffix("assistant: ").split("\n")
+            text = [line for line in lines if line][-1].removeprefix("user: ")
+            text += "" if params.seed is None else f" {params.seed}"
+        for stop in params.stop:
+            text = text.split(stop)[0]
+        budget = params.max_tokens
+        for char in text:
+            budget -= len(char.encode())
+            if budget <= 0:
+                yield char, "length"
+                return
+            yield char, None
+        yield "", "stop"
+
+    async def stats(self):
+        if not self.alive:
+            raise EngineDiedError("it died")
+        return SimpleNamespace(
+            running=self.running,
+            waiting=2,
+            preemptions=5,
+            prefix_queries=100,
+            prefix_hits=40,
+            mapped=1 << 20,
+            steps=7,
+            used=30,
+            free=60,
+            cached=10,
+        )
+
+    async def sleep(self):
+        if self.running:
+            raise UsageError("requests run: wait for them")
+        self.state = "asleep"
+
+    async def wake(self):
+        self.state = "ready"
+
+    async def close(self, *, drain=0.0):
+        self.closed = True
+
+
+class Running:
+    """A server in a thread, and clients for it."""
+
+    def __init__(self, models, options, **uvicorn_options):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(create_app(models, options), log_config=None, access_log=False, **uvicorn_options)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self.socket],), daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.005)
+        return self
+
+    def __exit__(self, *_):
+        self._server.should_exit = True
+        self._thread.join(20)
+
+    def openai(self, key="none", **options):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+
+    def http(self, **options):
+        return httpx.Client(base_url=self.url, timeout=20, **options)
+
+
+def until(condition, seconds=5.0):
+    """Wait for something that another thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.005)
