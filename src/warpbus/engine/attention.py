@@ -1,146 +1,174 @@
-"""What the layers attend to while generating: a cache's rows, for a piece of the prompts or for one new token a row."""
+"""What the layers attend to while generating: blocks of the cache, for pieces of prompts or for single new tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
-from warpbus.engine.kv_cache import CacheRows, KVCache
+from warpbus.engine.kv_cache import KVCache
+from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.attention import decode_attention
+from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention
 
 
-class PromptAttention:
-    """Attention of a piece of the prompt that begins at the same position in every row (`AttentionContext`)."""
+@dataclass(frozen=True)
+class Stretch:
+    """A piece of a prompt in a flat list of tokens.
 
-    def __init__(self, cache: KVCache, start: int, tokens: int) -> None:
-        self._cache = cache
-        self._start = start
-        self._end = start + tokens
-
-    def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
-        del positions_bt
-        cache, q, k, v = self._cache, q_bthd.transpose(1, 2), k_bthd.transpose(1, 2), v_bthd.transpose(1, 2)
-        cache.keys[layer][:, :, self._start : self._end] = k
-        cache.values[layer][:, :, self._start : self._end] = v
-        if self._start:
-            k, v = cache.keys[layer][:, :, : self._end], cache.values[layer][:, :, : self._end]
-        return _causal(q, k, v).transpose(1, 2)
-
-
-class StepAttention:
-    """Attention of one new token a row, each at its row's own position (`AttentionContext`).
-
-    All queries of a group see the same keys, so that they stand where a kernel expects the tokens of one sequence:
-    keys and values are read once a group, on every backend.
+    Attributes:
+        begin, end: its tokens in the list.
+        start: the position of the first in its sequence.
+        blocks: int32 `[n]`, the blocks of the sequence, on the device; None where the piece begins the sequence.
     """
 
-    def __init__(self, cache: KVCache, lengths: Sequence[int]) -> None:
-        device = cache.keys[0].device
-        self._cache = cache
-        self._end = max(lengths) + 1
-        self._uniform = min(lengths) + 1 == self._end
-        if not self._uniform:
-            last = torch.tensor(lengths, device=device)
-            self._index = last[:, None, None, None]
-            self._mask = (torch.arange(self._end, device=device) <= last[:, None])[:, None, None, :]
-
-    def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
-        del positions_bt
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        batch, kv_heads, _, head_dim = keys.shape
-        k, v = k_bthd.transpose(1, 2), v_bthd.transpose(1, 2)
-        if self._uniform:
-            keys[:, :, self._end - 1 : self._end] = k
-            values[:, :, self._end - 1 : self._end] = v
-            mask = None
-        else:
-            index = self._index.expand(batch, kv_heads, 1, head_dim)
-            keys.scatter_(2, index, k)
-            values.scatter_(2, index, v)
-            mask = self._mask
-        q = q_bthd.reshape(batch, kv_heads, -1, head_dim)
-        attended = F.scaled_dot_product_attention(q, keys[:, :, : self._end], values[:, :, : self._end], attn_mask=mask)
-        return attended.reshape(q_bthd.shape)
+    begin: int
+    end: int
+    start: int
+    blocks: Tensor | None
 
 
-class FusedPrompt(FusedAttention):
-    """`PromptAttention` over the rows of a pool: one kernel rotates and stores.
+class PieceAttention(FusedAttention):
+    """Attention of pieces of several prompts, all stored before any attends.
 
     Args:
         config: the model's shape.
         table: the rotary table (`Rotary.table`).
+        cache: has memory for the blocks.
+        positions: int32 `[tokens]`, on the device.
+        slots: int64 `[tokens]`: block * BLOCK + offset within the block, on the device.
+        stretches: the pieces, in the order of their tokens, without gaps; those that begin their sequences come first.
     """
 
-    def __init__(self, config: ModelConfig, table: Tensor, cache: CacheRows, start: int, tokens: int) -> None:
-        self._config = config
-        self._table = table
-        self._cache = cache
-        self._start = start
-        self._end = start + tokens
-
-    def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
-        config = self._config
-        stored = self._cache.layers[layer]
-        rotated = rope_and_cache(
-            qkv_btr,
-            self._table,
-            self._start,
-            *stored,
-            heads=config.num_heads,
-            interleaved=config.rope.interleaved,
-        )
-        q, k, v = (x.transpose(1, 2) for x in rotated)
-        if self._start:
-            keys, values, key_scales, value_scales = stored
-            k = self._read(keys, key_scales, len(q), q.dtype)
-            v = self._read(values, value_scales, len(q), q.dtype)
-        return _causal(q, k, v).transpose(1, 2).flatten(-2)
-
-    def _read(self, stored: Tensor, scales: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
-        """What is stored up to the end of this piece, in the dtype of the activations."""
-        found = stored[:rows, :, : self._end].to(dtype)
-        return found if scales is None else found * scales[:rows, :, : self._end, None].to(dtype)
-
-
-class FusedStep(FusedAttention):
-    """`StepAttention` over the rows of a pool, all of it one kernel.
-
-    Args:
-        config: the model's shape.
-        table: the rotary table (`Rotary.table`).
-        positions: int32 `[batch]`, of the new tokens, on the device.
-        limit: more than the largest of them.
-    """
-
-    def __init__(self, config: ModelConfig, table: Tensor, cache: CacheRows, positions: Tensor, limit: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        table: Tensor,
+        cache: KVCache,
+        positions: Tensor,
+        slots: Tensor,
+        stretches: Sequence[Stretch],
+    ) -> None:
         self._config = config
         self._table = table
         self._cache = cache
         self._positions = positions
-        self._limit = limit
+        self._slots = slots
+        self._fresh = [stretch for stretch in stretches if stretch.blocks is None]
+        self._going_on = [stretch for stretch in stretches if stretch.blocks is not None]
+        lengths = [stretch.end - stretch.begin for stretch in self._fresh]
+        self._longest = max(lengths, default=0)
+        bounds = torch.tensor([0, *(stretch.end for stretch in self._fresh)], dtype=torch.int32)
+        self._bounds = bounds.to(table.device, non_blocking=True) if len(self._fresh) > 1 else None
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
-        attended = decode_attention(
-            qkv_btr[:, 0],
+        stored = self._cache.layers[layer]
+        q, k, v = rope_and_cache(
+            qkv_btr[0],
             self._table,
             self._positions,
-            *self._cache.layers[layer],
+            self._slots,
+            *stored,
             heads=config.num_heads,
             interleaved=config.rope.interleaved,
+        )
+        attended = torch.empty_like(q)
+        if self._fresh:
+            end = self._fresh[-1].end
+            attended[:end] = self._attend_fresh(q[:end], k[:end], v[:end])
+        for stretch in self._going_on:
+            tokens = stretch.start + stretch.end - stretch.begin
+            attended[stretch.begin : stretch.end] = _causal(
+                q[stretch.begin : stretch.end], *self._read(stored, stretch.blocks, tokens, q.dtype)
+            )
+        return attended.flatten(-2)[None]
+
+    def _attend_fresh(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Pieces that begin their sequences: what they attend to is what they bring."""
+        if self._bounds is not None and q.is_cuda and q.dtype in HALVES and q.shape[2] <= 256:
+            grouped = q.shape[1] != k.shape[1]
+            return varlen_attn(
+                *(q, k, v, self._bounds, self._bounds, self._longest, self._longest),
+                window_size=(-1, 0),
+                enable_gqa=grouped,
+            )
+        parts = [slice(stretch.begin, stretch.end) for stretch in self._fresh]
+        return torch.cat([_causal(q[part], k[part], v[part]) for part in parts])
+
+    def _read(
+        self,
+        stored: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        blocks: Tensor | None,
+        tokens: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        assert blocks is not None
+        keys, values, key_scales, value_scales = stored
+        return (
+            gather_cache(keys, key_scales, blocks, tokens, dtype),
+            gather_cache(values, value_scales, blocks, tokens, dtype),
+        )
+
+
+class StepAttention(FusedAttention):
+    """Attention of single new tokens, all of it one kernel.
+
+    Args:
+        config: the model's shape.
+        table: the rotary table (`Rotary.table`).
+        cache: has memory for the blocks.
+        positions: int32 `[batch]`, of the new tokens, on the device.
+        blocks: int32 `[batch, n]`, of each token's sequence, on the device.
+        limit: more than the largest position, and no more than `n` blocks hold.
+        slots: where several of the tokens may be of one sequence, that is where they are stored: int64 `[batch]`,
+            block * BLOCK + offset. They are all stored first.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        table: Tensor,
+        cache: KVCache,
+        positions: Tensor,
+        blocks: Tensor,
+        limit: int,
+        slots: Tensor | None = None,
+    ) -> None:
+        self._config = config
+        self._table = table
+        self._cache = cache
+        self._positions = positions
+        self._blocks = blocks
+        self._limit = limit
+        self._slots = slots
+
+    def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
+        config = self._config
+        stored, qkv = self._cache.layers[layer], qkv_btr[:, 0]
+        shape = {"heads": config.num_heads, "interleaved": config.rope.interleaved}
+        if self._slots is not None:
+            rope_and_cache(qkv, self._table, self._positions, self._slots, *stored, **shape)
+        attended = decode_attention(
+            *(qkv, self._table, self._positions, self._blocks, *stored),
+            **shape,
             limit=self._limit,
+            stored=self._slots is not None,
         )
         return attended.view(len(qkv_btr), 1, -1)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of `[batch, heads, tokens, head_dim]` whose last query is that of the last key."""
+def _causal(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+    """Causal attention of `[tokens, heads, head_dim]` whose last query is that of the last key."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_thd, k_thd, v_thd))
     tokens, end = q.shape[2], k.shape[2]
     mask = None if tokens == end else causal_lower_right(tokens, end)
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return attended[0].transpose(0, 1)

@@ -1,14 +1,14 @@
-"""A model on its device, and what decoding keeps from one batch to the next: the cache's memory and captured graphs.
+"""Answers requests of token ids: continuous batching over a model and its cache.
 
-Knows nothing of text. A benchmark decodes token ids with it:
+Requests come and go between steps. In a step all that run get one token, and pieces of the prompts of those that come
+are read. Knows nothing of files or HTTP. A benchmark decodes token ids with it:
 
     engine = Engine(random_model(SHAPES["chatglm2-6b"], Scheme.parse("w4a16-g128"), "cuda", torch.float16))
     engine.warm()
-    with engine.batch([request(prompt_ids, tokens=256)]) as runner:
-        runner.start()      # reads the prompt, chooses the first token
-        runner.read()
-        runner.launch()     # a step: time many of these, up to 255, and read each
-        runner.read()
+    engine.add(request(prompt_ids, tokens=256))
+    while engine.has_work:
+        for sequence, piece in engine.step():
+            ...
 
 and within so many bytes of the GPU's memory, the process's own context included:
 
@@ -19,45 +19,81 @@ and within so many bytes of the GPU's memory, the process's own context included
     engine = Engine.planned(model, plan, max_num_seqs=1)
 """
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from warpbus.engine.kv_cache import KVCache, KVPool, stored_dtype, token_bytes
+from warpbus.cuda.devices import free_memory
+from warpbus.dist import Group
+from warpbus.engine.blocks import BLOCK, Blocks
+from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
+from warpbus.engine.logits import Row as Choice
 from warpbus.engine.plan import MemoryPlan
-from warpbus.engine.runner import Runner
-from warpbus.engine.sequence import SamplingParams
-from warpbus.engine.sequence import Sequence as Request
+from warpbus.engine.runner import Chosen, Row, Runner
+from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.scheduler import Request, Scheduler
+from warpbus.engine.sequence import Piece, TokenLogprob
+from warpbus.engine.sequence import Sequence as Asked
 from warpbus.engine.step import Step, batch_bucket
 from warpbus.errors import ContextLengthError, DeviceError, UsageError
-from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.attention import has_kernel
 from warpbus.models import Decoder, ModelConfig
-from warpbus.models.layers.fusion import gpu_has_kernels
 
-PREFILL_TOKENS = {"cpu": 4096, "cuda": 2048}
-"""In a piece of the prompts: a GPU is busy with fewer, and its memory is dearer."""
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 2048}
+"""Tokens of prompts that are read in a step: a GPU is busy with fewer, and those that decode wait for them."""
 
-_SMALLEST_POOL = 4096  # tokens a row: smaller ones are cheap, but would be outgrown by the next conversation
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prompts are read with
+_WARM_LENGTHS = (512, 1024)  # tokens: sequences for which graphs are captured ahead
+_KEPT_FREE = 0.1  # of the memory that is free when the engine starts: for activations and whoever else needs some
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an engine is doing, and has done.
+
+    Attributes:
+        running, waiting: sequences.
+        steps: that were launched.
+        preemptions: how often a sequence had to give its blocks back.
+        prefix_queries, prefix_hits: tokens of prompts looked up in the cache, and found.
+        blocks, blocks_used, blocks_idle: of the cache: all there can be, used, and kept for who may want them.
+        cache_bytes: memory that the cache has now.
+        drafted, accepted: tokens guessed by speculation, and how many of them were right.
+    """
+
+    running: int
+    waiting: int
+    steps: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    blocks: int
+    blocks_used: int
+    blocks_idle: int
+    cache_bytes: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Engine:
-    """Decodes batches of token ids.
+    """Answers many requests at once.
 
     Args:
         model: in eval mode; where its norms lie, it is computed.
         max_model_len: the longest prompt with its answer, in tokens; what the model allows by default.
-        max_num_seqs: the most sequences of a batch.
+        max_num_seqs: the most sequences that run at once; more wait.
         kv_dtype: see `KV_DTYPES`; other than "auto" on a GPU alone.
-        prefill_tokens: of all rows together, read at a time.
-        pool_tokens: what the cache of all rows of a batch together holds; it is taken at once and never grows. None:
-            it grows with what is asked for.
+        prefill_tokens: of prompts, read in a step.
+        cache_tokens: the most that the cache holds. None: what all sequences need, or what the memory that is free now
+            allows. The cache takes no more of it than it needs.
+        prefix_caching: prompts that begin alike share what is computed of them.
+        group: the processes that share the model, of which each runs the same engine with the same requests.
 
     Raises:
         UsageError: a cache of 8 bits where no kernels read it.
+        DeviceError: no room for a cache.
     """
 
     def __init__(
@@ -68,24 +104,50 @@ class Engine:
         max_num_seqs: int = 16,
         kv_dtype: str = "auto",
         prefill_tokens: int | None = None,
-        pool_tokens: int | None = None,
+        cache_tokens: int | None = None,
+        prefix_caching: bool = True,
+        group: Group | None = None,
     ) -> None:
-        weight = model.final_norm.weight
+        weight, config = model.final_norm.weight, model.config
         self.model = model
         self.device, self.dtype = weight.device, weight.dtype
-        self.max_model_len = max_model_len or model.config.max_context
+        self.max_model_len = max_model_len or config.max_context
         self.max_num_seqs = max_num_seqs
-        self._kv_dtype = kv_dtype
-        self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[self.device.type]
-        self._pool_tokens = pool_tokens
-        self._fused = gpu_has_kernels(self.device) and self.dtype in HALVES and _heads_have_kernels(model.config)
-        if stored_dtype(kv_dtype, self.dtype) != self.dtype and not self._fused:
+        kernels = has_kernel(self.dtype, config.num_heads, config.num_kv_heads, config.head_dim, self.device)
+        if stored_dtype(kv_dtype, self.dtype) != self.dtype and not kernels:
             raise UsageError(
                 f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
                 f"{self.device}: give auto, or float16 or bfloat16 on a GPU"
             )
-        self._lock = threading.Lock()
-        self._idle = None if pool_tokens is None or not self._fused else self._room(pool_tokens)
+        self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[self.device.type]
+        blocks = self._cache_blocks(config, kv_dtype) if cache_tokens is None else cache_tokens // BLOCK
+        if blocks * BLOCK < (max_model_len or 2 * BLOCK):
+            raise DeviceError(
+                f"{self.device}: there is room for a cache of {max(0, blocks) * BLOCK:,} tokens, "
+                f"{max_model_len or 2 * BLOCK:,} are needed: end what else uses its memory, lower max_model_len, "
+                "quantize the model, or give kv_dtype int8"
+            )
+        self.max_model_len = min(self.max_model_len, blocks * BLOCK)
+        count = blocks + 1
+        self._cache = KVCache(config, count, device=self.device, dtype=self.dtype, kv_dtype=kv_dtype)
+        if self._cache.back(1) < 1:
+            raise DeviceError(f"{self.device}: out of memory for a cache: end what else uses it, or quantize the model")
+        self._blocks = Blocks(count, back=self._cache.back, sharing=prefix_caching)
+        self._blocks.backed = self._cache.backed
+        self._scheduler = Scheduler(self._blocks, max_num_seqs=max_num_seqs, prefill_tokens=self._prefill_tokens)
+        self._step = Step(
+            *(model, self._cache, max_num_seqs, self.max_model_len),
+            device=self.device,
+            dtype=self.dtype,
+            graphs=kernels,
+        )
+        self._runner = Runner(model, self._cache, self._step, max_num_seqs, group)
+        self._rows: dict[Request, Row] = {}
+        self._requests: dict[Asked, Request] = {}
+        self._sequences: dict[Request, Asked] = {}
+        self._slots = list(range(max_num_seqs))[::-1]
+        self._launched: deque[list[Chosen]] = deque()
+        self._steps = 0
 
     @classmethod
     def planned(cls, model: Decoder, plan: MemoryPlan, *, max_num_seqs: int = 16) -> "Engine":
@@ -96,107 +158,155 @@ class Engine:
             max_num_seqs=max_num_seqs,
             kv_dtype=plan.kv_dtype,
             prefill_tokens=plan.prefill_tokens,
-            pool_tokens=plan.pool_tokens,
+            cache_tokens=plan.pool_tokens,
         )
 
-    def fitting(self, requests: Sequence[Request]) -> int:
-        """How many of the first requests can be answered in one batch; at least one."""
-        most = min(len(requests), self.max_num_seqs)
-        if self._pool_tokens is None:
-            return most
-        for count in range(most, 1, -1):
-            if batch_bucket(count) * _longest(requests[:count]) <= self._pool_tokens:
-                return count
-        return 1
+    @property
+    def has_work(self) -> bool:
+        """Requests wait or run."""
+        return bool(self._requests)
 
-    @contextmanager
-    def batch(self, requests: Sequence[Request]) -> Iterator[Runner]:
-        """A runner for some requests, as many as are `fitting`; it must not be used afterwards.
+    def stats(self) -> Stats:
+        """What it is doing now."""
+        scheduler, blocks = self._scheduler, self._blocks
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            steps=self._steps,
+            preemptions=scheduler.preemptions,
+            prefix_queries=scheduler.queried,
+            prefix_hits=scheduler.found,
+            blocks=blocks.count - 1,
+            blocks_used=blocks.used,
+            blocks_idle=blocks.idle,
+            cache_bytes=self._cache.nbytes,
+        )
+
+    def add(self, sequence: Asked) -> None:
+        """Take a request on.
 
         Raises:
-            ContextLengthError: a prompt with its answer is longer than `max_model_len`.
-            UsageError: the memory is planned, and another batch has it.
-            DeviceError: the device's memory is full.
+            ContextLengthError: the prompt with its answer is longer than `max_model_len`.
         """
-        count, longest = len(requests), _longest(requests)
-        if longest > self.max_model_len:
+        length = len(sequence.prompt) + sequence.limit
+        if length > self.max_model_len:
             raise ContextLengthError(
-                f"a request needs {longest:,} tokens, the context holds {self.max_model_len:,}: shorten it or raise "
+                f"a request needs {length:,} tokens, the context holds {self.max_model_len:,}: shorten it or raise "
                 "max_model_len"
             )
-        if not self._fused:
-            step = Step(self.model, count, self.max_model_len, device=self.device, dtype=self.dtype)
-            cache = KVCache(self.model.config, count, longest, device=self.device, dtype=self.dtype)
-            yield Runner(self.model, step, cache, requests, prefill_tokens=self._prefill_tokens)
-            return
-        rows = batch_bucket(count)
-        room = self._take(rows, longest)
-        try:
-            cut = room.pool.rows(rows)
-            yield Runner(self.model, room.step, cut, requests, prefill_tokens=self._prefill_tokens)
-        finally:
-            self._idle = room
+        request = Request(list(sequence.prompt), length)
+        self._requests[sequence] = request
+        self._sequences[request] = sequence
+        self._scheduler.add(request)
+
+    def abort(self, sequence: Asked) -> None:
+        """Drop a request, if it is still there: it gets no more tokens, and its memory is free."""
+        request = self._requests.pop(sequence, None)
+        if request is not None:
+            del self._sequences[request]
+            self._scheduler.remove(request)
+            row = self._rows.pop(request, None)
+            if row is not None:
+                self._slots.append(row.slot)
+
+    def step(self) -> list[tuple[Asked, Piece]]:
+        """Launch a step, and read one: what each sequence has got, which may be nothing for anybody.
+
+        Where all that the next step needs stays on the device, the one launched is a step ahead of the one read.
+
+        Raises:
+            DeviceError: the device's memory is full.
+            NumericError: the model's scores are NaN or infinite.
+        """
+        ahead = self._runs_ahead()
+        if not ahead and self._launched:
+            return self._read()
+        plan = self._scheduler.plan()
+        if plan:
+            self._steps += 1
+            pieces = [(self._row(piece.request), piece) for piece in plan.pieces]
+            self._launched.append(self._runner.launch([self._rows[request] for request in plan.decoding], pieces))
+        elif not self._launched and self._requests:
+            raise DeviceError(
+                f"{self.device}: out of memory for the cache of a single request: end what else uses it, or lower "
+                "max_model_len"
+            )
+        return self._read() if self._launched and (not ahead or not plan or len(self._launched) > 1) else []
 
     def decode(self, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
-        """The `tokens` likeliest tokens, one after the other, after each prompt of one batch."""
-        answers: list[list[int]] = [[] for _ in prompts]
-        with self.batch([request(prompt, tokens=tokens) for prompt in prompts]) as runner:
-            runner.start()
-            for left in range(tokens - 1, -1, -1):
-                if runner.ahead and left:
-                    runner.launch()
-                for answer, token in zip(answers, runner.read(), strict=True):
-                    answer.append(token)
-                if left and not runner.ahead:
-                    runner.launch()
-        return answers
+        """The `tokens` likeliest tokens, one after the other, after each prompt."""
+        requests = [request(prompt, tokens=tokens) for prompt in prompts]
+        for each in requests:
+            self.add(each)
+        while self.has_work:
+            self.step()
+        return [each.token_ids for each in requests]
 
-    def warm(self) -> None:
-        """Compile and load the kernels and capture the first graphs, so that the first request does not wait."""
+    def warm(self, rows: int | None = None) -> None:
+        """Compile and load the kernels and capture the first graphs, so that the first requests do not wait.
+
+        Args:
+            rows: capture graphs for up to so many sequences; by default a single one.
+        """
         if self.device.type != "cuda":
             return
         for length in (*_WARM_PROMPTS, self._prefill_tokens):
             self.decode([[0] * max(1, min(length, self.max_model_len - 2))], 2)
-        with self.batch([request([0], tokens=2, params=SamplingParams(top_p=0.9, seed=0))]) as runner:
-            runner.start()
-            runner.launch()
+        self.add(request([0], tokens=2, params=SamplingParams(top_p=0.9, seed=0)))
+        while self.has_work:
+            self.step()
+        for longest in _WARM_LENGTHS if rows is not None else ():
+            for count in sorted({batch_bucket(count) for count in range(1, (rows or 1) + 1)}, reverse=True):
+                self._step.capture(count, min(longest, self.max_model_len))
+        self.shrink()
 
-    def _take(self, rows: int, longest: int) -> "_Room":
-        """Memory for a batch, which nobody else has until it is given back."""
-        with self._lock:
-            room, self._idle = self._idle, None
-        if self._pool_tokens is None:
-            if room is None or room.pool.tokens < rows * longest:
-                del room  # before more is taken
-                per_row = min(max(_SMALLEST_POOL, batch_bucket(longest)), self.max_model_len)
-                return self._room(rows * per_row)
-        elif room is None:
-            raise UsageError(
-                "another answer is being generated in the memory that was planned: take it to its end, or close it"
-            )
-        return room
+    def shrink(self) -> None:
+        """Return the memory of the cache that no sequence needs; what it held of earlier prompts is forgotten."""
+        self._cache.shrink(self._blocks.forget())
+        self._blocks.unback(self._cache.backed)
 
-    def _room(self, tokens: int) -> "_Room":
-        config, device, dtype = self.model.config, self.device, self.dtype
-        rows = batch_bucket(self.max_num_seqs)
-        try:
-            step = Step(self.model, rows, self.max_model_len, device=device, dtype=dtype)
-            pool = KVPool(config, tokens, device=device, dtype=dtype, kv_dtype=self._kv_dtype)
-        except torch.OutOfMemoryError as error:
-            size = tokens * token_bytes(config, dtype, self._kv_dtype)
-            raise DeviceError(
-                f"{device}: out of memory for a cache of {tokens:,} tokens ({size / 1e9:.2f} GB): lower "
-                "max_num_seqs or max_model_len, or give kv_dtype int8"
-            ) from error
-        return _Room(pool, step)
+    def _runs_ahead(self) -> bool:
+        """A step can be launched before the tokens of the last one are read."""
+        return (
+            self.device.type == "cuda"
+            and not self._step.host_embedding
+            and all(_is_plain(row.sequence) for row in self._rows.values())
+        )
 
+    def _row(self, request: Request) -> Row:
+        if request not in self._rows:
+            sequence = self._sequences[request]
+            sequence.cached_tokens = request.shared
+            self._rows[request] = Row(sequence, request, self._slots.pop())
+        return self._rows[request]
 
-@dataclass(frozen=True)
-class _Room:
-    """What one batch at a time has to itself."""
+    def _read(self) -> list[tuple[Asked, Piece]]:
+        """The tokens of the earliest step that was not read."""
+        pieces: list[tuple[Asked, Piece]] = []
+        for chosen in self._launched.popleft():
+            for row, token, logprob in chosen.read():
+                sequence = row.sequence
+                if sequence in self._requests:  # else it ended with the step before, or was dropped
+                    self._append(row, token, logprob)
+                    pieces.append((sequence, sequence.take()))
+        if not self._requests:
+            self._launched.clear()
+        return pieces
 
-    pool: KVPool
-    step: Step
+    def _append(self, row: Row, token: int, logprob: TokenLogprob | None) -> None:
+        row.sequence.append(token, logprob)
+        self._scheduler.read(row.request, [token])
+        if row.sequence.finish_reason is not None:
+            self.abort(row.sequence)
+
+    def _cache_blocks(self, config: ModelConfig, kv_dtype: str) -> int:
+        """What all sequences can need, as far as there is memory for it."""
+        each = -(-self.max_model_len // BLOCK)
+        free = free_memory(self.device)
+        if free is None:
+            return self.max_num_seqs * each
+        block = BLOCK * token_bytes(config, self.dtype, kv_dtype)
+        return min(self.max_num_seqs * each, int(free * (1 - _KEPT_FREE)) // block - 1)
 
 
 class _NoText:
@@ -210,20 +320,13 @@ class _NoText:
         return ""
 
 
-def request(prompt: list[int], *, tokens: int, params: SamplingParams | None = None) -> Request:
+def _is_plain(sequence: Asked) -> bool:
+    """Its next token can be chosen before the host knows its last one."""
+    params = sequence.params
+    return not (Choice(sequence).penalized or params.logit_bias or params.min_tokens or sequence.matcher)
+
+
+def request(prompt: list[int], *, tokens: int, params: SamplingParams | None = None) -> Asked:
     """A request for `tokens` tokens after a prompt, whatever they are; greedy unless `params` say otherwise."""
     chosen = params or SamplingParams(temperature=0)
-    return Request(0, prompt, chosen, limit=tokens, stop_ids=frozenset(), stream=_NoText())
-
-
-def _heads_have_kernels(config: ModelConfig) -> bool:
-    """Whether `decode_attention` takes heads such as these."""
-    return (
-        config.head_dim % 16 == 0
-        and config.head_dim <= 256
-        and config.num_heads // config.num_kv_heads <= (64 if config.head_dim <= 128 else 32)
-    )
-
-
-def _longest(requests: Sequence[Request]) -> int:
-    return max(len(each.prompt) + each.limit for each in requests)
+    return Asked(0, prompt, chosen, limit=tokens, stop_ids=frozenset(), stream=_NoText())

@@ -1,124 +1,109 @@
-"""Keys and values of a batch of sequences.
+"""Keys and values, in blocks of tokens, in memory that grows.
 
-Knows nothing of tokens, text, sampling or requests: rows, positions and layers are all it sees.
-
-Rows are right-padded: the key of position p lies at index p of its row, and a query at position p sees the indices
-0 to p. What padding wrote beyond a row's end is overwritten by the row's own tokens before any query can see it.
+Knows nothing of tokens, text, sampling or requests: layers, blocks and bytes are all it sees. Which block holds what is
+the business of `blocks` and `scheduler`.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from warpbus.errors import UsageError
+from warpbus.cuda.vmm import Arena
+from warpbus.engine.blocks import BLOCK
+from warpbus.errors import DeviceError, UsageError
 from warpbus.models import ModelConfig
 
-STEP = 256
 KV_DTYPES = ("auto", "int8", "fp8")
 """How a cache may be kept: in the dtype of the activations, or in 8 bits with a scale for each head's vector."""
 
+_GROWTH = 128 * 2**20  # bytes at once: mapping costs by the piece, and each is zeroed
+
 
 class KVCache:
-    """One tensor of keys and one of values a layer, `[batch, kv_heads, capacity, head_dim]`, which grow.
+    """Room for the keys and values of `count` blocks, of which the first ones have memory.
+
+    A block holds all layers of its tokens: `[layers, 2, kv_heads, BLOCK, head_dim]`. So the cache grows and shrinks at
+    one end, and addresses stay: captured graphs go on working.
 
     Args:
-        config: the model's shape.
-        batch: rows.
-        limit: the longest row there can be, in tokens; the capacity grows up to it, in steps.
+        config: the model's shape, or of one process's part of it.
+        count: blocks for which addresses are reserved.
+        dtype: of the activations.
+        kv_dtype: one of `KV_DTYPES`.
+
+    Attributes:
+        count: blocks for which addresses are reserved.
+        backed: blocks that have memory.
+        layers: of each layer keys and values `[count, kv_heads, BLOCK, head_dim]`, and where they are kept in 8 bits
+            their float32 scales `[count, kv_heads, BLOCK]`, else None twice. Only backed blocks may be touched.
     """
 
     def __init__(
-        self, config: ModelConfig, batch: int, limit: int, *, device: torch.device, dtype: torch.dtype
+        self, config: ModelConfig, count: int, *, device: torch.device, dtype: torch.dtype, kv_dtype: str = "auto"
     ) -> None:
-        self.limit = limit
-        shape = (batch, config.num_kv_heads, 0, config.head_dim)
-        self.keys = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
-        self.values = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that each row has room for now."""
-        return self.keys[0].shape[2]
+        self.count = count
+        self.backed = 0
+        stored = stored_dtype(kv_dtype, dtype)
+        shape = (count, config.num_layers, 2, config.num_kv_heads, BLOCK)
+        self._parts = [_Part((*shape, config.head_dim), stored, device)]
+        if stored != dtype:
+            self._parts.append(_Part(shape, torch.float32, device))
+        self.layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
+        for layer in range(config.num_layers):
+            keys, values, *scales = (part.data[:, layer, which] for part in self._parts for which in (0, 1))
+            key_scales, value_scales = scales or (None, None)
+            self.layers.append((keys, values, key_scales, value_scales))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keys and values take now."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        """Bytes of memory that it has now."""
+        return sum(part.arena.mapped for part in self._parts)
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a row; grows by a quarter at least, so that copying stays rare."""
-        if tokens <= self.capacity:
-            return
-        wanted = max(tokens, self.capacity + self.capacity // 4)
-        capacity = min(-(-wanted // STEP) * STEP, self.limit)
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                grown = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
-                grown[:, :, : old.shape[2]] = old
-                tensors[layer] = grown
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return sum(part.block_bytes for part in self._parts)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these."""
-        index = torch.tensor(rows, device=self.keys[0].device)
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                tensors[layer] = old.index_select(0, index)
+    def back(self, blocks: int) -> int:
+        """Give the first `blocks` blocks memory, and some more, or as many as there is memory for; how many have it."""
+        if blocks > self.backed:
+            more = max(blocks - self.backed, _GROWTH // self.block_bytes)
+            for wanted in (min(self.backed + more, self.count), blocks):
+                try:
+                    self._resize(wanted)
+                    break
+                except DeviceError:  # it is all there is: whoever asks goes without
+                    self._resize(self.backed)
+        return self.backed
 
+    def shrink(self, blocks: int) -> None:
+        """Return the memory of all but the first `blocks` blocks, as far as it can be returned."""
+        self._resize(min(blocks, self.backed))
 
-class KVPool:
-    """Room for the keys and values of `tokens` tokens, taken once, which the rows of a batch share out evenly.
-
-    Args:
-        config: the model's shape.
-        dtype: of the activations.
-        kv_dtype: one of `KV_DTYPES`.
-    """
-
-    def __init__(
-        self, config: ModelConfig, tokens: int, *, device: torch.device, dtype: torch.dtype, kv_dtype: str = "auto"
-    ) -> None:
-        self.tokens = tokens
-        self._config = config
-        stored = stored_dtype(kv_dtype, dtype)
-        vectors = (config.num_layers, 2, tokens * config.num_kv_heads)
-        size = config.head_dim * stored.itemsize
-        # Zeros: what a row never wrote is a number too, so that nothing can come of it where it counts nothing.
-        self._data = torch.zeros(*vectors, size, dtype=torch.uint8, device=device).view(stored).flatten(2)
-        self._scales = None if stored == dtype else torch.zeros(vectors, device=device)
-
-    def rows(self, count: int) -> "CacheRows":
-        """The pool cut into `count` rows of equal capacity. What was written by rows of another count is lost."""
-        config, capacity = self._config, self.tokens // count
-        shape = (count, config.num_kv_heads, capacity)
-        vectors = count * config.num_kv_heads * capacity
-        data = self._data[:, :, : vectors * config.head_dim].unflatten(2, (*shape, config.head_dim))
-        scales = None if self._scales is None else self._scales[:, :, :vectors].unflatten(2, shape)
-        return CacheRows(data, scales)
-
-
-class CacheRows:
-    """Rows of a `KVPool`.
-
-    Attributes:
-        rows, capacity: how many there are, and tokens that each has room for.
-        layers: of each layer keys and values `[rows, kv_heads, capacity, head_dim]`, and where they are kept in 8
-            bits their float32 scales `[rows, kv_heads, capacity]`, else None twice.
-    """
-
-    def __init__(self, data: Tensor, scales: Tensor | None) -> None:
-        self._parts = [data] if scales is None else [data, scales]
-        self.rows, self.capacity = data.shape[2], data.shape[4]
-        self.layers = [
-            (*data[layer], *((None, None) if scales is None else scales[layer])) for layer in range(len(data))
-        ]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Move these rows, in ascending order, to the front."""
+    def close(self) -> None:
+        """Return all memory and addresses."""
+        self.layers = []
         for part in self._parts:
-            for new, old in enumerate(rows):
-                if new != old:
-                    part[:, :, new] = part[:, :, old]
+            part.data = part.data.new_empty(0)
+            part.arena.close()
+
+    def _resize(self, blocks: int) -> None:
+        for part in self._parts:
+            part.arena.resize(blocks * part.block_bytes)
+        backed = min(self.count, *(part.arena.mapped // part.block_bytes for part in self._parts))
+        if backed > self.backed:
+            # Zeros: what a block's tail never held is a number too, so that nothing can come of it where it counts nothing.
+            for part in self._parts:
+                part.data[self.backed : backed].view(torch.uint8).zero_()
+        self.backed = backed
+
+
+class _Part:
+    """What is kept of all blocks in one element type."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.block_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
+        self.arena = Arena(shape[0] * self.block_bytes, device)
+        self.data = self.arena.tensor(shape, dtype)
 
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -133,7 +118,7 @@ def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype, kv_dtype: str) -> int:
-    """Bytes that a token takes in a `KVPool`."""
+    """Bytes that a token takes in a `KVCache`."""
     stored = stored_dtype(kv_dtype, dtype)
     vector = config.head_dim * stored.itemsize + (0 if stored == dtype else 4)
     return config.num_layers * 2 * config.num_kv_heads * vector

@@ -4,8 +4,9 @@ Knows nothing of layers, of how attention is computed, or of how a token is chos
 do. There is no state between two calls, so that an interrupted one leaves nothing behind.
 """
 
+import threading
 import time
-from collections import abc
+from collections import abc, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from warpbus.cuda.devices import default_dtype, resolve_device, resolve_dtype
 from warpbus.engine.engine import Engine
 from warpbus.engine.plan import MemoryPlan, Stored, enforce, parse_memory, plan_memory
-from warpbus.engine.sequence import FinishReason, SamplingParams, Sequence
+from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.sequence import FinishReason, Piece, Sequence
 from warpbus.errors import ContextLengthError, UsageError
 from warpbus.formats import Checkpoint, read_schemes
 from warpbus.models import Progress, load_model, read_config, tensor_map
@@ -159,7 +161,11 @@ class LLM:
             )
         else:
             self.engine = Engine.planned(self.model, plan, max_num_seqs=max_num_seqs)
+        # The memory there is may be for less.
+        self.max_model_len = self.engine.max_model_len
         self.engine.warm()
+        self._lock = threading.Lock()
+        self._inboxes: dict[Sequence, deque[Piece]] = {}
 
     def _planned(
         self, checkpoint: Checkpoint, memory: str | int, max_model_len: int | None, kv_dtype: str
@@ -321,45 +327,47 @@ class LLM:
         return sequences
 
     def _stream(self, sequences: list[Sequence]) -> Iterator[Chunk]:
-        # Prompts of like length share a batch: less padding. The longest come first: what does not fit fails early.
-        waiting = sorted(sequences, key=lambda sequence: -len(sequence.prompt))
-        while waiting:
-            count = self.engine.fitting(waiting)
-            yield from self._batch(waiting[:count])
-            del waiting[:count]
-
-    def _batch(self, running: list[Sequence]) -> Iterator[Chunk]:
+        """Answer them all; a caller that stops listening calls off what still runs."""
         started = time.perf_counter()
-        with self.engine.batch(running) as runner:
-            runner.start()
-            while True:
-                if runner.ahead and any(len(sequence.token_ids) + 1 < sequence.limit for sequence in running):
-                    runner.launch()
-                tokens = runner.read()
-                pieces = [sequence.append(token) for sequence, token in zip(running, tokens, strict=True)]
-                seconds = time.perf_counter() - started
-                for sequence, text in zip(running, pieces, strict=True):
-                    if len(sequence.token_ids) == 1:
+        running = set(sequences)
+        try:
+            with self._lock:
+                for sequence in sequences:
+                    self.engine.add(sequence)
+                    self._inboxes[sequence] = deque()
+            while running:
+                for sequence, piece in self._pieces(running):
+                    seconds = time.perf_counter() - started
+                    if not sequence.prefill_seconds:
                         sequence.prefill_seconds = seconds
-                    else:
-                        sequence.decode_seconds += seconds
-                    completion = _completion(sequence)
-                    if text or completion:
-                        yield Chunk(sequence.index, text, completion)
-                started = time.perf_counter()
-                rows = [row for row, sequence in enumerate(running) if sequence.finish_reason is None]
-                if not rows:
-                    return
-                if len(rows) < len(running):
-                    running = [running[row] for row in rows]
-                    runner.keep(rows)
-                if not runner.ahead:
-                    runner.launch()
+                    sequence.decode_seconds = seconds - sequence.prefill_seconds
+                    completion = None
+                    if piece.finish_reason is not None:
+                        running.remove(sequence)
+                        completion = _completion(sequence)
+                    if piece.text or completion:
+                        yield Chunk(sequence.index, piece.text, completion)
+        finally:
+            with self._lock:
+                for sequence in sequences:
+                    self.engine.abort(sequence)
+                    self._inboxes.pop(sequence, None)
+
+    def _pieces(self, sequences: abc.Set[Sequence]) -> list[tuple[Sequence, Piece]]:
+        """What some sequences have got, after a step if they have got nothing; others' pieces go to their inboxes."""
+        with self._lock:
+            if not any(self._inboxes[sequence] for sequence in sequences):
+                for sequence, piece in self.engine.step():
+                    self._inboxes[sequence].append(piece)
+            found = []
+            for sequence in sequences:
+                inbox = self._inboxes[sequence]
+                found += [(sequence, inbox.popleft()) for _ in range(len(inbox))]
+            return found
 
 
-def _completion(sequence: Sequence) -> Completion | None:
-    if sequence.finish_reason is None:
-        return None
+def _completion(sequence: Sequence) -> Completion:
+    assert sequence.finish_reason is not None
     return Completion(
         text=sequence.text,
         token_ids=sequence.token_ids,

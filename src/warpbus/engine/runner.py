@@ -1,160 +1,226 @@
-"""One batch: its prompts first, then token by token. Knows nothing of text or of when an answer ends."""
+"""Launches steps: pieces of prompts, and the next token of each of many sequences. Knows nothing of text or of when an
+answer ends.
 
-from collections import deque
+A step is launched and read apart, so that on a GPU the next one can run while the host deals with the tokens of the last:
+all that a step needs of the one before it stays on the device.
+"""
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from warpbus.engine.attention import FusedPrompt, PromptAttention
-from warpbus.engine.kv_cache import CacheRows, KVCache
-from warpbus.engine.sequence import Sequence as Request
-from warpbus.engine.step import Outcome, Step
+from warpbus.dist import Group
+from warpbus.engine.attention import PieceAttention, Stretch
+from warpbus.engine.blocks import BLOCK
+from warpbus.engine.kv_cache import KVCache
+from warpbus.engine.logprobs import Logprobs
+from warpbus.engine.sampler import Sampler
+from warpbus.engine.scheduler import Piece, Request
+from warpbus.engine.sequence import Sequence as Asked
+from warpbus.engine.sequence import TokenLogprob
+from warpbus.engine.step import Step
 from warpbus.errors import DeviceError, NumericError
 from warpbus.models import Decoder
-from warpbus.models.layers import FusedAttention
 
-PREFILL_TOKENS = 4096
+
+@dataclass(eq=False)
+class Row:
+    """A sequence that runs.
+
+    Attributes:
+        sequence: what is asked, and what it got.
+        request: the same, as the scheduler sees it.
+        slot: its place in the state on the device.
+        tabled: how many of its blocks the device knows, and since which preemption.
+    """
+
+    sequence: Asked
+    request: Request
+    slot: int
+    tabled: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The tokens that a part of a step chose, on their way to the host.
+
+    Attributes:
+        rows: whose they are.
+    """
+
+    rows: list[Row]
+    _result: Tensor
+    _logprobs: Logprobs | None
+    _arrived: torch.cuda.Event | None
+
+    def read(self) -> list[tuple[Row, int, TokenLogprob | None]]:
+        """The tokens. Waits for the step.
+
+        Raises:
+            NumericError: the scores of a row are NaN or infinite.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, best = self._result[0].tolist(), self._result[1].view(torch.float32)[: len(self.rows)]
+        finite = best.isfinite().tolist()
+        if not all(finite):
+            prompt = self.rows[finite.index(False)].sequence.index
+            raise NumericError(
+                f"prompt {prompt}: the model's scores hold NaN or infinity: the checkpoint is damaged, "
+                "or its numbers do not fit the dtype (try dtype='bfloat16' or 'float32')"
+            )
+        logprobs = {} if self._logprobs is None else self._logprobs.read()
+        return [(row, token, logprobs.get(at)) for at, (row, token) in enumerate(zip(self.rows, tokens, strict=True))]
 
 
 class Runner:
-    """Runs one batch through the model.
-
-    A step is launched and its tokens are read apart, so that on a GPU the next step can run while the host deals with
-    the tokens of the last:
-
-        runner.start()
-        while ...:
-            if runner.ahead: runner.launch()
-            tokens = runner.read()
-            if not runner.ahead: runner.launch()
+    """Runs steps of a model.
 
     Args:
         model: in eval mode.
-        step: has room for the batch's rows, and is not used by another batch.
-        cache: has as many rows, or more, and room for each sequence.
-        sequences: what is to be generated; only their prompts, parameters and random numbers are used.
-        prefill_tokens: long prompts are read in pieces of at most so many tokens, all rows together, so that
-            activations stay small.
-
-    Attributes:
-        ahead: a step can be launched before the tokens of the last are read.
-        lengths: how many tokens of each row the cache holds.
+        cache: has memory for the blocks of all that is launched.
+        step: the state of the sequences.
+        slots: sequences at once.
+        group: the processes that share the model; the first one's tokens count.
 
     Raises (all methods):
         DeviceError: the device's memory is full.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        step: Step,
-        cache: KVCache | CacheRows,
-        sequences: Sequence[Request],
-        *,
-        prefill_tokens: int = PREFILL_TOKENS,
-    ) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, step: Step, slots: int, group: Group | None = None) -> None:
         self._model = model
-        self._step = step
         self._cache = cache
-        self._sequences = list(sequences)
-        self._prefill_tokens = prefill_tokens
-        self._launched: deque[Outcome] = deque()
-        self._device = step.tokens.device
-        self._last_tokens: list[int] = []
-        self.ahead = self._device.type == "cuda" and not step.host_embedding
-        self.lengths = [len(sequence.prompt) for sequence in sequences]
+        self._step = step
+        self._group = group
+        self._device = step.last.device
+        vocabulary = model.config.vocab_size
+        self._sampler = Sampler(slots, vocabulary, self._device)
+        self._arranged: list[Asked] = []
+        # A sequence's first token is chosen apart from the others' next ones: its scores come from elsewhere.
+        self._first_sampler = Sampler(slots, vocabulary, self._device)
 
     @torch.inference_mode()
-    def start(self) -> None:
-        """Read the prompts and choose each row's first token."""
-        self._step.begin(self.lengths)
-        self._step.sampler.begin(self._sequences)
-        logits = self.prefill()
-        with self._computing():
-            self._step.sampler.draw()
-            self._step.finish(logits)
-            self._launched.append(self._step.outcome(len(self.lengths)))
+    def launch(self, decoding: Sequence[Row], pieces: Sequence[tuple[Row, Piece]]) -> list[Chosen]:
+        """Launch a step: one token for each row that decodes, and for each whose prompt is read to its end."""
+        with self._computing(len(decoding) + len(pieces)):
+            self._tell_blocks([*decoding, *(row for row, _ in pieces)])
+            self._arrange([row.sequence for row in decoding])
+            chosen = [self._decode(list(decoding))] if decoding else []
+            return chosen + self._read_pieces(pieces)
 
-    @torch.inference_mode()
-    def prefill(self) -> Tensor:
-        """Read the prompts: scores of each row's first token, `[batch, vocabulary]`."""
-        longest = max(self.lengths)
-        piece = max(1, self._prefill_tokens // len(self.lengths))
-        padded = torch.zeros((len(self.lengths), longest), dtype=torch.long)
-        for row, sequence in enumerate(self._sequences):
-            padded[row, : len(sequence.prompt)] = torch.tensor(sequence.prompt)
-        padded = padded.to(self._device)
-        last: list[Tensor | None] = [None] * len(self.lengths)
-        with self._computing():
-            if isinstance(self._cache, KVCache):
-                self._cache.reserve(longest + 1)
-            for start in range(0, longest, piece):
-                tokens = padded[:, start : start + piece]
-                end = start + tokens.shape[1]
-                positions = torch.arange(start, end, device=self._device).expand_as(tokens)
-                hidden = self._model.transform(self._model.embed(tokens), positions, self._prompt(start, end))
-                for row, length in enumerate(self.lengths):
-                    if start < length <= end:
-                        last[row] = hidden[row, length - 1 - start].clone()
-                del hidden
-            return self._model.scores(torch.stack([state for state in last if state is not None]))
+    def _tell_blocks(self, rows: Sequence[Row]) -> None:
+        """Complete the device's block tables."""
+        told: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for row in rows:
+            blocks = row.request.blocks
+            if row.preemptions != row.request.preemptions:
+                row.preemptions, row.tabled = row.request.preemptions, 0
+            for index in range(row.tabled, len(blocks)):
+                for numbers, number in zip(told, (row.slot, index, blocks[index]), strict=True):
+                    numbers.append(number)
+            row.tabled = len(blocks)
+        if told[0]:
+            slots, columns, blocks_told = self._sent(torch.tensor(told))
+            self._step.blocks[slots, columns] = blocks_told.int()
 
-    @torch.inference_mode()
-    def launch(self) -> None:
-        """Append each row's last token and choose the next one."""
-        with self._computing():
-            if isinstance(self._cache, KVCache):
-                self._cache.reserve(max(self.lengths) + 1)
-            if self._step.host_embedding:
-                self._step.embed(self._last_tokens)
-            self._step.sampler.draw()
-            self._step.run(self._cache, self.lengths)
-            self._launched.append(self._step.outcome(len(self.lengths)))
-        self.lengths = [length + 1 for length in self.lengths]
+    def _arrange(self, sequences: list[Asked]) -> None:
+        # Where all choices need their own parameters alone, nothing changes but who there is.
+        if sequences != self._arranged or not self._sampler.plain:
+            self._sampler.arrange(sequences)
+            self._arranged = sequences
 
-    def read(self) -> list[int]:
-        """The tokens of the earliest step that has not been read.
+    def _decode(self, rows: list[Row]) -> Chosen:
+        step = self._step
+        tokens = [row.request.ids[-1] for row in rows] if step.host_embedding else None
+        self._sampler.draw()
+        slots = [row.slot for row in rows]
+        scores = step.scores(slots, max(row.request.computed for row in rows), tokens)
+        return self._choose(rows, self._sampler, scores, None)
 
-        Raises:
-            NumericError: the scores of a row are NaN or infinite.
-        """
-        tokens, finite = self._launched.popleft().read()
-        if not all(finite):
-            prompt = self._sequences[finite.index(False)].index
-            raise NumericError(
-                f"prompt {prompt}: the model's scores hold NaN or infinity: the checkpoint is damaged, "
-                "or its numbers do not fit the dtype (try dtype='bfloat16' or 'float32')"
-            )
-        self._last_tokens = tokens
-        return tokens
+    def _read_pieces(self, pieces: Sequence[tuple[Row, Piece]]) -> list[Chosen]:
+        if not pieces:
+            return []
+        # Those that begin their sequences come first: they are computed together.
+        pieces = sorted(pieces, key=lambda found: found[1].start > 0)
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        stretches: list[Stretch] = []
+        ends: list[int] = []
+        for row, piece in pieces:
+            begin = len(ids)
+            ids += row.request.ids[piece.start : piece.end]
+            positions += range(piece.start, piece.end)
+            slots += _slots(row.request.blocks, piece.start, piece.end)
+            blocks = self._step.blocks[row.slot, : -(-piece.end // BLOCK)] if piece.start else None
+            stretches.append(Stretch(begin, len(ids), piece.start, blocks))
+            if piece.is_last:
+                ends.append(len(ids) - 1)
+        tokens, places, stored = self._sent(torch.tensor([ids, positions, slots]))
+        context = PieceAttention(
+            self._model.config, self._step.table, self._cache, places.int(), stored, stretches
+        )
+        hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
+        last = [(row, piece) for row, piece in pieces if piece.is_last]
+        if not last:
+            return []
+        scores = self._model.scores(hidden[self._sent(torch.tensor(ends))])
+        rows = [row for row, _ in last]
+        self._first_sampler.arrange([])  # nothing is kept from an earlier turn
+        self._first_sampler.arrange([row.sequence for row in rows])
+        self._first_sampler.draw()
+        return [self._choose(rows, self._first_sampler, scores, [piece.end for _, piece in last])]
 
-    @torch.inference_mode()
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, in ascending order, also from steps that have been launched."""
-        self._sequences = [self._sequences[row] for row in rows]
-        self.lengths = [self.lengths[row] for row in rows]
-        self._last_tokens = [self._last_tokens[row] for row in rows]
-        for outcome in self._launched:
-            outcome.rows[:] = [outcome.rows[row] for row in rows]
-        self._step.keep(rows)
-        self._step.sampler.keep(rows)
-        self._cache.keep(rows)
+    def _choose(self, rows: list[Row], sampler: Sampler, scores: Tensor, positions: list[int] | None) -> Chosen:
+        """Choose the rows' next tokens; they stand at `positions`, or one after their last ones."""
+        step = self._step
+        tokens, best = sampler.choose(scores)
+        if self._group is not None and self._group.world > 1:
+            self._group.broadcast(tokens)
+        sampler.saw(tokens)
+        slots = self._sent(torch.tensor([row.slot for row in rows]))
+        step.last.index_copy_(0, slots, tokens)
+        if positions is None:
+            step.positions.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
+        else:
+            step.positions.index_copy_(0, slots, self._sent(torch.tensor(positions, dtype=torch.int32)))
+        logprobs = sampler.logprobs()
+        # One copy brings both to the host: the tokens, and below them the best scores.
+        both = torch.zeros(2, len(rows), dtype=torch.int64, device=self._device)
+        both[0] = tokens
+        both[1].view(torch.float32)[: len(rows)] = best
+        if self._device.type != "cuda":
+            return Chosen(rows, both, logprobs, None)
+        result = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
+        result.copy_(both, non_blocking=True)
+        found = None if logprobs is None else logprobs.to_host()
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Chosen(rows, result, found, arrived)
 
-    def _prompt(self, start: int, end: int) -> PromptAttention | FusedAttention:
-        if isinstance(self._cache, KVCache):
-            return PromptAttention(self._cache, start, end - start)
-        return FusedPrompt(self._model.config, self._step.table, self._cache, start, end - start)
+    def _sent(self, numbers: Tensor) -> Tensor:
+        """Numbers on the device, on a GPU without waiting for it."""
+        if self._device.type != "cuda":
+            return numbers
+        return numbers.pin_memory().to(self._device, non_blocking=True)
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def _computing(self, sequences: int) -> Iterator[None]:
         """On the model's device, whichever is the current one; full memory becomes an error of ours."""
         try:
             with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 yield
         except torch.OutOfMemoryError as error:
             raise DeviceError(
-                f"{self._device}: out of memory with {len(self.lengths)} sequences of up to {max(self.lengths):,} "
-                "tokens: lower max_num_seqs or max_model_len, quantize the model, or use another device"
+                f"{self._device}: out of memory with {sequences} sequences: lower max_num_seqs or max_model_len, "
+                "quantize the model, or use another device"
             ) from error
+
+
+def _slots(blocks: Sequence[int], start: int, end: int) -> Iterator[int]:
+    """Where the tokens `start` to `end - 1` of a sequence are stored: block * BLOCK + offset within it."""
+    return (blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start, end))

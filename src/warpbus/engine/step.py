@@ -1,28 +1,32 @@
-"""The decode step: one token for each row, from the embedding to the choice, over tensors that stay where they are.
+"""What the device keeps of every sequence, and the decode step over it: from the last token to scores of the next.
 
 On a GPU a step is a CUDA graph, captured once for a number of rows and a bound of their lengths, and launched as one.
-Knows nothing of requests or text; `runner` says which rows there are.
+Knows nothing of requests, sampling or text; `runner` says which sequences there are.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.engine.attention import FusedStep, StepAttention
-from warpbus.engine.kv_cache import CacheRows, KVCache
-from warpbus.engine.sampler import Sampler
+from warpbus.engine.attention import StepAttention
+from warpbus.engine.blocks import BLOCK
+from warpbus.engine.kv_cache import KVCache
 from warpbus.models import Decoder
 
 SHORTEST_BUCKET = 512
 """Tokens: sequences up to here share a graph; beyond, a graph is for those of up to twice as many."""
 
+_COARSE = ((16, 8), (64, 16), (512, 32))  # up to so many rows graphs are so many rows apart; few rows: powers of two
+
 
 def batch_bucket(rows: int) -> int:
-    """The rows that a graph is captured for, where `rows` are wanted: a power of two."""
-    return 1 << (rows - 1).bit_length()
+    """The rows that a graph is captured for, where `rows` are wanted."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = next((step for most, step in _COARSE if rows <= most), 64)
+    return -(-rows // step) * step
 
 
 def length_bucket(tokens: int, capacity: int) -> int:
@@ -30,175 +34,134 @@ def length_bucket(tokens: int, capacity: int) -> int:
     return min(max(SHORTEST_BUCKET, 1 << (tokens - 1).bit_length()), capacity)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The tokens of a step, on their way to the host.
-
-    Attributes:
-        rows: the rows of the step that are still wanted.
-    """
-
-    rows: list[int]
-    _result: Tensor
-    _arrived: torch.cuda.Event | None
-
-    def read(self) -> tuple[list[int], list[bool]]:
-        """The token of each wanted row, and whether the best score is a number. Waits for the step."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        index = torch.tensor(self.rows)
-        tokens, best = self._result[0][index], self._result[1].view(torch.float32)[index]
-        return tokens.tolist(), best.isfinite().tolist()
-
-
 class Step:
-    """The state of up to `rows` rows between two steps, and the graphs of the steps.
+    """The state of up to `slots` sequences on the device, and the graphs of the steps.
+
+    A sequence keeps its slot while it runs. There is one slot more, for rows that only fill up a graph.
 
     Args:
         model: in eval mode.
-        rows: the most there can be.
+        cache: where keys and values are.
+        slots: sequences at once.
         length: the longest sequence there can be, in tokens.
-        device, dtype: of the model and its activations.
+        device, dtype: of the activations.
+        graphs: whether steps are captured.
 
     Attributes:
-        sampler: chooses the tokens.
-        tokens: int64 `[rows]`, the last token of each row: it enters the next step.
-        positions: int32 `[rows]`, where it stands in its row.
+        last: int64 `[slots + 1]`, the last token of each sequence, which enters its next step.
+        positions: int32 `[slots + 1]`, where it stands.
+        blocks: int32 `[slots + 1, n]`, the blocks of each sequence.
         table: the rotary table (`Rotary.table`).
-        host_embedding: the embedding lies on the CPU, and the host has to look the tokens up (`embed`).
+        host_embedding: the embedding lies on the CPU, and the host has to say the tokens.
     """
 
-    def __init__(self, model: Decoder, rows: int, length: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        slots: int,
+        length: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        graphs: bool,
+    ) -> None:
         self._model = model
+        self._cache = cache
+        self._capacity = length
         self.table = model.rotary.table(length, device)
-        self.sampler = Sampler(rows, model.config.vocab_size, device)
-        # One copy brings both to the host: the tokens, and below them the best scores.
-        self._result = torch.zeros(2, rows, dtype=torch.int64, device=device)
-        self.tokens = self._result[0]
-        self._best = self._result[1].view(torch.float32)[:rows]
-        self.positions = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.last = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self.blocks = torch.zeros(slots + 1, -(-length // BLOCK), dtype=torch.int32, device=device)
         self.host_embedding = model.embedding.weight.device != device
-        self._embedded = torch.zeros(rows, 1, model.config.hidden_size, dtype=dtype, device=device)
-        self._graphs = _Graphs(device) if device.type == "cuda" else None
+        rows = batch_bucket(slots)
+        self._rows = torch.full((rows,), slots, device=device)
+        self._shown: list[int] = []
+        self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
+        self._scores = torch.empty(rows, model.config.vocab_size, dtype=dtype, device=device)
+        self._graphs = _Graphs(device) if graphs else None
 
-    def begin(self, lengths: Sequence[int]) -> None:
-        """Take up rows whose prompts have these lengths; `finish` gives them their first token."""
-        self.tokens.zero_()
-        self.positions.zero_()
-        self.positions[: len(lengths)] = torch.tensor(lengths, dtype=torch.int32).to(self.positions.device) - 1
+    def scores(self, slots: Sequence[int], longest: int, tokens: Sequence[int] | None = None) -> Tensor:
+        """Append the last token of some sequences to them; the scores of the next, `[sequences, vocabulary]`.
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Move these rows to the front; those behind become padding at position 0."""
-        index = torch.tensor(rows, device=self.tokens.device)
-        for state in (self.tokens, self.positions):
-            kept = state[index]
-            state.zero_()
-            state[: len(rows)] = kept
+        They are overwritten by the next call. `last` and `positions` stay as they are.
 
-    def embed(self, tokens: Sequence[int]) -> None:
-        """Look up the tokens that enter the next step, where the embedding lies on the CPU."""
+        Args:
+            slots: of the sequences.
+            longest: the tokens of the longest of them.
+            tokens: their last tokens, where the embedding lies on the CPU.
+        """
+        count = len(slots)
+        if tokens is not None:
+            self._embed(tokens)
+        rows = count if self._graphs is None else batch_bucket(count)
+        self._show(slots, rows)
+        if self._graphs is None:
+            return self._compute(rows, longest)
+        limit = length_bucket(longest, self._capacity)
+        self._graphs.run((rows, limit), lambda: self._store(rows, limit))
+        return self._scores[:count]
+
+    def capture(self, rows: int, longest: int) -> None:
+        """Capture the graph for so many rows ahead of its first use."""
+        if self._graphs is not None:
+            self._show([], batch_bucket(rows))
+            bucket, limit = batch_bucket(rows), length_bucket(longest, self._capacity)
+            self._graphs.run((bucket, limit), lambda: self._store(bucket, limit))
+
+    def release(self) -> None:
+        """Drop all graphs: they are captured again when they are wanted."""
+        if self._graphs is not None:
+            self._graphs = _Graphs(self.last.device)
+
+    def _show(self, slots: Sequence[int], rows: int) -> None:
+        """Tell the device which sequences there are, and fill up with the slot that is nobody's."""
+        shown = [*slots, *[len(self.last) - 1] * (rows - len(slots))]
+        if shown != self._shown:
+            fresh = torch.tensor(shown, pin_memory=self._rows.is_cuda)
+            self._rows[:rows].copy_(fresh, non_blocking=True)
+            self._shown = shown
+
+    def _embed(self, tokens: Sequence[int]) -> None:
         rows = F.embedding(torch.tensor(tokens), self._model.embedding.weight)[:, None]
         if self._embedded.is_cuda:
             rows = rows.pin_memory()
         self._embedded[: len(tokens)].copy_(rows, non_blocking=True)
 
-    def run(self, cache: KVCache | CacheRows, lengths: Sequence[int]) -> None:
-        """Append each row's token to it and choose the next.
+    def _store(self, rows: int, limit: int) -> None:
+        self._scores[:rows].copy_(self._compute(rows, limit))
 
-        Args:
-            cache: has room for one more token a row.
-            lengths: how many tokens each row has in the cache: its token's position.
-        """
-        if not isinstance(cache, CacheRows):
-            context = StepAttention(cache, lengths)
-            x = self._model.embed(self.tokens[: len(lengths), None])
-            logits = self._model.scores(self._model.transform(x, self.positions[: len(lengths), None], context)[:, 0])
-            self.finish(logits)
-            return
-        limit = length_bucket(max(lengths) + 1, min(cache.capacity, len(self.table)))
-        if self._graphs is None:
-            self.finish(self._fused_scores(cache, len(lengths), limit))
-        else:
-            self._replay(self._graphs, cache, batch_bucket(len(lengths)), limit)
-
-    def finish(self, logits: Tensor) -> None:
-        """Choose the rows' tokens by their scores `[batch, vocabulary]`."""
-        tokens, best = self.sampler.choose(logits)
-        batch = len(tokens)
-        self.sampler.saw(tokens)
-        self.tokens[:batch] = tokens
-        self._best[:batch] = best
-        self.positions[:batch] += 1
-
-    def outcome(self, rows: int) -> Outcome:
-        """The tokens of the last step's first `rows` rows, which a later step does not change."""
-        if not self._result.is_cuda:
-            return Outcome(list(range(rows)), self._result.clone(), None)
-        result = torch.empty(self._result.shape, dtype=torch.int64, pin_memory=True)
-        result.copy_(self._result, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return Outcome(list(range(rows)), result, arrived)
-
-    def _fused_scores(self, cache: CacheRows, batch: int, limit: int) -> Tensor:
-        model = self._model
-        context = FusedStep(model.config, self.table, cache, self.positions[:batch], limit)
-        x = self._embedded[:batch] if self.host_embedding else model.embed(self.tokens[:batch, None])
+    def _compute(self, rows: int, limit: int) -> Tensor:
+        model, slots = self._model, self._rows[:rows]
+        positions = self.positions.index_select(0, slots)
+        blocks = self.blocks[:, : -(-limit // BLOCK)].index_select(0, slots)
+        context = StepAttention(model.config, self.table, self._cache, positions, blocks, limit)
+        x = self._embedded[:rows] if self.host_embedding else model.embed(self.last.index_select(0, slots)[:, None])
         return model.scores(model.transform(x, None, context)[:, 0])
-
-    def _replay(self, graphs: "_Graphs", cache: CacheRows, batch: int, limit: int) -> None:
-        key = cache.rows, batch, limit
-        if self.sampler.penalizes:
-            # What was seen is of this batch alone: the choice stays outside of the graph.
-            logits = graphs.run((*key, "scores"), lambda: self._fused_scores(cache, batch, limit), self._held)
-            assert logits is not None
-            self.finish(logits)
-            return
-
-        def whole() -> None:
-            self.finish(self._fused_scores(cache, batch, limit))
-
-        graphs.run((*key, "greedy" if self.sampler.greedy else "drawn"), whole, self._held)
-
-    @property
-    def _held(self) -> tuple[Tensor, ...]:
-        """What a step changes besides the cache, where it writes what it wrote before if it is run again."""
-        return self._result, self.positions
 
 
 class _Graphs:
     """CUDA graphs by what they are for; captured when first asked for. They share the memory of what lies between."""
 
     def __init__(self, device: torch.device) -> None:
-        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def run(self, key: Hashable, work: Callable[[], Tensor | None], state: tuple[Tensor, ...]) -> Tensor | None:
-        """Launch `work`, captured under `key`, and return its result, which the next launch overwrites.
-
-        Args:
-            state: tensors that `work` changes, which a run before the capture must not.
-        """
+    def run(self, key: tuple[int, int], work: Callable[[], None]) -> None:
+        """Launch `work`, captured under `key`. To run it twice is to run it once."""
         if key not in self._captured:
-            self._captured[key] = self._capture(work, state)
-        graph, result = self._captured[key]
-        graph.replay()
-        return result
+            self._captured[key] = self._capture(work)
+        self._captured[key].replay()
 
-    def _capture(
-        self, work: Callable[[], Tensor | None], state: tuple[Tensor, ...]
-    ) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
-        before = [tensor.clone() for tensor in state]
+    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         # Kernels are compiled and loaded at their first launch, which a capture does not allow.
         with torch.cuda.stream(self._stream):
             work()
-            for tensor, old in zip(state, before, strict=True):
-                tensor.copy_(old)
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-            result = work()
-        return graph, result
+            work()
+        return graph
