@@ -17,6 +17,9 @@ from warpbus.errors import UsageError
 # honest wait, as for the one that checks what an earlier run has written.
 _PATIENCE = timedelta(minutes=30)
 
+# torch 2.13 renamed it.
+_all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class Group:
@@ -70,7 +73,7 @@ class Group:
             return gathered.copy_(tensor[None])
         # As bytes: the transports do not know every dtype.
         into, own = (part.view(-1).view(torch.uint8) for part in (gathered, tensor))
-        torch.distributed.all_gather_into_tensor(into, own)
+        _all_gather(into, own)
         return gathered
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.layout import Layout, layout_of
@@ -16,6 +17,7 @@ from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import BY_MODEL_TYPE, BY_NAME, TensorMap
 from warpbus.models.families.fields import Fields
 from warpbus.models.layers import QuantizedLinear
+from warpbus.models.parallel import Lines, Part, copy_lines, joined, quantized_columns, quantized_rows
 from warpbus.models.placement import place, round_onto
 from warpbus.qtensor import QTensor, Scheme
 
@@ -77,6 +79,7 @@ def load_model(
     progress: Progress | None = None,
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
+    group: Group | None = None,
 ) -> Decoder:
     """Load a whole model, plain or quantized in any format that `warpbus.formats` reads, for inference.
 
@@ -90,6 +93,11 @@ def load_model(
         progress: see `Progress`.
         head: a symmetric scheme that the head is rounded to, unless the file has it quantized.
         embedding: where the embedding lies, if not on `device`. A tied head cannot be apart from it, but rounded.
+        group: the processes that compute the model together, each on its own device with a part of it, see
+            `warpbus.models.parallel`. `config` of the decoder is then that of the part, but for the vocabulary; hidden
+            states and logits are the whole ones, with the same bits on every process. Each has the whole embedding,
+            and reads no more than its part of the file, or of formats other than compressed-tensors one matrix at a
+            time.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
@@ -97,25 +105,32 @@ def load_model(
     Raises:
         TensorError: if a tensor is missing or has the wrong shape or type.
         CheckpointError: if the config is not understood, or if there are weights that the decoder has no use for.
+        UsageError: more processes than the model can be cut for.
     """
     config = read_config(checkpoint)
+    part = None if group is None else Part(config, group.rank, group.world)
     with torch.device("meta"):
-        model = Decoder(config)
-    source = replace(_Source.open(checkpoint, config, device, dtype), head=head, embedding=embedding)
+        model = Decoder(config if part is None else part.config)
+    if part is not None:
+        part.narrow(model)
+    source = replace(_Source.open(checkpoint, config, device, dtype), head=head, embedding=embedding, part=part)
     total = source.nbytes(list(source.tensors))
     done = 0
     for parameter in source.tensors:
-        source.fill(model, parameter, parameter)
+        if part is None or part.has(parameter):
+            source.fill(model, parameter, parameter)
         done += source.nbytes([parameter])
         if progress is not None:
             progress(done, total)
     if config.tie_embeddings:
         source.check_tied_head(model.embedding.weight)
+        tied = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
         if head is None:
-            model.head.weight = model.embedding.weight
+            model.head.weight = tied
         else:
-            rounded = QuantizedLinear(round_onto(model.embedding.weight, head, device, dtype), dtype=dtype)
-            model.add_module("head", rounded)
+            model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
+    if part is not None and group is not None:
+        part.join(model, group)
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()  # what was in between the file and the model
     return model.eval()
@@ -162,6 +177,7 @@ class _Source:
     Attributes:
         layout: how the file holds quantized matrices; None if it has none.
         schemes: of the parameters whose matrices it has quantized.
+        part: what of the model is read; all where it is None.
     """
 
     checkpoint: Checkpoint
@@ -173,6 +189,7 @@ class _Source:
     dtype: torch.dtype
     head: Scheme | None = None
     embedding: torch.device | str | None = None
+    part: Part | None = None
 
     @classmethod
     def open(
@@ -264,19 +281,31 @@ class _Source:
         bias = None if linear.bias is None else linear.bias.data
         setattr(module.get_submodule(parent), name, QuantizedLinear(weight, bias, dtype=self.dtype))
 
+    def lines(self, parameter: str, shape: tuple[int, ...]) -> tuple[list[tuple[str, int, Lines]], int, Lines | None]:
+        """What is read of the file for a parameter of this shape.
+
+        Returns:
+            of each tensor its name, how many rows it has and which are read; how many columns they have, and which are
+            read (0 and None where a parameter is a vector).
+        """
+        part = self.part or Part(self.config, 0, 1)
+        names = self.tensors[parameter]
+        fused = part.rows(parameter, shape[0])
+        if len(names) == 1:
+            fused = (joined(fused),)
+        rows = [(name, count, lines) for name, (count, lines) in zip(names, fused, strict=True)]
+        return rows, *(part.columns(parameter, shape[1]) if len(shape) == 2 else (0, None))
+
     def read_plain(self, parameter: str, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
         """The parameter in the wanted dtype and place, its parts stacked."""
-        names = self.tensors[parameter]
-        rows = part_rows(self.config, parameter, len(names), shape[0])
-        for name, count in zip(names, rows, strict=True):
-            self.check(name, (count, *shape[1:]))
+        rows, width, columns = self.lines(parameter, shape)
+        for name, count, _ in rows:
+            self.check(name, (count, width) if columns else (count,))
         stacked = torch.empty(shape, dtype=self.dtype, device=device)
-        for name, part in zip(names, stacked.split(rows), strict=True):
-            tensor = self.checkpoint.tensor(name, expected=tuple(part.shape))
+        parts = stacked.split([sum(span.size for span in lines) for _, _, lines in rows])
+        for (name, _, lines), target in zip(rows, parts, strict=True):
             # A GPU converts a copy that it makes first: of some rows at a time, not of the whole tensor.
-            rows_at_once = max(1, _ELEMENTS_AT_ONCE * len(tensor) // max(1, tensor.numel()))
-            for piece, source in zip(part.split(rows_at_once), tensor.split(rows_at_once), strict=True):
-                piece.copy_(source)
+            copy_lines(target, self.checkpoint.tensor(name), lines, columns, _ELEMENTS_AT_ONCE)
         return stacked
 
     def check(self, name: str, expected: tuple[int, ...]) -> None:
@@ -296,16 +325,17 @@ class _Source:
     def read_quantized(self, parameter: str, linear: nn.Linear) -> QTensor:
         """The quantized matrix on the CPU, its parts stacked."""
         layout, scheme = cast(Layout, self.layout), self.schemes[parameter]
-        names = self.tensors[parameter]
+        rows, width, columns = self.lines(parameter, (linear.out_features, linear.in_features))
         parts = []
-        for name, rows in zip(names, part_rows(self.config, parameter, len(names), linear.out_features), strict=True):
+        for name, count, lines in rows:
             part = layout.from_tensors(self.checkpoint, _prefix(name), scheme)
-            if part.shape != (rows, linear.in_features):
+            if part.shape != (count, width):
                 raise TensorError(
-                    f"{self.checkpoint.directory}: {name}: expected shape {[rows, linear.in_features]}, as "
+                    f"{self.checkpoint.directory}: {name}: expected shape {[count, width]}, as "
                     f"config.json says, found {list(part.shape)}"
                 )
-            parts.append(part)
+            where = f"{self.checkpoint.directory}: {name}"
+            parts += [quantized_columns(piece, columns or (), where) for piece in quantized_rows(part, lines)]
         # Stacking also makes a copy: what stays in memory must not be a map of a file that may change.
         return QTensor.concatenate(parts)
 

@@ -45,14 +45,14 @@ def padded_size(size: int, asked: int | str, group_size: int | None) -> int:
 def pad_rows(weight: QTensor, parts: int, rows: int) -> QTensor:
     """Each of the `parts` equal parts of a matrix widened to `rows` rows."""
     height = weight.shape[0] // parts
-    blank = _blank(weight.scheme, rows - height, weight.shape[1], weight.scales.dtype)
+    blank = blank_matrix(weight.scheme, rows - height, weight.shape[1], weight.scales.dtype)
     pieces = [piece for part in range(parts) for piece in (weight.rows(part * height, (part + 1) * height), blank)]
     return QTensor.concatenate(pieces)
 
 
 def pad_columns(weight: QTensor, columns: int) -> QTensor:
     """A matrix widened to `columns` columns."""
-    return QTensor.concatenate([_pad_columns(piece, columns) for piece in _slices(weight)])
+    return QTensor.concatenate([_pad_columns(piece, columns) for piece in slices(weight)])
 
 
 def pad_plain(weight: Tensor, parts: int, shape: tuple[int, int]) -> Tensor:
@@ -73,7 +73,7 @@ def _pad_columns(weight: QTensor, columns: int) -> QTensor:
         zeros = zeros if weight.zeros is None else weight.zeros
         codes = torch.cat([weight.codes(), zeros.expand(-1, new)], 1)
         return QTensor.from_codes(scheme, codes, weight.scales, weight.zeros)
-    blank = _blank(scheme, weight.shape[0], new, weight.scales.dtype)
+    blank = blank_matrix(scheme, weight.shape[0], new, weight.scales.dtype)
     return QTensor(
         scheme,
         torch.cat([weight.qweight, blank.qweight], 1),  # whole groups are whole words
@@ -83,8 +83,8 @@ def _pad_columns(weight: QTensor, columns: int) -> QTensor:
     )
 
 
-def _blank(scheme: Scheme, rows: int, columns: int, scale_dtype: torch.dtype) -> QTensor:
-    """A matrix of zeros, its zero points in the middle, where every format can hold them."""
+def blank_matrix(scheme: Scheme, rows: int, columns: int, scale_dtype: torch.dtype) -> QTensor:
+    """A matrix of zeros on the CPU, its zero points in the middle, where every format can hold them."""
     scales = torch.ones(rows, scheme.groups(columns), dtype=scale_dtype)
     if not scheme.has_codes:
         return QTensor.from_values(scheme, torch.zeros(rows, columns).to(scheme.dtype), scales)
@@ -93,7 +93,7 @@ def _blank(scheme: Scheme, rows: int, columns: int, scale_dtype: torch.dtype) ->
     return QTensor.from_codes(scheme, codes, scales, zeros)
 
 
-def _slices(weight: QTensor) -> Iterator[QTensor]:
+def slices(weight: QTensor) -> Iterator[QTensor]:
     rows, columns = weight.shape
     height = max(1, _CODES_AT_ONCE // columns)
     return (weight.rows(start, min(start + height, rows)) for start in range(0, rows, height))

@@ -7,12 +7,14 @@ norms its input first.
 import torch
 from torch import Tensor, nn
 
+from warpbus.dist import Group
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.layers.fusion import gpu_has_kernels
+from warpbus.models.parallel import Part
 from warpbus.qtensor import QTensor, Scheme, packed_words
 
 _WORDS = 2**31
@@ -28,6 +30,7 @@ def random_model(
     *,
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
+    group: Group | None = None,
 ) -> Decoder:
     """A decoder with random weights; nothing is made that it does not keep.
 
@@ -38,13 +41,18 @@ def random_model(
         seed: the same one draws the same model on the same kind of device.
         head: the scheme of the head; None: it is in `dtype`. A tied head cannot have one.
         embedding: where the embedding lies, if not on `device`.
+        group: the processes that compute it together, each with a part of the shape that it would have of a model
+            that is loaded; see `load_model`. The parts are drawn apart: they are none of what one process draws.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
     """
     draw = _Draw(torch.device(device), dtype, seed)
+    part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
     with torch.device("meta"):
-        model = Decoder(config)
+        model = Decoder(config if part is None else part.config)
+    if part is not None:
+        part.narrow(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             if module is model.head and config.tie_embeddings:
@@ -60,10 +68,14 @@ def random_model(
                 setattr(model.get_submodule(parent), leaf, quantized)
         elif isinstance(module, nn.Embedding):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
+            if part is not None:  # the same embedding on every process, and from here on a part of its own
+                draw = _Draw(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
         elif hasattr(module, "weight"):
             module.weight = _fixed(torch.ones(module.weight.shape, dtype=dtype, device=device))
     if config.tie_embeddings:
-        model.head.weight = model.embedding.weight
+        model.head.weight = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
+    if part is not None and group is not None:
+        part.join(model, group)
     if embedding is not None:
         model.embedding.to(embedding)
     return model.eval()

@@ -4,7 +4,7 @@ File formats convert to and from it; the layout that a kernel wants is derived f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -132,11 +132,74 @@ class QTensor:
             (rows, first.shape[1]),
         )
 
+    @staticmethod
+    def side_by_side(parts: "Sequence[QTensor]") -> "QTensor":
+        """Join matrices of one scheme and height: `[out, in_0 + in_1 + ...]`.
+
+        Where a scale is a whole row's, those of the first are taken.
+        """
+        first = parts[0]
+        if any(part.scheme != first.scheme or part.shape[0] != first.shape[0] for part in parts):
+            described = ", ".join(f"{part.scheme} {part.shape}" for part in parts)
+            raise TensorError(f"only matrices of one scheme and height can be joined, not {described}")
+        scheme, shape = first.scheme, (first.shape[0], sum(part.shape[1] for part in parts))
+        grouped = scheme.group_size is not None
+        scales = torch.cat([part.scales for part in parts], 1) if grouped else first.scales
+        zeros = first.zeros
+        if grouped and zeros is not None:
+            zeros = torch.cat([part.zeros for part in parts if part.zeros is not None], 1)
+        if first.holds_values:  # as bytes: not every operator knows fp8
+            joined = torch.cat([part.qweight.view(torch.uint8) for part in parts], 1).view(scheme.dtype)
+        elif all(part.shape[1] * scheme.bits % 32 == 0 for part in parts[:-1]):
+            joined = torch.cat([part.qweight for part in parts], 1)
+        else:
+            joined = pack(torch.cat([part.codes() for part in parts], 1), scheme.bits)
+        return QTensor(scheme, joined, scales, zeros, shape)
+
     def rows(self, start: int, stop: int) -> "QTensor":
         """The rows `[start, stop)` as a matrix of their own (a view)."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
         shape = (stop - start, self.shape[1])
         return QTensor(self.scheme, self.qweight[start:stop], self.scales[start:stop], zeros, shape)
+
+    def columns(self, start: int, stop: int) -> "QTensor":
+        """The columns `[start, stop)` as a matrix of their own (a copy); `dequantize` of it is that of these columns.
+
+        Raises:
+            SchemeError: if a group would be cut; see `regrouped`.
+        """
+        out, width = self.shape[0], stop - start
+        if self.holds_values:
+            return QTensor(self.scheme, self.qweight[:, start:stop].contiguous(), self.scales, None, (out, width))
+        size = self.scheme.group_size
+        if size is not None and (start % size or stop % size):
+            raise SchemeError(
+                f"columns {start} to {stop - 1} of a matrix of scheme {self.scheme}: expected whole groups of {size}"
+            )
+        bits = self.scheme.bits
+        if start * bits % 32 == 0 and (stop * bits % 32 == 0 or stop == self.shape[1]):
+            first = start * bits // 32
+            packed = self.qweight[:, first : first + packed_words(width, bits)].contiguous()
+        else:
+            packed = pack(self.codes()[:, start:stop], bits)
+        groups = slice(None) if size is None else slice(start // size, stop // size)
+        zeros = None if self.zeros is None else self.zeros[:, groups].contiguous()
+        return QTensor(self.scheme, packed, self.scales[:, groups].contiguous(), zeros, (out, width))
+
+    def regrouped(self, size: int) -> "QTensor":
+        """The same matrix in smaller groups of `size` columns, to which its scales and zero points are repeated.
+
+        Raises:
+            SchemeError: if `size` is no group size, or does not divide the groups of this matrix.
+        """
+        own = self.scheme.group_size or self.shape[1]
+        if own == size:
+            return self
+        scheme = replace(self.scheme, group_size=size)
+        if own % size:
+            raise SchemeError(f"groups of {own} columns cannot be cut into groups of {size}")
+        zeros = None if self.zeros is None else self.zeros.repeat_interleave(own // size, 1)
+        return QTensor(scheme, self.qweight, self.scales.repeat_interleave(own // size, 1), zeros, self.shape)
 
 
 def _expect(part: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype | None) -> None:

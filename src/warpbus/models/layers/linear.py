@@ -21,6 +21,7 @@ from warpbus.kernels.ops.w8a8 import check_device, w8a8_linear
 from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
 from warpbus.models.layers.fusion import gpu_has_kernels, has_kernels
 from warpbus.models.layers.norm import RMSNorm
+from warpbus.models.layers.parallel import Parallel
 from warpbus.qtensor import QTensor
 
 Form = QTensor | PackedWeight | CpuWeight
@@ -115,11 +116,13 @@ def project(
     """`residual + activation(linear(norm(x)))`, in as few passes over memory as the device has kernels for.
 
     Args:
-        linear: `nn.Linear`, `QuantizedLinear`, or what stands in for one.
+        linear: `nn.Linear`, `QuantizedLinear`, a `Parallel` of one, or what stands in for one.
         x: `[..., in]`.
         residual: `[..., out]`.
         activation: "none", or "swiglu": `silu(gate) * up` of an output that is `[gate, up]`.
     """
+    if isinstance(linear, Parallel):
+        return linear.join(project(linear.part, x, norm=norm, activation=activation), residual)
     if isinstance(linear, QuantizedLinear) and isinstance(linear.form, PackedWeight):
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return ops.wna16_linear(

@@ -1,0 +1,313 @@
+"""Tensor parallelism (Shoeybi et al., 2019): which rows and columns of a decoder's matrices each process has.
+
+    attention.qkv  rows, by heads               mlp.gate_up  rows, in both halves alike
+    attention.o    the columns of these heads   mlp.down     the columns of these rows
+    head           rows, by tokens              all else     whole, on every process
+
+So a layer adds up twice over the processes (`warpbus.models.layers.parallel`), and between these sums each works alone.
+
+Heads. Where there are at least as many KV heads as processes, a process has whole KV heads with all their queries.
+Where there are fewer, the queries are dealt out and their KV heads are repeated: of ChatGLM2's 2, each is on 2 of 4
+processes, with 8 queries. The attention kernels take as many queries for each KV head, so a process whose KV heads have
+unequal shares (3 processes for 2 KV heads) gets heads of zeros besides: zero rows in qkv, zero columns in o.
+
+The FFN is cut at whole groups of scales where that costs no balance, else at the groups' halves or quarters, to which
+scales and zero points are repeated. No weight changes: of 13696 = 107 * 128 columns, two processes have 54 and 53 times
+128. With a w8a8 scheme a process finds the scale of a token's inputs to o and down in its own columns, so that results
+differ in the last bits of 8 from those of one process.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from warpbus.dist import Group
+from warpbus.errors import UsageError
+from warpbus.models.config import ModelConfig
+from warpbus.models.decoder import Decoder, DecoderLayer
+from warpbus.models.layers.parallel import RowParallel, VocabularyParallel
+from warpbus.models.padding import blank_matrix, slices
+from warpbus.qtensor import QTensor
+from warpbus.qtensor.scheme import GROUP_SIZES
+
+_UNITS = tuple(sorted(GROUP_SIZES, reverse=True))  # of the FFN, the best first
+_SLACK = 1.02  # how much more than its even share of the FFN a process may have for the sake of a larger unit
+_VOCABULARY_UNIT = 8
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows or columns `[start, stop)` of a whole matrix, then so many of zeros."""
+
+    start: int
+    stop: int
+    zeros: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start + self.zeros
+
+    def times(self, size: int) -> "Span":
+        """The same where each is `size` rows or columns."""
+        return Span(self.start * size, self.stop * size, self.zeros * size)
+
+    def after(self, offset: int) -> "Span":
+        """The same of a matrix that has `offset` more rows or columns at its beginning."""
+        return Span(self.start + offset, self.stop + offset, self.zeros)
+
+
+Lines = tuple[Span, ...]
+"""What a process has of one axis of a matrix, in this order."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process's part of a decoder.
+
+    Attributes:
+        whole: the config of the whole decoder.
+        rank, world: which process of how many.
+
+    Raises:
+        UsageError: more processes than the model can be cut for.
+    """
+
+    whole: ModelConfig
+    rank: int
+    world: int
+
+    def __post_init__(self) -> None:
+        whole, finest = self.whole, min(_UNITS)
+        most = min(whole.num_heads, -(-whole.ffn_size // finest), whole.vocab_size)
+        if self.world > most:
+            raise UsageError(
+                f"{self.world} GPUs: the model has {whole.num_heads} heads and an FFN of {whole.ffn_size}, cut at "
+                f"multiples of {finest}: use at most {most} GPUs"
+            )
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """This part's own: its heads, KV heads and FFN. The vocabulary is the whole one, and so is the hidden size."""
+        return replace(
+            self.whole,
+            num_heads=sum(span.size for span in self._queries),
+            num_kv_heads=len(self._queries),
+            ffn_size=sum(span.size for span in self._ffn),
+            output_bias=self.whole.output_bias and self.rank == 0,  # what is added up has it once
+        )
+
+    @cached_property
+    def vocabulary(self) -> tuple[range, ...]:
+        """The tokens that each process scores."""
+        size = self.whole.vocab_size
+        unit = _VOCABULARY_UNIT if size >= _VOCABULARY_UNIT * self.world else 1
+        return tuple(range(start, stop) for start, stop in pairwise(_even(size, unit, self.world)))
+
+    def has(self, parameter: str) -> bool:
+        """Whether this part has anything of a parameter of the decoder."""
+        return _of_layer(parameter) != "attention.o.bias" or self.rank == 0
+
+    def rows(self, parameter: str, total: int) -> tuple[tuple[int, Lines], ...]:
+        """The rows of a parameter that this part has: for each matrix that was fused, how many it has, and which.
+
+        Args:
+            parameter: of the decoder, for instance `layers.0.attention.qkv.weight`.
+            total: how many rows this part's own parameter has.
+        """
+        name, whole = _of_layer(parameter), self.whole
+        if name in ("attention.qkv.weight", "attention.qkv.bias"):
+            keys = tuple(Span(head, head + 1) for head in self._kv_heads)
+            lines = [tuple(span.times(whole.head_dim) for span in spans) for spans in (self._queries, keys, keys)]
+            return tuple(zip(whole.qkv_rows, lines, strict=True))
+        if name == "mlp.gate_up.weight":
+            return ((whole.ffn_size, self._ffn),) * 2
+        if name == "head.weight":
+            own = self.vocabulary[self.rank]
+            return ((whole.vocab_size, (Span(own.start, own.stop),)),)
+        return ((total, (Span(0, total),)),)
+
+    def columns(self, parameter: str, total: int) -> tuple[int, Lines]:
+        """How many columns a parameter has in the whole decoder, and which of them this part has; see `rows`."""
+        name, whole = _of_layer(parameter), self.whole
+        if name == "attention.o.weight":
+            return whole.num_heads * whole.head_dim, tuple(span.times(whole.head_dim) for span in self._queries)
+        if name == "mlp.down.weight":
+            return whole.ffn_size, self._ffn
+        return total, (Span(0, total),)
+
+    def narrow(self, model: Decoder) -> None:
+        """Give a decoder of `config`, on the device "meta", a head of this part's rows."""
+        rows = len(self.vocabulary[self.rank])
+        model.add_module("head", nn.Linear(self.whole.hidden_size, rows, bias=False, device="meta"))
+
+    def tied_head(self, embedding: Tensor) -> nn.Parameter:
+        """This part's rows of an embedding that is the head, too (a view)."""
+        own = self.vocabulary[self.rank]
+        return nn.Parameter(embedding.detach()[own.start : own.stop], requires_grad=False)
+
+    def join(self, model: Decoder, group: Group) -> None:
+        """Let a filled decoder of this part compute what the whole one does, together with those of `group`."""
+        for layer in model.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.attention.add_module("o", RowParallel(layer.attention.o, group))
+            layer.mlp.add_module("down", RowParallel(layer.mlp.down, group))
+        scoring = [len(tokens) for tokens in self.vocabulary]
+        model.add_module("head", VocabularyParallel(model.head, group, scoring))
+
+    @cached_property
+    def _kv_heads(self) -> tuple[int, ...]:
+        whole = self.whole
+        grouped = whole.num_heads // whole.num_kv_heads
+        if whole.num_kv_heads >= self.world:
+            bounds = _even(whole.num_kv_heads, 1, self.world)
+            return tuple(range(bounds[self.rank], bounds[self.rank + 1]))
+        first, last = self._heads.start, self._heads.stop - 1
+        return tuple(range(first // grouped, last // grouped + 1))
+
+    @property
+    def _heads(self) -> range:
+        """The queries where there are more processes than KV heads."""
+        bounds = _even(self.whole.num_heads, 1, self.world)
+        return range(bounds[self.rank], bounds[self.rank + 1])
+
+    @cached_property
+    def _queries(self) -> Lines:
+        """The queries of each KV head, as many of each."""
+        whole = self.whole
+        grouped = whole.num_heads // whole.num_kv_heads
+        spans = [Span(head * grouped, (head + 1) * grouped) for head in self._kv_heads]
+        if whole.num_kv_heads < self.world:
+            spans = [Span(max(s.start, self._heads.start), min(s.stop, self._heads.stop)) for s in spans]
+        most = max(span.size for span in spans)
+        return tuple(replace(span, zeros=most - span.size) for span in spans)
+
+    @cached_property
+    def _ffn(self) -> Lines:
+        size, world = self.whole.ffn_size, self.world
+        for unit in _UNITS:
+            bounds = _even(size, unit, world)
+            widths = [stop - start for start, stop in pairwise(bounds)]
+            if min(widths) > 0 and max(widths) * world <= _SLACK * size:
+                break
+        return (Span(bounds[self.rank], bounds[self.rank + 1]),)
+
+
+def joined(lines: Sequence[tuple[int, Lines]]) -> tuple[int, Lines]:
+    """Of matrices that one tensor of a file holds one below the other: its rows, and which of them a part has."""
+    total, spans = 0, []
+    for rows, own in lines:
+        spans += [span.after(total) for span in own]
+        total += rows
+    return total, tuple(spans)
+
+
+def copy_lines(target: Tensor, source: Tensor, rows: Lines, columns: Lines | None, at_once: int) -> None:
+    """Copy rows and columns of a tensor, `at_once` elements or a row at a time, converting them on the way.
+
+    Args:
+        target: `[rows]` or `[rows, columns]`, of any floating dtype, on any device.
+        source: the whole tensor, on the CPU.
+        columns: `None` for all.
+    """
+    height = max(1, at_once * len(source) // max(1, source.numel()))
+    done = 0
+    for span in rows:
+        for start in range(span.start, span.stop, height):
+            piece = source[start : min(start + height, span.stop)]
+            _copy_columns(target[done : done + len(piece)], piece, columns)
+            done += len(piece)
+        target[done : done + span.zeros] = 0
+        done += span.zeros
+
+
+def quantized_rows(weight: QTensor, lines: Lines) -> list[QTensor]:
+    """The pieces of a quantized matrix of the CPU that lie one below the other in a part."""
+    pieces = []
+    for span in lines:
+        if span.stop > span.start:
+            pieces.append(weight.rows(span.start, span.stop))
+        if span.zeros:
+            pieces.append(blank_matrix(weight.scheme, span.zeros, weight.shape[1], weight.scales.dtype))
+    return pieces
+
+
+def quantized_columns(weight: QTensor, lines: Lines, name: str) -> QTensor:
+    """The columns of a quantized matrix of the CPU that a part has, its groups as small as that takes.
+
+    Args:
+        name: of the matrix, for messages.
+
+    Raises:
+        UsageError: columns of one part begin in the middle of the finest group.
+    """
+    if lines == (Span(0, weight.shape[1]),):
+        return weight
+    return QTensor.concatenate([_columns(piece, lines, name) for piece in slices(weight)])
+
+
+def _columns(weight: QTensor, lines: Lines, name: str) -> QTensor:
+    scheme = weight.scheme
+    if scheme.group_size is not None:
+        size = _group_size(scheme.group_size, lines, weight.shape[1], name)
+        weight = weight.regrouped(size)
+        scheme = weight.scheme
+    pieces = []
+    for span in lines:
+        if span.stop > span.start:
+            pieces.append(weight.columns(span.start, span.stop))
+        if span.zeros:
+            pieces.append(_zero_columns(weight, span.zeros))
+    return pieces[0] if len(pieces) == 1 else QTensor.side_by_side(pieces)
+
+
+def _zero_columns(weight: QTensor, columns: int) -> QTensor:
+    """Columns of zeros to stand beside a matrix: in the one group of each row, where that is how its scales are."""
+    scheme = weight.scheme
+    blank = blank_matrix(scheme, weight.shape[0], columns, weight.scales.dtype)
+    if scheme.group_size is not None:
+        return blank
+    if scheme.activations is not None:
+        return QTensor.from_values(scheme, blank.qweight, weight.scales)
+    zeros = torch.full_like(weight.scales, scheme.middle_code, dtype=torch.uint8)
+    codes = (zeros if weight.zeros is None else weight.zeros).expand(-1, columns)
+    return QTensor.from_codes(scheme, codes, weight.scales, weight.zeros)
+
+
+def _group_size(size: int, lines: Lines, width: int, name: str) -> int:
+    """The largest group size up to `size` that no span cuts."""
+    edges = [edge for span in lines for edge in (span.start, span.stop, span.zeros)]
+    for finer in _UNITS:
+        if finer <= size and all(edge % finer == 0 or edge == width for edge in edges):
+            return finer
+    raise UsageError(
+        f"{name}: groups of {size} columns cannot be shared by so many GPUs: a part has the columns "
+        f"{', '.join(f'{span.start} to {span.stop - 1}' for span in lines)}, expected multiples of {min(_UNITS)}: use "
+        "fewer GPUs, or a number that divides the heads"
+    )
+
+
+def _copy_columns(target: Tensor, source: Tensor, columns: Lines | None) -> None:
+    if columns is None:
+        target.copy_(source)
+        return
+    done = 0
+    for span in columns:
+        width = span.stop - span.start
+        target[:, done : done + width].copy_(source[:, span.start : span.stop])
+        target[:, done + width : done + span.size] = 0
+        done += span.size
+
+
+def _even(size: int, unit: int, parts: int) -> list[int]:
+    """Where the parts of `size` begin, as even as multiples of `unit` can be, and where the last one ends."""
+    units = -(-size // unit)
+    return [min(size, units * part // parts * unit) for part in range(parts + 1)]
+
+
+def _of_layer(parameter: str) -> str:
+    """A parameter's name within its layer."""
+    return parameter.split(".", 2)[2] if parameter.startswith("layers.") else parameter

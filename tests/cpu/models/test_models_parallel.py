@@ -1,0 +1,224 @@
+"""Parts of a decoder on several processes compute what the whole one does, from the same weights."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_files import CHATGLM, HF, plain_tensors, write_files, write_quantized, write_thudm
+from torch import Tensor
+
+from warpbus.dist import Group, Send, launch
+from warpbus.errors import UsageError
+from warpbus.formats import Checkpoint
+from warpbus.models import SHAPES, Decoder, load_model, random_model
+from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers.parallel import Parallel
+from warpbus.models.parallel import Lines, Part
+from warpbus.qtensor import Scheme
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(0, 45, (2, 9), generator=torch.Generator().manual_seed(1))
+WIDE: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 8, "vocab_size": 45}
+GLM = HF | WIDE | {"intermediate_size": 256}
+GLM4 = GLM | {"model_type": "glm4", "num_key_value_heads": 4}
+LLAMA = GLM | {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 8}
+QWEN3 = GLM | {"model_type": "qwen3", "intermediate_size": 160}
+CHATGLM2 = CHATGLM | {"hidden_size": 128, "num_attention_heads": 8, "padded_vocab_size": 45}
+
+
+@dataclass(frozen=True)
+class Threads(Group):
+    """The threads of one process as if they were processes."""
+
+    shelf: list[Tensor]
+    all_here: threading.Barrier
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.shelf[self.rank] = tensor
+        self.all_here.wait()
+        gathered = torch.stack(self.shelf)
+        self.all_here.wait()
+        return gathered
+
+
+def together(world: int, work: Callable[[Group], Any]) -> list[Any]:
+    """What `work` returns for each process of a group."""
+    shelf, all_here = [torch.empty(0)] * world, threading.Barrier(world)
+
+    def one(rank: int) -> Any:
+        try:
+            with torch.no_grad():
+                return work(Threads(rank, world, CPU, shelf, all_here))
+        except BaseException:
+            all_here.abort()
+            raise
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(one, range(world)))
+
+
+def load(directory: Path, group: Group | None = None, **options: Any) -> Decoder:
+    return load_model(Checkpoint(directory), device="cpu", dtype=torch.float32, group=group, **options)
+
+
+def same_logits(directory: Path, world: int, tolerance: float = 1e-5, **options: Any) -> list[Decoder]:
+    """The parts, which have computed what the whole model does."""
+    with torch.no_grad():
+        expected = load(directory, **options)(TOKENS)
+    got = together(world, lambda group: (model := load(directory, group, **options), model(TOKENS)))
+    for _, logits in got:
+        assert torch.equal(logits, got[0][1])
+    assert (got[0][1] - expected).abs().max() <= tolerance * expected.abs().max()
+    return [model for model, _ in got]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("values", "form", "scheme"),
+    [
+        (GLM, "compressed-tensors", "w4a16-g128"),
+        (GLM4, "gptq", "w3a16-g64"),
+        (CHATGLM2, "compressed-tensors", "w8a16-asym"),
+        (LLAMA, "awq", "w4a16-g64-asym"),
+        (QWEN3, "compressed-tensors", "w2a16-g32-asym"),
+    ],
+)
+def test_logits_of_quantized_models(tmp_path: Path, values: dict[str, Any], form: str, scheme: str, world: int) -> None:
+    directory, _ = write_quantized(tmp_path / "model", values, form, scheme)
+    for model in same_logits(directory, world):
+        assert isinstance(model.layers[0].mlp.down.part, QuantizedLinear)
+
+
+@pytest.mark.parametrize("values", [GLM, GLM4, LLAMA, QWEN3, CHATGLM2])
+def test_logits_of_plain_models(tmp_path: Path, values: dict[str, Any]) -> None:
+    directory = write_files(tmp_path / "model", values, plain_tensors(values, torch.float32))
+    for model in same_logits(directory, 3):
+        assert model.config.vocab_size == 45
+
+
+def test_logits_with_eight_bits_of_everything(tmp_path: Path) -> None:
+    """Inputs of o and down are rounded with another scale, so that results differ as by a rounding."""
+    for scheme, tolerance in (("w8a8-int8", 0.05), ("w8a8-fp8", 0.2)):
+        directory, _ = write_quantized(tmp_path / scheme, GLM4, "compressed-tensors", scheme)
+        same_logits(directory, 4, tolerance)
+
+
+def test_logits_of_published_checkpoints_and_rounded_heads(tmp_path: Path) -> None:
+    directory, _ = write_thudm(tmp_path / "thudm", 4)
+    same_logits(directory, 2, head=Scheme.parse("w8a16"))
+    tied = write_files(tmp_path / "tied", LLAMA, plain_tensors(LLAMA, torch.float32))
+    for model in same_logits(tied, 2, head=Scheme.parse("w8a16-g32")):
+        assert isinstance(model.head.part, QuantizedLinear)
+
+
+def put_back(whole: Tensor, part: Tensor, lines: Lines) -> None:
+    """Compare rows of a part with those of the whole, and leave NaN where they were."""
+    done = 0
+    for span in lines:
+        width = span.stop - span.start
+        kept = whole[span.start : span.stop]
+        assert torch.equal(part[done : done + width], kept)
+        assert not part[done + width : done + span.size].any()
+        done += span.size
+    assert done == len(part)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "w3a16-asym", "w8a16-g64-asym", "w2a16-g32", "w8a8-int8", "w8a8-fp8"])
+def test_no_weight_changes(tmp_path: Path, scheme: str) -> None:
+    directory, _ = write_quantized(tmp_path / "model", GLM, "compressed-tensors", scheme)
+    whole = load(directory)
+
+    def weight(model: Decoder, path: str) -> Tensor:
+        linear = model.get_submodule(f"layers.1.{path}")
+        linear = linear.part if isinstance(linear, Parallel) else linear
+        assert isinstance(linear, QuantizedLinear)
+        return linear.weight.dequantize(torch.float32)
+
+    for world in (2, 3, 4):
+        seen: dict[str, set[int]] = {"attention.o": set(), "mlp.down": set()}
+        for rank, model in enumerate(together(world, lambda group: load(directory, group))):
+            part = Part(whole.config, rank, world)
+            for path in ("attention.qkv", "mlp.gate_up"):
+                own, start, done = weight(model, path), 0, 0
+                for rows, lines in part.rows(f"layers.1.{path}.weight", len(own)):
+                    size = sum(span.size for span in lines)
+                    put_back(weight(whole, path)[start : start + rows], own[done : done + size], lines)
+                    start, done = start + rows, done + size
+                assert done == len(own)
+            for path, columns in seen.items():
+                _, lines = part.columns(f"layers.1.{path}.weight", 0)
+                put_back(weight(whole, path).T, weight(model, path).T, lines)
+                columns |= {column for span in lines for column in range(span.start, span.stop)}
+        assert seen == {"attention.o": set(range(256)), "mlp.down": set(range(256))}
+
+
+def test_how_known_models_are_cut() -> None:
+    def cut(shape: str, world: int) -> list[tuple[int, int, int]]:
+        parts = (Part(SHAPES[shape], rank, world).config for rank in range(world))
+        return [(part.num_heads, part.num_kv_heads, part.ffn_size) for part in parts]
+
+    assert cut("chatglm2-6b", 1) == [(32, 2, 13696)]
+    assert cut("chatglm2-6b", 2) == [(16, 1, 53 * 128), (16, 1, 54 * 128)]
+    assert cut("chatglm2-6b", 3) == [(10, 1, 35 * 128), (12, 2, 36 * 128), (11, 1, 36 * 128)]
+    assert cut("chatglm2-6b", 4) == [(8, 1, 26 * 128), *[(8, 1, 27 * 128)] * 3]
+    assert cut("llama-3-8b", 3) == [(8, 2, 37 * 128), (12, 3, 37 * 128), (12, 3, 38 * 128)]
+    assert {heads for heads, _, _ in cut("glm-4-9b", 8)} == {4}
+    parts = [Part(SHAPES["chatglm2-6b"], rank, 3) for rank in range(3)]
+    assert [len(tokens) for tokens in parts[0].vocabulary] == [21672, 21672, 21680]
+    assert sum(part.ffn_size for part in (part.config for part in parts)) == 13696
+
+
+def test_too_many_processes(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^33 GPUs: the model has 32 heads .* use at most 32 GPUs$"):
+        Part(SHAPES["glm-4-9b"], 0, 33)
+    small = GLM | {"head_dim": 16, "partial_rotary_factor": 0.5}
+    directory, _ = write_quantized(tmp_path / "model", small, "compressed-tensors", "w4a16-g32")
+    with pytest.raises(UsageError, match=r"o_proj.weight: groups of 32 .* the columns 32 to 63, 64 to 79, expected"):
+        load(directory, Group(1, 3, CPU))
+
+
+def test_random_models() -> None:
+    config = replace(SHAPES["chatglm2-6b"], vocab_size=301, hidden_size=128, num_layers=2, num_heads=8, head_dim=32)
+    config = replace(config, ffn_size=224, rope=replace(config.rope, rotary_dim=16), tie_embeddings=True)
+
+    def work(group: Group) -> tuple[Decoder, Tensor]:
+        model = random_model(config, Scheme.parse("w4a16-g32"), "cpu", torch.float32, group=group)
+        return model, model(TOKENS)
+
+    (first, logits), (second, others) = together(2, work)
+    assert torch.equal(logits, others)
+    assert logits.shape == (2, 9, 301)
+    assert 0.01 < logits.std() < 5
+    assert torch.equal(first.embedding.weight, second.embedding.weight)
+    assert not torch.equal(first.layers[0].attention.qkv.bias, second.layers[0].attention.qkv.bias)
+
+
+def job(group: Group, send: Send, directory: Path) -> None:
+    model = load(directory, group)
+    with torch.no_grad():
+        send((group.rank, model(TOKENS)))
+    chosen = torch.tensor([group.rank + 7, 1])
+    send((group.rank, group.broadcast(chosen)))
+    halves = torch.full((3,), 0.1 + group.rank, dtype=torch.bfloat16)
+    send((group.rank, group.all_reduce(halves, torch.ones(3, dtype=torch.bfloat16))))
+
+
+def test_processes(tmp_path: Path) -> None:
+    directory, _ = write_quantized(tmp_path / "model", CHATGLM2, "compressed-tensors", "w4a16-g32")
+    with torch.no_grad():
+        expected = load(directory)(TOKENS)
+    said: list[tuple[int, Tensor]] = []
+    launch(job, (directory,), devices=[CPU, CPU], receive=lambda message: said.append(message))
+    for rank in range(2):
+        logits, chosen, total = (tensor for sender, tensor in said if sender == rank)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+        assert chosen.tolist() == [7, 1]
+        halves = torch.tensor([0.1, 1.1], dtype=torch.bfloat16).double().sum() + 1
+        assert torch.equal(total, halves.to(torch.bfloat16).expand(3))
+    first, second = (next(tensor for sender, tensor in said if sender == rank) for rank in range(2))
+    assert torch.equal(first, second)
