@@ -1,0 +1,203 @@
+// What the page keeps in the browser: conversations, drafts, settings and the API key. Whatever is found there or imported
+// is checked field by field; where nothing can be stored the page works on, and `onProblem` hears of it once.
+
+const CHAT = "warpbus.chat.";
+const SETTINGS = "warpbus.settings";
+const DRAFTS = "warpbus.drafts";
+const KEY = "warpbus.key";
+const DEFAULTS = { theme: "auto", language: "auto", model: "", system: "", temperature: null, top_p: null, max_tokens: null, sidebar: true };
+const IMPORT_LIMIT = 5000; // conversations
+
+const text = (value) => (typeof value === "string" ? value : "");
+const count = (value) => (Number.isFinite(value) && value >= 0 ? value : null);
+
+function readVersion(value) {
+  if (typeof value?.content !== "string") return null;
+  const { prompt, cached, completion, first, speed } = value.stats ?? {};
+  return {
+    content: value.content,
+    finish: ["stop", "length", "stopped"].includes(value.finish) ? value.finish : null,
+    model: text(value.model),
+    stats: { prompt: count(prompt), cached: count(cached), completion: count(completion), first: count(first), speed: count(speed) },
+  };
+}
+
+function readMessage(value) {
+  if (value?.role === "user" && typeof value.content === "string") return { role: "user", content: value.content };
+  if (value?.role !== "assistant" || !Array.isArray(value.versions)) return null;
+  const versions = value.versions.map(readVersion).filter(Boolean);
+  if (!versions.length) return null;
+  const current = Number.isInteger(value.current) ? value.current : 0;
+  return { role: "assistant", versions, current: Math.min(Math.max(current, 0), versions.length - 1) };
+}
+
+/** The conversation in `value`, or null where it is none. */
+function readConversation(value) {
+  if (typeof value?.id !== "string" || !/^[\w-]{1,64}$/.test(value.id) || !Array.isArray(value.messages)) return null;
+  const messages = value.messages.map(readMessage);
+  if (messages.includes(null)) return null;
+  return { id: value.id, title: text(value.title).slice(0, 200), updated: count(value.updated) ?? 0, messages };
+}
+
+export function newId() {
+  // crypto.randomUUID is missing where the page comes over plain HTTP from another machine.
+  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+export class Store {
+  constructor(onProblem) {
+    this.onProblem = onProblem;
+    this.conversations = new Map();
+    this.told = new Set();
+    this.settings = { ...DEFAULTS };
+    this.drafts = {};
+    this.memoryKey = "";
+  }
+
+  /** Reads all that is there; what is damaged stays in the storage but is left out. */
+  load() {
+    try {
+      localStorage.getItem(SETTINGS);
+    } catch {
+      this.problem("storageAway");
+      return;
+    }
+    const settings = this.readJson(SETTINGS);
+    for (const [name, usual] of Object.entries(DEFAULTS)) {
+      const value = settings?.[name];
+      if (usual === null ? Number.isFinite(value) : typeof value === typeof usual) this.settings[name] = value;
+    }
+    for (const [id, draft] of Object.entries(this.readJson(DRAFTS) ?? {})) if (typeof draft === "string") this.drafts[id] = draft;
+    let damaged = 0;
+    for (const name of Object.keys(localStorage)) {
+      if (!name.startsWith(CHAT)) continue;
+      const conversation = readConversation(this.readJson(name));
+      if (conversation && CHAT + conversation.id === name) this.conversations.set(conversation.id, conversation);
+      else damaged += 1;
+    }
+    if (damaged) this.problem("storageDamaged", { n: damaged });
+  }
+
+  /** Another tab changed what is stored under `name`; true where that is a conversation. */
+  reread(name) {
+    if (!name?.startsWith(CHAT)) return false;
+    const conversation = readConversation(this.readJson(name));
+    if (conversation) this.conversations.set(conversation.id, conversation);
+    else this.conversations.delete(name.slice(CHAT.length));
+    return true;
+  }
+
+  readJson(name) {
+    try {
+      return JSON.parse(localStorage.getItem(name));
+    } catch {
+      return null;
+    }
+  }
+
+  write(name, value) {
+    try {
+      localStorage.setItem(name, JSON.stringify(value));
+      this.told.delete("storageFull");
+    } catch (error) {
+      this.problem(error.name === "QuotaExceededError" ? "storageFull" : "storageAway");
+    }
+  }
+
+  erase(name) {
+    try {
+      localStorage.removeItem(name);
+    } catch {
+      this.problem("storageAway");
+    }
+  }
+
+  problem(key, values) {
+    if (this.told.has(key)) return;
+    this.told.add(key);
+    this.onProblem(key, values);
+  }
+
+  /** The latest first; with `search`, those that have every word of it in title or messages. */
+  list(search = "") {
+    const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = [...this.conversations.values()].filter((conversation) => {
+      if (!words.length) return true;
+      const parts = conversation.messages.map((message) => message.content ?? message.versions[message.current].content);
+      const whole = [conversation.title, ...parts].join("\n").toLowerCase();
+      return words.every((word) => whole.includes(word));
+    });
+    return found.sort((a, b) => b.updated - a.updated);
+  }
+
+  save(conversation) {
+    this.conversations.set(conversation.id, conversation);
+    this.write(CHAT + conversation.id, conversation);
+  }
+
+  delete(id) {
+    this.conversations.delete(id);
+    this.erase(CHAT + id);
+    this.saveDraft(id, "");
+  }
+
+  saveSettings(changes) {
+    Object.assign(this.settings, changes);
+    this.write(SETTINGS, this.settings);
+  }
+
+  saveDraft(id, draft) {
+    if ((this.drafts[id] ?? "") === draft) return;
+    if (draft) this.drafts[id] = draft;
+    else delete this.drafts[id];
+    this.write(DRAFTS, this.drafts);
+  }
+
+  get key() {
+    try {
+      return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? this.memoryKey;
+    } catch {
+      return this.memoryKey;
+    }
+  }
+
+  get remembered() {
+    try {
+      return localStorage.getItem(KEY) !== null;
+    } catch {
+      return false;
+    }
+  }
+
+  saveKey(key, remember) {
+    this.memoryKey = key;
+    try {
+      for (const [storage, wanted] of [[sessionStorage, !remember], [localStorage, remember]]) {
+        if (wanted && key) storage.setItem(KEY, key);
+        else storage.removeItem(KEY);
+      }
+    } catch {
+      this.problem("storageAway");
+    }
+  }
+
+  export() {
+    return JSON.stringify({ warpbus: 1, conversations: this.list() }, null, 1);
+  }
+
+  /** Adds the conversations of an export; one that is here already stays where it is newer. Returns how many, null if none is meant. */
+  import(json) {
+    let given;
+    try {
+      given = JSON.parse(json)?.conversations;
+    } catch {
+      return null;
+    }
+    if (!Array.isArray(given) || given.length > IMPORT_LIMIT) return null;
+    const read = given.map(readConversation);
+    if (read.includes(null)) return null;
+    const newer = read.filter(({ id, updated }) => (this.conversations.get(id)?.updated ?? -1) < updated);
+    for (const conversation of newer) this.save(conversation);
+    return newer.length;
+  }
+}
