@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import os
 import weakref
 from typing import Protocol
 
@@ -106,7 +107,15 @@ class DeviceSpace:
             _drop_last(self._driver, self.address + mapped, self.pieces)
 
     def export(self) -> list[int]:
-        return [self._driver.export(handle) for _, handle in self.pieces]
+        descriptors: list[int] = []
+        try:
+            for _, handle in self.pieces:
+                descriptors.append(self._driver.export(handle))
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return descriptors
 
     def _map(self, start: int, end: int) -> None:
         before, place = len(self.pieces), start

@@ -202,7 +202,7 @@ def _spans(model: nn.Module, device: torch.device) -> list[_Span]:
 def _end(tensor: Tensor) -> int:
     """Where a tensor ends in its storage, bytes."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + steps + 1) * tensor.element_size()
+    return int(tensor.storage_offset() + steps + 1) * tensor.element_size()
 
 
 def _bytes(span: _Span) -> Tensor:

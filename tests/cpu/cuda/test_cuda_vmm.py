@@ -1,6 +1,7 @@
 """Arenas: on the CPU as they are; those of GPUs over a driver that keeps account of every call."""
 
 import gc
+import os
 import weakref
 from itertools import pairwise
 
@@ -91,7 +92,8 @@ class Driver:
         self.allowed.discard(address)
 
     def export(self, handle):
-        return 1000 + handle
+        self._called("export")
+        return os.open(os.devnull, os.O_RDONLY)
 
     def left(self):
         return self.total - self.cached - sum(self.memory.values())
@@ -122,7 +124,6 @@ def test_a_gpu_grows_by_large_pieces():
     assert driver.calls.count("allow") == 1
     space.grow(2 * PIECE + 4 * PAGE)
     assert [size for size, _ in space.pieces] == [PIECE, PIECE, 3 * PAGE, PAGE]
-    assert space.export() == [1000 + handle for _, handle in space.pieces]
     assert "synchronize" not in driver.calls
     consistent(space, driver)
 
@@ -164,6 +165,21 @@ def test_a_growth_that_fails_twice_is_undone(call, goes_well):
     consistent(space, driver)
     space.grow(5 * PIECE)
     consistent(space, driver)
+
+
+def test_an_export_that_fails_leaves_no_descriptor_open():
+    driver = Driver()
+    space = DeviceSpace(2**30, GPU, driver)
+    space.grow(3 * PIECE)
+    before = sorted(os.listdir("/proc/self/fd"))
+    descriptors = space.export()
+    assert len(descriptors) == len(set(descriptors)) == 3
+    for descriptor in descriptors:
+        os.close(descriptor)
+    driver.failing = {"export": 2}
+    with pytest.raises(DeviceError, match="export: told to fail"):
+        space.export()
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_what_torch_keeps_is_asked_for_before_giving_up():
