@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from warpbus.errors import TensorError, UsageError
-from warpbus.kernels.ops.attention import Device, decode_attention, plan
-from warpbus.kernels.reference.rope import quantize
+from warpbus.kernels.ops import attention
+from warpbus.kernels.ops.attention import Device, decode_attention, has_kernel, plan
+from warpbus.kernels.ops.rope import rope_and_cache
+from warpbus.kernels.reference.cache import quantize
 
 H100 = Device(132, 233472, clusters=True)
 RTX4090 = Device(128, 102400, clusters=False)
 CODES = [torch.int8, torch.float8_e4m3fn]
+NOWHERE = 2**31 - 1  # an entry of a block table that may not be used
 
 
 def angles(positions, rotary):
@@ -17,33 +20,57 @@ def angles(positions, rotary):
     return torch.cat((turns.cos(), turns.sin()), dim=-1)
 
 
-def problem(positions, kv_heads=2, group=3, size=16, rotary=8, capacity=12, dtype=torch.float32, cache=None):
-    """Arguments of the operator, with NaN wherever the cache has not been written."""
-    heads, rows = kv_heads * group, len(positions) + 1
+def poisoned_cache(blocks, kv_heads, block, size, dtype):
+    """Keys, values and their scales of the second of three layers, full of NaN, or of codes that have NaN as scales."""
+    shape = (blocks, 3, 2, kv_heads, block)
+    if dtype in CODES:
+        data, scales = torch.full((*shape, size), 0x7F, dtype=torch.uint8).view(dtype), torch.full(shape, float("nan"))
+    else:
+        data, scales = torch.full((*shape, size), float("nan"), dtype=dtype), None
+    return data[:, 1, 0], data[:, 1, 1], *((None, None) if scales is None else (scales[:, 1, 0], scales[:, 1, 1]))
+
+
+def problem(positions, kv_heads=2, group=3, size=16, rotary=8, block=16, dtype=torch.float32, cache=None):
+    """Arguments of the operator; whatever has not been written before a row's position is poison."""
+    heads, rows, longest = kv_heads * group, len(positions), max(positions)
+    count = longest // block + 2
+    used = [position // block + 1 for position in positions]
     stored = cache or dtype
-    keys, values = (torch.full((rows, kv_heads, capacity, size), float("nan")) for _ in range(2))
-    scales = [None, None] if cache is None else [torch.full((rows, kv_heads, capacity), float("nan")) for _ in range(2)]
-    caches = [torch.zeros_like(keys, dtype=stored) if stored == torch.int8 else keys.to(stored), values.to(stored)]
-    if stored == torch.int8:
-        caches[1] = caches[0].clone()
-    for row, position in enumerate(positions):
-        for tensor, scale in zip(caches, scales, strict=True):
-            past = torch.randn(kv_heads, position, size)
-            if scale is not None:
-                past, scale[row, :, :position] = quantize(past.to(dtype), stored)
-            tensor[row, :, :position] = past.to(stored)
+    caches = poisoned_cache(sum(used) + 3, kv_heads, block, size, stored)
+    table, free = torch.full((rows, count), NOWHERE, dtype=torch.int32), (torch.randperm(sum(used)) + 2).tolist()
+    for row, blocks in enumerate(used):
+        table[row, :blocks] = torch.tensor([free.pop() for _ in range(blocks)])
+        for at in range(positions[row]):
+            for tensor, scale in zip(caches[:2], caches[2:], strict=True):
+                vector = torch.randn(kv_heads, size).to(dtype)
+                if scale is not None:
+                    vector, scale[table[row, at // block], :, at % block] = quantize(vector, stored)
+                tensor[table[row, at // block], :, at % block] = vector
     return {
-        "qkv": torch.randn(len(positions), (heads + 2 * kv_heads) * size).to(dtype),
-        "table": angles(capacity, rotary),
+        "qkv": torch.randn(rows, (heads + 2 * kv_heads) * size).to(dtype),
+        "table": angles(longest + 7, rotary),
         "positions": torch.tensor(positions, dtype=torch.int32),
+        "blocks": table,
         "keys": caches[0],
         "values": caches[1],
-        "key_scales": scales[0],
-        "value_scales": scales[1],
+        "key_scales": caches[2],
+        "value_scales": caches[3],
         "heads": heads,
         "interleaved": True,
-        "limit": max(positions) + 1,
+        "limit": longest + 1,
+        "stored": False,
     }
+
+
+def row_of(given, name, row, tokens):
+    """The first tokens of a row, `[kv_heads, tokens, ...]`, found one by one."""
+    cache, block = given[name], given["keys"].shape[2]
+    found = [cache[given["blocks"][row, at // block], :, at % block] for at in range(tokens)]
+    return torch.stack(found, dim=1) if found else cache[0, :, :0]
+
+
+def bits(tensor):
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def turned(head, table, interleaved):
@@ -64,16 +91,17 @@ def expected(given, kv_heads, group, size):
     parts = given["qkv"].view(len(out), -1, size)
     for row, position in enumerate(given["positions"].tolist()):
         table = given["table"][position]
+        past = []
+        for name in ("key", "value"):
+            cached = row_of(given, name + "s", row, position).double()
+            if given[name + "_scales"] is not None:
+                cached = cached * row_of(given, name + "_scales", row, position)[..., None].double()
+            past.append(cached)
         for head in range(kv_heads * group):
             kv = head // group
-            past = []
-            for name in ("key", "value"):
-                cached = given[name + "s"][row, kv, :position].double()
-                scales = given[name + "_scales"]
-                past.append(cached if scales is None else cached * scales[row, kv, :position, None].double())
             key = turned(parts[row, kv_heads * group + kv], table, given["interleaved"])
-            keys = torch.cat((past[0], key[None]))
-            values = torch.cat((past[1], parts[row, kv_heads * (group + 1) + kv].double()[None]))
+            keys = torch.cat((past[0][kv], key[None]))
+            values = torch.cat((past[1][kv], parts[row, kv_heads * (group + 1) + kv].double()[None]))
             query = turned(parts[row, head], table, given["interleaved"])
             out[row, head] = (keys @ query * size**-0.5).softmax(0) @ values
     return out
@@ -83,8 +111,9 @@ def expected(given, kv_heads, group, size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_against_float64(dtype, interleaved):
     torch.manual_seed(1)
-    for kv_heads, group, size, rotary in ((2, 3, 16, 8), (1, 4, 32, 32), (3, 1, 8, 6)):
-        given = problem([0, 4, 11], kv_heads, group, size, rotary, dtype=dtype) | {"interleaved": interleaved}
+    for kv_heads, group, size, rotary, block in ((2, 3, 16, 8, 16), (1, 4, 32, 32, 32), (3, 1, 8, 6, 16)):
+        given = problem([0, 4, 15, 16, 43], kv_heads, group, size, rotary, block, dtype=dtype)
+        given["interleaved"] = interleaved
         wanted = expected(given, kv_heads, group, size)
         found = decode_attention(**given)
         assert found.dtype == dtype
@@ -93,9 +122,10 @@ def test_against_float64(dtype, interleaved):
 
 
 @pytest.mark.parametrize("cache", CODES)
-def test_codes_within_their_precision(cache):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_codes_within_their_precision(dtype, cache):
     torch.manual_seed(2)
-    given = problem([3, 9], cache=cache)
+    given = problem([3, 30], dtype=dtype, cache=cache)
     wanted = expected(given, 2, 3, 16)
     found = decode_attention(**given)
     # Only the new token is seen unquantized by `expected`: int8 keeps 7 bits of it and e4m3 3.
@@ -105,35 +135,71 @@ def test_codes_within_their_precision(cache):
 def test_writes_the_new_token_and_nothing_else():
     torch.manual_seed(3)
     for cache in (None, *CODES):
-        given = problem([2, 5], cache=cache)
+        given = problem([2, 21], cache=cache)
         names = ["keys", "values"] + ([] if cache is None else ["key_scales", "value_scales"])
         before = {name: given[name].clone() for name in names}
         decode_attention(**given)
         _, k, v = given["qkv"].view(2, -1, 16).split((6, 2, 2), dim=1)
-        rotated = torch.stack(
-            [torch.stack([turned(k[r, h], given["table"][p], True) for h in (0, 1)]) for r, p in ((0, 2), (1, 5))]
-        )
-        for row, position in ((0, 2), (1, 5)):
-            for name, new in (("keys", rotated.float()), ("values", v)):
-                stored = given[name][row, :, position].float()
+        for row, position in ((0, 2), (1, 21)):
+            block, place = given["blocks"][row, position // 16], position % 16
+            rotated = torch.stack([turned(k[row, head], given["table"][position], True) for head in (0, 1)])
+            for name, new in (("keys", rotated.float()), ("values", v[row])):
+                stored = given[name][block, :, place].float()
                 if cache is not None:
-                    stored = stored * given[name[:-1] + "_scales"][row, :, position, None]
-                torch.testing.assert_close(stored, new[row].float(), atol=1e-6 if cache is None else 0.2, rtol=0)
-                before[name][row, :, position] = given[name][row, :, position]
-            for name in names[2:]:
-                before[name][row, :, position] = given[name][row, :, position]
+                    stored = stored * given[name[:-1] + "_scales"][block, :, place, None]
+                torch.testing.assert_close(stored, new, atol=1e-6 if cache is None else 0.2, rtol=0)
+            for name in names:
+                before[name][block, :, place] = given[name][block, :, place]
         for name in names:
-            bits = torch.uint8 if given[name].element_size() == 1 else torch.int32
-            assert torch.equal(given[name].view(bits), before[name].view(bits)), name
+            assert torch.equal(bits(given[name]), bits(before[name])), name
 
 
 def test_a_row_alone_and_in_a_batch():
     torch.manual_seed(4)
-    given = problem([7, 3, 11], dtype=torch.float16)
+    given = problem([7, 3, 40], dtype=torch.float16)
     whole = decode_attention(**given)
     for row in range(3):
-        alone = {name: given[name][row : row + 1] for name in ("qkv", "positions", "keys", "values")}
+        alone = {name: given[name][row : row + 1] for name in ("qkv", "positions", "blocks")}
         torch.testing.assert_close(decode_attention(**(given | alone)), whole[row : row + 1])
+
+
+@pytest.mark.parametrize("cache", [None, *CODES])
+def test_stored_tokens_of_one_sequence_equal_one_after_another(cache):
+    torch.manual_seed(5)
+    # Four tokens that follow 30 others of one sequence, and one of another sequence.
+    given = problem([30, 30, 30, 30, 9], cache=cache)
+    given["blocks"][:4] = given["blocks"][0].clone()
+    given["blocks"][:4, 2] = 1  # of nobody so far
+    given |= {"positions": torch.tensor([30, 31, 32, 33, 9], dtype=torch.int32), "limit": 34}
+    names = ("keys", "values", "key_scales", "value_scales")
+    apart = given | {name: None if given[name] is None else given[name].clone() for name in names}
+    wanted = []
+    for row in range(5):
+        one = {name: given[name][row : row + 1] for name in ("qkv", "positions", "blocks")}
+        wanted.append(decode_attention(**(apart | one)))
+    slots = given["blocks"].gather(1, given["positions"].long()[:, None] // 16)[:, 0].long() * 16
+    rope_and_cache(
+        given["qkv"],
+        given["table"],
+        given["positions"],
+        slots + given["positions"] % 16,
+        *(given[name] for name in names),
+        heads=6,
+        interleaved=True,
+    )
+    before = {name: given[name].clone() for name in names if given[name] is not None}
+    given["qkv"][:, 6 * 16 :] = float("nan")  # keys and values are not looked at
+    found = decode_attention(**(given | {"stored": True}))
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-6)
+    for name, tensor in before.items():
+        assert torch.equal(bits(given[name]), bits(tensor)), name
+        assert torch.equal(bits(apart[name]), bits(tensor)), name
+
+
+def test_no_rows():
+    given = problem([3])
+    none = {name: given[name][:0] for name in ("qkv", "positions", "blocks")}
+    assert decode_attention(**(given | none)).shape == (0, 6, 16)
 
 
 @pytest.mark.parametrize("device", [H100, RTX4090])
@@ -189,15 +255,27 @@ def test_blocks_that_wait_for_others_fit_the_gpu():
 
 
 @pytest.mark.parametrize(
-    ("size", "group", "message"), [(20, 4, "head_dim is 20"), (320, 1, "up to 256"), (128, 65, "65 queries share")]
+    ("dtype", "group", "size", "arch", "wanted"),
+    [
+        (torch.float16, 64, 128, "sm_80", True),
+        (torch.bfloat16, 32, 256, "sm_120a", True),
+        (torch.float16, 1, 16, "sm_90a", True),
+        (torch.float16, 65, 128, "sm_90a", False),
+        (torch.float16, 33, 144, "sm_90a", False),
+        (torch.float16, 1, 24, "sm_90a", False),
+        (torch.float16, 1, 272, "sm_90a", False),
+        (torch.float32, 1, 64, "sm_90a", False),
+        (torch.float16, 1, 64, "sm_75", False),
+    ],
 )
-def test_heads_without_a_kernel(size, group, message):
-    with pytest.raises(UsageError, match=message):
-        plan(1, group, size, 16, 100, H100)
+def test_which_heads_have_a_kernel(dtype, group, size, arch, wanted, monkeypatch):
+    monkeypatch.setattr(attention, "architecture", lambda device: arch)
+    assert has_kernel(dtype, 2 * group, 2, size, torch.device("cuda")) is wanted
+    assert not has_kernel(dtype, 2 * group, 2, size, torch.device("cpu"))
 
 
 def cache(**changes):
-    return {name: torch.zeros(3, 2, 12, 16, **changes) for name in ("keys", "values")}
+    return {name: torch.zeros(5, 2, 16, 16, **changes) for name in ("keys", "values")}
 
 
 @pytest.mark.parametrize(
@@ -205,30 +283,40 @@ def cache(**changes):
     [
         ({"qkv": torch.zeros(2, 159)}, TensorError, r"qkv has shape \[2, 159\]"),
         ({"qkv": torch.zeros(2, 160, dtype=torch.int32)}, TensorError, "qkv is int32, expected float32"),
-        ({"qkv": torch.zeros(4, 160), "positions": torch.zeros(4, dtype=torch.int32)}, TensorError, "at least b rows"),
         ({"heads": 5}, TensorError, "heads a multiple of kv_heads"),
         ({"positions": torch.zeros(3, dtype=torch.int32)}, TensorError, "one for each of the 2 rows"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, TensorError, "positions are torch.int64"),
-        ({"table": torch.zeros(12, 7)}, TensorError, "table has 7 columns"),
-        ({"table": torch.zeros(12, 18)}, TensorError, "table has 18 columns"),
-        ({"table": torch.zeros(12, 8).half()}, TensorError, "table is float16, expected float32"),
-        ({"keys": torch.zeros(3, 2, 12)}, TensorError, r"keys have shape \[3, 2, 12\]"),
-        ({"values": torch.zeros(3, 2, 13, 16)}, TensorError, "that of keys"),
-        (cache(dtype=torch.float16), TensorError, "keys are torch.float16"),
+        ({"blocks": torch.zeros(3, 2, dtype=torch.int32)}, TensorError, "one for each of the 2 rows"),
+        ({"blocks": torch.zeros(2, 2, dtype=torch.int64)}, TensorError, "blocks are torch.int64, expected torch.int32"),
+        ({"blocks": torch.zeros(2, 2, dtype=torch.int32).T}, TensorError, "give 1 as the last one"),
+        ({"table": torch.zeros(40, 7)}, TensorError, "table has 7 columns"),
+        ({"table": torch.zeros(40, 18)}, TensorError, "table has 18 columns"),
+        ({"table": torch.zeros(40, 8).half()}, TensorError, "table is float16, expected float32"),
+        ({"keys": torch.zeros(3, 2, 16)}, TensorError, r"keys has shape \[3, 2, 16\]"),
+        ({"keys": torch.zeros(3, 2, 24, 16)}, TensorError, "keys has blocks of 24 tokens: give a power of two"),
+        ({"keys": torch.zeros(3, 2, 8, 16)}, TensorError, "keys has blocks of 8 tokens: give a power of two"),
+        ({"values": torch.zeros(6, 2, 16, 16)}, TensorError, "that of keys"),
+        ({"values": cache(dtype=torch.int8)["values"]}, TensorError, "give both caches in one dtype"),
+        (cache(dtype=torch.float16), TensorError, "keys is torch.float16"),
         (cache(dtype=torch.int8), TensorError, "key_scales does not go with a cache of torch.int8"),
-        ({"key_scales": torch.zeros(3, 2, 12)}, TensorError, "key_scales does not go with a cache of torch.float32"),
-        ({"limit": 13}, UsageError, "limit is 13, with a cache of 12 and a table of 12 positions"),
+        ({"key_scales": torch.zeros(5, 2, 16)}, TensorError, "key_scales does not go with a cache of torch.float32"),
+        ({"limit": 33}, UsageError, "limit is 33, with blocks for 32 tokens and a table of 22 positions"),
         ({"limit": 0}, UsageError, "limit is 0"),
     ],
 )
 def test_what_is_rejected(changes, error, message):
-    given = problem([3, 9])
+    given = problem([3, 15])
+    assert given["keys"].shape == (5, 2, 16, 16)
     with pytest.raises(error, match=message):
         decode_attention(**(given | changes))
 
 
-def test_registered_as_an_operator():
-    given = problem([3, 9])
+@pytest.mark.parametrize("stored", [False, True])
+def test_registered_as_an_operator(stored):
+    given = problem([3, 9]) | {"stored": stored}
+    if stored:
+        given["keys"].zero_()
+        given["values"].zero_()
     torch.library.opcheck(torch.ops.warpbus.decode_attention.default, tuple(given.values()))
     compiled = torch.compile(lambda arguments: decode_attention(**arguments) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(given), decode_attention(**given) + 1)

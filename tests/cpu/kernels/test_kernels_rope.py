@@ -3,108 +3,125 @@
 import pytest
 import torch
 
-from warpbus.errors import TensorError, UsageError
+from warpbus.errors import TensorError
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.models.layers.rope import rotate
 
-HEADS, KV_HEADS, SIZE, CAPACITY = 4, 2, 16, 12
+HEADS, KV_HEADS, SIZE, BLOCK, BLOCKS = 4, 2, 16, 16, 3
 LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
+# Tokens of three sequences: their positions, and where they go: several blocks, not in order.
+POSITIONS = torch.tensor([0, 1, 11, 12, 5], dtype=torch.int32)
+SLOTS = torch.tensor([32, 33, 15, 16, 0])
 
 
 def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def table(rotary, positions=CAPACITY):
+def table(rotary, positions=20):
     angles = torch.arange(positions)[:, None] * 0.3 ** torch.arange(rotary // 2)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def cache(dtype, rows=2):
-    """Keys, values and, for codes, their scales."""
-    shape = (rows, KV_HEADS, CAPACITY)
-    scales = [torch.full(shape, 9.0) if dtype in LARGEST else None for _ in range(2)]
-    return [torch.full((*shape, SIZE), 7.0).to(dtype) for _ in range(2)] + scales
+def cache(dtype):
+    """Keys, values and, for codes, their scales: the second of two layers."""
+    shape = (BLOCKS, 2, 2, KV_HEADS, BLOCK)
+    data, scales = torch.full((*shape, SIZE), 7.0).to(dtype), torch.full(shape, 9.0)
+    return [data[:, 1, 0], data[:, 1, 1], *((scales[:, 1, 0], scales[:, 1, 1]) if dtype in LARGEST else (None, None))]
+
+
+def by_token(cache):
+    """A cache as a list of slots, `[blocks * BLOCK, kv_heads, ...]`."""
+    return cache.transpose(1, 2).flatten(0, 1)
+
+
+def others():
+    return [slot for slot in range(BLOCKS * BLOCK) if slot not in SLOTS.tolist()]
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("rotary", "start"), [(16, 0), (8, 3), (6, 1)])
+@pytest.mark.parametrize("rotary", [16, 8, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rotates_as_the_models_do(dtype, rotary, start, interleaved):
-    qkv, angles = random(2, 5, (HEADS + 2 * KV_HEADS) * SIZE, dtype=dtype), table(rotary)
+def test_rotates_as_the_models_do(dtype, rotary, interleaved):
+    qkv, angles = random(5, (HEADS + 2 * KV_HEADS) * SIZE, dtype=dtype), table(rotary)
     keys, values, *_ = cache(dtype)
-    q, k, v = rope_and_cache(qkv, angles, start, keys, values, heads=HEADS, interleaved=interleaved)
-    parts = qkv.unflatten(-1, (-1, SIZE)).split((HEADS, KV_HEADS, KV_HEADS), dim=2)
-    cos, sin = angles[start : start + 5, None].double().chunk(2, dim=-1)
+    q, k, v = rope_and_cache(qkv, angles, POSITIONS, SLOTS, keys, values, heads=HEADS, interleaved=interleaved)
+    parts = qkv.unflatten(-1, (-1, SIZE)).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    cos, sin = angles[POSITIONS.long(), None].double().chunk(2, dim=-1)
     for turned, part in ((q, parts[0]), (k, parts[1])):
         expected = rotate(part.double(), (cos, sin), interleaved)
         torch.testing.assert_close(turned.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
         assert torch.equal(turned[..., rotary:], part[..., rotary:])
     assert torch.equal(v, parts[2])
     for written, new in ((keys, k), (values, v)):
-        assert torch.equal(written[:, :, start : start + 5], new.transpose(1, 2))
-        assert (written[:, :, start + 5 :] == 7).all()
-        assert (written[:, :, :start] == 7).all()
+        assert torch.equal(by_token(written)[SLOTS], new)
+        assert (by_token(written)[others()] == 7).all()
 
 
 @pytest.mark.parametrize("code", LARGEST)
 def test_codes_and_scales(code):
-    qkv = random(1, 3, (HEADS + 2 * KV_HEADS) * SIZE, dtype=torch.float16)
-    qkv[0, 1, HEADS * SIZE :] = 0  # keys and values of token 1
-    keys, values, key_scales, value_scales = cache(code)
-    _, k, v = rope_and_cache(qkv, table(8), 2, keys, values, key_scales, value_scales, heads=HEADS, interleaved=True)
-    for codes, scales, new in ((keys, key_scales, k), (values, value_scales, v)):
-        new = new.transpose(1, 2).float()
-        assert torch.equal(scales[:1, :, 2:5], new.abs().amax(-1) / LARGEST[code])
-        restored = codes[:1, :, 2:5].float() * scales[:1, :, 2:5, None]
+    qkv = random(5, (HEADS + 2 * KV_HEADS) * SIZE, dtype=torch.float16)
+    qkv[1, HEADS * SIZE :] = 0  # keys and values of token 1
+    keys, values, *scales = cache(code)
+    _, k, v = rope_and_cache(qkv, table(8), POSITIONS, SLOTS, keys, values, *scales, heads=HEADS, interleaved=True)
+    for codes, scale, new in ((keys, scales[0], k.float()), (values, scales[1], v.float())):
+        here = by_token(scale)[SLOTS]
+        assert torch.equal(here, new.abs().amax(-1) / LARGEST[code])
+        restored = by_token(codes)[SLOTS].float() * here[..., None]
         # Half a step of an integer; half a unit of the last of three bits of e4m3, or of its subnormals.
         step = 0.5 if code == torch.int8 else 2.0**-10
-        bound = step * scales[:1, :, 2:5, None] + (0 if code == torch.int8 else 2.0**-4 * new.abs())
+        bound = step * here[..., None] + (0 if code == torch.int8 else 2.0**-4 * new.abs())
         assert ((restored - new).abs() <= bound * 1.001).all()
-        assert (scales[:, :, 3][0] == 0).all()
-        assert (codes[0, :, 3].float() == 0).all()
-        assert (scales[1] == 9).all()
-        assert (scales[0, :, 5:] == 9).all()
+        assert (here[1] == 0).all()
+        assert (by_token(codes)[SLOTS[1]].float() == 0).all()
+        assert (by_token(scale)[others()] == 9).all()
+        assert (by_token(codes)[others()].float() == 7).all()
 
 
 def test_nothing_to_rotate():
     keys, values, *_ = cache(torch.float32)
-    q, k, v = rope_and_cache(torch.empty(2, 0, 128), table(8), 5, keys, values, heads=4, interleaved=True)
-    assert q.shape == (2, 0, 4, SIZE)
-    assert k.shape == v.shape == (2, 0, 2, SIZE)
+    none = (torch.empty(0, 128), table(8), POSITIONS[:0], SLOTS[:0])
+    q, k, v = rope_and_cache(*none, keys, values, heads=4, interleaved=True)
+    assert q.shape == (0, 4, SIZE)
+    assert k.shape == v.shape == (0, 2, SIZE)
     assert (keys == 7).all()
 
 
 def test_what_it_refuses():
-    qkv, angles = random(2, 5, 128), table(8)
     keys, values, *_ = cache(torch.float32)
 
-    def call(qkv=qkv, angles=angles, start=0, keys=keys, values=values, scales=(None, None), heads=HEADS):
-        return rope_and_cache(qkv, angles, start, keys, values, *scales, heads=heads, interleaved=True)
+    def refused(message, **changes):
+        given = {
+            "qkv": random(5, 128),
+            "table": table(8),
+            "positions": POSITIONS,
+            "slots": SLOTS,
+            "keys": keys,
+            "values": values,
+            "heads": HEADS,
+            "interleaved": True,
+        }
+        with pytest.raises(TensorError, match=message):
+            rope_and_cache(**(given | changes))
 
-    with pytest.raises(UsageError, match="tokens 8 to 12 do not fit a cache of 12 and a table of 12 positions"):
-        call(start=8)
-    with pytest.raises(TensorError, match=r"qkv has shape \[2, 5, 128\], keys .* there are 5 heads: give qkv"):
-        call(heads=5)
-    with pytest.raises(TensorError, match=r"values has shape \[2, 2, 11, 16\], expected \[2, 2, 12, 16\]"):
-        call(values=values[:, :, 1:])
-    with pytest.raises(TensorError, match=r"key_scales does not go with a cache of torch\.int8: give float32"):
-        call(keys=keys.to(torch.int8), values=values.to(torch.int8))
-    with pytest.raises(TensorError, match=r"key_scales does not go with a cache of torch\.float32: give None"):
-        call(scales=(random(2, 2, 12), random(2, 2, 12)))
-    with pytest.raises(
-        TensorError, match=r"keys are torch\.float16 with strides .* give both caches in torch\.float32"
-    ):
-        call(keys=keys.half())
-    with pytest.raises(TensorError, match="heads have 16 dimensions and table has 7 columns"):
-        call(angles=angles[:, :7])
-    with pytest.raises(TensorError, match="table is float16, expected float32"):
-        call(angles=angles.half())
+    refused(r"qkv has shape \[5, 128\], keys .* there are 5 heads: give qkv", heads=5)
+    refused("positions has shape", positions=POSITIONS[:4])
+    refused("one for each of the 5 tokens", slots=SLOTS[:4])
+    refused(r"positions are torch\.int64, expected torch\.int32", positions=POSITIONS.long())
+    refused(r"slots are torch\.int32, expected torch\.int64", slots=SLOTS.int())
+    refused(r"values has shape \[2, 2, 16, 16\], expected \[3, 2, 16, 16\]", values=values[1:])
+    codes = {"keys": keys.to(torch.int8), "values": values.to(torch.int8)}
+    refused(r"key_scales does not go with a cache of torch\.int8: give float32", **codes)
+    scales = {"key_scales": random(3, 2, 16), "value_scales": random(3, 2, 16)}
+    refused(r"key_scales does not go with a cache of torch\.float32: give None", **scales)
+    refused(r"value_scales has shape", **codes, **(scales | {"value_scales": random(3, 2, 15)}))
+    refused(r"keys is torch\.float16 with strides .* give torch\.float32", keys=keys.half())
+    refused("heads have 16 dimensions and table has 7 columns", table=table(8)[:, :7])
+    refused("table is float16, expected float32", table=table(8).half())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_registered_as_torch_wants(dtype):
-    keys, values, key_scales, value_scales = cache(dtype)
-    arguments = (random(2, 5, 128), table(8), 1, keys, values, key_scales, value_scales, HEADS, False)
+    arguments = (random(5, 128), table(8), POSITIONS, SLOTS, *cache(dtype), HEADS, False)
     checked = torch.library.opcheck(torch.ops.warpbus.rope_and_cache.default, arguments)
     assert set(checked.values()) == {"SUCCESS"}
