@@ -19,7 +19,6 @@ MiB = 2**20
 SLACK = 32 * MiB
 W4 = Scheme.parse("w4a16-g128")
 MIDDLE = replace(SHAPES["chatglm2-6b"], num_layers=4)
-TOKENS = torch.arange(100, 164, device="cuda")[None] if torch.cuda.is_available() else None
 
 
 def used():
@@ -36,7 +35,7 @@ def named(model):
 
 @torch.no_grad()
 def scores(model):
-    return model(TOKENS)
+    return model(torch.arange(100, 164, device=GPU)[None])
 
 
 def close(found, expected):
