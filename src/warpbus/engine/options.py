@@ -24,6 +24,8 @@ class ServiceOptions:
         prefill_tokens: the most tokens of prompts that are read in one step; None leaves it to the engine.
         prefix_caching: prompts that begin alike share what is stored of their beginning.
         speculation: the most tokens that are guessed from a request's own n-grams in one step; 0 guesses none.
+        max_restarts: how often the processes are started again after deaths in a row, with less than a minute of
+            service between them, before the service gives up.
         tensor_parallel: over how many GPUs (or processes on the CPU) the model is cut.
 
     Raises:
@@ -40,6 +42,7 @@ class ServiceOptions:
     prefill_tokens: int | None = None
     prefix_caching: bool = True
     speculation: int = 0
+    max_restarts: int = 5
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -49,6 +52,7 @@ class ServiceOptions:
             ("prefill_tokens", 1),
             ("speculation", 0),
             ("max_model_len", 2),
+            ("max_restarts", 0),
             ("tensor_parallel", 1),
         ):
             value = getattr(self, name)

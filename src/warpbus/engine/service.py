@@ -3,23 +3,40 @@
 Knows nothing of tensors and of how tokens are computed: `serving_process` is the other side.
 """
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Any, Literal, Self
 
+from warpbus.dist.outcome import Failure
+from warpbus.engine.answer import Answer, Inbox, RequestTimes
+from warpbus.engine.engine import Stats
+from warpbus.engine.keeper import Died, Ended, Keeper, Outbox, Report, Up
+from warpbus.engine.messages import Abort, Add, Ask, LoadEngine, Loading, Query, Refused, Reply, Step
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.sequence import Piece
-from warpbus.models import ModelConfig, Progress
-from warpbus.models.templates import Template
-from warpbus.models.tokenizers import Tokenizer
-
-if TYPE_CHECKING:
-    from warpbus.engine.engine import Stats
+from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
+from warpbus.formats import Checkpoint
+from warpbus.models import ModelConfig, Progress, read_config
+from warpbus.models.templates import Template, load_template
+from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
 State = Literal["ready", "asleep", "restarting", "failed", "closing", "closed"]
+
+# How long the engine may take to leave: for the step that it is in.
+_SECONDS_TO_LEAVE = 10.0
+# Of so many requests the ends are remembered, which tell how fast the queue moves.
+_ENDS_REMEMBERED = 256
+# What a client is told that cannot be told anything better, and the most it is told, in seconds.
+_RETRY_AFTER = 5.0
+_LATEST_RETRY = 120.0
 
 
 @dataclass(frozen=True)
@@ -36,64 +53,6 @@ class Health:
     state: State
     reason: str
     restarts: int
-
-
-@dataclass
-class RequestTimes:
-    """When things happened to a request, in seconds of `time.monotonic()`; None for what has not happened.
-
-    Attributes:
-        arrived: `Service.generate` was called.
-        started: the engine's process had it; what lies between is the way there.
-        first_token: the step that gave the first token had ended.
-        finished: the step that gave the last token had ended.
-        prompt_tokens, cached_tokens, output_tokens: of the prompt, of these found in the cache, and generated.
-    """
-
-    arrived: float
-    prompt_tokens: int
-    started: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-
-class Answer(AsyncIterator[Piece]):
-    """One request's pieces, as `Service.generate` gives them.
-
-        async with service.generate(prompt, params) as answer:
-            async for piece in answer:
-                ...
-
-    Pieces that wait are merged into one; the last has a `finish_reason`. Leaving the block, `aclose`, or dropping the
-    object calls the request off where it still runs. Giving up a wait for a piece (a timeout) loses nothing. Belongs to
-    the service's event loop and to one consumer.
-
-    Attributes:
-        times: `RequestTimes`, filled in as pieces come.
-
-    Raises:
-        EngineDiedError: while iterating: the engine's process died.
-        UnavailableError: while iterating: the service was closed before the answer had ended.
-        UsageError: while iterating: the engine refuses the request, for example for its grammar.
-    """
-
-    times: RequestTimes
-
-    async def __anext__(self) -> Piece:
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Call the request off, if it still runs."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
 
 class Service:
@@ -119,9 +78,45 @@ class Service:
     stop_ids: frozenset[int]
     max_model_len: int
 
+    def __init__(self, model: Path, options: ServiceOptions, checkpoint: Checkpoint, progress: Progress | None) -> None:
+        """See `start`."""
+        self.model = model
+        self.options = options
+        self.config = read_config(checkpoint)
+        longest = options.max_model_len or self.config.max_context
+        if longest > self.config.max_context:
+            raise UsageError(
+                f"max_model_len is {longest:,}: give 2 to {self.config.max_context:,}, the model's context"
+            )
+        self.max_model_len = longest
+        self.tokenizer = load_tokenizer(checkpoint.directory)
+        self.template = load_template(checkpoint.directory, checkpoint.config, self.tokenizer)
+        self.stop_ids = frozenset(self.config.stop_ids) | frozenset(self.template.stop_ids)
+        self._progress = progress
+        self._state: State = "restarting"
+        self._reason = "the engine is being started"
+        self._restarts = -1
+        self._numbers = count()
+        self._inboxes: dict[int, Inbox] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
+        self._ends: deque[float] = deque(maxlen=_ENDS_REMEMBERED)
+        self._loop = asyncio.get_running_loop()
+        self._outbox: Outbox | None = None
+        self._keeper: Keeper | None = None
+        self._first_start: asyncio.Future[None] = self._loop.create_future()
+        self._ended = asyncio.Event()
+        self._nothing_pending = asyncio.Event()
+        self._nothing_pending.set()
+        self._one_at_a_time = asyncio.Lock()
+
     @classmethod
     async def start(
-        cls, model: str | Path, options: ServiceOptions | None = None, *, progress: Progress | None = None
+        cls,
+        model: str | Path,
+        options: ServiceOptions | None = None,
+        *,
+        progress: Progress | None = None,
+        load: LoadEngine,
     ) -> Self:
         """Start the processes and wait until the model is loaded and warm.
 
@@ -129,6 +124,7 @@ class Service:
             model: a model directory (Hugging Face layout), quantized by Warpbus or not.
             options: how it is served.
             progress: called in the event loop while the weights are read; see `warpbus.models.Progress`.
+            load: makes the engine, in each of its processes; a function of a module.
 
         Raises:
             UsageError: an option is out of range or not known, or the model does not fit the memory.
@@ -136,7 +132,22 @@ class Service:
             CheckpointError: the directory is missing, damaged or not understood.
             WarpbusError: what else kept the engine from starting.
         """
-        raise NotImplementedError
+        options = options or ServiceOptions()
+        devices = options.devices()
+        checkpoint = Checkpoint(model)
+        service = cls(checkpoint.directory, options, checkpoint, progress)
+        service._keeper = Keeper(
+            (load, checkpoint.directory, options, service.config.vocab_size, service.stop_ids),
+            devices=devices,
+            max_restarts=options.max_restarts,
+            listen=service._hear,
+        )
+        try:
+            await service._first_start
+        except BaseException:
+            service._keeper.kill()
+            raise
+        return service
 
     def generate(self, prompt: list[int], params: SamplingParams | None = None) -> Answer:
         """Ask for the continuation of a prompt; returns at once (it is not awaited).
@@ -152,31 +163,50 @@ class Service:
             EngineDiedError: the engine died and is being restarted, or has been given up.
             UnavailableError: the model sleeps, or the service is being closed.
         """
-        raise NotImplementedError
+        self._check(prompt)
+        outbox = self._reachable()
+        if self._state == "asleep":
+            raise UnavailableError("the model is asleep: wake it first")
+        most = self.options.max_num_seqs + self.options.max_queue
+        if len(self._inboxes) >= most:
+            seconds = self._seconds_of_queue()
+            raise QueueFullError(
+                f"{most:,} requests run or wait already: try again in {seconds:.0f} s", retry_after=seconds
+            )
+        params = params or SamplingParams()
+        if params.seed is None and self.options.tensor_parallel > 1:
+            # The processes draw alike only from the same seed.
+            params = replace(params, seed=secrets.randbits(63))
+        number = next(self._numbers)
+        inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)))
+        self._inboxes[number] = inbox
+        self._nothing_pending.clear()
+        outbox.put(Add(number, prompt, params))
+        return Answer(inbox, partial(self._leave, number))
 
-    async def stats(self) -> "Stats":
+    async def stats(self) -> Stats:
         """What the engine counts, at a moment between two steps.
 
         Raises:
             EngineDiedError: it died and is being restarted, or has been given up.
             UnavailableError: the service is closed.
         """
-        raise NotImplementedError
+        return await self._ask("stats")
 
     @property
     def pending(self) -> int:
         """Requests that run or wait."""
-        raise NotImplementedError
+        return len(self._inboxes)
 
     @property
     def alive(self) -> bool:
         """Requests can be answered, or could be after `wake`."""
-        raise NotImplementedError
+        return self._state in ("ready", "asleep")
 
     @property
     def health(self) -> Health:
         """How the service is."""
-        raise NotImplementedError
+        return Health(self._state, self._reason, max(0, self._restarts))
 
     async def sleep(self) -> None:
         """Give the GPUs' memory back, keeping the model in main memory. Nothing happens if it sleeps.
@@ -185,7 +215,8 @@ class Service:
             UsageError: requests run or wait.
             EngineDiedError, UnavailableError: as `stats`.
         """
-        raise NotImplementedError
+        # A caller that goes away must not leave it halfway.
+        await asyncio.shield(asyncio.ensure_future(self._sleep()))
 
     async def wake(self) -> None:
         """Get the GPUs' memory back. Nothing happens if it is awake.
@@ -194,11 +225,175 @@ class Service:
             DeviceError: somebody else has taken the memory; it sleeps on.
             EngineDiedError, UnavailableError: as `stats`.
         """
-        raise NotImplementedError
+        await asyncio.shield(asyncio.ensure_future(self._wake()))
 
     async def close(self, *, drain: float = 0.0) -> None:
         """Take no more requests, let those that run finish for `drain` seconds, end the others, and the processes.
 
-        What is not finished raises `UnavailableError` in its iterator. May be called several times.
+        What is not finished raises `UnavailableError` in its iterator. May be called several times, also to shorten an
+        earlier call's `drain`.
         """
-        raise NotImplementedError
+        if self._state == "closed":
+            return
+        self._state, self._reason = "closing", "the service is being closed"
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._nothing_pending.wait(), drain)
+        self._fail_all(
+            UnavailableError, f"the service was closed, and this request not done within {drain:g} s: send it again"
+        )
+        assert self._keeper is not None
+        self._keeper.stop()
+        try:
+            await asyncio.wait_for(self._ended.wait(), _SECONDS_TO_LEAVE)
+        except TimeoutError:
+            self._keeper.kill()
+            await self._ended.wait()
+        self._state, self._reason = "closed", "the service is closed"
+
+    def _check(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise UsageError("the prompt is empty: give at least one token")
+        vocabulary = self.config.vocab_size
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            strange = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise UsageError(f"the prompt has the token id {strange}: the vocabulary has 0 to {vocabulary - 1:,}")
+        if len(prompt) >= self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt):,} tokens, the context holds {self.max_model_len:,} with the answer: "
+                "shorten it"
+            )
+
+    def _reachable(self) -> Outbox:
+        """Where commands go, if they can."""
+        if self._state in ("restarting", "failed"):
+            raise EngineDiedError(self._reason, retry_after=_RETRY_AFTER if self._state == "restarting" else None)
+        if self._outbox is None or self._state in ("closing", "closed"):
+            raise UnavailableError(f"{self._reason}: it takes no more requests")
+        return self._outbox
+
+    def _seconds_of_queue(self) -> float:
+        """After how long those that wait now have had their turn, by how requests have ended lately."""
+        waiting = max(1, len(self._inboxes) - self.options.max_num_seqs)
+        passed = time.monotonic() - self._ends[0] if self._ends else 0.0
+        if passed <= 0.0:
+            return _RETRY_AFTER
+        return min(_LATEST_RETRY, max(1.0, waiting * passed / len(self._ends)))
+
+    async def _ask(self, query: Query) -> Any:
+        outbox = self._reachable()
+        number = next(self._numbers)
+        reply = self._queries[number] = self._loop.create_future()
+        outbox.put(Ask(number, query))
+        try:
+            return await reply
+        finally:
+            self._queries.pop(number, None)
+
+    async def _sleep(self) -> None:
+        async with self._one_at_a_time:
+            self._reachable()
+            if self._state == "asleep":
+                return
+            if self._inboxes:
+                raise UsageError(f"sleep: {len(self._inboxes)} requests run or wait: try again when they have ended")
+            self._state, self._reason = "asleep", "the model is asleep"
+            try:
+                await self._ask("sleep")
+            except UnavailableError:
+                raise
+            except BaseException:
+                self._state, self._reason = "ready", ""
+                raise
+
+    async def _wake(self) -> None:
+        async with self._one_at_a_time:
+            self._reachable()
+            if self._state == "asleep":
+                await self._ask("wake")
+                self._state, self._reason = "ready", ""
+
+    def _leave(self, number: int) -> None:
+        """A consumer has left, perhaps in a thread of the garbage collector's choice."""
+        if number in self._inboxes and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._abandon, number)
+
+    def _abandon(self, number: int) -> None:
+        if self._drop(number) is not None and self._outbox is not None:
+            self._outbox.put(Abort(number))
+
+    def _drop(self, number: int) -> Inbox | None:
+        inbox = self._inboxes.pop(number, None)
+        if not self._inboxes:
+            self._nothing_pending.set()
+        return inbox
+
+    def _hear(self, when: float, reports: Sequence[Report]) -> None:
+        for report in reports:
+            match report:
+                case Step():
+                    self._deal_out(when, report)
+                case Refused():
+                    inbox = self._drop(report.number)
+                    if inbox is not None:
+                        inbox.fail(report.failure.error("the engine"))
+                case Reply():
+                    self._answer(report)
+                case Loading():
+                    if self._progress is not None:
+                        self._progress(report.done, report.total)
+                case Up():
+                    self._go_on(report)
+                case Died():
+                    self._mourn(report)
+                case Ended():
+                    self._ended.set()
+
+    def _deal_out(self, when: float, step: Step) -> None:
+        for number, piece in step.pieces:
+            inbox = self._inboxes.get(number)
+            if inbox is None:  # its consumer has left
+                continue
+            inbox.put(piece, when)
+            if piece.finish_reason is not None:
+                self._ends.append(when)
+                self._drop(number)
+
+    def _answer(self, reply: Reply) -> None:
+        asking = self._queries.get(reply.number)
+        if asking is None or asking.done():
+            return
+        if isinstance(reply.answer, Failure):
+            asking.set_exception(reply.answer.error("the engine"))
+        else:
+            asking.set_result(reply.answer)
+
+    def _go_on(self, up: Up) -> None:
+        self._outbox, self.max_model_len = up.outbox, up.max_model_len
+        self._restarts += 1
+        if self._state == "restarting":
+            self._state, self._reason = "ready", ""
+        if not self._first_start.done():
+            self._first_start.set_result(None)
+
+    def _mourn(self, death: Died) -> None:
+        self._outbox = None
+        if not self._first_start.done():
+            self._first_start.set_exception(death.error)
+            return
+        then = "it is being restarted: send the request again"
+        if not death.again:
+            then = f"it is given up after {self.options.max_restarts} restarts in a row: restart the server"
+        message = f"the engine died: {death.what}; {then}"
+        if self._state not in ("closing", "closed"):
+            self._state, self._reason = "restarting" if death.again else "failed", message
+        self._fail_all(EngineDiedError, message)
+
+    def _fail_all(self, kind: type[UnavailableError], message: str) -> None:
+        """End all that is pending; each gets an exception of its own."""
+        for number in list(self._inboxes):
+            inbox = self._drop(number)
+            if inbox is not None:
+                inbox.fail(kind(message))
+        for asking in self._queries.values():
+            if not asking.done():
+                asking.set_exception(kind(message))

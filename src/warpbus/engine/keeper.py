@@ -1,0 +1,189 @@
+"""Keeps the engine's processes running: starts them, hands messages over, and starts them again when they die.
+
+All of it happens in a thread, which lives as long as they do: the kernel ends them with the thread that started them.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from warpbus.dist import ProcessDiedError, Processes
+from warpbus.engine.messages import Command, Event, Ready, Stop
+from warpbus.engine.serving_process import serve
+from warpbus.errors import WarpbusError
+
+# An engine that served for so long had a good start: earlier deaths are forgotten.
+_SECONDS_OF_GOOD_SERVICE = 60.0
+# The pause after the first death; it doubles with each further one in a row.
+_FIRST_PAUSE = 0.25
+_LONGEST_PAUSE = 30.0
+
+
+class Outbox:
+    """Takes commands for one life of the engine at once; a thread sends them, all that wait together."""
+
+    def __init__(self, send: Callable[[list[Command]], None]) -> None:
+        self._send = send
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="warpbus-commands", daemon=True)
+        self._thread.start()
+
+    def put(self, command: Command) -> None:
+        """Send a command soon; it is lost if the engine dies."""
+        self._commands.put(command)
+
+    def close(self) -> None:
+        """Send what waits, and end."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            waiting = [self._commands.get()]
+            while not self._commands.empty():
+                waiting.append(self._commands.get())
+            commands = [command for command in waiting if command is not None]
+            if commands:
+                self._send(commands)
+            if len(commands) < len(waiting):
+                return
+
+
+@dataclass(frozen=True)
+class Up:
+    """The engine takes commands."""
+
+    outbox: Outbox
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Died:
+    """The engine's processes have died, or could not be started.
+
+    Attributes:
+        error: why.
+        what: the same in words, without advice.
+        again: they are being started again.
+    """
+
+    error: WarpbusError
+    what: str
+    again: bool
+
+
+@dataclass(frozen=True)
+class Ended:
+    """There are no processes any more, and will be none."""
+
+
+Report = Event | Up | Died | Ended
+
+
+class Keeper:
+    """See above. Belongs to the event loop in which it is made.
+
+    Args:
+        arguments: of `serve`, after its first two.
+        devices: of the processes.
+        max_restarts: how often they are started again after deaths in a row.
+        listen: called in the event loop with what the engine says, or what happened to it, and the time that was.
+    """
+
+    def __init__(
+        self,
+        arguments: tuple[object, ...],
+        *,
+        devices: Sequence[torch.device],
+        max_restarts: int,
+        listen: Callable[[float, Sequence[Report]], None],
+    ) -> None:
+        self._arguments = arguments
+        self._devices = devices
+        self._max_restarts = max_restarts
+        self._listen = listen
+        self._loop = asyncio.get_running_loop()
+        self._ending = threading.Event()
+        self._processes: Processes | None = None
+        self._outbox: Outbox | None = None
+        self._up_since: float | None = None
+        threading.Thread(target=self._keep, name="warpbus-engine", daemon=True).start()
+
+    def stop(self) -> None:
+        """Let the engine leave after its step; if it is being started, at once. `Ended` follows."""
+        self._ending.set()
+        outbox = self._outbox
+        if outbox is None:
+            self.kill()
+        else:
+            outbox.put(Stop())
+
+    def kill(self) -> None:
+        """End the processes at once. `Ended` follows."""
+        self._ending.set()
+        processes = self._processes
+        if processes is not None:
+            processes.kill()
+
+    def _keep(self) -> None:
+        deaths, was_up = 0, False
+        while True:
+            self._up_since = None
+            error = self._live()
+            if error is None or self._ending.is_set():
+                break
+            now = time.monotonic()
+            was_up = was_up or self._up_since is not None
+            served = 0.0 if self._up_since is None else now - self._up_since
+            deaths = 1 if served >= _SECONDS_OF_GOOD_SERVICE else deaths + 1
+            again = was_up and deaths <= self._max_restarts
+            what = error.what if isinstance(error, ProcessDiedError) else str(error)
+            self._report(now, [Died(error, what, again)])
+            if not again or self._ending.wait(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (deaths - 1))):
+                break
+        self._report(time.monotonic(), [Ended()])
+
+    def _live(self) -> WarpbusError | None:
+        """One life of the processes: why it ended, None where it was to end."""
+        try:
+            with Processes(serve, devices=self._devices, receive=self._receive, apart=True) as processes:
+                self._processes = processes
+                if not self._ending.is_set():
+                    self._run(processes)
+        except WarpbusError as error:
+            return error
+        finally:
+            self._processes = None
+        return None
+
+    def _run(self, processes: Processes) -> None:
+        try:
+            processes.run(*self._arguments)
+        except BaseException:
+            processes.kill()  # a process that hangs does not take commands either
+            raise
+        finally:
+            outbox, self._outbox = self._outbox, None
+            if outbox is not None:
+                outbox.close()
+
+    def _receive(self, events: list[Event]) -> None:
+        now = time.monotonic()
+        if isinstance(events[0], Ready):
+            assert self._processes is not None
+            self._outbox = Outbox(self._processes.tell)
+            self._up_since = now
+            self._report(now, [Up(self._outbox, events[0].max_model_len)])
+        else:
+            self._report(now, events)
+
+    def _report(self, when: float, reports: Sequence[Report]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._listen, when, reports)
+        except RuntimeError:  # the loop is closed: nobody is there who could want an answer
+            self.kill()

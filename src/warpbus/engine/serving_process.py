@@ -1,0 +1,252 @@
+"""The engine's process: takes commands, lets the engine step, says what the steps brought.
+
+With tensor parallelism there are several, which do the same with the same sequences, in the same order. The first gets
+the commands and hands them to the others before each step; only what the first computes is sent.
+"""
+
+import pickle
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from warpbus.dist import Group, Line
+from warpbus.dist.outcome import Failure
+from warpbus.engine.grammar import GrammarCompiler, GrammarMatcher
+from warpbus.engine.messages import (
+    Abort,
+    Add,
+    Ask,
+    Command,
+    Event,
+    LoadEngine,
+    Loading,
+    Ready,
+    Refused,
+    Reply,
+    ServedEngine,
+    Step,
+    Stop,
+)
+from warpbus.engine.options import ServiceOptions
+from warpbus.engine.sampling_params import Grammar
+from warpbus.engine.sequence import Sequence
+from warpbus.errors import ContextLengthError, UsageError, WarpbusError
+from warpbus.models import Progress
+from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
+
+# Of loading, no more often than this is told.
+_PARTS_TOLD = 200
+# Commands of an ordinary step fit into one exchange of so many bytes; the others take a second one.
+_BYTES_AT_ONCE = 2048
+# Where several processes idle, the first one is heard of so often. A wait for it may last _PATIENCE.
+_SECONDS_OF_SILENCE = 60.0
+_PATIENCE = timedelta(minutes=30)
+
+
+def serve(
+    group: Group,
+    line: Line,
+    load: LoadEngine,
+    model: Path,
+    options: ServiceOptions,
+    vocab_size: int,
+    stop_ids: frozenset[int],
+) -> None:
+    """Load a model and answer until told to stop: the job of each of the engine's processes.
+
+    Args:
+        group: this process's place.
+        line: to the service.
+        load: makes the engine.
+        model: the model directory.
+        options: for `load`.
+        vocab_size: of the model's scores.
+        stop_ids: generation ends at any of these tokens.
+
+    Raises:
+        WarpbusError: the model could not be loaded, or a step failed: all requests end.
+    """
+    requests = _Requests(load_tokenizer(model), vocab_size, stop_ids)
+    engine = load(model, options, group, _teller(line) if group.is_first else _silent)
+    lockstep = _Lockstep(group)
+    lockstep.meet()
+    if group.is_first:
+        line([Ready(engine.max_model_len)])
+    turns = _Turns(engine, group, line, requests)
+    while turns.turn(lockstep.share(line, wait=not engine.has_work)):
+        pass
+
+
+def _teller(line: Line) -> Progress:
+    """Tells the service how far loading is, not too often."""
+    told = -1
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        part = _PARTS_TOLD * done // max(1, total)
+        if part != told:
+            told = part
+            line([Loading(done, total)])
+
+    return tell
+
+
+def _silent(done: int, total: int) -> None:
+    del done, total
+
+
+class _Lockstep:
+    """Gives the processes of a group the same commands."""
+
+    def __init__(self, group: Group) -> None:
+        self._first = group.is_first
+        self._others = group.world > 1
+        self._buffer = torch.zeros(_BYTES_AT_ONCE, dtype=torch.uint8)
+        # Commands are the host's: they should wait neither for a GPU nor on it.
+        self._talk = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE) if self._others else None
+
+    def meet(self) -> None:
+        """Wait until every process is here."""
+        if self._others:
+            torch.distributed.barrier(self._talk)
+
+    def share(self, line: Line, *, wait: bool) -> list[Command]:
+        """The commands that have come; `wait` for some if there is nothing else to do."""
+        if not self._others:
+            return _flat(line.heard(None if wait else 0.0))
+        if not self._first:
+            return self._receive()
+        commands = _flat(line.heard(_SECONDS_OF_SILENCE if wait else 0.0))
+        self._send(commands)
+        return commands
+
+    def _send(self, commands: list[Command]) -> None:
+        data = pickle.dumps(commands) if commands else b""
+        inline = data[: _BYTES_AT_ONCE - 8]
+        head = len(data).to_bytes(8, "little") + inline
+        self._buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        torch.distributed.broadcast(self._buffer, 0, self._talk)
+        if rest := data[len(inline) :]:
+            torch.distributed.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0, self._talk)
+
+    def _receive(self) -> list[Command]:
+        torch.distributed.broadcast(self._buffer, 0, self._talk)
+        head = self._buffer.numpy().tobytes()
+        size, data = int.from_bytes(head[:8], "little"), head[8:]
+        if size > len(data):
+            rest = torch.empty(size - len(data), dtype=torch.uint8)
+            torch.distributed.broadcast(rest, 0, self._talk)
+            data += rest.numpy().tobytes()
+        return pickle.loads(data[:size]) if size else []
+
+
+def _flat(said: list[list[Command]]) -> list[Command]:
+    return [command for commands in said for command in commands]
+
+
+class _Requests:
+    """Makes sequences of requests."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._compiler: GrammarCompiler | UsageError
+        try:
+            # Now, and not when the first request wants it: for a large vocabulary it takes a while.
+            self._compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, stop_ids=stop_ids)
+        except UsageError as error:
+            self._compiler = error
+
+    def sequence(self, command: Add, max_model_len: int) -> Sequence:
+        """What the engine gets. Raises `UsageError` for a grammar that cannot be used."""
+        params = command.params
+        return Sequence(
+            command.number,
+            command.prompt,
+            params,
+            limit=min(params.max_tokens, max_model_len - len(command.prompt)),
+            stop_ids=self._stop_ids,
+            stream=StreamDecoder(self._tokenizer),
+            matcher=None if params.grammar is None else self._matcher(params.grammar),
+        )
+
+    def _matcher(self, grammar: Grammar) -> GrammarMatcher:
+        if isinstance(self._compiler, UsageError):
+            raise UsageError(str(self._compiler))
+        return self._compiler.compile(grammar)
+
+
+class _Turns:
+    """What is done again and again: commands, a step, and what there is to say of both."""
+
+    def __init__(self, engine: ServedEngine, group: Group, line: Line, requests: _Requests) -> None:
+        self._engine = engine
+        self._group = group
+        self._line = line
+        self._requests = requests
+        self._sequences: dict[int, Sequence] = {}
+        self._asked: list[Ask] = []
+        self._said: list[Event] = []
+
+    def turn(self, commands: list[Command]) -> bool:
+        """Do what is to be done; False after the last turn."""
+        for command in commands:
+            match command:
+                case Add():
+                    self._add(command)
+                case Abort():
+                    self._abort(command.number)
+                case Ask():
+                    self._asked.append(command)
+                case Stop():
+                    return False
+        if self._engine.has_work:
+            self._step()
+        for ask in self._asked[:]:
+            # What waits for a pause gets it: the service adds nothing meanwhile.
+            if ask.query == "stats" or not self._engine.has_work:
+                self._asked.remove(ask)
+                self._reply(ask)
+        if self._said and self._group.is_first:
+            self._line(self._said)
+        self._said = []
+        return True
+
+    def _add(self, command: Add) -> None:
+        try:
+            sequence = self._requests.sequence(command, self._engine.max_model_len)
+            self._engine.add(sequence)
+        except (ContextLengthError, UsageError) as error:
+            self._said.append(Refused(command.number, Failure.of(error)))
+        else:
+            self._sequences[command.number] = sequence
+
+    def _abort(self, number: int) -> None:
+        sequence = self._sequences.pop(number, None)
+        if sequence is not None:  # else it has ended meanwhile
+            self._engine.abort(sequence)
+
+    def _step(self) -> None:
+        pieces = [(sequence.index, piece) for sequence, piece in self._engine.step()]
+        for number, piece in pieces:
+            if piece.finish_reason is not None:
+                self._sequences.pop(number, None)
+        if pieces:
+            self._said.append(Step(pieces))
+
+    def _reply(self, ask: Ask) -> None:
+        try:
+            if ask.query == "stats":
+                self._said.append(Reply(ask.number, self._engine.stats()))
+                return
+            if ask.query == "sleep":
+                self._engine.sleep()
+            else:
+                self._engine.wake()
+            self._said.append(Reply(ask.number, None))
+        except WarpbusError as error:
+            if self._group.world > 1:  # the others may have done it
+                raise
+            self._said.append(Reply(ask.number, Failure.of(error)))
