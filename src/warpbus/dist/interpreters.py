@@ -4,24 +4,49 @@ They are plain ones and not started by `multiprocessing`, which would run the ma
 more in each: a user's script would need a guard against that, and the command line would be loaded.
 
 Loading torch takes each of them seconds, and the starting process too. Who knows that it is going to need them calls
-`start_early` before it loads torch itself, so that all load it at the same time. Nothing in this file loads it.
+`start_early` before it loads torch itself, so that all load it at the same time, and the processes find each other
+while the starting one loads the rest. Nothing in this file loads torch.
 """
 
 import atexit
 import ctypes
 import importlib
+import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process belongs. It gets this first, then the job's function, then the arguments when they are there, and
+    then what the job is told.
+
+    Attributes:
+        rank: its number, of `world`.
+        world: how many processes the job has.
+        device: its own, such as "cuda:0" or "cpu".
+        meeting: as in `join`.
+        key: the starting process's for sharing memory, which tensors among the arguments are passed in.
+    """
+
+    rank: int
+    world: int
+    device: str
+    meeting: str
+    key: bytes
 
 
 @dataclass(frozen=True)
@@ -29,20 +54,56 @@ class Interpreter:
     """One of them as the starting process sees it.
 
     Attributes:
-        device: that its process is going to have, such as "cuda:0" or "cpu".
+        place: of its process, which has been sent.
         process, connection: itself, and the pipe to it.
     """
 
-    device: str
+    place: Place
     process: subprocess.Popen[bytes]
     connection: Connection
 
 
-_early: list[Interpreter] = []
+@dataclass(frozen=True)
+class Crew:
+    """All of a job.
+
+    Attributes:
+        members: in rank order.
+        directory: where they meet; to be removed when they have ended.
+    """
+
+    members: list[Interpreter]
+    directory: Path
+
+    @classmethod
+    def start(cls, devices: Sequence[str], module: str) -> "Crew":
+        """Start one for each device; arguments as of `start_early`."""
+        crew = cls([], Path(tempfile.mkdtemp(prefix="warpbus-")))  # of this user alone
+        try:
+            key = bytes(multiprocessing.current_process().authkey)
+            for rank, device in enumerate(devices):
+                place = Place(rank, len(devices), device, f"file://{crew.directory}/meeting", key)
+                crew.members.append(_start(place, module))
+        except BaseException:
+            crew.end()
+            raise
+        return crew
+
+    def end(self) -> None:
+        """End all at once, whatever they do."""
+        for each in self.members:
+            each.process.kill()
+        for each in self.members:
+            each.process.wait()
+            each.connection.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+_early: list[Crew] = []
 
 
 def start_early(devices: Sequence[str], module: str) -> None:
-    """Start the interpreters of a job on these devices, which `interpreters` hands out.
+    """Start the interpreters of a job on these devices, which `crew_of` hands out.
 
     They end with this process at the latest. A single device needs none; if it is a GPU, it is opened.
 
@@ -54,25 +115,20 @@ def start_early(devices: Sequence[str], module: str) -> None:
         open_device(devices[0])
         return
     atexit.register(_end_early)
-    for device in devices:
-        _early.append(_start(device, len(devices), module))
+    _early.append(Crew.start(devices, module))
 
 
-def interpreters(devices: Sequence[str]) -> list[Interpreter]:
-    """One for each of the devices, in their order: those that were started early for just these, or new ones."""
-    if [each.device for each in _early] == list(devices):
-        found = list(_early)
-        _early.clear()
-        return found
+def crew_of(devices: Sequence[str], module: str) -> Crew:
+    """The interpreters of a job on these devices: those that were started early for just these, or new ones.
+
+    Args:
+        devices: in rank order.
+        module: what new ones load before they are told of the job.
+    """
+    if [[each.place.device for each in crew.members] for crew in _early] == [list(devices)]:
+        return _early.pop()
     _end_early()
-    started: list[Interpreter] = []
-    try:
-        for device in devices:
-            started.append(_start(device, len(devices)))
-    except BaseException:
-        _end(started)
-        raise
-    return started
+    return Crew.start(devices, module)
 
 
 def count_gpus() -> int:
@@ -108,14 +164,14 @@ def main(descriptor: int, parent: int, device: str, module: str) -> NoReturn:
     raise AssertionError("a worker ends by itself")
 
 
-def _start(device: str, count: int, module: str = "") -> Interpreter:
+def _start(place: Place, module: str) -> Interpreter:
     mine, other = Pipe()
-    threads = max(1, (os.cpu_count() or 1) // count)
+    threads = max(1, (os.cpu_count() or 1) // place.world)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens on no other interface
     program = (
         f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import main; "
-        f"main({other.fileno()}, {os.getpid()}, {device!r}, {module!r})"
+        f"main({other.fileno()}, {os.getpid()}, {place.device!r}, {module!r})"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -125,20 +181,14 @@ def _start(device: str, count: int, module: str = "") -> Interpreter:
         process_group=0,
     )
     other.close()
-    return Interpreter(device, process, mine)
-
-
-def _end(started: Sequence[Interpreter]) -> None:
-    for each in started:
-        each.process.kill()
-    for each in started:
-        each.process.wait()
-        each.connection.close()
+    with suppress(ConnectionError):  # it has died: who reads what it says finds out
+        mine.send(place)
+    return Interpreter(place, process, mine)
 
 
 def _end_early() -> None:
-    _end(_early)
-    _early.clear()
+    while _early:
+        _early.pop().end()
 
 
 def _open(index: int) -> None:

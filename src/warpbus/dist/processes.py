@@ -1,12 +1,10 @@
 """Starting the processes of a job on this machine."""
 
-import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,9 +17,8 @@ from typing import Self
 import torch
 
 from warpbus.dist.group import Group
-from warpbus.dist.interpreters import interpreters
+from warpbus.dist.interpreters import crew_of
 from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
-from warpbus.dist.worker import Place
 from warpbus.errors import DeviceError, UsageError, WarpbusError
 
 # A process that lost another one may be heard of before the lost one, whose end says more.
@@ -99,14 +96,13 @@ class Processes:
     def __enter__(self) -> Self:
         if not self._apart:
             return self
-        self._directory = Path(tempfile.mkdtemp(prefix="warpbus-"))  # of this user alone
+        crew = crew_of([str(device) for device in self._devices], self._function.__module__)
+        self._directory = crew.directory
+        for each in crew.members:
+            name = f"process {each.place.rank} on {each.place.device}"
+            self._members.append(_Member(name, each.process, each.connection))
         try:
-            for rank, each in enumerate(interpreters([str(device) for device in self._devices])):
-                self._members.append(_Member(f"process {rank} on {each.device}", each.process, each.connection))
-            world, meeting = len(self._devices), f"file://{self._directory}/meeting"
-            key = bytes(multiprocessing.current_process().authkey)
-            for rank, (member, device) in enumerate(zip(self._members, self._devices, strict=True)):
-                _send(member, Place(rank, world, device, meeting, key))
+            for member in self._members:
                 _send(member, self._function)
         except BaseException:
             self._end(at_once=True)

@@ -6,34 +6,15 @@ import os
 import select
 import sys
 import threading
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import torch
 
 from warpbus.dist.group import join
+from warpbus.dist.interpreters import Place
 from warpbus.dist.outcome import Done, Failure, Job, Message
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process belongs. It gets this first, then the job's function, then the arguments when they are there, and
-    then what the job is told.
-
-    Attributes:
-        rank: its number, of `world`.
-        world: how many processes the job has.
-        device: its own.
-        meeting: as in `join`.
-        key: the starting process's for sharing memory, which tensors among the arguments are passed in.
-    """
-
-    rank: int
-    world: int
-    device: torch.device
-    meeting: str
-    key: bytes
 
 
 def main(connection: Connection, module: str) -> NoReturn:
@@ -41,13 +22,11 @@ def main(connection: Connection, module: str) -> NoReturn:
 
     Args:
         connection: to the starting process.
-        module: what to load before the starting process says more; "" for nothing.
+        module: what to load while the processes find each other, before the starting one says more.
     """
     line = PipeLine(connection)
     try:
-        if module:
-            importlib.import_module(module)
-        _work(connection, line)
+        _work(connection, line, module)
     except BaseException as error:
         line.report(Failure.of(error))
     else:
@@ -83,12 +62,16 @@ class PipeLine:
         return said
 
 
-def _work(connection: Connection, line: PipeLine) -> None:
+def _work(connection: Connection, line: PipeLine, module: str) -> None:
     place: Place = _received(connection)
     multiprocessing.current_process().authkey = place.key
-    # Two steps that take long: they are done while the starting process still prepares the arguments.
+    # Two steps that take long: they are done while the starting process still prepares the arguments. To find each
+    # other is mostly to wait, so the module is loaded meanwhile.
+    with ThreadPoolExecutor(1, "loading") as pool:
+        loading = pool.submit(importlib.import_module, module)
+        group = join(place.meeting, place.rank, place.world, torch.device(place.device))
+        loading.result()
     function: Job = _received(connection)
-    group = join(place.meeting, place.rank, place.world, place.device)
     arguments = _received(connection)
     function(group, line, *arguments)
 

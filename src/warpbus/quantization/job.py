@@ -31,7 +31,7 @@ from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.loading import part_rows
 from warpbus.qtensor import QTensor, Schemes
 from warpbus.quantization.calibration import Calibration
-from warpbus.quantization.estimate import Estimate, estimate
+from warpbus.quantization.estimate import Estimate, Rates, estimate
 from warpbus.quantization.layerwise import LayerPass, embed
 from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.methods import METHODS, Method, round_to_nearest
@@ -355,7 +355,10 @@ def _agreed(group: Group, send: Send, job: Job, plan: Plan) -> tuple[Estimate | 
     """What the run needs, which the first process finds out and tells, and what follows for all: see `LayerPass`."""
     places = Place.of(group.device).gathered(group)
     keep = torch.zeros(1, dtype=torch.int64, device=group.device)
-    needs = None
+    needs = rates = None
+    if group.is_first or group.device.type == "cuda":
+        # The first one's count; the other GPUs load their libraries by it at the same time.
+        rates = Rates.measured(group.device, default_dtype(group.device, plan.dtype))
     if group.is_first:
         needs = estimate(
             plan,
@@ -365,6 +368,7 @@ def _agreed(group: Group, send: Send, job: Job, plan: Plan) -> tuple[Estimate | 
             tokens=job.data.tokens if job.data else 0,
             batch_tokens=BATCH_TOKENS[group.device.type],
             places=places,
+            rates=rates,
         )
         send(needs)
         needs.check()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from warpbus.dist import Group, Processes, Send, launch
+from warpbus.dist import Group, ProcessDiedError, Processes, Send, launch
 from warpbus.errors import DeviceError, NumericError, UsageError
 
 CPU = torch.device("cpu")
@@ -61,8 +61,8 @@ def end_in(group: Group, send: Send, how: str) -> None:
     [
         ("numeric", NumericError, "layer 3, o: NaN: give other data"),
         ("fault", DeviceError, "process 1 on cpu stopped at IndexError: no such row: run it again, and report"),
-        ("killed", DeviceError, r"process 1 on cpu was killed by signal 9 \(SIGKILL\): .* run it again"),
-        ("gone", DeviceError, "process 1 on cpu ended with exit code 3: see what it printed, and run it again"),
+        ("killed", ProcessDiedError, r"process 1 on cpu was killed by signal 9 \(SIGKILL\): .* run it again"),
+        ("gone", ProcessDiedError, "process 1 on cpu ended with exit code 3: see what it printed, and run it again"),
     ],
 )
 def test_a_process_that_fails_ends_the_job(how: str, error: type[Exception], message: str) -> None:
