@@ -1,4 +1,7 @@
-"""`attention`: one new token of every sequence against its cache, beside torch's fused attention."""
+"""`attention`: one new token of every sequence against its cache, beside torch's fused attention.
+
+Ours reads a cache in blocks, as the engine keeps it; torch's reads rows that lie in one piece.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run
 from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.records import Parameter
+from warpbus.engine.blocks import BLOCK
 from warpbus.kernels.ops.attention import decode_attention
 
 _HEAD_DIM = 128
@@ -42,8 +46,13 @@ _SHAPES = (
 
 @dataclass(frozen=True)
 class _Cache:
-    """Keys and values `[batch, kv_heads, context, head_dim]`, and their scales if they have some."""
+    """Keys and values `[blocks, kv_heads, BLOCK, head_dim]`, their scales if they have some, and whose blocks they are.
 
+    Attributes:
+        table: int32 `[batch, blocks of a sequence]`, in no order, as after hours of serving.
+    """
+
+    table: Tensor
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None
@@ -67,18 +76,19 @@ def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Ca
     table = _rotary_table(context, shape.rotary_dim, run.device)
     positions = torch.full((batch,), context - 1, device=run.device, dtype=torch.int32)
 
-    def make() -> tuple[Tensor, Tensor, _Cache, _Cache]:
-        plain = _cache((batch, shape.kv_heads, context, _HEAD_DIM), dtype, None, run.device)
-        stored = _CACHES[variant]
-        ours = plain if stored is None else _cache(plain.keys.shape, dtype, stored, run.device)
+    def make() -> tuple[Tensor, Tensor, _Cache, Tensor, Tensor]:
+        keys, values = (
+            torch.randn(batch, shape.kv_heads, context, _HEAD_DIM, device=run.device, dtype=dtype) for _ in range(2)
+        )
         q = torch.randn(batch, shape.heads, 1, _HEAD_DIM, device=run.device, dtype=dtype)
-        return normal(batch, width, run.device, dtype), q, ours, plain
+        return normal(batch, width, run.device, dtype), q, _cache(keys, values, _CACHES[variant]), keys, values
 
-    def ours(qkv: Tensor, q: Tensor, cache: _Cache, plain: _Cache) -> Tensor:
+    def ours(qkv: Tensor, q: Tensor, cache: _Cache, keys: Tensor, values: Tensor) -> Tensor:
         return decode_attention(
             qkv,
             table,
             positions,
+            cache.table,
             cache.keys,
             cache.values,
             cache.key_scales,
@@ -88,8 +98,8 @@ def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Ca
             limit=context,
         )
 
-    def torch_attention(qkv: Tensor, q: Tensor, cache: _Cache, plain: _Cache) -> Tensor:
-        return F.scaled_dot_product_attention(q, plain.keys, plain.values, enable_gqa=True)
+    def torch_attention(qkv: Tensor, q: Tensor, cache: _Cache, keys: Tensor, values: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
     a_vector = _HEAD_DIM * dtype.itemsize if variant == "auto" else _HEAD_DIM + _SCALE_BYTES
     moved = 2 * batch * shape.kv_heads * context * a_vector
@@ -113,21 +123,30 @@ def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Ca
     )
 
 
-def _cache(
-    shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, stored: torch.dtype | None, device: torch.device
-) -> _Cache:
-    """Random keys and values in `stored`, or in `dtype` where that is `None`."""
+def _cache(keys: Tensor, values: Tensor, stored: torch.dtype | None) -> _Cache:
+    """Keys and values `[batch, kv_heads, context, head_dim]` in blocks; in their place random codes of `stored`."""
+    batch, kv_heads, context, head_dim = keys.shape
+    count = -(-context // BLOCK)
+    table = torch.randperm(batch * count, device=keys.device).int().view(batch, count)
     if stored is None:
-        keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-        return _Cache(keys, values, None, None)
+        return _Cache(table, _in_blocks(keys, table), _in_blocks(values, table), None, None)
+    shape = (batch * count, kv_heads, BLOCK)
     largest = 127.0 if stored == torch.int8 else torch.finfo(stored).max
     # Of normal numbers the largest of a vector is about 3 deviations.
-    keys, values = (
-        torch.randn(shape, device=device, dtype=dtype).mul_(largest / 3).clamp_(-largest, largest).to(stored)
+    codes = [
+        torch.randn(*shape, head_dim, device=keys.device).mul_(largest / 3).clamp_(-largest, largest).to(stored)
         for _ in range(2)
-    )
-    key_scales, value_scales = (torch.rand(shape[:-1], device=device).add_(0.5).mul_(3 / largest) for _ in range(2))
-    return _Cache(keys, values, key_scales, value_scales)
+    ]
+    scales = [torch.rand(shape, device=keys.device).add_(0.5).mul_(3 / largest) for _ in range(2)]
+    return _Cache(table, *codes, *scales)
+
+
+def _in_blocks(vectors: Tensor, table: Tensor) -> Tensor:
+    """`[batch, kv_heads, context, head_dim]` as the blocks that the table names, the last ones filled up with zeros."""
+    count = table.shape[1]
+    padded = F.pad(vectors, (0, 0, 0, count * BLOCK - vectors.shape[2]))
+    blocks = padded.unflatten(2, (count, BLOCK)).transpose(1, 2).flatten(0, 1)
+    return torch.empty_like(blocks).index_copy_(0, table.flatten().long(), blocks)
 
 
 def _rotary_table(positions: int, rotary_dim: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The cases of `attention` on the CPU: shapes, bytes, and the same answer as the peer's where both read one cache."""
+"""The cases of `attention` on the CPU: shapes, bytes, and the same answer as the peer's from the same numbers."""
 
 import pytest
 import torch
@@ -40,24 +40,26 @@ def test_what_a_case_reads(variant, bytes_a_vector):
         "variant": variant,
     }
     assert case.touched == 2 * 8 * 2 * 40 * bytes_a_vector + 8 * (36 + 32) * 128 * 2
-    qkv, q, cache, plain = case.make()
+    qkv, q, cache, keys, values = case.make()
     assert qkv.shape == (8, 36 * 128)
-    assert cache.keys.shape == plain.keys.shape == (8, 2, 40, 128)
+    assert keys.shape == values.shape == (8, 2, 40, 128)
+    assert cache.keys.shape == cache.values.shape == (16, 2, 32, 128)
+    assert sorted(cache.table.flatten().tolist()) == list(range(16))
     assert (cache.key_scales is None) == (variant == "auto")
     if variant != "auto":
         numbers = cache.keys.float() * cache.key_scales[..., None]
         assert 0.5 < numbers.std() < 1.5
-        assert cache.key_scales.shape == (8, 2, 40)
+        assert cache.key_scales.shape == (16, 2, 32)
     (rival,) = case.rivals
     assert rival.name == "SDPA"
-    assert rival.call(qkv, q, cache, plain).shape == (8, 32, 1, 128)
+    assert rival.call(qkv, q, cache, keys, values).shape == (8, 32, 1, 128)
 
 
 def test_ours_answers_with_the_cache_and_the_new_token():
     """With the new token's key and value in the cache, and its query rotated, torch says the same."""
     case = ATTENTION.cases(settings(sizes=(40,)))[1]()
-    qkv, _, cache, plain = case.make()
-    answer = case.ours(qkv, None, cache, plain)
+    qkv, _, cache, keys, values = case.make()
+    answer = case.ours(qkv, None, cache, keys, values)
     assert answer.shape == (8, 32, 128)
     table = attention._rotary_table(40, 64, CPU)
     cos, sin = table[39].chunk(2)
@@ -65,6 +67,8 @@ def test_ours_answers_with_the_cache_and_the_new_token():
     even, odd = q[..., :64:2], q[..., 1:64:2]
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
     q = torch.cat([turned, q[..., 64:]], dim=-1).half()
-    expected = case.rivals[0].call(qkv, q, cache, plain)[:, :, 0]
+    new = [stored[cache.table[:, 1].long(), :, 39 % 32] for stored in (cache.keys, cache.values)]
+    assert torch.equal(new[1], qkv.view(8, 36, 128)[:, 34:])
+    keys[:, :, 39], values[:, :, 39] = new
+    expected = case.rivals[0].call(qkv, q, cache, keys, values)[:, :, 0]
     assert (answer.float() - expected.float()).norm() / expected.float().norm() < 5e-3
-    assert torch.equal(cache.values[:, :, 39], qkv.view(8, 36, 128)[:, 34:])
