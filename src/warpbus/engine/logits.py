@@ -196,7 +196,7 @@ class Masks:
                 followed += 1
             # Where a draft is forbidden nothing after it will be kept: the mask may allow all.
             if followed == len(row.drafts):
-                matcher.fill(mask.ctypes.data, mask.nbytes)
+                matcher.fill(mask)
                 finished = matcher.finished
             matcher.rollback(followed)
         if row.too_short and not finished:

@@ -6,10 +6,13 @@ Knows nothing of tensors, models, caches or the other requests of its batch.
 import random
 from collections import abc, deque
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import WarpbusError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -100,13 +103,18 @@ class Matcher(Protocol):
         """Take the last tokens back."""
         ...
 
-    def fill(self, address: int, size: int, /) -> None:
-        """Write which tokens may come next, a bit each, lowest first, to host memory of `size` bytes."""
+    def fill(self, mask: "np.ndarray", /) -> None:
+        """Write which tokens may come next to int32 `[(vocabulary + 31) // 32]`: a bit each, lowest first."""
         ...
 
     @property
     def finished(self) -> bool:
         """Only a stop token can follow."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """The answer had to be cut short of the grammar's end."""
         ...
 
 
@@ -191,7 +199,8 @@ class Sequence:
         if self.logprobs is not None and logprob is not None:
             self.logprobs.append(logprob)
         if token in self.stop_ids:
-            self.finish_reason = "stop"
+            # An answer that does not belong to its grammar is one that was cut off.
+            self.finish_reason = "length" if self.matcher is not None and self.matcher.failed else "stop"
             text = self._stream.flush()
         else:
             if self.matcher is not None and not self.matcher.accept(token):

@@ -12,12 +12,15 @@ class StreamDecoder:
 
     All that `push` and `flush` return, joined, equals `tokenizer.decode` of all ids. A character whose bytes are spread
     over several tokens comes out with its last one; bytes that can no longer become a character come out as U+FFFD.
+
+    Args:
+        keep_first_space: hand out all bytes, for text that follows a grammar: no space belongs to the tokenizer then.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, keep_first_space: bool = False) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._drop_space = tokenizer.drops_first_space
+        self._drop_space = tokenizer.drops_first_space and not keep_first_space
 
     def push(self, token: int) -> str:
         """The text that became certain with this token, which may be empty."""

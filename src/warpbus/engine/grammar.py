@@ -1,0 +1,241 @@
+"""Answers that belong to a language: JSON of a schema, a regular expression, a choice, a grammar.
+
+The library llguidance says which tokens may come next: its Earley parser works on bytes, whatever the tokenizer's
+tokens are. Knows nothing of tensors: a mask is written where the caller says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from warpbus.engine.sampling_params import Grammar, GrammarKind
+from warpbus.errors import UsageError
+from warpbus.models.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MOST_TEXT = 1 << 17
+"""Characters of a schema, an expression or a grammar."""
+
+_CACHED = 256
+_MOST_DEPTH = 64  # of a schema: the parsers behind it recurse
+
+# A blank after a comma or a colon, and no more: a small model otherwise goes on with blanks for ever.
+_JSON = {"whitespace_pattern": "[ ]?"}
+
+# Work that a request may cause, in the library's units: about 20 ms to begin with, and 15 ms a token.
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 20_000,
+    "verbose_errors": False,
+}
+
+
+class GrammarMatcher:
+    """Follows one answer through its grammar; made by `GrammarCompiler`.
+
+    Attributes:
+        failed: the grammar takes more work for its next token than is allowed, or wants a token that is not. The answer
+            then ends where it is.
+    """
+
+    def __init__(self, matcher: LLMatcher, allowed: np.ndarray, stops: np.ndarray) -> None:
+        self._matcher = matcher
+        self._allowed = allowed
+        self._stops = stops
+        self.failed = False
+
+    def accept(self, token: int) -> bool:
+        """Go on by a token; False, and nothing changes, where the grammar does not allow it."""
+        return self._matcher.validate_tokens([token]) == 1 and self._matcher.consume_token(token)
+
+    def rollback(self, count: int) -> None:
+        """Take the last tokens back."""
+        if count:
+            self._matcher.rollback(count)
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write which tokens may come next to int32 `[(vocabulary + 31) // 32]`: a bit each, lowest first."""
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        np.bitwise_and(mask, self._allowed, out=mask)
+        if self._matcher.is_error() or not mask.any():
+            self.failed = True
+            mask[:] = self._stops
+
+    def mask(self) -> np.ndarray:
+        """Which tokens may come next: int32 `[(vocabulary + 31) // 32]`, a bit each, lowest first."""
+        mask = np.zeros_like(self._allowed)
+        self.fill(mask)
+        return mask
+
+    @property
+    def finished(self) -> bool:
+        """Only a stop token can follow."""
+        return self._matcher.is_stopped()
+
+
+class GrammarCompiler:
+    """Compiles grammars for a model's tokenizer, and remembers the last ones.
+
+    Special tokens are no part of any grammar; at its end the stop tokens are allowed.
+
+    Args:
+        vocab_size: of the model's scores: ids beyond the tokenizer's are never allowed.
+        stop_ids: the tokens that end an answer.
+
+    Raises:
+        UsageError: llguidance is not installed, or there is no stop token for a grammar to end with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, stop_ids: Collection[int]) -> None:
+        stops = sorted(stop for stop in stop_ids if stop < vocab_size)
+        if not stops:
+            raise UsageError("grammar: the model names no stop token, with which an answer could end: leave it out")
+        self._library = _llguidance()
+        tokens = _Vocabulary(tokenizer, vocab_size, stops[0])
+        self._tokenizer = self._library.LLTokenizer(tokens, n_vocab=vocab_size, eos_token=stops)
+        self._limits = self._library.LLParserLimits(**_LIMITS)
+        self._stops = _packed(stops, vocab_size)
+        self._allowed = _packed([*stops, *(token for token, data in enumerate(tokens.tokens) if data)], vocab_size)
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> GrammarMatcher:
+        """A matcher at the beginning of an answer.
+
+        Raises:
+            UsageError: the text is not of its kind, uses what is not supported, or takes too much work.
+        """
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compiled[grammar] = self._parse(grammar)
+            if len(self._compiled) > _CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return GrammarMatcher(found.deep_copy(), self._allowed, self._stops)
+
+    def _parse(self, grammar: Grammar) -> LLMatcher:
+        if len(grammar.text) > MOST_TEXT:
+            raise UsageError(f"{grammar.kind} has {len(grammar.text):,} characters: give at most {MOST_TEXT:,}")
+        source = _SOURCES[grammar.kind](self._library.LLMatcher, grammar.text)
+        matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        # What the lexer cannot do within its limits shows at the first mask.
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split("<backtrace>")[0].split())[:300]
+            raise UsageError(f"{grammar.kind} cannot be used: {reason or 'it allows no answer'}")
+        return matcher
+
+
+class _Vocabulary:
+    """What the library asks of a tokenizer: the bytes of every token, none for special tokens."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    special_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        special = set(tokenizer.special_ids.values())
+        self.tokens = [b"" if token in special else tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self._ids = {data: token for token, data in enumerate(self.tokens) if data}
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        """The usual tokens of a text within an answer: where a grammar leaves no choice, they alone are allowed."""
+        data = text.encode()
+        tokens = self._tokenizer.encode(text)
+        spelled = [self.tokens[token] for token in tokens]
+        if self._tokenizer.drops_first_space and spelled:
+            # A space that does not belong to the text is before it; what begins with it may not be a token without.
+            first = spelled[0].removeprefix(b" ")
+            head = [self._ids[first]] if first in self._ids else self._of_bytes(first)
+            tokens = [*head, *tokens[1:]]
+            spelled[0] = first
+        # A tokenizer that changes characters (Unicode's normal forms) has no usual tokens for some texts.
+        return tokens if b"".join(spelled) == data else self._of_bytes(data)
+
+    def _of_bytes(self, data: bytes) -> list[int]:
+        each = [self._ids.get(bytes([byte])) for byte in data]
+        return [token for token in each if token is not None]
+
+
+def _packed(tokens: Collection[int], vocab_size: int) -> np.ndarray:
+    bits = np.zeros((vocab_size + 31) // 32 * 32, dtype=np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _llguidance() -> Any:
+    # Imported where a grammar is asked for: it comes with an extra.
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise UsageError("a grammar needs llguidance: pip install 'warpbus[serve]'") from error
+
+
+def _json(kind: GrammarKind, text: str) -> Any:
+    try:
+        found = json.loads(text)
+        deep = _depth(found)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{kind} is not JSON ({error}): give valid JSON") from None
+    if deep > _MOST_DEPTH:
+        raise UsageError(f"{kind} is nested {deep} deep: give at most {_MOST_DEPTH} levels")
+    return found
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, (dict, list)):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
+
+
+def _of_schema(library: Any, text: str) -> str:
+    schema = _json("json_schema", text)
+    if not isinstance(schema, (dict, bool)):
+        raise UsageError(f"json_schema is a JSON {type(schema).__name__}: give an object")
+    # A boolean is a schema too (JSON Schema, 2020-12, 4.3.2), but not for the library.
+    if schema is False:
+        raise UsageError("json_schema is false, which allows no answer: give an object")
+    return library.grammar_from_json_schema("{}" if schema is True else text, overrides=_JSON)
+
+
+def _of_object(library: Any, text: str) -> str:
+    return library.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)
+
+
+def _of_regex(library: Any, text: str) -> str:
+    return library.grammar_from_regex(text)
+
+
+def _of_choice(library: Any, text: str) -> str:
+    choices = _json("choice", text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+        raise UsageError("choice is no list of texts: give a JSON list of strings, at least one and none empty")
+    # Whatever is not a letter or a digit could mean something in an expression.
+    spelled = ("".join(c if c.isalnum() else f"\\x{{{ord(c):X}}}" for c in one) for one in choices)
+    return library.grammar_from_regex("|".join(spelled))
+
+
+def _of_lark(library: Any, text: str) -> str:
+    return library.grammar_from_lark(text)
+
+
+_SOURCES: dict[GrammarKind, Callable[[Any, str], str]] = {
+    "json_schema": _of_schema,
+    "json_object": _of_object,
+    "regex": _of_regex,
+    "choice": _of_choice,
+    "lark": _of_lark,
+}
