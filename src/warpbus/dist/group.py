@@ -3,13 +3,14 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed
 
 from warpbus.cuda.devices import resolve_device
+from warpbus.dist.peers import PeerSum
 from warpbus.dist.shares import SHARES
 from warpbus.errors import UsageError
 
@@ -29,16 +30,39 @@ class Group:
         rank: 0 .. world - 1.
         world: how many processes there are.
         device: this process's own device.
+        peers: what takes small sums of GPUs, and otherwise why nothing does; see `linked`.
     """
 
     rank: int
     world: int
     device: torch.device
+    peers: PeerSum | str | None = None
 
     @property
     def is_first(self) -> bool:
         """True in the one process that reports and writes files."""
         return self.rank == 0
+
+    def linked(self) -> "Group":
+        """The same group, whose `all_reduce` is as quick as its devices let it be; every process calls it.
+
+        GPUs of one machine that reach each other's memory add up small tensors through it (`PeerSum`); all other sums
+        of GPUs are NCCL's. `describe` tells which.
+        """
+        if self.world == 1 or self.device.type != "cuda" or self.peers is not None:
+            return self
+        return replace(self, peers=PeerSum.open(self.rank, self.world, self.device))
+
+    def describe(self) -> str:
+        """How sums are taken, for people: "4 GPUs: sums up to 512 KiB through each other's memory, others by NCCL"."""
+        if self.device.type != "cuda":
+            return f"{self.world} CPU process{'es' if self.world > 1 else ''}"
+        if self.world == 1:
+            return "1 GPU"
+        if isinstance(self.peers, PeerSum):
+            size = PeerSum.most_bytes // 1024
+            return f"{self.world} GPUs: sums up to {size} KiB through each other's memory, others by NCCL"
+        return f"{self.world} GPUs: sums by NCCL" + (f" ({self.peers})" if self.peers else "")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` up over the processes, in place."""
@@ -55,13 +79,17 @@ class Group:
 
         Returns:
             the same bits on every process and at every run. Added in float32 in the order of ranks and rounded once
-            where the sum is taken by `PeerSum` or on the CPU; NCCL adds in the tensors' dtype.
+            where the sum is taken by `PeerSum` (see `linked`) or on the CPU; NCCL adds in the tensors' dtype. It can be
+            captured in a CUDA graph.
         """
         if self.world == 1:
             return tensor if residual is None else residual + tensor
         if tensor.device.type == "cpu":
             total = self.all_gather(tensor).float().cumsum(0)[-1]
             return (total if residual is None else residual.float() + total).to(tensor.dtype)
+        if isinstance(self.peers, PeerSum) and self.peers.takes(tensor):
+            return self.peers.sum(tensor, residual)
+        tensor = tensor.contiguous()
         torch.distributed.all_reduce(tensor)
         return tensor if residual is None else tensor.add_(residual)
 

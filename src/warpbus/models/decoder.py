@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from warpbus.dist import Group
 from warpbus.models.config import ModelConfig
 from warpbus.models.layers import (
     Attention,
@@ -50,11 +51,17 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits. `hidden` and `logits` are apart, so that a caller computes the logits it needs."""
+    """Tokens to logits. `hidden` and `logits` are apart, so that a caller computes the logits it needs.
+
+    Attributes:
+        config: its own shape.
+        group: the processes of which each has a part like this one (`warpbus.models.parallel`); None where it is whole.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.group: Group | None = None
         self.rotary = Rotary(config.rope)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))

@@ -108,7 +108,7 @@ def load_model(
         UsageError: more processes than the model can be cut for.
     """
     config = read_config(checkpoint)
-    part = None if group is None else Part(config, group.rank, group.world)
+    part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
     if part is not None:

@@ -151,6 +151,7 @@ class Part:
 
     def join(self, model: Decoder, group: Group) -> None:
         """Let a filled decoder of this part compute what the whole one does, together with those of `group`."""
+        group = model.group = group.linked()
         for layer in model.layers:
             assert isinstance(layer, DecoderLayer)
             layer.attention.add_module("o", RowParallel(layer.attention.o, group))

@@ -1,0 +1,107 @@
+"""Memory of several GPUs of one machine that all of them write to, for sums that have to be quick."""
+
+import os
+import socket
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+import torch.distributed
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from warpbus.kernels.ops.peer_sum import MOST_BYTES, MOST_RANKS, buffer_bytes, fits, new_epochs, peer_sum
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+# Why there is none: processes agree on the last of these that any of them found.
+_REASONS = (
+    "",
+    f"more than {MOST_RANKS} GPUs",
+    "processes on several machines",
+    "a process does not see the others' GPUs",
+    "GPUs that do not reach each other's memory",
+    "torch could not share the GPUs' memory",
+)
+
+
+class PeerSum:
+    """Adds up tensors of up to `MOST_BYTES` through the GPUs' memory (`warpbus.kernels.ops.peer_sum`).
+
+    Sums of one group come in the same order on all GPUs, one after the other: on one stream, or streams that wait for
+    each other. They can be captured in CUDA graphs.
+    """
+
+    most_bytes = MOST_BYTES
+
+    def __init__(self, memory: Tensor, addresses: list[int], rank: int) -> None:
+        self._memory = memory  # is there as long as this is
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
+        self._epochs = new_epochs(memory.device)
+        self._rank = rank
+
+    @classmethod
+    def open(cls, rank: int, world: int, device: torch.device) -> "PeerSum | str":
+        """Set it up between all processes of the job, each of which calls this with its own GPU; or say why not."""
+        if reason := _agreed(_obstacle(rank, world, device), device):
+            return reason
+        # Multicast is not used, and what is not asked for cannot fail.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        found: PeerSum | None = None
+        try:
+            memory = symmetric_memory.empty(buffer_bytes(world), dtype=torch.uint8, device=device)
+            memory.zero_()
+            torch.cuda.synchronize(device)
+            everyone = torch.distributed.group.WORLD
+            assert everyone is not None
+            handle = symmetric_memory.rendezvous(memory, everyone.group_name)
+            addresses = [int(address) for address in handle.buffer_ptrs]
+            if addresses[rank] == memory.data_ptr():
+                found = cls(memory, addresses, rank)
+        except RuntimeError:
+            found = None
+        # This is also where each waits until the others' memory is zero.
+        reason = _agreed(0 if found is not None else len(_REASONS) - 1, device)
+        torch.cuda.synchronize(device)
+        return reason or found or ""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is added up here: by its size alone, which is the same on all GPUs."""
+        return fits(tensor)
+
+    def sum(self, tensor: Tensor, residual: Tensor | None) -> Tensor:
+        """See `peer_sum`."""
+        return peer_sum(tensor, residual, self._addresses, self._epochs, self._rank)
+
+
+def _obstacle(rank: int, world: int, device: torch.device) -> int:
+    """The number of the reason that this process sees."""
+    machine = sha256(socket.gethostname().encode())
+    if _BOOT_ID.is_file():
+        machine.update(_BOOT_ID.read_bytes())
+    own = machine.digest()[:16] + _uuid(device.index)
+    cards = torch.zeros(world, len(own), dtype=torch.int32, device=device)
+    cards[rank] = torch.tensor(list(own), dtype=torch.int32)
+    torch.distributed.all_reduce(cards)
+    all_cards = [bytes(card) for card in cards.tolist()]
+    if world > MOST_RANKS:
+        return 1
+    if any(card[:16] != own[:16] for card in all_cards):
+        return 2
+    visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
+    others = [card[16:] for other, card in enumerate(all_cards) if other != rank]
+    if any(uuid not in visible for uuid in others):
+        return 3
+    reached = (torch.cuda.can_device_access_peer(device.index, visible[uuid]) for uuid in others)
+    return 0 if all(reached) else 4
+
+
+def _uuid(index: int) -> bytes:
+    return bytes.fromhex(str(torch.cuda.get_device_properties(index).uuid).replace("-", ""))
+
+
+def _agreed(reason: int, device: torch.device) -> str:
+    """The gravest reason that any process found, on all of them."""
+    gravest = torch.tensor([reason], device=device)
+    torch.distributed.all_reduce(gravest, torch.distributed.ReduceOp.MAX)
+    return _REASONS[int(gravest)]
