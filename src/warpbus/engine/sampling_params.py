@@ -54,12 +54,12 @@ class SamplingParams:
 
     Attributes:
         repetition_penalty: scores of tokens that the prompt or the answer holds are divided by it where positive and
-            multiplied where negative (CTRL; Keskar et al., 2019). 1 changes nothing.
+            multiplied where negative (CTRL; Keskar et al., 2019), 0.01 to 100. 1 changes nothing.
         presence_penalty: is subtracted from the scores of tokens that the answer holds (OpenAI's API), -2 to 2.
         frequency_penalty: is subtracted as many times as the answer holds the token (OpenAI's API), -2 to 2.
         logit_bias: token ids and what is added to their scores, -100 to 100.
         grammar: the answer belongs to it, if `max_tokens` lets it end.
-        temperature: scores are divided by it. 0 takes the most likely token (greedy).
+        temperature: scores are divided by it, 0 to 100. 0 takes the most likely token (greedy).
         top_k: only the `top_k` most likely tokens may be drawn. 0 allows all.
         top_p: only the most likely tokens that together reach this probability may be drawn (nucleus sampling;
             Holtzman et al., 2020). 1 allows all.
@@ -101,11 +101,12 @@ class SamplingParams:
         if not isinstance(stop, abc.Sequence) or not all(isinstance(text, str) and text for text in stop):
             raise UsageError(f"stop is {self.stop!r}: give strings that are not empty")
         object.__setattr__(self, "stop", tuple(stop))
-        _check("temperature", self.temperature, "0 or more (0 is greedy)", low=0.0)
+        _check("temperature", self.temperature, "a number from 0 to 100 (0 is greedy)", low=0.0, high=100.0)
         _check("top_p", self.top_p, "above 0 and at most 1", low=0.0, high=1.0, open_low=True)
         _check("top_k", self.top_k, "a whole number, 0 or more (0 allows every token)", low=0, whole=True)
         _check("min_p", self.min_p, "a number from 0 to 1 (0 allows every token)", low=0.0, high=1.0)
-        _check("repetition_penalty", self.repetition_penalty, "above 0 (1 changes nothing)", low=0.0, open_low=True)
+        wanted = "a number from 0.01 to 100 (1 changes nothing)"
+        _check("repetition_penalty", self.repetition_penalty, wanted, low=0.01, high=100.0)
         for name in ("presence_penalty", "frequency_penalty"):
             _check(name, getattr(self, name), "a number from -2 to 2 (0 changes nothing)", low=-2.0, high=2.0)
         _check("max_tokens", self.max_tokens, "a whole number, 1 or more", low=1, whole=True)

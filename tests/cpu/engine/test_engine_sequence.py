@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpbus.engine.sequence import SamplingParams, Sequence, StopStrings
-from warpbus.errors import UsageError
+from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.sequence import Sequence, StopStrings, TokenLogprob
+from warpbus.errors import WarpbusError
 
 
 class Letters:
@@ -35,46 +36,6 @@ def feed(state, text):
         if state.finish_reason:
             break
     return pieces
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("temperature", "hot"),
-        ("top_p", 0),
-        ("top_p", 1.01),
-        ("top_k", -1),
-        ("top_k", 1.5),
-        ("repetition_penalty", 0),
-        ("max_tokens", 0),
-        ("max_tokens", True),
-        ("seed", -1),
-        ("stop", ("",)),
-        ("stop", 5),
-        ("stop", (5,)),
-        ("ignore_eos", 1),
-    ],
-)
-def test_params_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(UsageError, match=f"^{name} is ") as caught:
-        SamplingParams(**{name: value})
-    assert "\n" not in str(caught.value)
-
-
-def test_params_at_the_edge_are_accepted():
-    params = SamplingParams(temperature=0, top_p=1, top_k=0, repetition_penalty=0.5, max_tokens=1, seed=0, stop="END")
-    assert params.stop == ("END",)
-    assert params.greedy
-
-
-@pytest.mark.parametrize(
-    ("params", "greedy"), [({"temperature": 0}, True), ({"top_k": 1}, True), ({"top_k": 2}, False)]
-)
-def test_greedy(params, greedy):
-    assert SamplingParams(**params).greedy is greedy
 
 
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
@@ -165,3 +126,90 @@ def test_stop_tokens_are_passed_by_when_they_are_ignored():
     state = sequence(stop_ids=(ord("x"),), ignore_eos=True, stop="b")
     feed(state, "axbcd")
     assert (state.text, state.finish_reason) == ("ax", "stop")
+
+
+def test_stop_token_ids_end_the_text_and_are_not_shown():
+    state = sequence(stop_token_ids=(ord("x"),))
+    feed(state, "abx")
+    assert (state.text, state.finish_reason, state.token_ids[-1]) == ("ab", "stop", ord("x"))
+    # Also where the model's own are ignored.
+    state = sequence(stop_token_ids=(ord("x"),), ignore_eos=True)
+    feed(state, "a\0x")
+    assert (state.text, state.finish_reason) == ("a\0", "stop")
+
+
+def test_below_its_least_tokens():
+    state = sequence(min_tokens=2)
+    found = []
+    for char in "abc":
+        found.append(state.below_minimum)
+        state.append(ord(char))
+    assert found == [True, True, False]
+    assert not sequence().below_minimum
+
+
+def test_pieces_add_up():
+    state = sequence(limit=8, stop=("END",))
+    state.cached_tokens = 32
+    pieces = []
+    for step in ("aEN", "", "bc", "\0"):
+        feed(state, step)
+        pieces.append(state.take())
+    assert [piece.text for piece in pieces] == ["a", "", "ENbc", ""]
+    assert [len(piece.token_ids) for piece in pieces] == [3, 0, 2, 1]
+    assert [piece.finish_reason for piece in pieces] == [None, None, None, "stop"]
+    assert all(piece.logprobs is None and piece.cached_tokens == 32 for piece in pieces)
+    assert [token for piece in pieces for token in piece.token_ids] == state.token_ids
+
+
+def test_pieces_have_the_logprobs_of_their_tokens():
+    state = sequence(logprobs=0)
+    given = [TokenLogprob(token, -0.5, ()) for token in (97, 98, 0)]
+    state.append(97, given[0])
+    first = state.take()
+    state.append(98, given[1])
+    state.append(0, given[2])
+    assert first.logprobs == (given[0],)
+    assert state.take().logprobs == (given[1], given[2])
+    assert state.logprobs == given
+    assert state.take().logprobs == ()
+    # Given but not asked for.
+    state = sequence()
+    state.append(97, given[0])
+    assert state.take().logprobs is None
+
+
+def test_a_token_against_the_grammar_is_an_error():
+    class Refusing:
+        finished = failed = False
+
+        def accept(self, token, /):
+            return token != ord("b")
+
+    state = sequence()
+    state.matcher = Refusing()
+    state.append(ord("a"))
+    with pytest.raises(WarpbusError, match="token 98 does not follow the grammar"):
+        state.append(ord("b"))
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=60))
+def test_numbers_that_are_given_back_come_again(steps):
+    state, plain = sequence(seed=3), sequence(seed=3)
+    kept = []
+    for count, back in steps:
+        numbers = state.uniforms(count)
+        back = min(back, count)
+        state.give_back(back)
+        kept += numbers[: count - back]
+    assert kept == [plain.uniforms(1)[0] for _ in kept]
+
+
+def test_no_more_numbers_are_given_back_than_were_taken():
+    state = sequence(seed=3)
+    state.uniforms(2)
+    with pytest.raises(ValueError, match="cannot give back 3"):
+        state.give_back(3)
+    state.give_back(2)
+    with pytest.raises(ValueError, match="cannot give back 1"):
+        state.give_back(1)
