@@ -31,7 +31,7 @@ QWEN3 = GLM | {"model_type": "qwen3", "intermediate_size": 160}
 CHATGLM2 = CHATGLM | {"hidden_size": 128, "num_attention_heads": 8, "padded_vocab_size": 45}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Threads(Group):
     """The threads of one process as if they were processes."""
 
@@ -53,7 +53,7 @@ def together(world: int, work: Callable[[Group], Any]) -> list[Any]:
     def one(rank: int) -> Any:
         try:
             with torch.no_grad():
-                return work(Threads(rank, world, CPU, shelf, all_here))
+                return work(Threads(rank, world, CPU, shelf=shelf, all_here=all_here))
         except BaseException:
             all_here.abort()
             raise
