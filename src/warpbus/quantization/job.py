@@ -204,12 +204,13 @@ class _Run:
         plan, device = self.plan, self.group.device
         method = METHODS[self.job.algorithm]()
         dtype = default_dtype(device, plan.dtype)
+        layers = _layers(plan, device, dtype)
         table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
         drift = DRIFT in method.needed
         states = embed(data, BATCH_TOKENS[device.type], table, plan.config, self.group, dtype, drift=drift)
         del table
         self.watch.lap("reading")
-        for index, layer in enumerate(_layers(plan, device, dtype)):
+        for index, layer in enumerate(layers):
             self.watch.lap("reading")
             through = LayerPass(layer, index, states, method.needed, group=self.group, watch=self.watch, keep=self.keep)
             if index in self.finished:
@@ -377,7 +378,7 @@ def _agreed(group: Group, send: Send, job: Job, plan: Plan) -> tuple[Estimate | 
 
 
 def _layers(plan: Plan, device: torch.device, dtype: torch.dtype) -> Iterator[DecoderLayer]:
-    """The layers of the checkpoint; while one is worked on, the next one is read."""
+    """The layers of the checkpoint; the first one is read from now on, and while one is worked on, the next one."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def load(index: int) -> DecoderLayer:
@@ -387,13 +388,16 @@ def _layers(plan: Plan, device: torch.device, dtype: torch.dtype) -> Iterator[De
             stream.synchronize()
         return layer
 
-    with ThreadPoolExecutor(1, "layers") as pool:
-        following: Future[DecoderLayer] | None = pool.submit(load, 0)
-        for index in range(plan.config.num_layers):
-            assert following is not None
-            layer = following.result()
-            if stream is not None:  # memory that this stream uses is not to be given to the other one before
-                for tensor in layer.parameters():
-                    tensor.record_stream(torch.cuda.current_stream(device))
-            following = pool.submit(load, index + 1) if index + 1 < plan.config.num_layers else None
-            yield layer
+    def each(following: Future[DecoderLayer] | None) -> Iterator[DecoderLayer]:
+        with pool:
+            for index in range(plan.config.num_layers):
+                assert following is not None
+                layer = following.result()
+                if stream is not None:  # memory that this stream uses is not to be given to the other one before
+                    for tensor in layer.parameters():
+                        tensor.record_stream(torch.cuda.current_stream(device))
+                following = pool.submit(load, index + 1) if index + 1 < plan.config.num_layers else None
+                yield layer
+
+    pool = ThreadPoolExecutor(1, "layers")
+    return each(pool.submit(load, 0))

@@ -56,5 +56,5 @@ def together(world: int, job: Callable[[Group], Any]) -> list[Any]:
     """Run `job` as every member of a group of `world`; gives what each returns, by rank."""
     between, device = _Between(), torch.device("cpu")
     with ThreadPoolExecutor(world) as pool:
-        members = [ThreadGroup(rank, world, device, between) for rank in range(world)]
+        members = [ThreadGroup(rank, world, device, between=between) for rank in range(world)]
         return [done.result() for done in [pool.submit(job, member) for member in members]]
