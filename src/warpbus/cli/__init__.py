@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import warpbus
-from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, quantize, train
+from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, quantize, serve, train
 from warpbus.errors import WarpbusError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(demo.demo)
 app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(quantize.quantize)
 app.command()(convert.convert)
 app.command("eval")(evaluate.evaluate)

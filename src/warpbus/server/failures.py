@@ -26,7 +26,7 @@ _log = logging.getLogger("warpbus.server")
 
 _INVALID = "invalid_request_error"
 # What pydantic puts into an error's place for the member of a union that it tried.
-_UNION_MEMBER = re.compile(r"(?:str|int|NamedTool|(?:list|dict|literal|constrained|function)\b.*)$")
+_UNION_MEMBER = re.compile(r"(?:str|int|NamedTool|(?:list|dict|literal|constrained|function)[-\[].*)$")
 _HTTP_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from warpbus.engine.engine import Stats
 from warpbus.errors import WarpbusError
 from warpbus.server.registry import Models
 
@@ -39,7 +39,9 @@ _READINGS = (
     _Reading("num_preemptions", "preemptions", True, "requests that lost their cache to others for a while"),
     _Reading("prefix_cache_queries", "prefix_queries", True, "tokens of prompts looked up in the prefix cache"),
     _Reading("prefix_cache_hits", "prefix_hits", True, "tokens of prompts found in the prefix cache"),
-    _Reading("kv_cache_bytes_mapped", "mapped", False, "bytes that the KV cache has taken"),
+    _Reading("kv_cache_bytes_mapped", "cache_bytes", False, "bytes that the KV cache has now"),
+    _Reading("spec_decode_num_draft_tokens", "drafted", True, "tokens guessed by speculation"),
+    _Reading("spec_decode_num_accepted_tokens", "accepted", True, "guessed tokens that were right"),
     _Reading("engine_steps", "steps", True, "steps of the engine"),
 )
 
@@ -73,7 +75,7 @@ class Metrics:
         self._engine.stats = [(name, stats) for name, stats in zip(names, found, strict=True) if stats is not None]
         return generate_latest(self._registry)
 
-    async def _stats(self, models: Models, name: str) -> Any:
+    async def _stats(self, models: Models, name: str) -> Stats | None:
         try:
             async with asyncio.timeout(_STATS_SECONDS):
                 return await models.find(name).service.stats()
@@ -91,7 +93,7 @@ class _EngineReadings:
     """Turns the engines' last stats into metrics when Prometheus asks."""
 
     def __init__(self) -> None:
-        self.stats: Sequence[tuple[str, Any]] = ()
+        self.stats: Sequence[tuple[str, Stats]] = ()
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -107,5 +109,5 @@ class _EngineReadings:
             PREFIX + "kv_cache_usage_perc", "part of the KV cache that requests use, 0 to 1", labels=["model_name"]
         )
         for name, stats in self.stats:
-            usage.add_metric([name], stats.used / max(1, stats.used + stats.free + stats.cached))
+            usage.add_metric([name], stats.blocks_used / max(1, stats.blocks))
         yield usage

@@ -9,9 +9,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from warpbus.engine import Piece, SamplingParams
+from warpbus.engine.engine import Stats
 from warpbus.errors import RequestError
 from warpbus.models.templates import Template
 from warpbus.models.templates.tools import ToolDialect, find_dialect
@@ -55,7 +56,7 @@ class Service(Protocol):
     def generate(self, prompt: list[int], params: SamplingParams) -> Answer:
         """Begin a request. Raises WarpbusErrors, as iterating the answer does."""
 
-    async def stats(self) -> Any:
+    async def stats(self) -> Stats:
         """The engine's `Stats`."""
 
     @property

@@ -12,9 +12,10 @@ import openai
 import uvicorn
 
 from warpbus.engine import Piece, TokenLogprob
+from warpbus.engine.engine import Stats
 from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
 from warpbus.models.templates import RoleTokenTemplate
-from warpbus.server import Models, ServerOptions, create_app
+from warpbus.server import create_app
 
 SPECIALS = ["[gMASK]", "sop", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 FIRST_SPECIAL = 256
@@ -144,17 +145,17 @@ class FakeService:
     async def stats(self):
         if not self.alive:
             raise EngineDiedError("it died")
-        return SimpleNamespace(
+        return Stats(
             running=self.running,
             waiting=2,
+            steps=7,
             preemptions=5,
             prefix_queries=100,
             prefix_hits=40,
-            mapped=1 << 20,
-            steps=7,
-            used=30,
-            free=60,
-            cached=10,
+            blocks=100,
+            blocks_used=30,
+            blocks_idle=10,
+            cache_bytes=1 << 20,
         )
 
     async def sleep(self):

@@ -18,10 +18,10 @@ from warpbus.models.templates.base import Message, Template
 from warpbus.models.templates.chatglm import RoleTokenTemplate
 from warpbus.models.templates.jinja import JinjaTemplate
 
-LONGEST_CALL = 1 << 18
+LONGEST_CALL = 1 << 16
 """Characters of an answer that are read as a call; a longer one stays text."""
 
-_LONGEST_NAME = 64
+_LONGEST_LINE = 128
 _GLM4_HEADING = "# 可用工具"
 
 
@@ -91,7 +91,7 @@ class ChatGLM3Tools:
             ):
                 return []
             found = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
-            if None in found:
+            if None in found or len(found) < len(node.keywords):
                 return []
             arguments = json.dumps(found, ensure_ascii=False, allow_nan=False)
         except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
@@ -165,35 +165,48 @@ class AnswerStream:
     def __init__(self, dialect: ToolDialect, names: Collection[str]) -> None:
         self._dialect = dialect
         self._names = frozenset(names)
-        self._held: str | None = ""  # what may still be a call; None in the midst of text
-        self._begun = False  # text was handed out, or the first line has a text
+        self._line = ""  # the first line, while it may be a tool's name
+        self._call: list[str] | None = None  # what followed such a line, with it
+        self._is_text = False
+        self._shown = False  # something besides space
+        self._length = 0
 
     def push(self, text: str) -> str:
         """The text that is certain now."""
-        if self._held is None:
+        if self._is_text:
             return self._text(text)
-        self._held += text
-        line, newline, _ = self._held.partition("\n")
+        if self._call is not None:
+            self._call.append(text)
+            self._length += len(text)
+            return "" if self._length <= LONGEST_CALL else self._text(self._give_up())
+        self._line += text
+        line, newline, _ = self._line.partition("\n")
         name = line.strip()
-        possible = name in self._names if newline else any(known.startswith(name) for known in self._names)
-        if (not name and not newline) or (possible and len(line) <= _LONGEST_NAME and len(self._held) <= LONGEST_CALL):
+        if newline and name in self._names:
+            self._call, self._length = [self._line], len(self._line)
             return ""
-        held, self._held = self._held, None
-        return self._text(held)
+        may_become = not name or any(known.startswith(name) for known in self._names)
+        if not newline and may_become and len(line) <= _LONGEST_LINE:
+            return ""
+        return self._text(self._give_up())
 
     def flush(self) -> tuple[str, list[ToolCall]]:
         """The text that was kept back, or the calls, at the end of the answer."""
-        held, self._held = self._held, None
-        if not held:
-            return "", []
-        calls = self._dialect.read(held, self._names)
+        held = self._give_up()
+        calls = self._dialect.read(held, self._names) if held else []
         return ("", calls) if calls else (self._text(held), [])
+
+    def _give_up(self) -> str:
+        """What was kept back. From now on all is text."""
+        held = self._line if self._call is None else "".join(self._call)
+        self._line, self._call, self._is_text = "", None, True
+        return held
 
     def _text(self, text: str) -> str:
         # The empty first line, and what ChatGLM3 puts before its text, is not the user's.
-        if not self._begun:
+        if not self._shown:
             text = text.lstrip()
-            self._begun = bool(text)
+            self._shown = bool(text)
         return text
 
 

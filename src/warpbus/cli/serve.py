@@ -1,0 +1,152 @@
+"""`warpbus serve`: models behind an API in the form of OpenAI's, and a page to chat with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from warpbus.cli.models import model_directory
+from warpbus.cli.progress import progress_bar
+from warpbus.errors import DataError, UsageError
+
+KEY_VARIABLE = "WARPBUS_API_KEY"
+
+
+def serve(
+    models: Annotated[list[str], typer.Argument(help="model directories, or demo for the packaged poet")],
+    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="what requests call the models, one for each; else their directories' names"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    dtype: Annotated[str, typer.Option(help="of activations: auto, float32, float16 or bfloat16")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="the longest conversation, in tokens")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="the most answers that are computed together")] = 256,
+    max_queue: Annotated[int, typer.Option(help="the most requests that wait beyond these")] = 1024,
+    memory: Annotated[str | None, typer.Option(help="of the GPU, for each model: 6GB, 5.5GiB, 50%")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="how the cache is kept: auto, int8 or fp8")] = "auto",
+    prefix_caching: Annotated[bool, typer.Option(help="prompts that begin alike share what is stored of it")] = True,
+    speculation: Annotated[int, typer.Option(help="the most tokens guessed from the text so far, in a step")] = 0,
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that a model is cut over")] = 1,
+    api_key: Annotated[list[str] | None, typer.Option(help=f"one that is accepted; also {KEY_VARIABLE}")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="a file with an accepted key a line")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate; the server then speaks TLS")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="its PEM key")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="let other machines in without a key or without TLS")
+    ] = False,
+    allow_origin: Annotated[list[str] | None, typer.Option(help="web origin whose pages may call the API")] = None,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="further name of this machine, on loopback")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="the longest answer that a request may ask for")] = None,
+    max_n: Annotated[int, typer.Option(help="the most answers to a prompt")] = 16,
+    max_body_bytes: Annotated[int, typer.Option(help="of a request")] = 8 << 20,
+    max_connections: Annotated[int, typer.Option(help="open at the same time")] = 1024,
+    request_timeout: Annotated[float, typer.Option(help="seconds that an answer may take")] = 3600.0,
+    shutdown_timeout: Annotated[float, typer.Option(help="seconds that running answers get at the end")] = 30.0,
+) -> None:
+    """Serve MODELS behind an API in the form of OpenAI's, with a page to chat with them.
+
+    It answers this machine alone. For others: --host, --api-key, --ssl-certfile and --ssl-keyfile.
+    """
+    try:
+        from warpbus.server.listening import ModelToServe
+        from warpbus.server.listening import serve as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in (
+            "fastapi",
+            "pydantic",
+            "prometheus_client",
+            "starlette",
+            "uvicorn",
+        ):
+            raise
+        raise UsageError(f"serving needs {error.name}, which is missing: pip install 'warpbus[serve]'") from None
+    from warpbus.engine.options import ServiceOptions
+    from warpbus.server import ServerOptions
+
+    directories = [model_directory(name) for name in models]
+    names = served_model_name or [directory.resolve().name for directory in directories]
+    if len(names) != len(models):
+        raise UsageError(f"--served-model-name: {len(names)} for {len(models)} models: give one for each, in order")
+    if len(set(names)) < len(names):
+        raise UsageError(f"two models are called {_twice(names)}: tell them apart by --served-model-name")
+    options = ServerOptions(
+        host=host,
+        port=port,
+        api_keys=_keys(api_key or [], api_key_file),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        insecure=insecure,
+        allow_origins=tuple(allow_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
+        max_body_bytes=max_body_bytes,
+        max_n=max_n,
+        max_tokens=max_tokens,
+        max_connections=max_connections,
+        request_timeout=request_timeout,
+        shutdown_timeout=shutdown_timeout,
+    )
+    service = ServiceOptions(
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_queue=max_queue,
+        memory=memory,
+        kv_dtype=kv_cache_dtype,
+        prefix_caching=prefix_caching,
+        speculation=speculation,
+        tensor_parallel=tensor_parallel_size,
+    )
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("warpbus").setLevel(logging.INFO)
+    wanted = [ModelToServe(name, directory) for name, directory in zip(names, directories, strict=True)]
+    with progress_bar() as show:
+
+        def progress(name: str) -> Callable[[int, int], None]:
+            return lambda done, total: show(f"loading {name}", done, total)
+
+        run(
+            wanted,
+            options,
+            service,
+            progress=progress,
+            ready=lambda url: _greet(url, names[0], has_key=bool(options.api_keys)),
+        )
+
+
+def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
+    found = list(given)
+    if file is not None:
+        try:
+            found += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--api-key-file {file}: cannot be read ({error}); give a text file of keys") from None
+        if len(found) == len(given):
+            raise DataError(f"--api-key-file {file}: it has no key; give one a line")
+    found += [key for key in (os.environ.get("WARPBUS_API_KEY"),) if key]
+    return tuple(dict.fromkeys(found))
+
+
+def _twice(names: list[str]) -> str:
+    return next(name for name in names if names.count(name) > 1)
+
+
+def _greet(url: str, name: str, *, has_key: bool) -> None:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False)
+    key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_key else ""
+    example = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold]ready[/] at {escape(url)}: chat there in a browser, or")
+    console.print(escape(example))

@@ -1,0 +1,209 @@
+"""Listening: the socket, HTTP's connections with their limits, models that load meanwhile, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import math
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from warpbus.engine.options import ServiceOptions
+from warpbus.engine.service import Service
+from warpbus.errors import UsageError
+from warpbus.models import Progress
+from warpbus.server.app import create_app
+from warpbus.server.options import ServerOptions
+from warpbus.server.registry import Models
+
+_IDLE_SECONDS = 30
+_CROWDED = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\nretry-after: 5\r\n"
+    b"content-length: 131\r\n\r\n"
+    b'{"error":{"message":"too many connections are open: try again later","type":"service_unavailable","param":null,'
+    b'"code":"too_many"}}\n'
+)
+
+
+@dataclass(frozen=True)
+class ModelToServe:
+    """A model directory, and the name that requests call it by."""
+
+    name: str
+    directory: Path
+
+
+def serve(
+    wanted: Sequence[ModelToServe],
+    options: ServerOptions,
+    service: ServiceOptions,
+    *,
+    progress: Callable[[str], Progress],
+    ready: Callable[[str], None],
+) -> None:
+    """Serve models until SIGINT or SIGTERM; then running requests are given `options.shutdown_timeout` to finish.
+
+    The server answers from the first moment, and with 503 until a model is loaded.
+
+    Args:
+        wanted: the models, loaded one after another.
+        options: of the server.
+        service: how each of the models is served.
+        progress: gives for a model's name what is told how much of it is loaded.
+        ready: called with the server's address once all are loaded.
+
+    Raises:
+        UsageError: the port is in use, certificates cannot be used, or as `Service.start`.
+        WarpbusError: a model could not be loaded; see `Service.start`.
+    """
+    options.check_tls()
+    listening = bind(options)
+    try:
+        asyncio.run(_serve(listening, wanted, options, service, progress=progress, ready=ready))
+    finally:
+        listening.close()
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """The socket that listens. UsageError if host and port cannot be had."""
+    try:
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"--port {options.port}: something listens at {options.host}:{options.port} already; give another "
+                "port, or 0 for a free one"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise UsageError(f"--port {options.port}: not allowed ({error.strerror}); give one above 1023") from None
+        raise UsageError(
+            f"--host {options.host}: cannot be listened at ({error}); give an address of this machine"
+        ) from None
+
+
+async def _serve(
+    listening: socket.socket,
+    wanted: Sequence[ModelToServe],
+    options: ServerOptions,
+    service: ServiceOptions,
+    *,
+    progress: Callable[[str], Progress],
+    ready: Callable[[str], None],
+) -> None:
+    models = Models()
+    for one in wanted:
+        models.add(one.name)
+    server = make_server(models, options)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.handle_exit, number, None)
+
+    async def load() -> None:
+        for one in wanted:
+            models.find(one.name).loaded(await Service.start(one.directory, service, progress=progress(one.name)))
+        ready(address(listening, options))
+
+    loading = asyncio.create_task(load())
+    # Where a model cannot be loaded there is nothing to serve.
+    loading.add_done_callback(lambda task: _stop_if_failed(task, server))
+    try:
+        await server.serve([listening])
+    finally:
+        loading.cancel()
+        [outcome] = await asyncio.gather(loading, return_exceptions=True)
+        await models.close(0.0)
+    if isinstance(outcome, Exception):
+        raise outcome
+
+
+def _stop_if_failed(task: asyncio.Task[None], server: uvicorn.Server) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        server.should_exit = True
+
+
+def make_server(models: Models, options: ServerOptions) -> uvicorn.Server:
+    """A server of these models, which is not listening yet and leaves signals to its caller."""
+    config = uvicorn.Config(
+        create_app(models, options),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        http=partial(_Connection, most=options.max_connections, seconds=options.body_timeout),  # type: ignore[arg-type]
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout),
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+    )
+    return _Server(config)
+
+
+def address(listening: socket.socket, options: ServerOptions) -> str:
+    """The URL of a socket."""
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"{'https' if options.tls else 'http'}://{host}:{listening.getsockname()[1]}"
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Uvicorn would raise the signal again at its end, and the process would not exit with 0.
+        yield
+
+
+class _Connection(H11Protocol):
+    """A connection that is refused if there are too many, and closed if a request's head does not come in time."""
+
+    def __init__(self, *, most: int, seconds: float, **others: Any) -> None:
+        super().__init__(**others)
+        self._most = most
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._most:
+            transport.write(_CROWDED)
+            transport.close()
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        # Uvicorn's own timer ends with the first byte, and bytes can come slowly.
+        if self._timer is None and self._between_requests():
+            self._watch()
+        if not self.transport.is_closing():
+            super().data_received(data)
+        if not self._between_requests():
+            self._unwatch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def _between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _watch(self) -> None:
+        self._timer = self.loop.call_later(self._seconds, self._too_late)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_late(self) -> None:
+        self._timer = None
+        if self._between_requests():
+            self.transport.close()

@@ -1,0 +1,178 @@
+"""Tools in prompts, and calls in answers, of ChatGLM3 and GLM-4."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpbus.errors import UsageError
+from warpbus.models.templates import RoundTemplate
+from warpbus.models.templates.tools import AnswerStream, ChatGLM3Tools, GLM4Tools, ToolCall, Turn, find_dialect
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "今天的天气",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TIME = {"name": "get_time"}
+GLM4, GLM3 = GLM4Tools(), ChatGLM3Tools()
+NAMES = ("get_weather", "get_time")
+
+
+def split(dialect, text, size, names=NAMES):
+    stream = AnswerStream(dialect, names)
+    pieces = [stream.push(text[at : at + size]) for at in range(0, len(text), size)]
+    rest, calls = stream.flush()
+    return "".join(pieces) + rest, calls
+
+
+def test_glm4_is_told_of_tools_in_a_system_message():
+    [head, question] = GLM4.render_tools([Turn("user", "北京？")], [WEATHER, TIME])
+    assert head["role"] == "system"
+    assert head["content"].startswith('# 可用工具\n\n## get_weather\n\n{\n    "name": "get_weather"')
+    assert head["content"].count("在调用上述函数时，请使用 Json 格式表示调用的参数。") == 2
+    assert "今天的天气" in head["content"]
+    assert question == {"role": "user", "content": "北京？"}
+
+
+def test_chatglm3_is_told_of_tools_as_a_list():
+    [head, _] = GLM3.render_tools([Turn("user", "a")], [WEATHER])
+    first, _, listed = head["content"].partition("\n")
+    assert first == ("Answer the following questions as best as you can. You have access to the following tools:")
+    assert json.loads(listed) == [WEATHER]
+
+
+@pytest.mark.parametrize("dialect", [GLM3, GLM4])
+def test_without_tools_there_is_no_system_message(dialect):
+    turns = [Turn("system", "s"), Turn("user", "u"), Turn("assistant", "a")]
+    assert dialect.render_tools(turns, []) == [{"role": turn.role, "content": turn.content} for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "written"),
+    [
+        (GLM4, '{"city": "北京", "days": 2}'),
+        (GLM3, " ```python\ntool_call(city='北京', days=2)\n```"),
+    ],
+)
+def test_calls_of_the_past_are_rendered_back(dialect, written):
+    turns = [
+        Turn("user", "u"),
+        Turn("assistant", "let me see", (ToolCall("get_weather", '{"city": "北京", "days": 2}'),)),
+        Turn("tool", "晴"),
+    ]
+    assert dialect.render_tools(turns, [])[1:] == [
+        {"role": "assistant", "content": "let me see"},
+        {"role": "assistant", "metadata": "get_weather", "content": written},
+        {"role": "observation", "content": "晴"},
+    ]
+    # What was rendered is what would be read.
+    assert [json.loads(call.arguments) for call in dialect.read("get_weather\n" + written, NAMES)] == [
+        {"city": "北京", "days": 2}
+    ]
+
+
+@pytest.mark.parametrize("dialect", [GLM3, GLM4])
+@pytest.mark.parametrize("arguments", ["", "[]", "{", "NaN", '{"a": NaN}', "[" * 100_000])
+def test_arguments_that_are_no_object_are_refused(dialect, arguments):
+    with pytest.raises(UsageError, match=r"get_time.*JSON object"):
+        dialect.render_tools([Turn("assistant", "", (ToolCall("get_time", arguments),))], [])
+
+
+def test_chatglm3_refuses_arguments_that_it_cannot_write():
+    with pytest.raises(UsageError, match="two words"):
+        GLM3.render_tools([Turn("assistant", "", (ToolCall("get_time", '{"two words": 1}'),))], [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("dialect", "text", "calls"),
+    [
+        (GLM4, 'get_weather\n{"city": "北京"}', [("get_weather", {"city": "北京"})]),
+        (GLM4, 'get_weather \n\n {"city":\n "x"}\n', [("get_weather", {"city": "x"})]),
+        (GLM4, 'get_time\n{}\nget_weather\n{"a": [1, {}]}', [("get_time", {}), ("get_weather", {"a": [1, {}]})]),
+        (
+            GLM3,
+            "get_weather\n ```python\ntool_call(city='北京', n=-1, l=[1, {'a': None}], t=True)\n```",
+            [("get_weather", {"city": "北京", "n": -1, "l": [1, {"a": None}], "t": True})],
+        ),
+        (GLM3, "get_time\n```python\ntool_call()\n```", [("get_time", {})]),
+        (GLM3, 'get_weather\n ```python\ntool_call(city="it\'s\\n")\n``` ', [("get_weather", {"city": "it's\n"})]),
+    ],
+)
+def test_calls_are_read(dialect, text, calls, size):
+    shown, found = split(dialect, text, size)
+    assert shown == ""
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        (GLM4, "get_weather is a function"),
+        (GLM4, "get_weather"),
+        (GLM4, 'get_weather\n{"city": "北京"'),
+        (GLM4, 'get_weather\n{"city": "北京"} and more'),
+        (GLM4, 'get_weather\n{"city": "北京"}\nother\n{}'),
+        (GLM4, "get_weather\n[1]"),
+        (GLM4, 'get_weather\n{"a": NaN}'),
+        (GLM4, 'other\n{"city": 1}'),
+        (GLM4, "get_weather\n{" + '"a":{' * 2000),
+        (GLM3, "get_weather\n ```python\ntool_call(city=open('/etc/passwd'))\n```"),
+        (GLM3, "get_weather\n ```python\ntool_call('北京')\n```"),
+        (GLM3, "get_weather\n ```python\ntool_call(**{'a': 1})\n```"),
+        (GLM3, "get_weather\n ```python\nother(a=1)\n```"),
+        (GLM3, "get_weather\n ```python\ntool_call(a=1); tool_call(b=2)\n```"),
+        (GLM3, "get_weather\n ```python\ntool_call(a=1e999)\n```"),
+        (GLM3, "get_weather\n ```python\ntool_call(a={1, 2})\n```"),
+        (GLM3, "get_weather\n ```python\ntool_call(a=1, a=2)\n```"),
+        (GLM3, "get_weather\n ```python\ntool_call(a=" + "(" * 5000 + ")\n```"),
+        (GLM3, "get_weather\ntool_call(a=1)"),
+        (GLM3, "interpreter\n```python\nprint(1)\n```"),
+    ],
+)
+def test_what_is_not_exactly_a_call_stays_text(dialect, text, size):
+    assert split(dialect, text, size) == (text, [])
+
+
+@pytest.mark.parametrize("dialect", [GLM3, GLM4])
+@pytest.mark.parametrize("names", [NAMES, ()])
+def test_the_empty_first_line_of_an_answer_is_not_shown(dialect, names):
+    assert split(dialect, "\n 你好\nget_time\n{}", 1, names) == ("你好\nget_time\n{}", [])
+
+
+def test_text_is_shown_as_soon_as_it_cannot_be_a_call():
+    stream = AnswerStream(GLM4, NAMES)
+    assert [stream.push(char) for char in "get me"] == ["", "", "", "", "get m", "e"]
+    stream = AnswerStream(GLM4, NAMES)
+    assert [stream.push(char) for char in "\nget_time"] == ["", *"get_time"]
+
+
+@given(st.text(), st.integers(1, 5))
+def test_no_text_is_lost(text, size):
+    shown, calls = split(GLM4, text, size)
+    assert calls == []
+    assert shown == text.lstrip()
+
+
+def test_forced_calls_have_a_grammar():
+    grammar = GLM4.grammar([WEATHER, TIME])
+    assert grammar.splitlines()[0] == "start: tool0 | tool1"
+    assert '"get_weather\\n" %json {"type": "object"' in grammar
+    assert GLM4.grammar([TIME]) == 'start: tool0\ntool0: "get_time\\n" %json {"type": "object"}'
+    with pytest.raises(UsageError, match="auto or none"):
+        GLM3.grammar([TIME])
+
+
+def test_the_grammar_is_one_that_llguidance_takes():
+    llguidance = pytest.importorskip("llguidance")
+    assert (
+        llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_lark(GLM4.grammar([WEATHER, TIME])))
+        == ""
+    )
+
+
+def test_models_that_know_no_tools_have_no_dialect():
+    assert find_dialect(RoundTemplate.__new__(RoundTemplate)) is None

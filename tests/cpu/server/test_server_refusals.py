@@ -1,0 +1,139 @@
+"""Whatever a client sends, the answer is one of OpenAI's error objects that names what is wrong."""
+
+import json
+
+import pytest
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def http(served):
+    with served.http() as http:
+        yield http
+
+
+def error_of(response, status):
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"best": 1}, "best", "best: not known or not supported"),
+        ({"audio": {}}, "audio", "not supported"),
+        ({"modalities": ["text", "audio"]}, "modalities", "text"),
+        ({"functions": []}, "functions", "not supported"),
+        ({"messages": []}, "messages", "messages"),
+        ({"messages": HELLO * 2049}, "messages", "messages"),
+        ({"messages": [{"role": "poet", "content": "a"}]}, "messages", "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages", "needs content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages",
+            "messages.0.content.0",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages", "messages.0.weight: not known"),
+        ({"temperature": "1"}, "temperature", "temperature"),
+        ({"temperature": -1}, "temperature", "temperature"),
+        ({"temperature": True}, "temperature", "temperature"),
+        ({"top_p": 0}, "top_p", "top_p"),
+        ({"n": 0}, "n", "n: "),
+        ({"n": 17}, "n", "n is 17"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens", "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, None, "differ"),
+        ({"min_tokens": 9, "max_tokens": 5}, None, "min_tokens"),
+        ({"seed": 2**63}, "seed", "seed"),
+        ({"stop": ["a"] * 17}, "stop", "stop"),
+        ({"stop": ""}, None, "stop"),
+        ({"stop": [1]}, "stop", "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        ({"logit_bias": {"³": 1}}, "logit_bias", "no token id"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias"),
+        ({"top_logprobs": 2}, None, "top_logprobs goes with logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, None, "stream_options goes with stream"),
+        ({"response_format": {"type": "xml"}}, "response_format", "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex", "70,000"),
+        ({"guided_choice": []}, None, "choices is empty"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not learned to call tools"),
+        ({"tool_choice": "required"}, None, "tool_choice"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages", "not learned"),
+        ({"model": 5}, "model", "model"),
+        ({"model": ""}, "model", "model"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, None, "surrogate"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(http, changes, param, message):
+    body = json.dumps({"model": "parrot", "messages": HELLO, **changes})
+    error = error_of(http.post(CHAT, content=body, headers={"content-type": "application/json"}), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": "parrot", "messages": [{"role": "user", "content": "\xff"}]}',
+        b"[" * 100_000,
+        b'{"model": "parrot", "seed": ' + b"9" * 5000 + b"}",
+        b'{"model": "parrot", "temperature": NaN, "messages": [{"role": "user", "content": "a"}]}',
+        b'{"model": "parrot", "temperature": 1e999, "messages": [{"role": "user", "content": "a"}]}',
+        b'{"\\ud800": 1}',
+        b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}',
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
+def test_a_body_that_is_no_request_is_refused(http, path, content):
+    error_of(http.post(path, content=content, headers={"content-type": "application/json"}), 400)
+
+
+def test_a_body_of_another_type_is_refused(http):
+    content = b'{"model": "parrot", "messages": [{"role": "user", "content": "a"}]}'
+    error = error_of(http.post(CHAT, content=content, headers={"content-type": "text/plain"}), 400)
+    assert "application/json" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1/models/none", "/v1", "/docs"])
+def test_what_is_not_there_is_not_found(http, path):
+    assert error_of(http.get(path), 404)["code"] in ("not_found", "model_not_found")
+
+
+def test_methods_that_a_route_does_not_take(http):
+    response = http.get(CHAT)
+    error_of(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_embeddings_are_refused_in_so_many_words(http):
+    error = error_of(http.post("/v1/embeddings", json={"model": "parrot", "input": "a"}), 501)
+    assert "embeddings" in error["message"]
+
+
+def test_a_long_body_is_refused_before_it_is_read(served):
+    with served.http() as http:
+        error_of(http.post(CHAT, content=b" " * (9 << 20)), 413)
+
+        # Without a length in its head, a body is cut off where it passes the limit.
+        error_of(http.post(CHAT, content=iter([b" " * (1 << 20)] * 9)), 413)
+
+
+def test_nothing_was_generated_for_any_of_these(http, served):
+    error_of(http.post(CHAT, json={"model": "parrot", "messages": []}), 400)
+    assert served.service.asked == []
