@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     // Where rank 0 writes this thread's chunk in this round, from the beginning of a buffer on.
     const long long mine = flags + ((epoch & 1) * world * place + chunk) * 16;
 
-    Vector own;
+    Vector own = {};
     if (holds) {
         own = reinterpret_cast<const Vector*>(x)[chunk];
         for (int step = 1; step < world; ++step) {  // not all to the same GPU at a time
@@ -65,13 +65,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
 
     if (holds) {
+        const unsigned long long here = buffers[rank] + mine;
         Vector values[kMostRanks];
 #pragma unroll
         for (int from = 0; from < kMostRanks; ++from) {
+            values[from] = own;
             if (from < world && from != rank) {
-                peers::load_16(&values[from], buffers[rank] + mine + from * place * 16);
-            } else {
-                values[from] = own;
+                peers::load_16(&values[from], here + from * place * 16);
             }
         }
         float sum[Vector::kSize] = {};
