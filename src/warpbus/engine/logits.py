@@ -4,9 +4,12 @@ Only the rows that ask for it have any of this: `[rows, vocabulary]` here counts
 GPU: what comes from the host is copied from pinned memory.
 """
 
+import os
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -16,6 +19,9 @@ from warpbus.engine.sequence import Sequence
 
 _OF_PROMPT = 1 << 30
 """Added to a token's count where the prompt holds it."""
+
+_MOST_THREADS = 8
+_ALONE = 4  # sequences whose masks are made before threads are worth their handing over
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,8 @@ class Masks:
         self._words = (vocab_size + 31) // 32
         self._device = device
         self._powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+        # A grammar computes its mask without Python's lock.
+        self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "grammar")
 
     def apply(self, rows: Rows[Row], scores: Tensor) -> None:
         """Put -inf in place of what these rows' next tokens cannot be, float32 `[rows, vocabulary]`.
@@ -175,8 +183,9 @@ class Masks:
         if not places:
             return
         masks = torch.full((len(places), self._words), -1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        for mask, at in zip(masks.numpy(), places, strict=True):
-            self._fill(mask, rows[at])
+        pairs = zip(masks.numpy(), [rows[at] for at in places], strict=True)
+        each = [list(own) for _, own in groupby(pairs, key=lambda pair: id(pair[1].sequence))]
+        list((self._threads.map if len(each) > _ALONE else map)(self._fill, each))
         bits = masks.to(self._device, non_blocking=True).view(torch.uint8)[:, :, None] & self._powers
         forbidden = (bits == 0).view(len(places), -1)[:, : self._vocab_size]
         if len(places) == len(rows):
@@ -185,7 +194,12 @@ class Masks:
             index = to_device(places, torch.int64, self._device)
             scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
-    def _fill(self, mask: np.ndarray, row: Row) -> None:
+    def _fill(self, masks: Rows[tuple[np.ndarray, Row]]) -> None:
+        """The masks of the rows of one sequence."""
+        for mask, row in masks:
+            self._fill_one(mask, row)
+
+    def _fill_one(self, mask: np.ndarray, row: Row) -> None:
         sequence, matcher = row.sequence, row.sequence.matcher
         finished = False
         if matcher is not None:

@@ -13,6 +13,7 @@ import torch.distributed
 
 from warpbus.dist import Group, Line
 from warpbus.dist.outcome import Failure
+from warpbus.engine.engine import Stats
 from warpbus.engine.grammar import GrammarCompiler, GrammarMatcher
 from warpbus.engine.messages import (
     Abort,
@@ -26,6 +27,7 @@ from warpbus.engine.messages import (
     Refused,
     Reply,
     ServedEngine,
+    Shrink,
     Step,
     Stop,
 )
@@ -40,8 +42,9 @@ from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 _PARTS_TOLD = 200
 # Commands of an ordinary step fit into one exchange of so many bytes; the others take a second one.
 _BYTES_AT_ONCE = 2048
-# Where several processes idle, the first one is heard of so often. A wait for it may last _PATIENCE.
-_SECONDS_OF_SILENCE = 60.0
+# After so long without work the engine shrinks. Where several processes idle, this is also how often the first one is
+# heard of: a wait for it may last _PATIENCE.
+_SECONDS_OF_SILENCE = 300.0
 _PATIENCE = timedelta(minutes=30)
 
 
@@ -69,7 +72,8 @@ def serve(
         WarpbusError: the model could not be loaded, or a step failed: all requests end.
     """
     requests = _Requests(load_tokenizer(model), vocab_size, stop_ids)
-    engine = load(model, options, group, _teller(line) if group.is_first else _silent)
+    progress = _teller(line) if group.is_first else _silent
+    engine = load(model, options, device=group.device, group=group, progress=progress)
     lockstep = _Lockstep(group)
     lockstep.meet()
     if group.is_first:
@@ -114,12 +118,14 @@ class _Lockstep:
 
     def share(self, line: Line, *, wait: bool) -> list[Command]:
         """The commands that have come; `wait` for some if there is nothing else to do."""
-        if not self._others:
-            return _flat(line.heard(None if wait else 0.0))
         if not self._first:
             return self._receive()
-        commands = _flat(line.heard(_SECONDS_OF_SILENCE if wait else 0.0))
-        self._send(commands)
+        said: list[list[Command]] = line.heard(_SECONDS_OF_SILENCE if wait else 0.0)
+        commands = [command for several in said for command in several]
+        if wait and not commands:
+            commands = [Shrink()]
+        if self._others:
+            self._send(commands)
         return commands
 
     def _send(self, commands: list[Command]) -> None:
@@ -140,10 +146,6 @@ class _Lockstep:
             torch.distributed.broadcast(rest, 0, self._talk)
             data += rest.numpy().tobytes()
         return pickle.loads(data[:size]) if size else []
-
-
-def _flat(said: list[list[Command]]) -> list[Command]:
-    return [command for commands in said for command in commands]
 
 
 class _Requests:
@@ -168,7 +170,7 @@ class _Requests:
             params,
             limit=min(params.max_tokens, max_model_len - len(command.prompt)),
             stop_ids=self._stop_ids,
-            stream=StreamDecoder(self._tokenizer),
+            stream=StreamDecoder(self._tokenizer, keep_first_space=params.grammar is not None),
             matcher=None if params.grammar is None else self._matcher(params.grammar),
         )
 
@@ -188,6 +190,7 @@ class _Turns:
         self._requests = requests
         self._sequences: dict[int, Sequence] = {}
         self._asked: list[Ask] = []
+        self._asleep = False
         self._said: list[Event] = []
 
     def turn(self, commands: list[Command]) -> bool:
@@ -200,6 +203,9 @@ class _Turns:
                     self._abort(command.number)
                 case Ask():
                     self._asked.append(command)
+                case Shrink():
+                    if not self._asleep:
+                        self._engine.shrink()
                 case Stop():
                     return False
         if self._engine.has_work:
@@ -237,16 +243,20 @@ class _Turns:
             self._said.append(Step(pieces))
 
     def _reply(self, ask: Ask) -> None:
+        answer: Stats | Failure | None = None
         try:
             if ask.query == "stats":
-                self._said.append(Reply(ask.number, self._engine.stats()))
-                return
-            if ask.query == "sleep":
+                answer = self._engine.stats()
+            elif ask.query == "sleep":
                 self._engine.sleep()
+                self._asleep = True
             else:
                 self._engine.wake()
-            self._said.append(Reply(ask.number, None))
+                self._asleep = False
+        except UsageError as error:
+            answer = Failure.of(error)
         except WarpbusError as error:
-            if self._group.world > 1:  # the others may have done it
+            if self._group.world > 1:  # the others may have succeeded
                 raise
-            self._said.append(Reply(ask.number, Failure.of(error)))
+            answer = Failure.of(error)
+        self._said.append(Reply(ask.number, answer))

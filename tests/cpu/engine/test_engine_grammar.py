@@ -250,6 +250,23 @@ def test_drafts_under_a_grammar_and_neighbours_without(tokenizer, compiler):
     assert allowed(constrained.matcher) == allowed(compiler.compile(grammar))
 
 
+def test_many_rows_follow_their_own_grammars(tokenizer, compiler):
+    texts = ["春眠不觉晓", "处处闻啼鸟", "夜来风雨声", "花落知多少"]
+    running = [request(tokenizer, compiler, Grammar("choice", json.dumps([texts[i % 4]])), seed=i) for i in range(12)]
+    running.append(request(tokenizer, compiler, Grammar("regex", "[0-9]{5}"), temperature=0))
+    sampler = Sampler(len(running), VOCABULARY, CPU)
+    scores = noise(7)
+    sampler.arrange(running)
+    for _ in range(6):
+        sampler.draw()
+        tokens = sampler.choose(torch.stack([scores([]) for _ in running]))[0].tolist()
+        for one, token in zip(running, tokens, strict=True):
+            one.append(token)
+    assert [one.text for one in running[:12]] == [texts[i % 4] for i in range(12)]
+    assert running[12].text.isdigit()
+    assert {one.finish_reason for one in running} == {"stop"}
+
+
 def test_the_least_number_of_tokens_gives_way_to_the_end_of_a_grammar(tokenizer, compiler):
     one = request(tokenizer, compiler, Grammar("regex", "春*"), temperature=0, min_tokens=4)
     stop = torch.zeros(VOCABULARY)
