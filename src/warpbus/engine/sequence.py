@@ -145,6 +145,8 @@ class Sequence:
         stream: TextStream,
         matcher: Matcher | None = None,
     ) -> None:
+        if (params.grammar is None) != (matcher is None):
+            raise ValueError("a request has a matcher where it has a grammar, and nowhere else")
         self.index = index
         self.prompt = prompt
         self.params = params

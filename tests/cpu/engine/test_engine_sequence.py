@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.sampling_params import Grammar, SamplingParams
 from warpbus.engine.sequence import Sequence, StopStrings, TokenLogprob
 from warpbus.errors import WarpbusError
 
@@ -177,6 +177,11 @@ def test_pieces_have_the_logprobs_of_their_tokens():
     state = sequence()
     state.append(97, given[0])
     assert state.take().logprobs is None
+
+
+def test_a_grammar_is_never_passed_over():
+    with pytest.raises(ValueError, match="a matcher where it has a grammar"):
+        sequence(grammar=Grammar("json_object"))
 
 
 def test_a_token_against_the_grammar_is_an_error():
