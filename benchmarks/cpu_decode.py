@@ -26,7 +26,6 @@ import torch
 from warpbus.bench.cases import versions
 from warpbus.bench.records import RESULTS, Peer, Record, now, ratio, write
 from warpbus.engine.engine import Engine, request
-from warpbus.engine.runner import Runner
 from warpbus.models import SHAPES, ModelConfig, random_model
 from warpbus.qtensor import Scheme
 
@@ -44,7 +43,7 @@ SMALL = replace(SHAPE, hidden_size=256, num_heads=2, ffn_size=896, vocab_size=10
 class Contender:
     """One of the models, which has read its prompt, and its samples in tokens/s."""
 
-    runner: Runner
+    engine: Engine
     samples: list[float] = field(default_factory=list)
 
     @property
@@ -54,8 +53,7 @@ class Contender:
     def append(self, tokens: int) -> None:
         """Decode so many tokens."""
         for _ in range(tokens):
-            self.runner.launch()
-            self.runner.read()
+            self.engine.step()
 
     def sample(self, tokens: int) -> None:
         """Decode so many tokens, and note how fast that was."""
@@ -70,15 +68,14 @@ def with_parameters(shape: ModelConfig, parameters: float) -> ModelConfig:
     return replace(shape, num_layers=max(1, 1 + round((parameters - one) / (two - one))))
 
 
-def contender(shape: ModelConfig, scheme: str | None, held: ExitStack) -> Contender:
+def contender(shape: ModelConfig, scheme: str | None) -> Contender:
     """A random model that is warm and has room for its samples."""
     model = random_model(shape, None if scheme is None else Scheme.parse(scheme), "cpu", torch.float32)
     # The first token comes with the prompt.
-    wanted = request(PROMPT, tokens=1 + WARM + SAMPLES * TOKENS)
-    runner = held.enter_context(Engine(model).batch([wanted]))
-    runner.start()
-    runner.read()
-    found = Contender(runner)
+    engine = Engine(model)
+    engine.add(request(PROMPT, tokens=2 + WARM + SAMPLES * TOKENS))
+    engine.step()
+    found = Contender(engine)
     found.append(WARM)
     return found
 
@@ -95,12 +92,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     schemes = options.scheme or list(SCHEMES)
     shape = with_parameters(SMALL if options.small else SHAPE, options.parameters)
-    with ExitStack() as held:
-        plain = contender(shape, None, held)
-        quantized = {scheme: contender(shape, scheme, held) for scheme in schemes}
-        for _ in range(SAMPLES):
-            for each in (plain, *quantized.values()):
-                each.sample(TOKENS)
+    plain = contender(shape, None)
+    quantized = {scheme: contender(shape, scheme) for scheme in schemes}
+    for _ in range(SAMPLES):
+        for each in (plain, *quantized.values()):
+            each.sample(TOKENS)
 
     date, installed = now(), versions()
     command = f"OMP_WAIT_POLICY={shlex.quote(os.environ['OMP_WAIT_POLICY'])} {shlex.join(['python', *sys.argv])}"

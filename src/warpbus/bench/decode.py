@@ -170,18 +170,10 @@ def _profile(run: Run, model: Decoder, scheme: Scheme) -> str:
     config = model.config
     engine = Engine(model, max_model_len=_PROMPT + _TOKENS, max_num_seqs=1)
     prompt = random_prompt(config, _PROMPT)
-    with engine.batch([request(prompt, tokens=_PROFILED_STEP + 2)]) as runner:
-        runner.start()
-        runner.read()
-        for _ in range(_PROFILED_STEP):
-            runner.launch()
-            runner.read()
-
-        def step() -> None:
-            runner.launch()
-            runner.read()
-
-        found = launches(step)
+    engine.add(request(prompt, tokens=_TOKENS))
+    for _ in range(_PROFILED_STEP + 1):
+        engine.step()
+    found = launches(engine.step)
     of_each = _step_bytes(config, scheme, _dtype(run), _PROMPT + _PROFILED_STEP + 1)
     least = {part: count / copy_bandwidth(run.device) * 1e6 for part, count in of_each.items()}
     layers = config.num_layers

@@ -28,18 +28,13 @@ def ours(model: Decoder, length: int) -> Generate:
 
 
 def _generate(engine: Engine, prompt: int, tokens: int) -> float:
-    with engine.batch([request(random_prompt(engine.model.config, prompt), tokens=tokens)]) as runner:
-        runner.start()
-        runner.read()
-        started = time.perf_counter()
-        runner.launch()
-        for left in range(tokens - 2, -1, -1):
-            if left and runner.ahead:
-                runner.launch()
-            runner.read()
-            if left and not runner.ahead:
-                runner.launch()
-        return time.perf_counter() - started
+    engine.add(request(random_prompt(engine.model.config, prompt), tokens=tokens))
+    while not engine.step():  # until the first token is there
+        pass
+    started = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - started
 
 
 class Plain:

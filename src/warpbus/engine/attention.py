@@ -93,12 +93,13 @@ class PieceAttention(FusedAttention):
     def _attend_fresh(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Pieces that begin their sequences: what they attend to is what they bring."""
         if self._bounds is not None and q.is_cuda and q.dtype in HALVES and q.shape[2] <= 256:
-            grouped = q.shape[1] != k.shape[1]
-            return varlen_attn(
+            attended = varlen_attn(
                 *(q, k, v, self._bounds, self._bounds, self._longest, self._longest),
                 window_size=(-1, 0),
-                enable_gqa=grouped,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
+            assert isinstance(attended, Tensor)  # it was asked for nothing else
+            return attended
         parts = [slice(stretch.begin, stretch.end) for stretch in self._fresh]
         return torch.cat([_causal(q[part], k[part], v[part]) for part in parts])
 
@@ -152,12 +153,19 @@ class StepAttention(FusedAttention):
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
         stored, qkv = self._cache.layers[layer], qkv_btr[:, 0]
-        shape = {"heads": config.num_heads, "interleaved": config.rope.interleaved}
+        heads, interleaved = config.num_heads, config.rope.interleaved
         if self._slots is not None:
-            rope_and_cache(qkv, self._table, self._positions, self._slots, *stored, **shape)
+            rope_and_cache(
+                qkv, self._table, self._positions, self._slots, *stored, heads=heads, interleaved=interleaved
+            )
         attended = decode_attention(
-            *(qkv, self._table, self._positions, self._blocks, *stored),
-            **shape,
+            qkv,
+            self._table,
+            self._positions,
+            self._blocks,
+            *stored,
+            heads=heads,
+            interleaved=interleaved,
             limit=self._limit,
             stored=self._slots is not None,
         )

@@ -1,7 +1,7 @@
-"""Which blocks of the cache belong to whom, and which a new prompt can share. Knows no tensors, no sequences, no text.
+"""Which blocks of the cache belong to whom, and which a new prompt can share. Knows no tensors and no text.
 
-A block holds the keys and values of `BLOCK` consecutive tokens of a sequence. Its key is a digest of these tokens and of
-all before them: whoever begins with the same tokens can use the same block, since keys and values depend on nothing
+A block holds the keys and values of `BLOCK` consecutive tokens of a sequence. Its key is a digest of these tokens and
+of all before them: whoever begins with the same tokens can use the same block, since keys and values depend on nothing
 else. Full blocks are found by their keys as long as their memory is not wanted for something else.
 """
 

@@ -23,11 +23,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from warpbus.cuda.devices import free_memory
 from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK, Blocks
+from warpbus.engine.dormancy import Dormant
 from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
 from warpbus.engine.logits import Row as Choice
 from warpbus.engine.plan import MemoryPlan
@@ -36,6 +35,7 @@ from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Request, Scheduler
 from warpbus.engine.sequence import Piece, TokenLogprob
 from warpbus.engine.sequence import Sequence as Asked
+from warpbus.engine.speculation import NgramIndex, accepted
 from warpbus.engine.step import Step, batch_bucket
 from warpbus.errors import ContextLengthError, DeviceError, UsageError
 from warpbus.kernels.ops.attention import has_kernel
@@ -73,8 +73,12 @@ class Stats:
     blocks_used: int
     blocks_idle: int
     cache_bytes: int
-    drafted: int = 0
-    accepted: int = 0
+    drafted: int
+    accepted: int
+
+
+_Launched = tuple[list[Chosen], list[list[int]] | None]
+"""A step: its tokens, and the drafts of the rows that decode."""
 
 
 class Engine:
@@ -89,6 +93,9 @@ class Engine:
         cache_tokens: the most that the cache holds. None: what all sequences need, or what the memory that is free now
             allows. The cache takes no more of it than it needs.
         prefix_caching: prompts that begin alike share what is computed of them.
+        speculation: the most tokens that are guessed for a sequence in a step, by what followed the same tokens before.
+            With any, a step waits for the tokens of the last.
+        dormant: the model's weights, for an engine that can sleep.
         group: the processes that share the model, of which each runs the same engine with the same requests.
 
     Raises:
@@ -106,6 +113,8 @@ class Engine:
         prefill_tokens: int | None = None,
         cache_tokens: int | None = None,
         prefix_caching: bool = True,
+        speculation: int = 0,
+        dormant: Dormant | None = None,
         group: Group | None = None,
     ) -> None:
         weight, config = model.final_norm.weight, model.config
@@ -135,19 +144,25 @@ class Engine:
         self._blocks = Blocks(count, back=self._cache.back, sharing=prefix_caching)
         self._blocks.backed = self._cache.backed
         self._scheduler = Scheduler(self._blocks, max_num_seqs=max_num_seqs, prefill_tokens=self._prefill_tokens)
+        self._speculation = speculation
+        self._most_rows = max_num_seqs + speculation
         self._step = Step(
-            *(model, self._cache, max_num_seqs, self.max_model_len),
+            *(model, self._cache, max_num_seqs, self._most_rows, self.max_model_len),
             device=self.device,
             dtype=self.dtype,
             graphs=kernels,
         )
-        self._runner = Runner(model, self._cache, self._step, max_num_seqs, group)
+        self._runner = Runner(model, self._cache, self._step, batch_bucket(self._most_rows), group)
         self._rows: dict[Request, Row] = {}
         self._requests: dict[Asked, Request] = {}
         self._sequences: dict[Request, Asked] = {}
         self._slots = list(range(max_num_seqs))[::-1]
-        self._launched: deque[list[Chosen]] = deque()
+        self._launched: deque[_Launched] = deque()
         self._steps = 0
+        self._indexes: dict[Request, NgramIndex] = {}
+        self._drafted = 0
+        self._accepted = 0
+        self._dormant = dormant
 
     @classmethod
     def planned(cls, model: Decoder, plan: MemoryPlan, *, max_num_seqs: int = 16) -> "Engine":
@@ -180,6 +195,8 @@ class Engine:
             blocks_used=blocks.used,
             blocks_idle=blocks.idle,
             cache_bytes=self._cache.nbytes,
+            drafted=self._drafted,
+            accepted=self._accepted,
         )
 
     def add(self, sequence: Asked) -> None:
@@ -205,6 +222,7 @@ class Engine:
         if request is not None:
             del self._sequences[request]
             self._scheduler.remove(request)
+            self._indexes.pop(request, None)
             row = self._rows.pop(request, None)
             if row is not None:
                 self._slots.append(row.slot)
@@ -221,11 +239,13 @@ class Engine:
         ahead = self._runs_ahead()
         if not ahead and self._launched:
             return self._read()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(self._speculation)
         if plan:
             self._steps += 1
+            rows = [self._rows[request] for request in plan.decoding]
+            drafts = self._drafts(rows, plan.drafts) if self._speculation else None
             pieces = [(self._row(piece.request), piece) for piece in plan.pieces]
-            self._launched.append(self._runner.launch([self._rows[request] for request in plan.decoding], pieces))
+            self._launched.append((self._runner.launch(rows, pieces, drafts), drafts))
         elif not self._launched and self._requests:
             raise DeviceError(
                 f"{self.device}: out of memory for the cache of a single request: end what else uses it, or lower "
@@ -265,11 +285,49 @@ class Engine:
         self._cache.shrink(self._blocks.forget())
         self._blocks.unback(self._cache.backed)
 
+    def sleep(self) -> None:
+        """Return the memory of weights and cache; what the cache held is forgotten. Does nothing while asleep.
+
+        Raises:
+            UsageError: requests are under way, or the engine has no `dormant`.
+        """
+        dormant = self._able_to_sleep()
+        if self.has_work:
+            raise UsageError(f"{len(self._requests)} requests are under way: let them end, or abort them, before sleep")
+        self._blocks.forget()
+        self._cache.shrink(0)
+        self._blocks.unback(0)
+        dormant.sleep()
+
+    def wake(self) -> None:
+        """Go on after `sleep`. Does nothing while awake.
+
+        Raises:
+            DeviceError: others have the memory; it can be tried again.
+        """
+        self._able_to_sleep().wake()
+        if self._cache.back(1) < 1:
+            raise DeviceError(f"{self.device}: out of memory for a cache: end what else uses it")
+        self._blocks.backed = self._cache.backed
+
+    @property
+    def asleep(self) -> bool:
+        """Its weights are not on the device."""
+        return self._dormant is not None and self._dormant.asleep
+
+    def _able_to_sleep(self) -> Dormant:
+        if self._dormant is None:
+            raise UsageError(
+                "this engine cannot sleep: its weights are laid out within a planned memory: leave that out"
+            )
+        return self._dormant
+
     def _runs_ahead(self) -> bool:
         """A step can be launched before the tokens of the last one are read."""
         return (
             self.device.type == "cuda"
             and not self._step.host_embedding
+            and not self._speculation
             and all(_is_plain(row.sequence) for row in self._rows.values())
         )
 
@@ -280,24 +338,53 @@ class Engine:
             self._rows[request] = Row(sequence, request, self._slots.pop())
         return self._rows[request]
 
+    def _drafts(self, rows: Sequence[Row], allowed: Sequence[int]) -> list[list[int]]:
+        """Guesses for the rows, as long as there are places for them."""
+        places = self._most_rows - len(rows)
+        drafts: list[list[int]] = []
+        for row, most in zip(rows, allowed, strict=True):
+            index = self._indexes.setdefault(row.request, NgramIndex())
+            index.extend(row.request.ids[len(index) :])
+            found = index.propose(min(most, places)) if most and places else []
+            places -= len(found)
+            drafts.append(found)
+        self._drafted += sum(map(len, drafts))
+        return drafts
+
     def _read(self) -> list[tuple[Asked, Piece]]:
         """The tokens of the earliest step that was not read."""
         pieces: list[tuple[Asked, Piece]] = []
-        for chosen in self._launched.popleft():
-            for row, token, logprob in chosen.read():
-                sequence = row.sequence
-                if sequence in self._requests:  # else it ended with the step before, or was dropped
-                    self._append(row, token, logprob)
+        launched, drafts = self._launched.popleft()
+        for part, chosen in enumerate(launched):
+            found = chosen.read()
+            # The rows that decode come first, each with as many tokens more as it has drafts.
+            guesses = drafts if drafts and part == 0 else [[]] * len(found)
+            for guess in guesses:
+                own, found = found[: len(guess) + 1], found[len(guess) + 1 :]
+                sequence = own[0][0].sequence
+                # Else it ended with the step before, or was dropped.
+                if sequence in self._requests:
+                    right = accepted(guess, [token for _, token, _ in own])
+                    if not sequence.params.greedy:
+                        sequence.give_back(len(guess) - right)
+                    self._accepted += right
+                    self._append(sequence, own[: right + 1])
                     pieces.append((sequence, sequence.take()))
         if not self._requests:
             self._launched.clear()
         return pieces
 
-    def _append(self, row: Row, token: int, logprob: TokenLogprob | None) -> None:
-        row.sequence.append(token, logprob)
-        self._scheduler.read(row.request, [token])
-        if row.sequence.finish_reason is not None:
-            self.abort(row.sequence)
+    def _append(self, sequence: Asked, chosen: Sequence[tuple[Row, int, TokenLogprob | None]]) -> None:
+        """Give a sequence its next tokens, as long as none ends it."""
+        kept: list[int] = []
+        for _, token, logprob in chosen:
+            sequence.append(token, logprob)
+            kept.append(token)
+            if sequence.finish_reason is not None:
+                break
+        self._scheduler.read(self._requests[sequence], kept)
+        if sequence.finish_reason is not None:
+            self.abort(sequence)
 
     def _cache_blocks(self, config: ModelConfig, kv_dtype: str) -> int:
         """What all sequences can need, as far as there is memory for it."""

@@ -91,7 +91,7 @@ class KVCache:
             part.arena.resize(blocks * part.block_bytes)
         backed = min(self.count, *(part.arena.mapped // part.block_bytes for part in self._parts))
         if backed > self.backed:
-            # Zeros: what a block's tail never held is a number too, so that nothing can come of it where it counts nothing.
+            # Zeros: what a block's tail never held is a number too: nothing comes of it where it counts nothing.
             for part in self._parts:
                 part.data[self.backed : backed].view(torch.uint8).zero_()
         self.backed = backed

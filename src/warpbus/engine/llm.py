@@ -14,14 +14,15 @@ from typing import Literal, overload
 
 import torch
 
-from warpbus.cuda.devices import default_dtype, resolve_device, resolve_dtype
-from warpbus.engine.engine import Engine
-from warpbus.engine.plan import MemoryPlan, Stored, enforce, parse_memory, plan_memory
+from warpbus.cuda.devices import resolve_device
+from warpbus.engine.loading import build_engine, open_model
+from warpbus.engine.options import ServiceOptions
+from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.sequence import FinishReason, Piece, Sequence
 from warpbus.errors import ContextLengthError, UsageError
-from warpbus.formats import Checkpoint, read_schemes
-from warpbus.models import Progress, load_model, read_config, tensor_map
+from warpbus.formats import read_schemes
+from warpbus.models import Progress
 from warpbus.models.templates import Message, load_template
 from warpbus.models.tokenizers import StreamDecoder, load_tokenizer
 
@@ -121,65 +122,30 @@ class LLM:
         progress: Progress | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
-        if max_num_seqs < 1:
-            raise UsageError(f"max_num_seqs is {max_num_seqs}: give 1 or more")
         self.device = resolve_device(device)
-        checkpoint = Checkpoint(model)
-        self.path = checkpoint.directory
-        self.config = read_config(checkpoint)
-        self.schemes = read_schemes(checkpoint.config)
-        stored = checkpoint.dtype(tensor_map(self.config)["embedding.weight"][0])
-        self.dtype = default_dtype(self.device, stored) if dtype == "auto" else resolve_dtype(dtype)
-        self.max_model_len = self.config.max_context if max_model_len is None else max_model_len
-        if not 1 < self.max_model_len <= self.config.max_context:
-            raise UsageError(
-                f"max_model_len is {self.max_model_len:,}: give 2 to {self.config.max_context:,}, the model's context"
-            )
-        self.max_num_seqs = max_num_seqs
-        self.plan = None if memory is None else self._planned(checkpoint, memory, max_model_len, kv_dtype)
-        if self.plan is not None:
-            self.max_model_len = self.plan.context
-            if planned is not None:
-                planned(self.plan)
-        self.tokenizer = load_tokenizer(checkpoint.directory)
-        self.template = load_template(checkpoint.directory, checkpoint.config, self.tokenizer)
-        self.stop_ids = frozenset(self.config.stop_ids) | frozenset(self.template.stop_ids)
-        plan = self.plan
-        if plan is not None:
-            enforce(plan, self.device)
-        self.model = load_model(
-            checkpoint,
-            device=self.device,
-            dtype=self.dtype,
-            progress=progress,
-            head=None if plan is None else plan.head,
-            embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
+        options = ServiceOptions(
+            dtype=dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            memory=memory,
+            kv_dtype=kv_dtype,
         )
-        if plan is None:
-            self.engine = Engine(
-                self.model, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype
-            )
-        else:
-            self.engine = Engine.planned(self.model, plan, max_num_seqs=max_num_seqs)
-        # The memory there is may be for less.
-        self.max_model_len = self.engine.max_model_len
+        opened = open_model(model, self.device, options)
+        self.path = opened.checkpoint.directory
+        self.config, self.dtype, self.plan = opened.config, opened.dtype, opened.plan
+        self.schemes = read_schemes(opened.checkpoint.config)
+        if opened.plan is not None and planned is not None:
+            planned(opened.plan)
+        self.tokenizer = load_tokenizer(self.path)
+        self.template = load_template(self.path, opened.checkpoint.config, self.tokenizer)
+        self.stop_ids = frozenset(self.config.stop_ids) | frozenset(self.template.stop_ids)
+        self.engine = build_engine(opened, options, progress=progress)
+        self.model = self.engine.model
+        # The memory there is may be for less than the model allows.
+        self.max_model_len, self.max_num_seqs = self.engine.max_model_len, max_num_seqs
         self.engine.warm()
         self._lock = threading.Lock()
         self._inboxes: dict[Sequence, deque[Piece]] = {}
-
-    def _planned(
-        self, checkpoint: Checkpoint, memory: str | int, max_model_len: int | None, kv_dtype: str
-    ) -> MemoryPlan:
-        if self.device.type != "cuda":
-            raise UsageError(f"memory is {memory!r}, which plans a GPU's: the device is {self.device}: leave it out")
-        card = torch.cuda.get_device_properties(self.device).total_memory
-        return plan_memory(
-            Stored.of_checkpoint(checkpoint, self.config, self.dtype),
-            parse_memory(memory, card),
-            max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            kv_dtype=kv_dtype,
-        )
 
     def describe(self) -> str:
         """The model in one line: family, size, numbers, device, context."""

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
@@ -30,6 +31,7 @@ _SHORTEST_CONTEXT = 2048  # tokens; less is planned only where it is asked for
 _CONTEXT_STEP = 256  # tokens
 _PIECES = (2048, 1024, 512, 256)  # tokens of the prompts that are read at a time
 _SHARE_OF_PIECE = 0.025  # of the memory, for the activations of a piece
+_PAGE = 2**21  # bytes: the cache takes whole ones
 _WORKSPACE = 64_000_000  # bytes: partial sums of the products and of attention, and what the libraries take
 _GRANULARITY = 0.035  # of the weights: torch's allocator hands out memory in pieces of 2 and 20 MiB
 _SUFFIXES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -171,12 +173,15 @@ def plan_memory(
     for kv, head, on_cpu in _options(stored, kv_dtype):
         parts = _fixed_parts(stored, sizes, rows, piece, head, on_cpu)
         per_token = token_bytes(config, stored.dtype, kv)
-        tokens = (limit - sum(parts.values())) // (per_token + _table_bytes(config))
+        left = limit - sum(parts.values()) - _PAGE
+        # Whole blocks, beside one that is nobody's.
+        tokens = (left // (per_token + _table_bytes(config)) // BLOCK - 1) * BLOCK
         if tokens < least:
             continue
         context = max_model_len or min(config.max_context, max(least, tokens // _CONTEXT_STEP * _CONTEXT_STEP))
-        pool = min(tokens, context * rows)
-        parts |= {"KV cache": pool * per_token, "rotary table": context * _table_bytes(config)}
+        pool = min(tokens, -(-context // BLOCK) * BLOCK * max_num_seqs)
+        cache = -(-(pool + BLOCK) * per_token // _PAGE) * _PAGE
+        parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
         return MemoryPlan(limit, context, pool, kv, head, on_cpu, piece, parts)
     raise UsageError(_refusal(stored, limit, max_model_len, max_num_seqs, kv_dtype))
 
@@ -194,11 +199,13 @@ def least_memory(
     Arguments as of `plan_memory`; how the prompts are read depends a little on the limit.
     """
     least, fixed, per_token = _smallest(stored, limit, max_model_len, max_num_seqs, kv_dtype)
-    return fixed + least * per_token
+    return fixed + (-(-least // BLOCK) + 1) * BLOCK * per_token + _PAGE
 
 
 def enforce(plan: MemoryPlan, device: torch.device) -> None:
     """Have torch refuse what would exceed the plan, from now on and in the whole process.
+
+    The cache is not torch's: it keeps to what is planned for it by itself.
 
     Raises:
         DeviceError: others hold so much of the card that the plan does not fit.
@@ -210,7 +217,8 @@ def enforce(plan: MemoryPlan, device: torch.device) -> None:
             f"{device}: memory of {_gigabytes(plan.limit)} is planned, but {_gigabytes(free)} are free: end what else "
             "uses the card, or give less"
         )
-    torch.cuda.set_per_process_memory_fraction((plan.limit - CONTEXT_BYTES) / card, device)
+    for_torch = plan.limit - CONTEXT_BYTES - plan.parts["KV cache"]
+    torch.cuda.set_per_process_memory_fraction(for_torch / card, device)
 
 
 def packed_bytes(scheme: Scheme, n: int, k: int) -> int:
@@ -293,7 +301,7 @@ def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs
     """Why no layout fits, and what would."""
     config = stored.config
     least, fixed, per_token = _smallest(stored, limit, max_model_len, max_num_seqs, kv_dtype)
-    need = fixed + least * per_token
+    need = least_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
     advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"]
     if max_model_len is not None and (shorter := (limit - fixed) // per_token) >= _CONTEXT_STEP:
         advice.append(f"a max_model_len of {shorter // _CONTEXT_STEP * _CONTEXT_STEP:,}")

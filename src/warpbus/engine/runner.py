@@ -1,8 +1,7 @@
-"""Launches steps: pieces of prompts, and the next token of each of many sequences. Knows nothing of text or of when an
-answer ends.
+"""Launches steps: pieces of prompts, and the next token of each of many sequences.
 
-A step is launched and read apart, so that on a GPU the next one can run while the host deals with the tokens of the last:
-all that a step needs of the one before it stays on the device.
+A step is launched and read apart, so that on a GPU the next one can run while the host deals with the last one's
+tokens: all that a step needs of the one before it stays on the device. Knows nothing of text or of when an answer ends.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,10 +48,12 @@ class Chosen:
     """The tokens that a part of a step chose, on their way to the host.
 
     Attributes:
-        rows: whose they are.
+        rows: whose they are, in the order of the step; a row with drafts has several.
+        tokens: int64 `[rows]`, on the device.
     """
 
     rows: list[Row]
+    tokens: Tensor
     _result: Tensor
     _logprobs: Logprobs | None
     _arrived: torch.cuda.Event | None
@@ -84,32 +85,46 @@ class Runner:
         model: in eval mode.
         cache: has memory for the blocks of all that is launched.
         step: the state of the sequences.
-        slots: sequences at once.
+        rows: tokens chosen at once, those after drafts included.
         group: the processes that share the model; the first one's tokens count.
 
     Raises (all methods):
         DeviceError: the device's memory is full.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, step: Step, slots: int, group: Group | None = None) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, step: Step, rows: int, group: Group | None = None) -> None:
         self._model = model
         self._cache = cache
         self._step = step
         self._group = group
         self._device = step.last.device
         vocabulary = model.config.vocab_size
-        self._sampler = Sampler(slots, vocabulary, self._device)
+        self._sampler = Sampler(rows, vocabulary, self._device)
         self._arranged: list[Asked] = []
         # A sequence's first token is chosen apart from the others' next ones: its scores come from elsewhere.
-        self._first_sampler = Sampler(slots, vocabulary, self._device)
+        self._first_sampler = Sampler(rows, vocabulary, self._device)
 
     @torch.inference_mode()
-    def launch(self, decoding: Sequence[Row], pieces: Sequence[tuple[Row, Piece]]) -> list[Chosen]:
-        """Launch a step: one token for each row that decodes, and for each whose prompt is read to its end."""
+    def launch(
+        self,
+        decoding: Sequence[Row],
+        pieces: Sequence[tuple[Row, Piece]],
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> list[Chosen]:
+        """Launch a step: one token for each row that decodes, and for each whose prompt is read to its end.
+
+        Args:
+            drafts: for each row that decodes, tokens that may follow its last one: it gets a token after each.
+        """
         with self._computing(len(decoding) + len(pieces)):
             self._tell_blocks([*decoding, *(row for row, _ in pieces)])
-            self._arrange([row.sequence for row in decoding])
-            chosen = [self._decode(list(decoding))] if decoding else []
+            chosen = []
+            if drafts is not None and decoding:
+                chosen = [self._check(decoding, drafts)]
+            elif decoding:
+                chosen = [self._decode(list(decoding))]
+            else:
+                self._arrange([])
             return chosen + self._read_pieces(pieces)
 
     def _tell_blocks(self, rows: Sequence[Row]) -> None:
@@ -134,12 +149,33 @@ class Runner:
             self._arranged = sequences
 
     def _decode(self, rows: list[Row]) -> Chosen:
-        step = self._step
-        tokens = [row.request.ids[-1] for row in rows] if step.host_embedding else None
+        if self._step.host_embedding:
+            return self._check(rows, [()] * len(rows))
+        self._arrange([row.sequence for row in rows])
         self._sampler.draw()
-        slots = [row.slot for row in rows]
-        scores = step.scores(slots, max(row.request.computed for row in rows), tokens)
-        return self._choose(rows, self._sampler, scores, None)
+        scores = self._step.scores([row.slot for row in rows], max(row.request.computed for row in rows))
+        chosen = self._choose(rows, self._sampler, scores)
+        slots = self._sent(torch.tensor([row.slot for row in rows]))
+        self._step.positions.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
+        self._step.last.index_copy_(0, slots, chosen.tokens)
+        return chosen
+
+    def _check(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> Chosen:
+        """A token after each row's last one and after each of its drafts, all of which the host says."""
+        self._sampler.arrange([row.sequence for row in rows], drafts)
+        self._sampler.draw()
+        each: list[Row] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        stored: list[int] = []
+        for row, own in zip(rows, drafts, strict=True):
+            request, first = row.request, row.request.computed - 1
+            each += [row] * (len(own) + 1)
+            tokens += [request.ids[-1], *own]
+            positions += range(first, first + len(own) + 1)
+            stored += _slots(request.blocks, first, first + len(own) + 1)
+        scores = self._step.scores_of(tokens, positions, stored, [row.slot for row in each])
+        return self._choose(each, self._sampler, scores)
 
     def _read_pieces(self, pieces: Sequence[tuple[Row, Piece]]) -> list[Chosen]:
         if not pieces:
@@ -150,7 +186,7 @@ class Runner:
         positions: list[int] = []
         slots: list[int] = []
         stretches: list[Stretch] = []
-        ends: list[int] = []
+        last_tokens: list[int] = []
         for row, piece in pieces:
             begin = len(ids)
             ids += row.request.ids[piece.start : piece.end]
@@ -159,48 +195,43 @@ class Runner:
             blocks = self._step.blocks[row.slot, : -(-piece.end // BLOCK)] if piece.start else None
             stretches.append(Stretch(begin, len(ids), piece.start, blocks))
             if piece.is_last:
-                ends.append(len(ids) - 1)
+                last_tokens.append(len(ids) - 1)
         tokens, places, stored = self._sent(torch.tensor([ids, positions, slots]))
-        context = PieceAttention(
-            self._model.config, self._step.table, self._cache, places.int(), stored, stretches
-        )
+        context = PieceAttention(self._model.config, self._step.table, self._cache, places.int(), stored, stretches)
         hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
         last = [(row, piece) for row, piece in pieces if piece.is_last]
         if not last:
             return []
-        scores = self._model.scores(hidden[self._sent(torch.tensor(ends))])
+        scores = self._model.scores(hidden[self._sent(torch.tensor(last_tokens))])
         rows = [row for row, _ in last]
         self._first_sampler.arrange([])  # nothing is kept from an earlier turn
         self._first_sampler.arrange([row.sequence for row in rows])
         self._first_sampler.draw()
-        return [self._choose(rows, self._first_sampler, scores, [piece.end for _, piece in last])]
+        chosen = self._choose(rows, self._first_sampler, scores)
+        slot = self._sent(torch.tensor([row.slot for row in rows]))
+        ends = self._sent(torch.tensor([piece.end for _, piece in last], dtype=torch.int32))
+        self._step.positions.index_copy_(0, slot, ends)
+        self._step.last.index_copy_(0, slot, chosen.tokens)
+        return [chosen]
 
-    def _choose(self, rows: list[Row], sampler: Sampler, scores: Tensor, positions: list[int] | None) -> Chosen:
-        """Choose the rows' next tokens; they stand at `positions`, or one after their last ones."""
-        step = self._step
+    def _choose(self, rows: list[Row], sampler: Sampler, scores: Tensor) -> Chosen:
         tokens, best = sampler.choose(scores)
         if self._group is not None and self._group.world > 1:
             self._group.broadcast(tokens)
         sampler.saw(tokens)
-        slots = self._sent(torch.tensor([row.slot for row in rows]))
-        step.last.index_copy_(0, slots, tokens)
-        if positions is None:
-            step.positions.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
-        else:
-            step.positions.index_copy_(0, slots, self._sent(torch.tensor(positions, dtype=torch.int32)))
         logprobs = sampler.logprobs()
         # One copy brings both to the host: the tokens, and below them the best scores.
         both = torch.zeros(2, len(rows), dtype=torch.int64, device=self._device)
         both[0] = tokens
         both[1].view(torch.float32)[: len(rows)] = best
         if self._device.type != "cuda":
-            return Chosen(rows, both, logprobs, None)
+            return Chosen(rows, tokens, both, logprobs, None)
         result = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
         result.copy_(both, non_blocking=True)
         found = None if logprobs is None else logprobs.to_host()
         arrived = torch.cuda.Event()
         arrived.record()
-        return Chosen(rows, result, found, arrived)
+        return Chosen(rows, tokens, result, found, arrived)
 
     def _sent(self, numbers: Tensor) -> Tensor:
         """Numbers on the device, on a GPU without waiting for it."""

@@ -28,6 +28,7 @@ class Request:
         computed: of how many of them keys and values are in the cache, once the steps under way are done.
         blocks: where they are, in order.
         shared: tokens of the prompt that were found in the cache, when it was read first.
+        decodes: all its tokens were read, and it was given one more: all but the last are computed.
         preemptions: how often it had to give its blocks back.
         keys: of its full blocks, as far as they were needed.
         published: how many of its blocks others can find.
@@ -40,17 +41,13 @@ class Request:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     shared: int = 0
+    decodes: bool = False
     preemptions: int = 0
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
 
     def __post_init__(self) -> None:
         self.length = self.length or len(self.ids)
-
-    @property
-    def decodes(self) -> bool:
-        """All but its last token are computed."""
-        return self.computed == self.length - 1
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,7 @@ class Scheduler:
         budget = self._prefill_tokens
         pieces: list[Piece] = []
         for request in self.running:
-            if budget and request.computed < request.length - 1:
+            if budget and not request.decodes:
                 pieces.append(self._piece(request, budget))
                 budget -= pieces[-1].end - pieces[-1].start
         while admit and budget and self.waiting and len(self.running) < self._max_num_seqs:
@@ -182,6 +179,7 @@ class Scheduler:
         # At once: who comes later in the same step may share them, since a layer stores all before it attends to any.
         self._publish(request)
         request.length += piece.is_last
+        request.decodes = piece.is_last
         return piece
 
     def _admit(self, request: Request) -> bool:
@@ -226,6 +224,7 @@ class Scheduler:
         self._blocks.release(request.blocks)
         request.blocks = []
         request.computed = 0
+        request.decodes = False
 
     def _publish(self, request: Request) -> None:
         """Let others find the blocks of a request that are full and whose tokens are known."""

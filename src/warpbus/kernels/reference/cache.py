@@ -21,14 +21,12 @@ def write(new: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None) -> N
     blocks, offsets = slots // size, slots % size
     if scales is not None:
         new, scales[blocks, :, offsets] = quantize(new, cache.dtype)
-    cache[blocks, :, offsets] = new
+    _plain(cache)[blocks, :, offsets] = _plain(new)
 
 
 def gather(cache: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """What the blocks `[b, n]` of `b` sequences hold: `[b, kv_heads, n * B, d]` in `dtype`, in memory of its own."""
-    # torch does not pick codes of float8 on every device, but it does bytes.
-    plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache
-    found = _picked(plain, blocks).view(cache.dtype)
+    found = _picked(_plain(cache), blocks).view(cache.dtype)
     if scales is not None:
         return (found.float() * _picked(scales, blocks)[..., None]).to(dtype).transpose(0, 1)
     return found.to(dtype).transpose(0, 1)
@@ -51,3 +49,8 @@ def _picked(cache: Tensor, blocks: Tensor) -> Tensor:
     else:
         found = heads_first[:, which]
     return found.unflatten(1, blocks.shape).flatten(2, 3)
+
+
+def _plain(stored: Tensor) -> Tensor:
+    """Codes as bytes, which torch picks and puts on every device; float8 it does not."""
+    return stored.view(torch.uint8) if stored.element_size() == 1 else stored

@@ -1,0 +1,123 @@
+"""From a model directory to an engine: what is to be read where, and how much of the memory it may take."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from warpbus.cuda.devices import default_dtype, resolve_dtype
+from warpbus.dist import Group
+from warpbus.engine.dormancy import Dormant
+from warpbus.engine.engine import Engine
+from warpbus.engine.options import ServiceOptions
+from warpbus.engine.plan import MemoryPlan, Stored, enforce, parse_memory, plan_memory
+from warpbus.errors import UsageError
+from warpbus.formats import Checkpoint
+from warpbus.models import ModelConfig, Progress, load_model, read_config, tensor_map
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model of which nothing but its config and the headers of its files was read.
+
+    Attributes:
+        dtype: of the activations and of what is not quantized.
+        max_model_len: the longest prompt with its answer, in tokens, as far as is known; the memory may be for less.
+        plan: how it is laid out, where its memory is given.
+    """
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    plan: MemoryPlan | None
+
+
+def open_model(model: str | Path, device: torch.device, options: ServiceOptions) -> Opened:
+    """Look at a model directory, and plan its memory where the options give one.
+
+    Raises:
+        UsageError: an argument is out of range or not known, or the model does not fit `memory`.
+        CheckpointError: the directory is missing, damaged or not understood.
+    """
+    checkpoint = Checkpoint(model)
+    config = read_config(checkpoint)
+    stored = checkpoint.dtype(tensor_map(config)["embedding.weight"][0])
+    chosen = default_dtype(device, stored) if options.dtype == "auto" else resolve_dtype(options.dtype)
+    length = config.max_context if options.max_model_len is None else options.max_model_len
+    if not 1 < length <= config.max_context:
+        raise UsageError(f"max_model_len is {length:,}: give 2 to {config.max_context:,}, the model's context")
+    plan = None
+    if options.memory is not None:
+        if device.type != "cuda":
+            raise UsageError(f"memory is {options.memory!r}, which plans a GPU's: the device is {device}: leave it out")
+        plan = plan_memory(
+            Stored.of_checkpoint(checkpoint, config, chosen),
+            parse_memory(options.memory, torch.cuda.get_device_properties(device).total_memory),
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            kv_dtype=options.kv_dtype,
+        )
+        length = plan.context
+    return Opened(checkpoint, config, device, chosen, length, plan)
+
+
+def build_engine(
+    opened: Opened,
+    options: ServiceOptions,
+    *,
+    group: Group | None = None,
+    progress: Progress | None = None,
+    can_sleep: bool = False,
+) -> Engine:
+    """Load an opened model.
+
+    Args:
+        options: what it was opened with, and the rest.
+        group: the processes that share the model; each calls this.
+        progress: called while the weights are read; see `warpbus.models.Progress`.
+        can_sleep: the engine can `sleep`, unless its memory is planned: a plan leaves no room to move the weights in.
+
+    Raises:
+        UsageError: an option does not fit the model.
+        DeviceError: the device's memory is full, or others hold what was planned.
+        CheckpointError: the checkpoint is damaged or not understood.
+    """
+    plan = opened.plan
+    if plan is not None:
+        enforce(plan, opened.device)
+    decoder = load_model(
+        opened.checkpoint,
+        device=opened.device,
+        dtype=opened.dtype,
+        progress=progress,
+        head=None if plan is None else plan.head,
+        embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
+        group=group,
+    )
+    return Engine(
+        decoder,
+        max_model_len=options.max_model_len if plan is None else plan.context,
+        max_num_seqs=options.max_num_seqs,
+        kv_dtype=options.kv_dtype if plan is None else plan.kv_dtype,
+        prefill_tokens=options.prefill_tokens or (None if plan is None else plan.prefill_tokens),
+        cache_tokens=None if plan is None else plan.pool_tokens,
+        prefix_caching=options.prefix_caching,
+        speculation=options.speculation,
+        dormant=Dormant(decoder) if can_sleep and plan is None else None,
+        group=group,
+    )
+
+
+def load_engine(model: Path, options: ServiceOptions, group: Group, progress: Progress) -> Engine:
+    """Load a model for many requests at once, and warm it: what each process of a `Service` does.
+
+    Raises: as `open_model` and `build_engine`.
+    """
+    if options.memory is not None and group.world > 1:
+        raise UsageError(f"memory is {options.memory!r}, which plans one GPU's: leave it out with {group.world} GPUs")
+    opened = open_model(model, group.device, options)
+    engine = build_engine(opened, options, group=group, progress=progress, can_sleep=True)
+    engine.warm(rows=options.max_num_seqs)
+    return engine
