@@ -4,23 +4,24 @@ import pytest
 import torch
 
 from warpbus.kernels.ops.rope import rope_and_cache
-from warpbus.kernels.reference import rope as reference
+from warpbus.kernels.reference.cache import quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CODES = [torch.int8, torch.float8_e4m3fn]
-# batch, tokens, heads, kv_heads, head_dim, rotary_dim, interleaved, start
+# tokens, heads, kv_heads, head_dim, rotary_dim, interleaved, tokens of a block
 CASES = [
-    (1, 1, 32, 2, 128, 64, True, 0),  # ChatGLM2
-    (2, 77, 32, 2, 128, 64, True, 5),
-    (3, 33, 8, 2, 128, 128, False, 9),  # Llama, Qwen
-    (2, 5, 3, 1, 64, 64, False, 3),
-    (1, 7, 2, 2, 256, 64, False, 0),
-    (2, 3, 9, 3, 80, 40, False, 4),  # rotary_dim / 2 is no multiple of 8
-    (2, 3, 9, 3, 10, 6, True, 4),
-    (1, 4, 5, 5, 7, 4, False, 1),
-    (1, 3, 4, 1, 16, 0, True, 2),
+    (1, 32, 2, 128, 64, True, 32),  # ChatGLM2
+    (154, 32, 2, 128, 64, True, 32),
+    (99, 8, 2, 128, 128, False, 16),  # Llama, Qwen
+    (10, 3, 1, 64, 64, False, 256),
+    (7, 2, 2, 256, 64, False, 32),
+    (6, 9, 3, 80, 40, False, 64),  # rotary_dim / 2 is no multiple of 8
+    (6, 9, 3, 10, 6, True, 16),
+    (4, 5, 5, 7, 4, False, 32),
+    (3, 4, 1, 16, 0, True, 128),
+    (5, 4, 2, 264, 64, True, 32),  # without a kernel
 ]
 
 
@@ -40,11 +41,23 @@ def table(rotary, positions):
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def cache(dtype, rows, kv_heads, capacity, size, pad=0):
-    """Keys, values and, for codes, their scales, in rows of `size + pad` that hold the tokens before the heads."""
-    made = [torch.full((rows, capacity, kv_heads, size + pad), 7.0, device="cuda").to(dtype) for _ in range(2)]
-    scales = [torch.full((rows, kv_heads, capacity), 9.0, device="cuda") if dtype in CODES else None for _ in range(2)]
-    return [tensor.transpose(1, 2)[..., pad:] for tensor in made] + scales
+def cache(dtype, blocks, kv_heads, block, size, pad=0):
+    """Keys, values and, for codes, their scales: the second of two layers, in rows of `size + pad`."""
+    shape = (blocks, 2, 2, kv_heads, block)
+    data = torch.full((*shape, size + pad), 7.0, device="cuda").to(dtype)[:, 1, ..., pad:]
+    scales = torch.full(shape, 9.0, device="cuda")[:, 1]
+    return [data[:, 0], data[:, 1], *((scales[:, 0], scales[:, 1]) if dtype in CODES else (None, None))]
+
+
+def by_token(cache):
+    """A cache as a list of slots, `[blocks * B, kv_heads, ...]`."""
+    return cache.float().transpose(1, 2).flatten(0, 1)
+
+
+def places(tokens, blocks, block):
+    """Positions of tokens, their slots in any order, and the slots of nobody."""
+    slots = torch.randperm(blocks * block, device="cuda")
+    return torch.randint(0, 3 * tokens, (tokens,), device="cuda").int(), slots[:tokens], slots[tokens:]
 
 
 def rotate_exact(x, angles, interleaved):
@@ -61,49 +74,50 @@ def rotate_exact(x, angles, interleaved):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_rotation(case, dtype):
-    batch, tokens, heads, kv_heads, size, rotary, interleaved, start = case
-    qkv, angles = random(batch, tokens, (heads + 2 * kv_heads) * size, dtype=dtype), table(rotary, start + tokens + 3)
+    tokens, heads, kv_heads, size, rotary, interleaved, block = case
+    qkv, angles = random(tokens, (heads + 2 * kv_heads) * size, dtype=dtype), table(rotary, 3 * tokens)
+    count = tokens // block + 2
     for pad in (0, 1):
-        keys, values, *_ = cache(dtype, batch + 1, kv_heads, start + tokens + 2, size, pad)
-        poison(batch, tokens, heads, size, dtype=dtype)
-        poison(batch, tokens, kv_heads, size, dtype=dtype)
-        q, k, v = rope_and_cache(qkv, angles, start, keys, values, heads=heads, interleaved=interleaved)
-        parts = qkv.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), dim=2)
-        here = angles[start : start + tokens]
+        keys, values, *_ = cache(dtype, count, kv_heads, block, size, pad)
+        positions, slots, others = places(tokens, count, block)
+        poison(tokens, heads, size, dtype=dtype)
+        poison(tokens, kv_heads, size, dtype=dtype)
+        q, k, v = rope_and_cache(qkv, angles, positions, slots, keys, values, heads=heads, interleaved=interleaved)
+        parts = qkv.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), dim=1)
         for turned, part in ((q, parts[0]), (k, parts[1])):
-            expected = rotate_exact(part, here, interleaved)
-            assert ((turned.double() - expected).norm() / expected.norm()).item() < torch.finfo(
-                dtype
-            ).eps / 2 + 4 * 2**-24
+            expected = rotate_exact(part, angles[positions.long()], interleaved)
+            error = ((turned.double() - expected).norm() / expected.norm()).item()
+            assert error < torch.finfo(dtype).eps / 2 + 4 * 2**-24
         assert torch.equal(v, parts[2])
         for written, new in ((keys, k), (values, v)):
-            assert torch.equal(written[:batch, :, start : start + tokens], new.transpose(1, 2))
-            assert (written[:batch, :, :start] == 7).all()
-            assert (written[:, :, start + tokens :] == 7).all()
-            assert (written[batch] == 7).all()
+            assert torch.equal(by_token(written)[slots], new.float())
+            assert (by_token(written)[others] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("case", CASES)
 def test_codes_and_scales(case, code, dtype):
-    batch, tokens, heads, kv_heads, size, rotary, interleaved, start = case
-    qkv, angles = random(batch, tokens, (heads + 2 * kv_heads) * size, dtype=dtype), table(rotary, start + tokens)
-    qkv[0, 0, heads * size :] = 0
+    tokens, heads, kv_heads, size, rotary, interleaved, block = case
+    qkv, angles = random(tokens, (heads + 2 * kv_heads) * size, dtype=dtype), table(rotary, 3 * tokens)
+    qkv[0, heads * size :] = 0
+    count = tokens // block + 2
     for pad in (0, 1):
-        keys, values, *scales = cache(code, batch + 1, kv_heads, start + tokens + 2, size, pad)
-        _, k, v = rope_and_cache(qkv, angles, start, keys, values, *scales, heads=heads, interleaved=interleaved)
+        keys, values, *scales = cache(code, count, kv_heads, block, size, pad)
+        positions, slots, others = places(tokens, count, block)
+        _, k, v = rope_and_cache(
+            qkv, angles, positions, slots, keys, values, *scales, heads=heads, interleaved=interleaved
+        )
         for codes, scale, new in zip((keys, values), scales, (k, v), strict=True):
-            here = slice(start, start + tokens)
-            # On the CPU: on a GPU torch multiplies by 1 / 127 where the kernel and the CPU divide.
-            expected, expected_scale = reference.quantize(new.transpose(1, 2).cpu(), code)
-            assert torch.equal(scale[:batch, :, here].cpu(), expected_scale)
-            assert torch.equal(codes[:batch, :, here].float().cpu(), expected.float())
-            assert (scale[0, :, start] == 0).all()
-            assert (scale[batch] == 9).all()
-            assert (scale[:, :, start + tokens :] == 9).all()
-            assert (codes[batch].float() == 7).all()
-            assert (codes[:, :, start + tokens :].float() == 7).all()
+            here = by_token(scale)[slots]
+            if size <= 256:
+                # On the CPU: on a GPU torch multiplies by 1 / 127 where the kernel and the CPU divide.
+                expected, expected_scale = quantize(new.cpu(), code)
+                assert torch.equal(here.cpu(), expected_scale)
+                assert torch.equal(by_token(codes)[slots].cpu(), expected.float())
+            assert (here[0] == 0).all()
+            assert (by_token(scale)[others] == 9).all()
+            assert (by_token(codes)[others] == 7).all()
 
 
 def test_every_e4m3_and_what_lies_between():
@@ -112,44 +126,62 @@ def test_every_e4m3_and_what_lies_between():
     x = torch.cat([every, between, torch.nextafter(between, every[:-1]), torch.nextafter(between, every[1:])])
     vectors = torch.stack([x, -x]).flatten().unfold(0, 7, 7)
     vectors = torch.cat([vectors, torch.full_like(vectors[:, :1], 448.0)], dim=-1)  # the scale is 1
-    qkv = vectors.repeat(1, 3)[None]
-    keys, values, *scales = cache(torch.float8_e4m3fn, 1, 1, len(vectors), 8)
-    rope_and_cache(qkv, table(0, len(vectors)), 0, keys, values, *scales, heads=1, interleaved=True)
-    assert (scales[1] == 1).all()
-    assert torch.equal(values[0, 0].float(), vectors.to(torch.float8_e4m3fn).float())
+    qkv = vectors.repeat(1, 3)
+    keys, values, *scales = cache(torch.float8_e4m3fn, len(vectors) // 32 + 1, 1, 32, 8)
+    slots = torch.arange(len(vectors), device="cuda")
+    rope_and_cache(qkv, table(0, len(vectors)), slots.int(), slots, keys, values, *scales, heads=1, interleaved=True)
+    assert (by_token(scales[1])[slots] == 1).all()
+    assert torch.equal(by_token(values)[slots, 0], vectors.to(torch.float8_e4m3fn).float())
 
 
 def test_nan_is_not_hidden():
-    qkv = random(1, 2, 12 * 16)
-    qkv[0, 1, 10 * 16 + 3] = float("nan")  # in the first of two heads of values
-    keys, values, *scales = cache(torch.int8, 1, 2, 2, 16)
-    rope_and_cache(qkv, table(16, 2), 0, keys, values, *scales, heads=8, interleaved=True)
-    assert scales[1].isnan().tolist() == [[[False, True], [False, False]]]
+    qkv = random(2, 12 * 16)
+    qkv[1, 10 * 16 + 3] = float("nan")  # in the first of two heads of values
+    keys, values, *scales = cache(torch.int8, 1, 2, 16, 16)
+    slots = torch.arange(2, device="cuda")
+    rope_and_cache(qkv, table(16, 2), slots.int(), slots, keys, values, *scales, heads=8, interleaved=True)
+    assert by_token(scales[1])[:2].isnan().tolist() == [[False, False], [True, False]]
     assert not scales[0].isnan().any()
 
 
 def test_strided_input_and_empty():
-    keys, values, *_ = cache(torch.float16, 2, 2, 8, 16)
-    qkv = random(3, 2, 8 * 16, dtype=torch.float16).transpose(0, 1)
-    q, _, _ = rope_and_cache(qkv, table(8, 8), 1, keys, values, heads=4, interleaved=False)
-    expected = rotate_exact(qkv.unflatten(-1, (8, 16))[:, :, :4], table(8, 8)[1:4], False)
+    keys, values, *_ = cache(torch.float16, 2, 2, 16, 16)
+    qkv = random(3, 2, 8 * 16, dtype=torch.float16)[:, 1]
+    both = torch.tensor([[1, 17], [2, 30], [3, 5]], device="cuda")
+    positions, slots = both.int()[:, 0], both[:, 1]
+    q, k, _ = rope_and_cache(qkv, table(8, 8), positions, slots, keys, values, heads=4, interleaved=False)
+    expected = rotate_exact(qkv.unflatten(-1, (8, 16))[:, :4], table(8, 8)[1:4], False)
     assert ((q.double() - expected).norm() / expected.norm()).item() < 1e-3
-    empty = rope_and_cache(qkv[:, :0], table(8, 8), 8, keys, values, heads=4, interleaved=False)
-    assert [tuple(x.shape) for x in empty] == [(2, 0, 4, 16), (2, 0, 2, 16), (2, 0, 2, 16)]
+    assert torch.equal(by_token(keys)[slots], k.float())
+    none = (qkv[:0], table(8, 8), positions[:0], slots[:0])
+    empty = rope_and_cache(*none, keys, values, heads=4, interleaved=False)
+    assert [tuple(x.shape) for x in empty] == [(0, 4, 16), (0, 2, 16), (0, 2, 16)]
+
+
+def test_without_a_kernel_nothing_waits():
+    qkv, angles = random(5, 8 * 264, dtype=torch.float16), table(64, 15)
+    keys, values, *scales = cache(torch.float8_e4m3fn, 2, 2, 32, 264)
+    positions, slots, _ = places(5, 2, 32)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rope_and_cache(qkv, angles, positions, slots, keys, values, *scales, heads=4, interleaved=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_streams_and_graphs():
-    qkv, angles = random(2, 9, 36 * 128, dtype=torch.bfloat16), table(64, 32)
+    qkv, angles = random(18, 36 * 128, dtype=torch.bfloat16), table(64, 54)
     first, second = (cache(torch.float8_e4m3fn, 2, 2, 32, 128) for _ in range(2))
+    positions, slots, _ = places(18, 2, 32)
 
     def call(into):
-        return rope_and_cache(qkv, angles, 3, *into, heads=32, interleaved=True)
+        return rope_and_cache(qkv, angles, positions, slots, *into, heads=32, interleaved=True)
 
     graph = torch.cuda.CUDAGraph()
     call(first)
     with torch.cuda.graph(graph):
         q, k, _ = call(first)
-    qkv.copy_(random(2, 9, 36 * 128, dtype=torch.bfloat16, seed=1))
+    qkv.copy_(random(18, 36 * 128, dtype=torch.bfloat16, seed=1))
     graph.replay()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
