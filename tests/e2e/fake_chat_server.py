@@ -15,11 +15,24 @@ from warpbus.server.page import page_router
 
 
 class FakeChatServer:
-    """`answer` comes in `pieces` characters each; `failures` (status, error, headers) are given first, one a request."""
+    """`answer` comes `pieces` characters at a time; `failures` (status, error, headers) come first, one a request."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.models = [{"id": "glm-4-9b-chat", "max_model_len": 8192}, {"id": "glm-poet", "max_model_len": 512}]
+        self.go = threading.Event()
+        self.reset()
+        self.app = FastAPI()
+        self.app.include_router(page_router())
+        self.app.get("/v1/models")(self._list_models)
+        self.app.get("/health")(self._health)
+        self.app.post("/v1/chat/completions")(self._complete)
+
+    def reset(self) -> None:
+        """As new, for the next test."""
+        self.models: list[dict[str, Any]] = [
+            {"id": "glm-4-9b-chat", "max_model_len": 8192},
+            {"id": "glm-poet", "max_model_len": 512},
+        ]
         self.key: str | None = None
         self.healthy = True
         self.answer = "Hello."
@@ -31,12 +44,7 @@ class FakeChatServer:
         self.requests: list[dict[str, Any]] = []  # bodies of the questions
         self.left = 0  # streams whose reader went away
         self.hold_after: int | None = None  # pieces after which the stream waits for `go`
-        self.go = threading.Event()
-        self.app = FastAPI()
-        self.app.include_router(page_router())
-        self.app.get("/v1/models")(self._list_models)
-        self.app.get("/health")(self._health)
-        self.app.post("/v1/chat/completions")(self._complete)
+        self.go.clear()
 
     def _refusal(self, request: Request) -> JSONResponse | None:
         if self.key is None or request.headers.get("authorization") == f"Bearer {self.key}":

@@ -40,6 +40,7 @@ function classify(status, error, retryAfter = null) {
   const message = String(error.message ?? `HTTP ${status}`);
   const seconds = retryAfter !== null && /^\d+$/.test(retryAfter) ? Number(retryAfter) : null;
   if (status === 401 || status === 403) return new ApiError("unauthorized", message);
+  if (error.code === "asleep") return new ApiError("failed", message); // waiting would not wake it
   if (status === 429 || error.type === "rate_limit_error") return new ApiError("busy", message, seconds);
   if ([502, 503, 504].includes(status) || error.type === "service_unavailable") return new ApiError("restarting", message);
   if (status === 413 || error.code === "context_length_exceeded") return new ApiError("tooLong", message);

@@ -140,16 +140,20 @@ export class MarkdownView {
     this.done = 0; // characters whose blocks are final
     this.env = {}; // link references, which later blocks may use
     this.tail = []; // nodes of what is not final
+    this.finished = false;
   }
 
-  /** Shows `source`, which begins with what was shown before; `finished` when no more comes. */
-  update(source, finished = false) {
-    if (!source.startsWith(this.source.slice(0, this.done))) {
+  /** Shows `written`, which begins with what was shown before; `finished` when no more comes. */
+  update(written, finished = false) {
+    const source = written.replace(/\r\n?/g, "\n");
+    if (this.finished || !source.startsWith(this.source.slice(0, this.done))) {
       this.root.replaceChildren();
+      this.env = {};
       this.done = 0;
       this.tail = [];
     }
     this.source = source;
+    this.finished = finished;
     const text = source.slice(this.done);
     const tokens = parser.parse(text, this.env);
     const cut = finished ? { token: tokens.length, line: 0 } : lastBlock(tokens, text);
