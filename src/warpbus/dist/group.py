@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 
 from warpbus.cuda.devices import resolve_device
-from warpbus.dist.peers import PeerSum
+from warpbus.dist.peers import Peers
 from warpbus.dist.shares import SHARES
 from warpbus.errors import UsageError
 
@@ -30,13 +30,13 @@ class Group:
         rank: 0 .. world - 1.
         world: how many processes there are.
         device: this process's own device.
-        peers: what takes small sums of GPUs, and otherwise why nothing does; see `linked`.
+        peers: what exchanges small tensors of GPUs, and otherwise why nothing does; see `linked`.
     """
 
     rank: int
     world: int
     device: torch.device
-    peers: PeerSum | str | None = None
+    peers: Peers | str | None = None
 
     @property
     def is_first(self) -> bool:
@@ -44,25 +44,25 @@ class Group:
         return self.rank == 0
 
     def linked(self) -> "Group":
-        """The same group, whose `all_reduce` is as quick as its devices let it be; every process calls it.
+        """The same group with the quickest `all_reduce` and `all_gather` of its devices; every process calls it.
 
-        GPUs of one machine that reach each other's memory add up small tensors through it (`PeerSum`); all other sums
-        of GPUs are NCCL's. `describe` tells which.
+        GPUs of one machine that reach each other's memory exchange small tensors through it (`Peers`), and all others
+        by NCCL. `describe` tells which.
         """
         if self.world == 1 or self.device.type != "cuda" or self.peers is not None:
             return self
-        return replace(self, peers=PeerSum.open(self.rank, self.world, self.device))
+        return replace(self, peers=Peers.open(self.rank, self.world, self.device))
 
     def describe(self) -> str:
-        """How sums are taken, for people: "4 GPUs: sums up to 512 KiB through each other's memory, others by NCCL"."""
+        """How it exchanges tensors: "4 GPUs: up to 512 KiB through each other's memory, others by NCCL"."""
         if self.device.type != "cuda":
             return f"{self.world} CPU process{'es' if self.world > 1 else ''}"
         if self.world == 1:
             return "1 GPU"
-        if isinstance(self.peers, PeerSum):
-            size = PeerSum.most_bytes // 1024
-            return f"{self.world} GPUs: sums up to {size} KiB through each other's memory, others by NCCL"
-        return f"{self.world} GPUs: sums by NCCL" + (f" ({self.peers})" if self.peers else "")
+        if isinstance(self.peers, Peers):
+            size = Peers.most_bytes // 1024
+            return f"{self.world} GPUs: up to {size} KiB through each other's memory, others by NCCL"
+        return f"{self.world} GPUs: all by NCCL" + (f" ({self.peers})" if self.peers else "")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` up over the processes, in place."""
@@ -79,7 +79,7 @@ class Group:
 
         Returns:
             the same bits on every process and at every run. Added in float32 in the order of ranks and rounded once
-            where the sum is taken by `PeerSum` (see `linked`) or on the CPU; NCCL adds in the tensors' dtype. It can be
+            where the sum is taken by `Peers` (see `linked`) or on the CPU; NCCL adds in the tensors' dtype. It can be
             captured in a CUDA graph.
         """
         if self.world == 1:
@@ -87,7 +87,7 @@ class Group:
         if tensor.device.type == "cpu":
             total = self.all_gather(tensor).float().cumsum(0)[-1]
             return (total if residual is None else residual.float() + total).to(tensor.dtype)
-        if isinstance(self.peers, PeerSum) and self.peers.takes(tensor):
+        if isinstance(self.peers, Peers) and self.peers.takes(tensor):
             return self.peers.sum(tensor, residual)
         tensor = tensor.contiguous()
         torch.distributed.all_reduce(tensor)
@@ -95,6 +95,8 @@ class Group:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all processes, `[world, ...]`, in rank order; they have one shape and dtype."""
+        if isinstance(self.peers, Peers) and self.peers.takes(tensor):
+            return self.peers.gather(tensor)
         tensor = tensor.contiguous()
         gathered = tensor.new_empty(self.world, *tensor.shape)
         if self.world == 1:

@@ -1,4 +1,4 @@
-"""Memory of several GPUs of one machine that all of them write to, for sums that have to be quick."""
+"""Memory of several GPUs of one machine that all of them write to, for exchanges that have to be quick."""
 
 import os
 import socket
@@ -10,7 +10,15 @@ import torch.distributed
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from warpbus.kernels.ops.peer_sum import MOST_BYTES, MOST_RANKS, buffer_bytes, fits, new_epochs, peer_sum
+from warpbus.kernels.ops.peers import (
+    MOST_BYTES,
+    MOST_RANKS,
+    buffer_bytes,
+    fits,
+    new_epochs,
+    peer_gather,
+    peer_sum,
+)
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -25,11 +33,11 @@ _REASONS = (
 )
 
 
-class PeerSum:
-    """Adds up tensors of up to `MOST_BYTES` through the GPUs' memory (`warpbus.kernels.ops.peer_sum`).
+class Peers:
+    """Exchanges tensors of up to `MOST_BYTES` through the GPUs' memory (`warpbus.kernels.ops.peers`).
 
-    Sums of one group come in the same order on all GPUs, one after the other: on one stream, or streams that wait for
-    each other. They can be captured in CUDA graphs.
+    Exchanges of one group come in the same order on all GPUs, one after the other: on one stream, or streams that wait
+    for each other. They can be captured in CUDA graphs.
     """
 
     most_bytes = MOST_BYTES
@@ -41,13 +49,13 @@ class PeerSum:
         self._rank = rank
 
     @classmethod
-    def open(cls, rank: int, world: int, device: torch.device) -> "PeerSum | str":
+    def open(cls, rank: int, world: int, device: torch.device) -> "Peers | str":
         """Set it up between all processes of the job, each of which calls this with its own GPU; or say why not."""
         if reason := _agreed(_obstacle(rank, world, device), device):
             return reason
         # Multicast is not used, and what is not asked for cannot fail.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        found: PeerSum | None = None
+        found: Peers | None = None
         try:
             memory = symmetric_memory.empty(buffer_bytes(world), dtype=torch.uint8, device=device)
             memory.zero_()
@@ -66,12 +74,16 @@ class PeerSum:
         return reason or found or ""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is added up here: by its size alone, which is the same on all GPUs."""
+        """Whether a tensor is exchanged here: by its size alone, which is the same on all GPUs."""
         return fits(tensor)
 
     def sum(self, tensor: Tensor, residual: Tensor | None) -> Tensor:
         """See `peer_sum`."""
         return peer_sum(tensor, residual, self._addresses, self._epochs, self._rank)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """See `peer_gather`."""
+        return peer_gather(tensor, self._addresses, self._epochs, self._rank)
 
 
 def _obstacle(rank: int, world: int, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""`peer_sum`: the sum of small tensors of several GPUs of one machine, which reach each other's memory."""
+"""`peer_sum`, `peer_gather`: small tensors of several GPUs of one machine, which reach each other's memory, on all."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ _THREADS = 256
 _BLOCK_BYTES = 16 * _THREADS
 _MOST_BLOCKS = MOST_BYTES // _BLOCK_BYTES
 
-_KERNELS = per_dtype("peers/sum.cu", "peer_sum", "PPPPPiiii")
+_SUM = per_dtype("peers/exchange.cu", "peer_sum", "PPPPPiiii")
+_GATHER = per_dtype("peers/exchange.cu", "peer_gather", "PPPPiiii", (torch.float32,))[torch.float32]
 
 
 def buffer_bytes(world: int) -> int:
@@ -51,18 +52,39 @@ def peer_sum(x: Tensor, residual: Tensor | None, buffers: Tensor, epochs: Tensor
     check_alike("peer_sum", x=x, residual=x if residual is None else residual)
     if residual is not None:
         check_shape("peer_sum", {"residual": tuple(x.shape)}, "it is added to x", residual=residual)
-    world = len(buffers)
-    if not fits(x) or not 0 <= rank < world <= MOST_RANKS:
-        raise TensorError(
-            f"peer_sum: x has {x.nbytes} bytes on GPU {rank} of {world}, expected a multiple of 16 up to {MOST_BYTES} "
-            f"and at most {MOST_RANKS} GPUs: use NCCL"
-        )
+    _check("peer_sum", x, rank, buffers)
     x, out = _aligned(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     residual = None if residual is None else _aligned(residual)
-    grid = blocks((x.nbytes, _BLOCK_BYTES))
-    arguments = x, residual, out, buffers, epochs, x.nbytes // 16, rank, world, _MOST_BLOCKS
-    _KERNELS[x.dtype](grid, _THREADS, *arguments, dependent=True)
+    _SUM[x.dtype](*_grid(x), x, residual, out, buffers, epochs, *_sizes(x, rank, buffers), dependent=True)
     return out
+
+
+def peer_gather(x: Tensor, buffers: Tensor, epochs: Tensor, rank: int) -> Tensor:
+    """The tensors of all GPUs, `[world, *x.shape]` in the order of ranks, on each of them; as `peer_sum`, of any dtype.
+
+    Raises:
+        TensorError: another shape.
+    """
+    _check("peer_gather", x, rank, buffers)
+    x, out = _aligned(x), torch.empty(len(buffers), *x.shape, dtype=x.dtype, device=x.device)
+    _GATHER(*_grid(x), x, out, buffers, epochs, *_sizes(x, rank, buffers), dependent=True)
+    return out
+
+
+def _check(name: str, x: Tensor, rank: int, buffers: Tensor) -> None:
+    if not fits(x) or not 0 <= rank < len(buffers) <= MOST_RANKS:
+        raise TensorError(
+            f"{name}: x has {x.nbytes} bytes on GPU {rank} of {len(buffers)}, expected a multiple of 16 up to "
+            f"{MOST_BYTES} and at most {MOST_RANKS} GPUs: use NCCL"
+        )
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    return blocks((x.nbytes, _BLOCK_BYTES)), _THREADS
+
+
+def _sizes(x: Tensor, rank: int, buffers: Tensor) -> tuple[int, int, int, int]:
+    return x.nbytes // 16, rank, len(buffers), _MOST_BLOCKS
 
 
 def _aligned(x: Tensor) -> Tensor:
