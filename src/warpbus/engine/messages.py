@@ -48,7 +48,12 @@ class Stop:
     """To the engine: leave."""
 
 
-Command = Add | Abort | Ask | Stop
+@dataclass(frozen=True)
+class Shrink:
+    """To the engine: nobody has wanted anything for a while; it may give back what it keeps for later."""
+
+
+Command = Add | Abort | Ask | Stop | Shrink
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,10 @@ class ServedEngine(Protocol):
 
     def stats(self) -> Stats:
         """Its counters."""
+        ...
+
+    def shrink(self) -> None:
+        """Give back the memory that no sequence needs."""
         ...
 
     def sleep(self) -> None:

@@ -19,6 +19,7 @@ from warpbus.dist.outcome import Failure
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
 from warpbus.engine.engine import Stats
 from warpbus.engine.keeper import Died, Ended, Keeper, Outbox, Report, Up
+from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import Abort, Add, Ask, LoadEngine, Loading, Query, Refused, Reply, Step
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
@@ -116,7 +117,7 @@ class Service:
         options: ServiceOptions | None = None,
         *,
         progress: Progress | None = None,
-        load: LoadEngine,
+        load: LoadEngine = load_engine,
     ) -> Self:
         """Start the processes and wait until the model is loaded and warm.
 
@@ -212,7 +213,7 @@ class Service:
         """Give the GPUs' memory back, keeping the model in main memory. Nothing happens if it sleeps.
 
         Raises:
-            UsageError: requests run or wait.
+            UsageError: requests run or wait, or the engine cannot sleep, as one whose memory is planned.
             EngineDiedError, UnavailableError: as `stats`.
         """
         # A caller that goes away must not leave it halfway.

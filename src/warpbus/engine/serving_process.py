@@ -72,8 +72,7 @@ def serve(
         WarpbusError: the model could not be loaded, or a step failed: all requests end.
     """
     requests = _Requests(load_tokenizer(model), vocab_size, stop_ids)
-    progress = _teller(line) if group.is_first else _silent
-    engine = load(model, options, device=group.device, group=group, progress=progress)
+    engine = load(model, options, group, _teller(line) if group.is_first else _silent)
     lockstep = _Lockstep(group)
     lockstep.meet()
     if group.is_first:

@@ -16,10 +16,12 @@ import torch
 import warpbus.demo
 from warpbus.dist import Group
 from warpbus.engine.answer import merge
+from warpbus.engine.messages import Abort, Add, Ask, Command, Event, Ready, Reply, Step, Stop
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import Grammar, SamplingParams
 from warpbus.engine.sequence import Piece, Sequence, TokenLogprob
 from warpbus.engine.service import Service
+from warpbus.engine.serving_process import serve
 from warpbus.errors import (
     CheckpointError,
     ContextLengthError,
@@ -47,7 +49,7 @@ class Counted:
     added: int
     aborted: int
     asleep: bool
-    steps: int
+    shrunk: int
 
 
 class Counting:
@@ -58,7 +60,7 @@ class Counting:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._running: list[Sequence] = []
-        self._added = self._aborted = self._steps = 0
+        self._added = self._aborted = self._shrunk = 0
         self._asleep = False
 
     @property
@@ -77,7 +79,6 @@ class Counting:
         self._aborted += 1
 
     def step(self) -> list[tuple[Sequence, Piece]]:
-        self._steps += 1
         pieces = []
         for sequence in self._running:
             match sequence.prompt[0]:
@@ -102,7 +103,11 @@ class Counting:
         return group.sum(lengths // group.world + (lengths % group.world > group.rank)).tolist()
 
     def stats(self) -> Counted:
-        return Counted(os.getpid(), len(self._running), self._added, self._aborted, self._asleep, self._steps)
+        return Counted(os.getpid(), len(self._running), self._added, self._aborted, self._asleep, self._shrunk)
+
+    def shrink(self) -> None:
+        assert not self._asleep
+        self._shrunk += 1
 
     def sleep(self) -> None:
         assert not self.has_work
@@ -114,6 +119,7 @@ class Counting:
 
 def counting(model: Path, options: ServiceOptions, group: Group, progress: Progress) -> Counting:
     assert model == POET
+    assert group.device == torch.device("cpu")
     assert group.world == options.tensor_parallel
     for done in range(1001):
         progress(done, 1000)
@@ -163,7 +169,7 @@ def with_service(test: Callable[[Service], Awaitable[None]], **options: object) 
         others = psutil.Process().children()
         service = await start(**options)
         try:
-            await asyncio.wait_for(test(service), 60)
+            await asyncio.wait_for(test(service), 120)
         finally:
             await service.close()
         assert service.pending == 0
@@ -241,6 +247,41 @@ def test_pieces_that_wait_are_merged(lasting: tuple[asyncio.Runner, Service]) ->
         assert len(merged[0].text) > 100
 
     runner.run(run())
+
+
+class Scripted:
+    """A `Line` on which is heard what a test says."""
+
+    def __init__(self, *heard: list[list[Command]]) -> None:
+        self._heard = list(heard)
+        self.waits: list[float | None] = []
+        self.said: list[Event] = []
+
+    def __call__(self, content: list[Event], /) -> None:
+        self.said += content
+
+    def heard(self, timeout: float | None) -> list[list[Command]]:
+        self.waits.append(timeout)
+        return self._heard.pop(0)
+
+
+def test_an_engine_shrinks_where_nothing_is_heard_unless_it_sleeps() -> None:
+    line = Scripted(
+        [[Add(0, [10], params(2))], [Abort(7), Ask(1, "sleep")]],  # sleep waits until the request has ended
+        [],
+        [],
+        [[Ask(2, "wake")]],
+        [],
+        [[Ask(3, "stats")]],
+        [[Stop()]],
+    )
+    serve(Group(0, 1, torch.device("cpu")), line, counting, POET, ServiceOptions(), 1000, frozenset([2]))
+    after_loading = line.said[line.said.index(Ready(CONTEXT)) + 1 :]
+    assert [type(event) for event in after_loading] == [Step, Step, Reply, Reply, Reply]
+    slept, woken, told = (event for event in after_loading if isinstance(event, Reply))
+    assert (slept.number, woken.number, told.number) == (1, 2, 3)
+    assert told.answer.shrunk == 1
+    assert line.waits == [300.0, 0.0, 300.0, 300.0, 300.0, 300.0, 300.0]
 
 
 def test_logprobs_are_merged_too() -> None:
