@@ -162,3 +162,35 @@ def test_fp8_has_no_codes_and_packed_schemes_no_values() -> None:
         QTensor.from_values(Scheme(4, 32), torch.zeros(2, 32, dtype=torch.int8), torch.ones(2))
     with pytest.raises(TensorError, match=r"qweight: expected torch\.float8_e4m3fn, found torch\.int8"):
         QTensor.from_values(weight.scheme, torch.zeros(2, 4, dtype=torch.int8), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "text", ["w4a16-g32", "w3a16-g64-asym", "w2a16-asym", "w3a16", "w8a16-g128", "w8a8-int8", "w8a8-fp8"]
+)
+def test_columns_and_smaller_groups_are_those_of_the_weights(text: str) -> None:
+    whole = random_values(text, columns=256) if "w8a8" in text else random_qtensor(text, columns=256)
+    weights = whole.dequantize(torch.float32)
+    size = whole.scheme.group_size
+    for start, stop in ((0, 128), (128, 256), (0, 256)):
+        assert torch.equal(whole.columns(start, stop).dequantize(torch.float32), weights[:, start:stop])
+    parts = [whole.columns(0, 128), whole.columns(128, 256)]
+    assert torch.equal(QTensor.side_by_side(parts).dequantize(torch.float32), weights)
+    if size is None:  # anywhere
+        odd = [whole.columns(0, 37), whole.columns(37, 256)]
+        assert torch.equal(odd[1].dequantize(torch.float32), weights[:, 37:])
+        assert torch.equal(QTensor.side_by_side(odd).dequantize(torch.float32), weights)
+    if not whole.holds_values:
+        finer = whole.regrouped(32)
+        assert finer.scheme.group_size == 32
+        assert torch.equal(finer.dequantize(torch.float32), weights)
+        assert torch.equal(finer.columns(96, 160).dequantize(torch.float32), weights[:, 96:160])
+
+
+def test_columns_that_cut_a_group_and_parts_that_do_not_fit_are_refused() -> None:
+    whole = random_qtensor("w4a16-g64", columns=128)
+    with pytest.raises(SchemeError, match="columns 32 to 63 of a matrix of scheme w4a16-g64: expected whole"):
+        whole.columns(32, 64)
+    with pytest.raises(SchemeError, match="groups of 64 columns cannot be cut into groups of 128"):
+        whole.regrouped(128)
+    with pytest.raises(TensorError, match="only matrices of one scheme and height"):
+        QTensor.side_by_side([whole, random_qtensor("w4a16-g32", columns=128)])

@@ -15,9 +15,9 @@
 // all zero before the first call. epochs[block], in memory of this GPU alone: how many rounds the block has done.
 // Launch: ceil(chunks / kThreads) blocks, at most most_blocks; on every rank the same, in the same order of launches.
 //
-// A block depends on its namesakes alone and keeps to its own part of the buffers. Two halves are enough, since the others
-// write a round's half again two rounds later, and go there only after this block has raised its flag for the round in
-// between, which it does in a later launch than the one that read the half.
+// A block depends on its namesakes alone and keeps to its own part of the buffers. Two halves are enough: the others write
+// to a half again two rounds later, after this block has raised its flag for the round in between, which it does in a
+// later launch than the one that read the half.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "peers/flags.cuh"
