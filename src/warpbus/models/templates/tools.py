@@ -111,6 +111,10 @@ class ChatGLM3Tools:
         return {"role": "assistant", "metadata": call.name, "content": f" ```python\ntool_call({written})\n```"}
 
 
+# For llguidance: a small model otherwise goes on with blanks for ever.
+_FEW_BLANKS = {"x-guidance": {"whitespace_pattern": "[ ]?"}}
+
+
 class GLM4Tools:
     """GLM-4: a tool's name, then the arguments as a JSON object; several calls follow each other."""
 
@@ -144,7 +148,7 @@ class GLM4Tools:
         """See `ToolDialect.grammar`."""
         rules = [
             f"tool{i}: {json.dumps(tool['name'] + chr(10))} %json "
-            + json.dumps(tool.get("parameters") or {"type": "object"}, ensure_ascii=False)
+            + json.dumps((tool.get("parameters") or {"type": "object"}) | _FEW_BLANKS, ensure_ascii=False)
             for i, tool in enumerate(tools)
         ]
         return "\n".join(["start: " + " | ".join(f"tool{i}" for i in range(len(tools))), *rules])
