@@ -28,8 +28,6 @@ from warpbus.server.registry import Model, Models
 from warpbus.server.responses import Responder
 from warpbus.server.schema import ChatRequest, CompletionRequest
 
-Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
-
 _ERROR = {
     "description": "refused or failed; OpenAI's error object",
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
@@ -52,13 +50,12 @@ _ERROR_SCHEMA = {
 }
 
 
-def create_app(models: Models, options: ServerOptions | None = None, *, lifespan: Lifespan | None = None) -> FastAPI:
+def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
     """The application for some models.
 
     Args:
-        models: that requests can name; more can be added, and loaded, later.
+        models: that requests can name; they may be loaded later, and are closed when the application ends.
         options: who may ask, and how much; that it listens is the caller's doing.
-        lifespan: runs around the application's life.
     """
     options = options or ServerOptions()
     metrics = Metrics()
@@ -78,7 +75,7 @@ def create_app(models: Models, options: ServerOptions | None = None, *, lifespan
         title="Warpbus",
         version=warpbus.__version__,
         middleware=middleware,
-        lifespan=lifespan or _closing(models),
+        lifespan=_closing(models),
         docs_url=None,
         redoc_url=None,
         responses={"4XX": _ERROR, "5XX": _ERROR},
@@ -187,7 +184,7 @@ def _is_open(path: str) -> bool:
     return path in ("/", "/health") or path.startswith("/page/")
 
 
-def _closing(models: Models) -> Lifespan:
+def _closing(models: Models) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import httpx
 import openai
-import uvicorn
 
 from warpbus.engine import Piece, TokenLogprob
 from warpbus.engine.engine import Stats
 from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
 from warpbus.models.templates import RoleTokenTemplate
-from warpbus.server import create_app
+from warpbus.server.listening import make_server
 
 SPECIALS = ["[gMASK]", "sop", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 FIRST_SPECIAL = 256
@@ -156,6 +155,8 @@ class FakeService:
             blocks_used=30,
             blocks_idle=10,
             cache_bytes=1 << 20,
+            drafted=0,
+            accepted=0,
         )
 
     async def sleep(self):
@@ -173,12 +174,12 @@ class FakeService:
 class Running:
     """A server in a thread, and clients for it."""
 
-    def __init__(self, models, options, **uvicorn_options):
+    def __init__(self, models, options):
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(create_app(models, options), log_config=None, access_log=False, **uvicorn_options)
-        self._server = uvicorn.Server(config)
+        self._server = make_server(models, options)
+        self.connections = self._server.server_state.connections
         self._thread = threading.Thread(target=self._server.run, args=([self.socket],), daemon=True)
 
     def __enter__(self):
@@ -188,8 +189,12 @@ class Running:
         return self
 
     def __exit__(self, *_):
-        self._server.should_exit = True
+        self.stop()
         self._thread.join(20)
+
+    def stop(self):
+        """Begin to shut down."""
+        self._server.should_exit = True
 
     def openai(self, key="none", **options):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)

@@ -1,0 +1,146 @@
+"""The routes beside generation, and the schema of all."""
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from prometheus_client.parser import text_string_to_metric_families
+from serving_fakes import FakeService, Running, until
+
+from warpbus.server import Models, ServerOptions, create_app
+
+HELLO = [{"role": "user", "content": "ab"}]
+
+
+@pytest.fixture(scope="module")
+def http(served):
+    with served.http() as http:
+        yield http
+
+
+def test_models_are_listed_and_described(http):
+    listed = http.get("/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["parrot", "glm-4", "chatglm3"]
+    one = http.get("/v1/models/glm-4").json()
+    assert one == listed["data"][1]
+    assert {
+        "object": "model",
+        "owned_by": "warpbus",
+        "max_model_len": 2048,
+        "state": "ready",
+        "tools": True,
+    }.items() <= (one.items())
+
+
+def test_a_model_that_loads_is_listed_but_not_ready():
+    models = Models()
+    loading = models.add("org/slow")
+    with Running(models, ServerOptions()) as running, running.http() as http:
+        assert http.get("/v1/models/org/slow").json()["state"] == "starting"
+        assert http.get("/health").json() == {"status": "starting"}
+        for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "a"})):
+            response = http.post(path, json={"model": "org/slow", **body})
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "model_not_ready")
+        assert http.post("/tokenize", json={"prompt": "a"}).status_code == 503
+        assert http.get("/metrics").status_code == 200
+        loading.loaded(FakeService())
+        assert http.get("/health").status_code == 200
+        assert http.post("/tokenize", json={"prompt": "a"}).json()["tokens"] == [97]
+
+
+def test_text_becomes_tokens_and_back(http):
+    found = http.post("/tokenize", json={"model": "parrot", "prompt": "好"}).json()
+    assert found == {"tokens": list("好".encode()), "count": 3, "max_model_len": 2048}
+    assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "好"}
+    messages = http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
+    assert bytes(messages) == b"user: ab\nassistant: "
+    bare = http.post("/tokenize", json={"messages": HELLO, "add_generation_prompt": False}).json()["tokens"]
+    assert bytes(bare) == b"user: ab\n"
+    assert http.post("/tokenize", json={"model": "parrot"}).status_code == 400
+    assert http.post("/tokenize", json={"model": "other", "prompt": "a"}).status_code == 404
+
+
+def test_sleeping_models_do_not_answer(http, served):
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert http.post("/sleep", params={"model": "parrot"}).json() == {"is_sleeping": True}
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert http.get("/is_sleeping", params={"model": "glm-4"}).json() == {"is_sleeping": False}
+    response = http.post("/v1/completions", json={"model": "parrot", "prompt": "a"})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "asleep")
+    assert http.get("/health").json() == {"status": "asleep"}
+    assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+    assert http.post("/wake_up").json() == {"is_sleeping": False}
+    assert http.post("/v1/completions", json={"model": "parrot", "prompt": "a"}).status_code == 200
+
+
+def test_the_version(http):
+    import warpbus
+
+    assert http.get("/version").json() == {"version": warpbus.__version__}
+
+
+def test_metrics_count_and_time():
+    models = Models()
+    service = FakeService()
+    models.add("parrot", service)
+    with Running(models, ServerOptions()) as running, running.http() as http:
+        for fields in ({"n": 2}, {"max_tokens": 1}, {"stream": True}):
+            http.post("/v1/completions", json={"model": "parrot", "prompt": "abc", **fields})
+        http.post("/v1/completions", json={"model": "none", "prompt": "abc"})
+        until(lambda: service.running == 0)
+        response = http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {
+        (sample.name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert found["warpbus:request_success_total", "stop"] == 3
+    assert found["warpbus:request_success_total", "length"] == 1
+    assert found["warpbus:request_errors_total", "404"] == 1
+    assert found["warpbus:prompt_tokens_total",] == 12
+    assert found["warpbus:generation_tokens_total",] == 13
+    assert found["warpbus:time_to_first_token_seconds_count",] == 4
+    assert found["warpbus:inter_token_latency_seconds_count",] == 9
+    assert found["warpbus:e2e_request_latency_seconds_count",] == 4
+    assert found["warpbus:kv_cache_usage_perc",] == 0.3
+    assert found["warpbus:prefix_cache_hits_total",] == 40
+    assert found["warpbus:prefix_cache_queries_total",] == 100
+    assert found["warpbus:num_preemptions_total",] == 5
+    assert found["warpbus:num_requests_waiting",] == 2
+    assert found["warpbus:kv_cache_bytes_mapped",] == 1 << 20
+
+
+class Sleepless(FakeService):
+    async def sleep(self):
+        """A model that sleeps answers with 503, and it is the others that are looked for."""
+
+
+@pytest.fixture(scope="module")
+def sleepless():
+    models = Models()
+    models.add("parrot", Sleepless())
+    models.add("glm-4", Sleepless("<sop>"))
+    with Running(models, ServerOptions()) as running:
+        yield running
+
+
+SCHEMA = create_app(Models()).openapi()
+
+
+@schemathesis.openapi.from_dict(SCHEMA).parametrize()
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_nothing_that_fits_the_schema_or_not_makes_the_server_fail(case, sleepless):
+    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+        case.body["model"] = "parrot" if len(case.body["model"]) % 2 else "glm-4"
+    response = case.call(base_url=sleepless.url)
+    assert response.status_code < 500
+    if response.status_code >= 400:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_schema_has_every_route_that_works_and_our_errors():
+    found = SCHEMA
+    assert "/v1/embeddings" not in found["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/metrics", "/sleep"} <= set(found["paths"])
+    assert not [name for name in found["components"]["schemas"] if "Validation" in name]
+    assert "422" not in found["paths"]["/v1/completions"]["post"]["responses"]
