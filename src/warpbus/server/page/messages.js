@@ -99,7 +99,7 @@ function describe({ prompt, cached, completion, first, speed }) {
   const parts = [];
   if (prompt !== null) parts.push(cached ? t("statsCached", { n: number(prompt), cached: number(cached) }) : t("statsIn", { n: number(prompt) }));
   if (completion !== null) parts.push(t("statsOut", { n: number(completion) }));
-  if (speed !== null) parts.push(t("statsSpeed", { n: number(speed, 1) }));
+  if (speed !== null) parts.push(t("statsSpeed", { n: number(speed, speed < 100 ? 1 : 0) }));
   if (first !== null) parts.push(t("statsFirst", { n: number(first, 2) }));
   return parts.join(" · ");
 }

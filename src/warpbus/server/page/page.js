@@ -33,6 +33,8 @@ const chat = new Chat(store, {
       if (!error) messages.announceAnswer();
       if (error?.kind === "unauthorized") openSettings();
     }
+    // While a model loads, the server does not know yet how much it can read.
+    if (!error && !limit()) loadModels();
     showHistory();
   },
 });
@@ -69,6 +71,7 @@ const settings = new SettingsDialog(store, {
 
 const conversation = () => store.conversations.get(current);
 const draftId = () => current ?? NEW;
+const limit = () => models.find(({ id }) => id === $("model").value)?.limit;
 
 // What is shown
 
@@ -106,13 +109,13 @@ function showComposer() {
 function showContext() {
   const last = conversation()?.messages.at(-1);
   const stats = last?.versions?.[last.current].stats;
-  const limit = models.find(({ id }) => id === $("model").value)?.limit;
+  const most = limit();
   const used = stats?.prompt === null || !stats ? null : stats.prompt + (stats.completion ?? 0);
   const node = $("context");
   node.textContent = "";
-  if (used === null || !limit) return;
-  const percent = Math.min(100, Math.round((100 * used) / limit));
-  node.textContent = t("context", { used: number(used), limit: number(limit), percent });
+  if (used === null || !most) return;
+  const percent = Math.min(100, Math.round((100 * used) / most));
+  node.textContent = t("context", { used: number(used), limit: number(most), percent });
   node.classList.toggle("full", percent >= 90);
 }
 
