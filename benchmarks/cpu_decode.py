@@ -13,7 +13,6 @@ import shlex
 import statistics
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 

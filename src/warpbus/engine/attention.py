@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 
 from warpbus.engine.kv_cache import KVCache
 from warpbus.kernels.ops.arguments import HALVES
@@ -93,12 +92,13 @@ class PieceAttention(FusedAttention):
     def _attend_fresh(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Pieces that begin their sequences: what they attend to is what they bring."""
         if self._bounds is not None and q.is_cuda and q.dtype in HALVES and q.shape[2] <= 256:
-            attended = varlen_attn(
+            # What torch.nn.attention.varlen calls: its own arguments change from one release to the next.
+            attended: Tensor = torch.ops.aten._flash_attention_forward(
                 *(q, k, v, self._bounds, self._bounds, self._longest, self._longest),
-                window_size=(-1, 0),
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            assert isinstance(attended, Tensor)  # it was asked for nothing else
+                0.0,
+                is_causal=True,
+                return_debug_mask=False,
+            )[0]
             return attended
         parts = [slice(stretch.begin, stretch.end) for stretch in self._fresh]
         return torch.cat([_causal(q[part], k[part], v[part]) for part in parts])

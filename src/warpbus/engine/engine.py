@@ -204,7 +204,9 @@ class Engine:
 
         Raises:
             ContextLengthError: the prompt with its answer is longer than `max_model_len`.
+            UsageError: its parameters name a token that the vocabulary lacks.
         """
+        sequence.params.check_ids(self.model.config.vocab_size)
         length = len(sequence.prompt) + sequence.limit
         if length > self.max_model_len:
             raise ContextLengthError(
@@ -282,8 +284,7 @@ class Engine:
 
     def shrink(self) -> None:
         """Return the memory of the cache that no sequence needs; what it held of earlier prompts is forgotten."""
-        self._cache.shrink(self._blocks.forget())
-        self._blocks.unback(self._cache.backed)
+        self._forget(self._blocks.forget())
 
     def sleep(self) -> None:
         """Return the memory of weights and cache; what the cache held is forgotten. Does nothing while asleep.
@@ -295,8 +296,7 @@ class Engine:
         if self.has_work:
             raise UsageError(f"{len(self._requests)} requests are under way: let them end, or abort them, before sleep")
         self._blocks.forget()
-        self._cache.shrink(0)
-        self._blocks.unback(0)
+        self._forget(0)
         dormant.sleep()
 
     def wake(self) -> None:
@@ -314,6 +314,15 @@ class Engine:
     def asleep(self) -> bool:
         """Its weights are not on the device."""
         return self._dormant is not None and self._dormant.asleep
+
+    def _forget(self, blocks: int) -> None:
+        """Return the memory of all but the first blocks."""
+        self._cache.shrink(blocks)
+        self._blocks.unback(self._cache.backed)
+        # Kernels prefetch what the tables name, also where nobody's tokens are any more.
+        self._step.blocks.zero_()
+        for row in self._rows.values():
+            row.tabled = 0
 
     def _able_to_sleep(self) -> Dormant:
         if self._dormant is None:
