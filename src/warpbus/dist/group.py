@@ -112,6 +112,14 @@ class Group:
             torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
         return tensor
 
+    def smallest(self, value: int) -> int:
+        """The smallest of the processes' values, on every process: of a capacity that all have to share, for instance."""
+        if self.world == 1:
+            return value
+        least = torch.tensor([value], dtype=torch.int64, device=self.device)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+        return int(least)
+
     def barrier(self) -> None:
         """Wait until every process is here."""
         if self.world > 1:

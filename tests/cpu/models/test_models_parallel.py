@@ -202,6 +202,7 @@ def job(group: Group, send: Send, directory: Path) -> None:
     model = load(directory, group)
     with torch.no_grad():
         send((group.rank, model(TOKENS)))
+    assert group.smallest(10 - group.rank) == 11 - group.world
     chosen = torch.tensor([group.rank + 7, 1])
     send((group.rank, group.broadcast(chosen)))
     halves = torch.full((3,), 0.1 + group.rank, dtype=torch.bfloat16)
