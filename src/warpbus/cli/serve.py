@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -112,18 +113,17 @@ def serve(
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("warpbus").setLevel(logging.INFO)
     wanted = [ModelToServe(name, directory) for name, directory in zip(names, directories, strict=True)]
-    with progress_bar() as show:
+    with ExitStack() as loading:
+        show = loading.enter_context(progress_bar())
 
         def progress(name: str) -> Callable[[int, int], None]:
             return lambda done, total: show(f"loading {name}", done, total)
 
-        run(
-            wanted,
-            options,
-            service,
-            progress=progress,
-            ready=lambda url: _greet(url, names[0], has_key=bool(options.api_keys)),
-        )
+        def ready(url: str) -> None:
+            loading.close()
+            _greet(url, names[0], has_key=bool(options.api_keys))
+
+        run(wanted, options, service, progress=progress, ready=ready)
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:

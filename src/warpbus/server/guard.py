@@ -60,7 +60,9 @@ class AccessLog:
         finally:
             if status >= 400:
                 self._metrics.refused.labels(record.model or "", str(status)).inc()
-            _access.info("%s", _line(scope, name, status, record))
+            # What monitors ask every few seconds would bury the rest.
+            level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
+            _access.log(level, "%s", _line(scope, name, status, record))
 
 
 def _line(scope: Scope, name: str, status: int, record: Record) -> str:
