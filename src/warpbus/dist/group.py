@@ -113,7 +113,7 @@ class Group:
         return tensor
 
     def smallest(self, value: int) -> int:
-        """The smallest of the processes' values, on every process: of a capacity that all have to share, for instance."""
+        """The smallest of the processes' values, on every process: of what they have room for, for instance."""
         if self.world == 1:
             return value
         least = torch.tensor([value], dtype=torch.int64, device=self.device)
