@@ -19,6 +19,7 @@ and within so many bytes of the GPU's memory, the process's own context included
     engine = Engine.planned(model, plan, max_num_seqs=1)
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Stats:
         blocks, blocks_used, blocks_idle: of the cache: all there can be, used, and kept for who may want them.
         cache_bytes: memory that the cache has now.
         drafted, accepted: tokens guessed by speculation, and how many of them were right.
+        planning: seconds in which the host has chosen who is in a step.
+        launching: seconds in which it has prepared steps and launched them; on the CPU, in which it has computed them.
     """
 
     running: int
@@ -75,6 +78,8 @@ class Stats:
     cache_bytes: int
     drafted: int
     accepted: int
+    planning: float = 0.0
+    launching: float = 0.0
 
 
 _Launched = tuple[list[Chosen], list[list[int]] | None]
@@ -162,6 +167,8 @@ class Engine:
         self._indexes: dict[Request, NgramIndex] = {}
         self._drafted = 0
         self._accepted = 0
+        self._planning = 0.0
+        self._launching = 0.0
         self._dormant = dormant
 
     @classmethod
@@ -197,6 +204,8 @@ class Engine:
             cache_bytes=self._cache.nbytes,
             drafted=self._drafted,
             accepted=self._accepted,
+            planning=self._planning,
+            launching=self._launching,
         )
 
     def add(self, sequence: Asked) -> None:
@@ -241,13 +250,17 @@ class Engine:
         ahead = self._runs_ahead()
         if not ahead and self._launched:
             return self._read()
+        started = time.perf_counter()
         plan = self._scheduler.plan(self._speculation)
+        planned = time.perf_counter()
+        self._planning += planned - started
         if plan:
             self._steps += 1
             rows = [self._rows[request] for request in plan.decoding]
             drafts = self._drafts(rows, plan.drafts) if self._speculation else None
             pieces = [(self._row(piece.request), piece) for piece in plan.pieces]
             self._launched.append((self._runner.launch(rows, pieces, drafts), drafts))
+            self._launching += time.perf_counter() - planned
         elif not self._launched and self._requests:
             raise DeviceError(
                 f"{self.device}: out of memory for the cache of a single request: end what else uses it, or lower "
