@@ -89,13 +89,13 @@ def write_lines() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def two_nodes() -> Iterator[str]:
-    """The address of a Ray cluster on this machine: two nodes, one core each. They find the jobs of tests/cpu/dist."""
+    """The address of a Ray cluster on this machine: two nodes, one core each. They find the jobs of dist and engine here."""
     import ray
     from ray.cluster_utils import Cluster
 
     nodes = Cluster()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "dist"))
+        patch.setenv("PYTHONPATH", os.pathsep.join(str(Path(__file__).parent / room) for room in ("dist", "engine")))
         for _ in range(2):
             nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
     yield nodes.address

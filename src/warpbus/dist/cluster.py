@@ -5,7 +5,8 @@ import socket
 import time
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -44,19 +45,51 @@ def launch_on_cluster(
         DeviceError: the cluster has too few free GPUs or cores, a process or its machine died, or a process stopped at
             an exception of another kind.
     """
-    ray = _ray()
-    connected_here = not ray.is_initialized()
-    if connected_here:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise UsageError(f"cluster {address}: {first}: give auto on a machine of it, or ray://HOST:PORT") from error
-    try:
-        _Crew(ray, processes, address, gpus).run(function, arguments, receive)
-    finally:
-        if connected_here:
-            ray.shutdown()
+    with ClusterProcesses(function, processes=processes, address=address, gpus=gpus, receive=receive) as started:
+        started.run(*arguments)
+
+
+class ClusterProcesses:
+    """Processes of a Ray cluster, used as `Processes`; arguments and errors as of `launch_on_cluster`."""
+
+    def __init__(self, function: Job, *, processes: int, address: str, gpus: bool, receive: Receive) -> None:
+        self._function = function
+        self._receive = receive
+        self._address = address
+        self._ray = _ray()
+        self._crew = _Crew(self._ray, processes, address, gpus)
+        self._connected_here = False
+
+    def __enter__(self) -> Self:
+        ray = self._ray
+        self._connected_here = not ray.is_initialized()
+        if self._connected_here:
+            try:
+                ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
+            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                first = str(error).strip().splitlines()[0]
+                raise UsageError(
+                    f"cluster {self._address}: {first}: give auto on a machine of it, or ray://HOST:PORT"
+                ) from error
+        return self
+
+    def run(self, *arguments: object) -> None:
+        """Let all processes do the job, once; returns when all have returned."""
+        self._crew.run(self._function, arguments, self._receive)
+
+    def tell(self, what: object) -> None:
+        """As `Processes.tell`, but it does not wait."""
+        self._crew.tell(what)
+
+    def kill(self) -> None:
+        """As `Processes.kill`."""
+        self._crew.kill()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._connected_here:
+            self._ray.shutdown()
 
 
 def _ray() -> Any:
@@ -67,11 +100,32 @@ def _ray() -> Any:
         raise UsageError("a cluster needs Ray: pip install 'warpbus[cluster]' on each of its machines") from error
 
 
+class _QueueLine:
+    """The `Line` of a job in an actor."""
+
+    def __init__(self, said: "SimpleQueue[Message | Done | Failure]", told: "SimpleQueue[Any]") -> None:
+        self._said = said
+        self._told = told
+
+    def __call__(self, content: object, /) -> None:
+        self._said.put(Message(content))
+
+    def heard(self, timeout: float | None) -> list[Any]:
+        told = []
+        try:
+            told.append(self._told.get(timeout != 0.0, timeout))
+            while True:
+                told.append(self._told.get_nowait())
+        except Empty:
+            return told
+
+
 class _Actor:
-    """A process of the job. `run` works in one thread of it while `messages` is called in another."""
+    """A process of the job. `run` works in one thread of it while `messages` and `hear` are called in others."""
 
     def __init__(self) -> None:
         self._said: SimpleQueue[Message | Done | Failure] = SimpleQueue()
+        self._told: SimpleQueue[Any] = SimpleQueue()
 
     def node(self) -> str:
         return _ray().util.get_node_ip_address()
@@ -86,11 +140,14 @@ class _Actor:
         function, arguments = work
         try:
             group = join(meeting, rank, world, torch.device(device))
-            function(group, lambda content: self._said.put(Message(content)), *arguments)
+            function(group, _QueueLine(self._said, self._told), *arguments)
         except BaseException as error:
             self._said.put(Failure.of(error))
         else:
             self._said.put(Done())
+
+    def hear(self, what: object) -> None:
+        self._told.put(what)
 
     def messages(self) -> list[Message | Done | Failure]:
         """What has been said since the last call; waits a while for it."""
@@ -130,13 +187,20 @@ class _Crew:
             ]
             self._listen(receive, running)
         finally:
-            for actor in self._actors:
-                self._ray.kill(actor)
+            self.kill()
             util.remove_placement_group(held)
+
+    def tell(self, what: object) -> None:
+        # A group of one thread: what is told stays in its order.
+        self._actors[0].hear.options(concurrency_group="hear").remote(what)
+
+    def kill(self) -> None:
+        for actor in list(self._actors):
+            self._ray.kill(actor)
 
     def _start(self, held: Any) -> None:
         strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        kind = self._ray.remote(_Actor)
+        kind = self._ray.remote(concurrency_groups={"hear": 1})(_Actor)
         for rank in range(self._world):
             options = kind.options(
                 num_cpus=0 if self._gpus else 1,

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import torch
 
 from warpbus.dist import ProcessDiedError, Processes
+from warpbus.dist.cluster import ClusterProcesses
 from warpbus.engine.messages import Command, Event, Ready, Stop
 from warpbus.engine.serving_process import serve
 from warpbus.errors import WarpbusError
@@ -91,6 +92,7 @@ class Keeper:
     Args:
         arguments: of `serve`, after its first two.
         devices: of the processes.
+        cluster: see `ServiceOptions`.
         max_restarts: how often they are started again after deaths in a row.
         listen: called in the event loop with what the engine says, or what happened to it, and the time that was.
     """
@@ -100,16 +102,18 @@ class Keeper:
         arguments: tuple[object, ...],
         *,
         devices: Sequence[torch.device],
+        cluster: str | None,
         max_restarts: int,
         listen: Callable[[float, Sequence[Report]], None],
     ) -> None:
         self._arguments = arguments
         self._devices = devices
+        self._cluster = cluster
         self._max_restarts = max_restarts
         self._listen = listen
         self._loop = asyncio.get_running_loop()
         self._ending = threading.Event()
-        self._processes: Processes | None = None
+        self._processes: Processes | ClusterProcesses | None = None
         self._outbox: Outbox | None = None
         self._up_since: float | None = None
         threading.Thread(target=self._keep, name="warpbus-engine", daemon=True).start()
@@ -151,7 +155,7 @@ class Keeper:
     def _live(self) -> WarpbusError | None:
         """One life of the processes: why it ended, None where it was to end."""
         try:
-            with Processes(serve, devices=self._devices, receive=self._receive, apart=True) as processes:
+            with self._new() as processes:
                 self._processes = processes
                 if not self._ending.is_set():
                     self._run(processes)
@@ -161,7 +165,14 @@ class Keeper:
             self._processes = None
         return None
 
-    def _run(self, processes: Processes) -> None:
+    def _new(self) -> Processes | ClusterProcesses:
+        devices, receive = self._devices, self._receive
+        if self._cluster is None:
+            return Processes(serve, devices=devices, receive=receive, apart=True)
+        gpus = devices[0].type == "cuda"
+        return ClusterProcesses(serve, processes=len(devices), address=self._cluster, gpus=gpus, receive=receive)
+
+    def _run(self, processes: Processes | ClusterProcesses) -> None:
         try:
             processes.run(*self._arguments)
         except BaseException:

@@ -27,6 +27,8 @@ class ServiceOptions:
         max_restarts: how often the processes are started again after deaths in a row, with less than a minute of
             service between them, before the service gives up.
         tensor_parallel: over how many GPUs (or processes on the CPU) the model is cut.
+        cluster: "auto" or "ray://HOST:PORT": the processes run on machines of a Ray cluster, on each of which the model
+            directory has the same path. None: on this machine.
 
     Raises:
         UsageError: a value is out of range.
@@ -44,6 +46,7 @@ class ServiceOptions:
     speculation: int = 0
     max_restarts: int = 5
     tensor_parallel: int = 1
+    cluster: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -62,14 +65,18 @@ class ServiceOptions:
             resolve_dtype(self.dtype)
 
     def devices(self) -> list[torch.device]:
-        """The device of each process.
+        """The device of each process; on a cluster only its kind.
 
         Raises:
-            UsageError: `device` is not known, or one GPU is named for several processes.
+            UsageError: `device` is not known, or one GPU is named for several processes or on a cluster.
             DeviceError: a GPU that is not there, or fewer than are asked for.
         """
-        first = resolve_device(self.device)
         count = self.tensor_parallel
+        if self.cluster is not None:
+            if self.device not in ("auto", "cuda", "cpu"):
+                raise UsageError(f"device {self.device}: on a cluster give auto or cuda for its GPUs, or cpu")
+            return [torch.device("cpu" if self.device == "cpu" else "cuda")] * count
+        first = resolve_device(self.device)
         if first.type == "cpu" or count == 1:
             return [first] * count
         if ":" in self.device:

@@ -140,6 +140,7 @@ class Service:
         service._keeper = Keeper(
             (load, checkpoint.directory, options, service.config.vocab_size, service.stop_ids),
             devices=devices,
+            cluster=options.cluster,
             max_restarts=options.max_restarts,
             listen=service._hear,
         )

@@ -465,6 +465,15 @@ def test_two_processes_step_alike_and_die_together() -> None:
     with_service(test, tensor_parallel=2, max_restarts=0)
 
 
+def test_processes_of_a_cluster_answer(two_nodes: str) -> None:
+    async def test(service: Service) -> None:
+        prompts = [[10] * (1 + index) for index in range(20)]
+        answers = await asyncio.gather(*(collect(service, prompt, 5) for prompt in prompts))
+        assert answers == [(tokens(5, prompt), "length") for prompt in prompts]
+
+    with_service(test, tensor_parallel=2, cluster=two_nodes)
+
+
 def test_what_keeps_an_engine_from_starting_is_raised(tmp_path: Path) -> None:
     async def run() -> None:
         others = psutil.Process().children()
@@ -490,5 +499,8 @@ def test_options_out_of_range(options: dict[str, object]) -> None:
 
 def test_devices_of_the_options() -> None:
     assert ServiceOptions(device="cpu", tensor_parallel=3).devices() == [torch.device("cpu")] * 3
+    assert ServiceOptions(cluster="auto", tensor_parallel=2).devices() == [torch.device("cuda")] * 2
+    with pytest.raises(UsageError, match=r"^device cuda:1: on a cluster give auto or cuda"):
+        ServiceOptions(device="cuda:1", cluster="auto").devices()
     with pytest.raises(UsageError, match=r"^device is 'tpu'"):
         ServiceOptions(device="tpu").devices()
