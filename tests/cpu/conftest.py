@@ -89,7 +89,7 @@ def write_lines() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def two_nodes() -> Iterator[str]:
-    """The address of a Ray cluster on this machine: two nodes, one core each. They find the jobs of dist and engine here."""
+    """The address of a Ray cluster on this machine: two nodes, one core each. They find jobs of dist and engine."""
     import ray
     from ray.cluster_utils import Cluster
 
