@@ -20,6 +20,6 @@ def chromium() -> Iterator[Any]:
     if not CHROMIUM.exists():
         pytest.skip(f"there is no Chromium at {CHROMIUM}: apt-get install chromium")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()

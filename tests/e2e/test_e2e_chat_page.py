@@ -217,6 +217,7 @@ def test_a_restarting_engine_is_waited_for(timed, server):
         chat.page.clock.run_for(2600)
     assert len(server.requests) == 1
     server.healthy = True
+    chat.page.clock.run_for(2600)
     chat.page.clock.resume()
     chat.answered()
     assert chat.texts() == ["Are you there?", "Hello."]
@@ -234,22 +235,21 @@ def test_a_server_that_is_away_is_asked_again(chat):
     chat.problems.clear()  # ERR_FAILED, of the browser's own accord
 
 
-@pytest.mark.parametrize(
-    ("status", "error", "sentence"),
-    [
+def test_a_refusal_is_told_and_nothing_is_lost(chat, server):
+    for status, error, sentence in [
         (400, {"message": "x", "code": "context_length_exceeded"}, "longer than the model can read"),
         (413, {"message": "x"}, "longer than the model can read"),
         (400, {"message": "<b>temperature</b> is odd"}, "The server answered: <b>temperature</b> is odd"),
         (500, {}, "The server answered: HTTP 500"),
         (503, {"message": "it sleeps", "code": "asleep"}, "The server answered: it sleeps"),
-    ],
-)
-def test_a_refusal_is_told_and_nothing_is_lost(chat, server, status, error, sentence):
-    server.failures = [(status, error, {})]
-    chat.ask("A question")
-    chat.notice(sentence)
-    assert chat.texts() == ["A question"]
-    assert chat.reported() == [status]
+    ]:
+        server.failures = [(status, error, {})]
+        chat.ask("A question")
+        chat.notice(sentence)
+        assert chat.texts() == ["A question"]
+        assert chat.reported() == [status]
+        chat.page.click("#new")
+        assert chat.page.inner_text("#notice") == ""
 
 
 def test_a_stream_that_breaks_keeps_its_text(chat, server):
