@@ -29,7 +29,7 @@ def block_keys(token_ids: Sequence[int], known: Sequence[bytes] = (), *, salt: b
     for start in range(len(keys) * BLOCK, len(token_ids) - BLOCK + 1, BLOCK):
         before = keys[-1] if keys else salt
         tokens = array("q", token_ids[start : start + BLOCK])
-        keys.append(hashlib.blake2b(tokens.tobytes(), key=before[:64], digest_size=32).digest())
+        keys.append(hashlib.blake2b(before + tokens.tobytes(), digest_size=32).digest())
     return keys
 
 
