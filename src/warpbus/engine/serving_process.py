@@ -4,7 +4,6 @@ With tensor parallelism there are several, which do the same with the same seque
 the commands and hands them to the others before each step; only what the first computes is sent.
 """
 
-import pickle
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,8 +39,6 @@ from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 
 # Of loading, no more often than this is told.
 _PARTS_TOLD = 200
-# Commands of an ordinary step fit into one exchange of so many bytes; the others take a second one.
-_BYTES_AT_ONCE = 2048
 # After so long without work the engine shrinks. Where several processes idle, this is also how often the first one is
 # heard of: a wait for it may last _PATIENCE.
 _SECONDS_OF_SILENCE = 300.0
@@ -106,7 +103,7 @@ class _Lockstep:
     def __init__(self, group: Group) -> None:
         self._first = group.is_first
         self._others = group.world > 1
-        self._buffer = torch.zeros(_BYTES_AT_ONCE, dtype=torch.uint8)
+        self._count = torch.zeros(1, dtype=torch.int64)
         # Commands are the host's: they should wait neither for a GPU nor on it.
         self._talk = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE) if self._others else None
 
@@ -117,34 +114,23 @@ class _Lockstep:
 
     def share(self, line: Line, *, wait: bool) -> list[Command]:
         """The commands that have come; `wait` for some if there is nothing else to do."""
-        if not self._first:
-            return self._receive()
-        said: list[list[Command]] = line.heard(_SECONDS_OF_SILENCE if wait else 0.0)
-        commands = [command for several in said for command in several]
-        if wait and not commands:
-            commands = [Shrink()]
-        if self._others:
-            self._send(commands)
-        return commands
+        commands: list[Command] = []
+        if self._first:
+            said: list[list[Command]] = line.heard(_SECONDS_OF_SILENCE if wait else 0.0)
+            commands = [command for several in said for command in several]
+            if wait and not commands:
+                commands = [Shrink()]
+        return self._agreed(commands) if self._others else commands
 
-    def _send(self, commands: list[Command]) -> None:
-        data = pickle.dumps(commands) if commands else b""
-        inline = data[: _BYTES_AT_ONCE - 8]
-        head = len(data).to_bytes(8, "little") + inline
-        self._buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        torch.distributed.broadcast(self._buffer, 0, self._talk)
-        if rest := data[len(inline) :]:
-            torch.distributed.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), 0, self._talk)
-
-    def _receive(self) -> list[Command]:
-        torch.distributed.broadcast(self._buffer, 0, self._talk)
-        head = self._buffer.numpy().tobytes()
-        size, data = int.from_bytes(head[:8], "little"), head[8:]
-        if size > len(data):
-            rest = torch.empty(size - len(data), dtype=torch.uint8)
-            torch.distributed.broadcast(rest, 0, self._talk)
-            data += rest.numpy().tobytes()
-        return pickle.loads(data[:size]) if size else []
+    def _agreed(self, commands: list[Command]) -> list[Command]:
+        """Those of the first process. Mostly there are none, and their number is all that is exchanged."""
+        self._count[0] = len(commands)
+        torch.distributed.broadcast(self._count, 0, self._talk)
+        if not self._count:
+            return []
+        shared = [commands]
+        torch.distributed.broadcast_object_list(shared, 0, self._talk)
+        return shared[0]
 
 
 class _Requests:
