@@ -85,7 +85,7 @@ def test_damaged_storage_costs_only_what_is_damaged(chat, server):
         "warpbus.chat.other": good,  # the id is not its name
         "warpbus.chat.odd": json.dumps(odd),
         "warpbus.settings": '{"theme": 7, "temperature": "hot", "language": "tlh", "model": "gone"}',
-        "warpbus.drafts": '["x"',
+        "warpbus.draft.new": '["x"',
     }
     chat.page.evaluate("s => { for (const [k, v] of Object.entries(s)) localStorage.setItem(k, v); }", stored)
     chat.page.goto(server.url)

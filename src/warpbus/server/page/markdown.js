@@ -136,7 +136,8 @@ export class MarkdownView {
   constructor(root, actions = { label: "" }) {
     this.root = root;
     this.actions = actions;
-    this.source = "";
+    this.written = "";
+    this.source = ""; // the same with line feeds only
     this.done = 0; // characters whose blocks are final
     this.env = {}; // link references, which later blocks may use
     this.tail = []; // nodes of what is not final
@@ -145,6 +146,7 @@ export class MarkdownView {
 
   /** Shows `written`, which begins with what was shown before; `finished` when no more comes. */
   update(written, finished = false) {
+    this.written = written;
     const source = written.replace(/\r\n?/g, "\n");
     if (this.finished || !source.startsWith(this.source.slice(0, this.done))) {
       this.root.replaceChildren();

@@ -39,6 +39,7 @@ class AnswerView {
     this.node.classList.add("streaming", "waiting");
     this.node.setAttribute("aria-busy", "true");
     this.body.setAttribute("aria-label", t("thinking"));
+    this.markdown.update(this.version.content);
     this.foot.replaceChildren();
   }
 
@@ -48,7 +49,9 @@ class AnswerView {
     this.node.classList.remove("streaming", "waiting");
     this.node.removeAttribute("aria-busy");
     this.body.removeAttribute("aria-label");
-    this.markdown.update(this.version.content, true);
+    if (!this.markdown.finished || this.markdown.written !== this.version.content) {
+      this.markdown.update(this.version.content, true);
+    }
     this.foot.replaceChildren(...this.footer(last));
   }
 
@@ -110,6 +113,7 @@ export class MessagesView {
   constructor(actions) {
     this.actions = actions;
     this.answer = null; // the view of the last message where it is an answer
+    this.views = new WeakMap(); // message -> its AnswerView: a long conversation is not rendered anew for each answer
     this.atBottom = true;
     const scroll = $("scroll");
     scroll.addEventListener("scroll", () => {
@@ -131,7 +135,8 @@ export class MessagesView {
     const nodes = messages.map((message, index) => {
       if (message.role === "user") return this.question(message, index === lastQuestion && !streaming);
       const last = index === messages.length - 1;
-      const view = new AnswerView(message, this.actions);
+      const view = this.views.get(message) ?? new AnswerView(message, this.actions);
+      this.views.set(message, view);
       if (last) this.answer = view;
       if (last && streaming) {
         view.begin();
@@ -142,6 +147,11 @@ export class MessagesView {
     $("messages").replaceChildren(...nodes);
     if (keepPlace && !this.atBottom) $("scroll").scrollTop = place;
     else this.toBottom();
+  }
+
+  /** The language is another one. */
+  forget() {
+    this.views = new WeakMap();
   }
 
   question(message, last) {

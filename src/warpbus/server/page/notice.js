@@ -62,7 +62,8 @@ export class Notice {
 
   countDown(seconds) {
     const text = this.say(t("busy", { n: seconds }), [textButton(t("retryNow"), this.actions.retry)], true);
-    $("notice").setAttribute("aria-live", "off"); // the count would be read out every second
+    text.setAttribute("aria-hidden", "true"); // the count would be read out every second
+    text.before(make("span", "hidden", t("busy", { n: seconds })));
     const tick = (left) => {
       if (left <= 0) {
         this.actions.retry();
@@ -72,7 +73,6 @@ export class Notice {
       this.timer = setTimeout(() => tick(left - 1), 1000);
     };
     tick(seconds);
-    $("notice").removeAttribute("aria-live");
   }
 
   /** Looks whether the server is back, and then asks again. */

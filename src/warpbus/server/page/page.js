@@ -81,6 +81,8 @@ function show({ keepPlace = false } = {}) {
   showNotice();
   showComposer();
   showContext();
+  // The button that was pressed may be gone; the keyboard goes on from the box.
+  if (document.activeElement === document.body && !touch.matches) $("question").focus();
 }
 
 function showNotice() {
@@ -129,6 +131,7 @@ function applyAppearance() {
   else delete document.documentElement.dataset.theme;
   setLanguage(language);
   translate(document);
+  messages.forget();
   $("language").textContent = t("otherLanguage");
   $("language").setAttribute("aria-label", t("otherLanguageLabel"));
   const name = t({ auto: "themeAuto", light: "themeLight", dark: "themeDark" }[theme] ?? "themeAuto");
@@ -279,7 +282,8 @@ $("question").addEventListener("input", () => {
 });
 $("question").addEventListener("keydown", (event) => {
   if (event.isComposing || event.keyCode === 229) return; // Enter belongs to the input method
-  if (event.key === "Enter" && !event.shiftKey && !touch.matches) {
+  const command = event.ctrlKey || event.metaKey;
+  if (event.key === "Enter" && (command || (!event.shiftKey && !touch.matches))) {
     event.preventDefault();
     send();
   } else if (event.key === "ArrowUp" && !$("question").value) {
@@ -349,7 +353,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") {
     if (document.body.classList.contains("drawer-open")) toggleDrawer(false);
     else if (editing) endEdit();
-    else chat.stop(current);
+    else if (event.target !== $("search")) chat.stop(current);
   } else if (command && event.shiftKey && event.key.toLowerCase() === "o") {
     event.preventDefault();
     open(null);

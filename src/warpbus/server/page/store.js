@@ -3,7 +3,7 @@
 
 const CHAT = "warpbus.chat.";
 const SETTINGS = "warpbus.settings";
-const DRAFTS = "warpbus.drafts";
+const DRAFT = "warpbus.draft.";
 const KEY = "warpbus.key";
 const DEFAULTS = { theme: "auto", language: "auto", model: "", system: "", temperature: null, top_p: null, max_tokens: null, sidebar: true };
 const IMPORT_LIMIT = 5000; // conversations
@@ -67,9 +67,9 @@ export class Store {
       const value = settings?.[name];
       if (usual === null ? Number.isFinite(value) : typeof value === typeof usual) this.settings[name] = value;
     }
-    for (const [id, draft] of Object.entries(this.readJson(DRAFTS) ?? {})) if (typeof draft === "string") this.drafts[id] = draft;
     let damaged = 0;
     for (const name of Object.keys(localStorage)) {
+      if (name.startsWith(DRAFT)) this.drafts[name.slice(DRAFT.length)] = text(this.readJson(name));
       if (!name.startsWith(CHAT)) continue;
       const conversation = readConversation(this.readJson(name));
       if (conversation && CHAT + conversation.id === name) this.conversations.set(conversation.id, conversation);
@@ -148,9 +148,9 @@ export class Store {
 
   saveDraft(id, draft) {
     if ((this.drafts[id] ?? "") === draft) return;
-    if (draft) this.drafts[id] = draft;
-    else delete this.drafts[id];
-    this.write(DRAFTS, this.drafts);
+    this.drafts[id] = draft;
+    if (draft) this.write(DRAFT + id, draft);
+    else this.erase(DRAFT + id);
   }
 
   get key() {
