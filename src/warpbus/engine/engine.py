@@ -37,13 +37,15 @@ from warpbus.engine.scheduler import Request, Scheduler
 from warpbus.engine.sequence import Piece, TokenLogprob
 from warpbus.engine.sequence import Sequence as Asked
 from warpbus.engine.speculation import NgramIndex, accepted
-from warpbus.engine.step import Step, batch_bucket
+from warpbus.engine.step import MIXED_ROWS, Step, batch_bucket
 from warpbus.errors import ContextLengthError, DeviceError, UsageError
 from warpbus.kernels.ops.attention import has_kernel
 from warpbus.models import Decoder, ModelConfig
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 2048}
-"""Tokens of prompts that are read in a step: a GPU is busy with fewer, and those that decode wait for them."""
+"""Tokens of prompts that are read in a step in which nobody waits for the next token."""
+
+_MIXED_TOKENS = {"cpu": 256, "cuda": MIXED_ROWS}  # of prompts and of those that decode, in a step where some do
 
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prompts are read with
 _WARM_LENGTHS = (512, 1024)  # tokens: sequences for which graphs are captured ahead
@@ -82,7 +84,7 @@ class Stats:
     launching: float = 0.0
 
 
-_Launched = tuple[list[Chosen], list[list[int]] | None]
+_Launched = tuple[Chosen, list[list[int]] | None]
 """A step: its tokens, and the drafts of the rows that decode."""
 
 
@@ -148,7 +150,12 @@ class Engine:
             raise DeviceError(f"{self.device}: out of memory for a cache: end what else uses it, or quantize the model")
         self._blocks = Blocks(count, back=self._cache.back, sharing=prefix_caching)
         self._blocks.backed = self._cache.backed
-        self._scheduler = Scheduler(self._blocks, max_num_seqs=max_num_seqs, prefill_tokens=self._prefill_tokens)
+        self._scheduler = Scheduler(
+            self._blocks,
+            max_num_seqs=max_num_seqs,
+            prefill_tokens=self._prefill_tokens,
+            mixed_tokens=_MIXED_TOKENS[self.device.type],
+        )
         self._speculation = speculation
         self._most_rows = max_num_seqs + speculation
         self._step = Step(
@@ -291,8 +298,7 @@ class Engine:
         while self.has_work:
             self.step()
         for longest in _WARM_LENGTHS if rows is not None else ():
-            for count in sorted({batch_bucket(count) for count in range(1, (rows or 1) + 1)}, reverse=True):
-                self._step.capture(count, min(longest, self.max_model_len))
+            self._step.capture(rows or 1, min(longest, self.max_model_len))
         self.shrink()
 
     def shrink(self) -> None:
@@ -376,22 +382,23 @@ class Engine:
     def _read(self) -> list[tuple[Asked, Piece]]:
         """The tokens of the earliest step that was not read."""
         pieces: list[tuple[Asked, Piece]] = []
-        launched, drafts = self._launched.popleft()
-        for part, chosen in enumerate(launched):
-            found = chosen.read()
-            # The rows that decode come first, each with as many tokens more as it has drafts.
-            guesses = drafts if drafts and part == 0 else [[]] * len(found)
-            for guess in guesses:
-                own, found = found[: len(guess) + 1], found[len(guess) + 1 :]
-                sequence = own[0][0].sequence
-                # Else it ended with the step before, or was dropped.
-                if sequence in self._requests:
-                    right = accepted(guess, [token for _, token, _ in own])
-                    if not sequence.params.greedy:
-                        sequence.give_back(len(guess) - right)
-                    self._accepted += right
-                    self._append(sequence, own[: right + 1])
-                    pieces.append((sequence, sequence.take()))
+        chosen, drafts = self._launched.popleft()
+        found = chosen.read()
+        at = 0
+        # The rows that decode come first, each with as many tokens more as it has drafts.
+        while at < len(found):
+            guess = drafts.pop(0) if drafts else []
+            own = found[at : at + len(guess) + 1]
+            at += len(own)
+            sequence = own[0][0].sequence
+            # Else it ended with the step before, or was dropped.
+            if sequence in self._requests:
+                right = accepted(guess, [token for _, token, _ in own])
+                if not sequence.params.greedy:
+                    sequence.give_back(len(guess) - right)
+                self._accepted += right
+                self._append(sequence, own[: right + 1])
+                pieces.append((sequence, sequence.take()))
         if not self._requests:
             self._launched.clear()
         return pieces

@@ -20,7 +20,7 @@ from warpbus.engine.sampler import Sampler
 from warpbus.engine.scheduler import Piece, Request
 from warpbus.engine.sequence import Sequence as Asked
 from warpbus.engine.sequence import TokenLogprob
-from warpbus.engine.step import Step
+from warpbus.engine.step import FROM_DEVICE, Rows, Step
 from warpbus.errors import DeviceError, NumericError
 from warpbus.models import Decoder
 
@@ -101,8 +101,6 @@ class Runner:
         vocabulary = model.config.vocab_size
         self._sampler = Sampler(rows, vocabulary, self._device)
         self._arranged: list[Asked] = []
-        # A sequence's first token is chosen apart from the others' next ones: its scores come from elsewhere.
-        self._first_sampler = Sampler(rows, vocabulary, self._device)
 
     @torch.inference_mode()
     def launch(
@@ -110,22 +108,32 @@ class Runner:
         decoding: Sequence[Row],
         pieces: Sequence[tuple[Row, Piece]],
         drafts: Sequence[Sequence[int]] | None = None,
-    ) -> list[Chosen]:
+    ) -> Chosen:
         """Launch a step: one token for each row that decodes, and for each whose prompt is read to its end.
 
         Args:
-            drafts: for each row that decodes, tokens that may follow its last one: it gets a token after each.
+            drafts: for each row that decodes, tokens that may follow its last one: it gets a token after each. Then
+                the host knows all last tokens.
         """
         with self._computing(len(decoding) + len(pieces)):
             self._tell_blocks([*decoding, *(row for row, _ in pieces)])
-            chosen = []
-            if drafts is not None and decoding:
-                chosen = [self._check(decoding, drafts)]
-            elif decoding:
-                chosen = [self._decode(list(decoding))]
-            else:
-                self._arrange([])
-            return chosen + self._read_pieces(pieces)
+            # Those that begin their sequences come first: where there is no graph, they are computed together.
+            pieces = sorted(pieces, key=lambda found: found[1].start > 0)
+            guesses = drafts if drafts is not None else [()] * len(decoding)
+            scores = self._scores(decoding, guesses, pieces, drafts is not None or self._step.host_embedding)
+            ended = [(row, piece.end) for row, piece in pieces if piece.is_last]
+            rows = [row for row, own in zip(decoding, guesses, strict=True) for _ in range(len(own) + 1)]
+            rows += [row for row, _ in ended]
+            self._arrange(
+                [*decoding, *(row for row, _ in ended)], None if drafts is None else [*drafts, *[()] * len(ended)]
+            )
+            chosen = self._choose(rows, scores)
+            if rows and drafts is None:
+                slots = self._sent(torch.tensor([row.slot for row in rows]))
+                ends = [*(row.request.computed for row in decoding), *(end for _, end in ended)]
+                self._step.last.index_copy_(0, slots, chosen.tokens)
+                self._step.positions.index_copy_(0, slots, self._sent(torch.tensor(ends, dtype=torch.int32)))
+            return chosen
 
     def _tell_blocks(self, rows: Sequence[Row]) -> None:
         """Complete the device's block tables."""
@@ -142,96 +150,76 @@ class Runner:
             slots, columns, blocks_told = self._sent(torch.tensor(told))
             self._step.blocks[slots, columns] = blocks_told.int()
 
-    def _arrange(self, sequences: list[Asked]) -> None:
+    def _arrange(self, rows: list[Row], drafts: Sequence[Sequence[int]] | None) -> None:
+        sequences = [row.sequence for row in rows]
         # Where all choices need their own parameters alone, nothing changes but who there is.
-        if sequences != self._arranged or not self._sampler.plain:
-            self._sampler.arrange(sequences)
+        if drafts is not None or sequences != self._arranged or not self._sampler.plain:
+            self._sampler.arrange(sequences, drafts)
             self._arranged = sequences
 
-    def _decode(self, rows: list[Row]) -> Chosen:
-        if self._step.host_embedding:
-            return self._check(rows, [()] * len(rows))
-        self._arrange([row.sequence for row in rows])
-        self._sampler.draw()
-        scores = self._step.scores([row.slot for row in rows], max(row.request.computed for row in rows))
-        chosen = self._choose(rows, self._sampler, scores)
-        slots = self._sent(torch.tensor([row.slot for row in rows]))
-        self._step.positions.index_add_(0, slots, torch.ones_like(slots, dtype=torch.int32))
-        self._step.last.index_copy_(0, slots, chosen.tokens)
-        return chosen
+    def _scores(
+        self,
+        decoding: Sequence[Row],
+        guesses: Sequence[Sequence[int]],
+        pieces: Sequence[tuple[Row, Piece]],
+        known: bool,
+    ) -> Tensor | None:
+        """Scores after the last token of each row and each of its guesses, and after each prompt that ends.
 
-    def _check(self, rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> Chosen:
-        """A token after each row's last one and after each of its drafts, all of which the host says."""
-        self._sampler.arrange([row.sequence for row in rows], drafts)
-        self._sampler.draw()
-        each: list[Row] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        stored: list[int] = []
-        for row, own in zip(rows, drafts, strict=True):
-            request, first = row.request, row.request.computed - 1
-            each += [row] * (len(own) + 1)
-            tokens += [request.ids[-1], *own]
-            positions += range(first, first + len(own) + 1)
-            stored += _slots(request.blocks, first, first + len(own) + 1)
-        scores = self._step.scores_of(tokens, positions, stored, [row.slot for row in each])
-        return self._choose(each, self._sampler, scores)
+        Args:
+            known: the host knows all last tokens.
+        """
+        step = self._step
+        count = sum(len(own) + 1 for own in guesses) + sum(piece.end - piece.start for _, piece in pieces)
+        longest = max(row.request.computed for row in (*decoding, *(row for row, _ in pieces)))
+        if pieces and step.takes(count, longest):
+            return step.scores_of(_together(decoding, guesses, pieces, known), prompts=True)
+        parts: list[Tensor] = []
+        if decoding and known:
+            parts.append(step.scores_of(_together(decoding, guesses, (), known), prompts=False))
+        elif decoding:
+            parts.append(step.scores([row.slot for row in decoding], max(row.request.computed for row in decoding)))
+        if pieces:
+            parts += self._prompt_scores(pieces)
+        return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
 
-    def _read_pieces(self, pieces: Sequence[tuple[Row, Piece]]) -> list[Chosen]:
-        if not pieces:
-            return []
-        # Those that begin their sequences come first: they are computed together.
-        pieces = sorted(pieces, key=lambda found: found[1].start > 0)
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
+    def _prompt_scores(self, pieces: Sequence[tuple[Row, Piece]]) -> list[Tensor]:
+        """Read pieces of prompts without a graph; scores after those that end, if there are any."""
+        rows = _together((), (), pieces, known=True)
         stretches: list[Stretch] = []
-        last_tokens: list[int] = []
+        begin = 0
         for row, piece in pieces:
-            begin = len(ids)
-            ids += row.request.ids[piece.start : piece.end]
-            positions += range(piece.start, piece.end)
-            slots += _slots(row.request.blocks, piece.start, piece.end)
+            end = begin + piece.end - piece.start
             blocks = self._step.blocks[row.slot, : -(-piece.end // BLOCK)] if piece.start else None
-            stretches.append(Stretch(begin, len(ids), piece.start, blocks))
-            if piece.is_last:
-                last_tokens.append(len(ids) - 1)
-        tokens, places, stored = self._sent(torch.tensor([ids, positions, slots]))
-        context = PieceAttention(self._model.config, self._step.table, self._cache, places.int(), stored, stretches)
+            stretches.append(Stretch(begin, end, piece.start, blocks))
+            begin = end
+        tokens, positions, stored = self._sent(torch.tensor([rows.tokens, rows.positions, rows.stored]))
+        config, table = self._model.config, self._step.table
+        context = PieceAttention(config, table, self._cache, positions.int(), stored, stretches)
         hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
-        last = [(row, piece) for row, piece in pieces if piece.is_last]
-        if not last:
-            return []
-        scores = self._model.scores(hidden[self._sent(torch.tensor(last_tokens))])
-        rows = [row for row, _ in last]
-        self._first_sampler.arrange([])  # nothing is kept from an earlier turn
-        self._first_sampler.arrange([row.sequence for row in rows])
-        self._first_sampler.draw()
-        chosen = self._choose(rows, self._first_sampler, scores)
-        slot = self._sent(torch.tensor([row.slot for row in rows]))
-        ends = self._sent(torch.tensor([piece.end for _, piece in last], dtype=torch.int32))
-        self._step.positions.index_copy_(0, slot, ends)
-        self._step.last.index_copy_(0, slot, chosen.tokens)
-        return [chosen]
+        return [self._model.scores(hidden[self._sent(torch.tensor(rows.chosen))])] if rows.chosen else []
 
-    def _choose(self, rows: list[Row], sampler: Sampler, scores: Tensor) -> Chosen:
-        tokens, best = sampler.choose(scores)
-        if self._group is not None and self._group.world > 1:
-            self._group.broadcast(tokens)
-        sampler.saw(tokens)
-        logprobs = sampler.logprobs()
+    def _choose(self, rows: list[Row], scores: Tensor | None) -> Chosen:
         # One copy brings both to the host: the tokens, and below them the best scores.
         both = torch.zeros(2, len(rows), dtype=torch.int64, device=self._device)
-        both[0] = tokens
-        both[1].view(torch.float32)[: len(rows)] = best
+        logprobs = None
+        if scores is not None:
+            self._sampler.draw()
+            tokens, best = self._sampler.choose(scores)
+            if self._group is not None and self._group.world > 1:
+                self._group.broadcast(tokens)
+            self._sampler.saw(tokens)
+            logprobs = self._sampler.logprobs()
+            both[0] = tokens
+            both[1].view(torch.float32)[: len(rows)] = best
         if self._device.type != "cuda":
-            return Chosen(rows, tokens, both, logprobs, None)
+            return Chosen(rows, both[0], both, logprobs, None)
         result = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
         result.copy_(both, non_blocking=True)
         found = None if logprobs is None else logprobs.to_host()
         arrived = torch.cuda.Event()
         arrived.record()
-        return Chosen(rows, tokens, result, found, arrived)
+        return Chosen(rows, both[0], result, found, arrived)
 
     def _sent(self, numbers: Tensor) -> Tensor:
         """Numbers on the device, on a GPU without waiting for it."""
@@ -252,6 +240,27 @@ class Runner:
             ) from error
 
 
-def _slots(blocks: Sequence[int], start: int, end: int) -> Iterator[int]:
-    """Where the tokens `start` to `end - 1` of a sequence are stored: block * BLOCK + offset within it."""
-    return (blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start, end))
+def _together(
+    decoding: Sequence[Row], guesses: Sequence[Sequence[int]], pieces: Sequence[tuple[Row, Piece]], known: bool
+) -> Rows:
+    """The rows of a step: last tokens with the guesses that follow them, then pieces of prompts."""
+    rows = Rows()
+    for row, own in zip(decoding, guesses, strict=True):
+        request, first = row.request, row.request.computed - 1
+        rows.chosen += range(len(rows.tokens), len(rows.tokens) + len(own) + 1)
+        rows.tokens += [request.ids[-1] if known else FROM_DEVICE, *own]
+        _append(rows, row, first, first + len(own) + 1)
+    for row, piece in pieces:
+        rows.tokens += row.request.ids[piece.start : piece.end]
+        _append(rows, row, piece.start, piece.end)
+        if piece.is_last:
+            rows.chosen.append(len(rows.tokens) - 1)
+    return rows
+
+
+def _append(rows: Rows, row: Row, start: int, end: int) -> None:
+    """Say where the tokens `start` to `end - 1` of a sequence stand, and where they are stored."""
+    blocks = row.request.blocks
+    rows.positions += range(start, end)
+    rows.stored += [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start, end)]
+    rows.slots += [row.slot] * (end - start)

@@ -84,7 +84,8 @@ class Scheduler:
     Args:
         blocks: of the cache; there have to be enough for one request of the greatest length.
         max_num_seqs: the most requests that run at once.
-        prefill_tokens: of the prompts, read in one step.
+        prefill_tokens: of the prompts, read in a step where nobody decodes.
+        mixed_tokens: of the prompts and of those that decode, in a step where some do: these wait for the prompts.
 
     Attributes:
         waiting, running: in their order.
@@ -92,10 +93,13 @@ class Scheduler:
         queried, found: tokens of prompts looked up in the cache, and found.
     """
 
-    def __init__(self, blocks: Blocks, *, max_num_seqs: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, blocks: Blocks, *, max_num_seqs: int, prefill_tokens: int, mixed_tokens: int | None = None
+    ) -> None:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._prefill_tokens = prefill_tokens
+        self._mixed_tokens = prefill_tokens if mixed_tokens is None else mixed_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
@@ -123,7 +127,11 @@ class Scheduler:
         """
         preempted: set[Request] = set()
         decoding, guesses = self._decoding(drafts, preempted)
-        return Plan(decoding, guesses, self._pieces(admit=not preempted))
+        budget = self._prefill_tokens
+        if decoding:
+            # One at least, so that nobody waits for ever.
+            budget = min(budget, max(1, self._mixed_tokens - len(decoding) - sum(guesses)))
+        return Plan(decoding, guesses, self._pieces(budget, admit=not preempted))
 
     def read(self, request: Request, token_ids: Sequence[int]) -> None:
         """Note the tokens that a step gave to a request: one, or more where guesses were right."""
@@ -156,8 +164,7 @@ class Scheduler:
                 request.length += 1
         return chosen, guesses
 
-    def _pieces(self, *, admit: bool) -> list[Piece]:
-        budget = self._prefill_tokens
+    def _pieces(self, budget: int, *, admit: bool) -> list[Piece]:
         pieces: list[Piece] = []
         for request in self.running:
             if budget and not request.decodes:

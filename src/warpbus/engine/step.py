@@ -1,10 +1,12 @@
-"""What the device keeps of every sequence, and the decode step over it: from the last token to scores of the next.
+"""What the device keeps of every sequence, and the step over it: from tokens to scores of the next ones.
 
-On a GPU a step is a CUDA graph, captured once for a number of rows and a bound of their lengths, and launched as one.
-Knows nothing of requests, sampling or text; `runner` says which sequences there are.
+On a GPU a step is a CUDA graph, captured once for a number of rows and a bound of their positions, and launched as one.
+A row is a token: the last one of a sequence, a guess that follows it, or one of a prompt. Knows nothing of requests,
+sampling or text; `runner` says which rows there are.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,7 +36,36 @@ def length_bucket(tokens: int, capacity: int) -> int:
     return min(max(SHORTEST_BUCKET, 1 << (tokens - 1).bit_length()), capacity)
 
 
-Key = tuple[int, int, bool]
+MIXED_ROWS = 1024
+"""Tokens of prompts and of those that decode that one graph takes: more are worth their launches."""
+
+FROM_DEVICE = -1
+"""In place of a token that the host does not know yet: the last one of its sequence."""
+
+_MIXED_BUCKETS = (32, 64, 128, 256, 384, 512, 768, MIXED_ROWS)
+_MIXED_LENGTH = 2048  # tokens: of longer sequences each token of a prompt would read too much of the cache again
+
+Key = tuple[int, int, str]
+"""Of a graph: rows, the bound of their positions, and what it is for: "own", "said" or "mixed" rows."""
+
+
+@dataclass
+class Rows:
+    """Tokens that a step takes, one below the other.
+
+    Attributes:
+        tokens: ids, or `FROM_DEVICE`.
+        positions: where they stand in their sequences.
+        stored: where their keys and values go: block * BLOCK + offset.
+        slots: of their sequences.
+        chosen: those rows after which a token is chosen.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    chosen: list[int] = field(default_factory=list)
 
 
 class Step:
@@ -79,13 +110,14 @@ class Step:
         self.positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.blocks = torch.zeros(slots + 1, -(-length // BLOCK), dtype=torch.int32, device=device)
         self.host_embedding = model.embedding.weight.device != device
-        rows = batch_bucket(rows)
+        chosen = batch_bucket(rows)
+        rows = max(chosen, MIXED_ROWS) if graphs else chosen
         self._slots = torch.full((rows,), slots, device=device)
         self._shown: list[int] = []
-        # Of tokens that the host says: ids, positions, and where their keys and values go.
-        self._said = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        # What the host says of rows: tokens, positions, where their keys and values go, which rows are chosen after.
+        self._said = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
-        self._scores = torch.empty(rows, model.config.vocab_size, dtype=dtype, device=device)
+        self._scores = torch.empty(chosen, model.config.vocab_size, dtype=dtype, device=device)
         self._graphs = _Graphs(device) if graphs else None
 
     def scores(self, slots: Sequence[int], longest: int) -> Tensor:
@@ -97,45 +129,65 @@ class Step:
             slots: of the sequences.
             longest: the tokens of the longest of them.
         """
-        return self._run(slots, longest, said=False)
+        count = len(slots)
+        if self._graphs is None:
+            self._show(slots, count)
+            return self._compute((count, longest, "own"))
+        key = batch_bucket(count), length_bucket(longest, self._capacity), "own"
+        self._show(slots, key[0])
+        self._replay(self._graphs, key)
+        return self._scores[:count]
 
-    def scores_of(
-        self, tokens: Sequence[int], positions: Sequence[int], stored: Sequence[int], slots: Sequence[int]
-    ) -> Tensor:
-        """As `scores`, of tokens that the host says: several of a sequence may follow each other.
+    def takes(self, rows: int, longest: int) -> bool:
+        """Whether so many rows, prompts among them, of sequences of at most `longest` tokens are one graph."""
+        return self._graphs is not None and rows <= MIXED_ROWS and longest <= _MIXED_LENGTH
+
+    def scores_of(self, rows: Rows, *, prompts: bool) -> Tensor:
+        """As `scores`, of rows that the host says: several of a sequence may follow each other.
 
         Args:
-            tokens, positions: the tokens, and where they stand in their sequences.
-            stored: where their keys and values go: block * BLOCK + offset.
-            slots: of their sequences.
+            prompts: not all rows are chosen after.
+
+        Returns:
+            `[chosen rows, vocabulary]`.
         """
-        count, said = len(tokens), torch.tensor([tokens, positions, stored])
+        count, chosen = len(rows.tokens), len(rows.chosen)
+        said = torch.tensor([rows.tokens, rows.positions, rows.stored, rows.chosen + [0] * (count - chosen)])
         if self._said.is_cuda:
             said = said.pin_memory()
         # What fills up stands at position 0 of nobody's sequence, whose block is nobody's.
         self._said.zero_()
         self._said[:, :count].copy_(said, non_blocking=True)
         if self.host_embedding:
-            self._embed(tokens)
-        return self._run(slots, max(positions) + 1, said=True)
+            self._embed(rows.tokens)
+        longest, use = max(rows.positions) + 1, "mixed" if prompts else "said"
+        if self._graphs is None:
+            self._show(rows.slots, count)
+            return self._compute((count, longest, use))[:chosen]
+        bucket = next(size for size in _MIXED_BUCKETS if size >= count) if prompts else batch_bucket(count)
+        self._show(rows.slots, bucket)
+        self._replay(self._graphs, (bucket, length_bucket(longest, self._capacity), use))
+        return self._scores[:chosen]
 
     def capture(self, rows: int, longest: int) -> None:
-        """Capture the graph for so many rows ahead of its first use."""
-        if self._graphs is not None:
-            self._show([], batch_bucket(rows))
-            self._replay(self._graphs, batch_bucket(rows), length_bucket(longest, self._capacity), said=False)
-
-    def _run(self, slots: Sequence[int], longest: int, *, said: bool) -> Tensor:
-        count = len(slots)
+        """Capture the graphs for up to so many sequences of `longest` tokens, and for prompts, before they are used."""
         if self._graphs is None:
-            self._show(slots, count)
-            return self._compute(count, longest, said)
-        self._show(slots, batch_bucket(count))
-        self._replay(self._graphs, batch_bucket(count), length_bucket(longest, self._capacity), said=said)
-        return self._scores[:count]
+            return
+        limit = length_bucket(longest, self._capacity)
+        keys: list[Key] = [(bucket, limit, "mixed") for bucket in _MIXED_BUCKETS]
+        keys += [(bucket, limit, "own") for bucket in {batch_bucket(count) for count in range(1, rows + 1)}]
+        self._said.zero_()
+        self._show([], len(self._slots))
+        # The largest first: what lies between finds room in their memory.
+        for key in sorted(keys, reverse=True):
+            self._replay(self._graphs, key)
 
-    def _replay(self, graphs: "_Graphs", rows: int, limit: int, *, said: bool) -> None:
-        graphs.run((rows, limit, said), lambda: self._scores[:rows].copy_(self._compute(rows, limit, said)))
+    def _replay(self, graphs: "_Graphs", key: Key) -> None:
+        def work() -> None:
+            scores = self._compute(key)
+            self._scores[: len(scores)].copy_(scores)
+
+        graphs.run(key, work)
 
     def _show(self, slots: Sequence[int], rows: int) -> None:
         """Tell the device which sequences there are, and fill up with the slot that is nobody's."""
@@ -151,16 +203,22 @@ class Step:
             rows = rows.pin_memory()
         self._embedded[: len(tokens)].copy_(rows, non_blocking=True)
 
-    def _compute(self, rows: int, limit: int, said: bool) -> Tensor:
+    def _compute(self, key: Key) -> Tensor:
+        rows, limit, use = key
         model, slots = self._model, self._slots[:rows]
         blocks = self.blocks[:, : -(-limit // BLOCK)].index_select(0, slots)
-        if said:
-            tokens, positions, stored = self._said[0, :rows], self._said[1, :rows].int(), self._said[2, :rows]
+        tokens, positions, stored = self.last.index_select(0, slots), self.positions, None
+        if use == "own":
+            positions = positions.index_select(0, slots)
         else:
-            tokens, positions, stored = self.last.index_select(0, slots), self.positions.index_select(0, slots), None
+            said, positions, stored = self._said[0, :rows], self._said[1, :rows].int(), self._said[2, :rows]
+            tokens = torch.where(said == FROM_DEVICE, tokens, said)
         context = StepAttention(model.config, self.table, self._cache, positions, blocks, limit, stored)
         x = self._embedded[:rows] if self.host_embedding else model.embed(tokens[:, None])
-        return model.scores(model.transform(x, None, context)[:, 0])
+        hidden = model.transform(x, None, context)[:, 0]
+        if use == "mixed":
+            hidden = hidden.index_select(0, self._said[3, : min(rows, len(self._scores))])
+        return model.scores(hidden)
 
 
 class _Graphs:
