@@ -111,7 +111,7 @@ class Step:
         self.blocks = torch.zeros(slots + 1, -(-length // BLOCK), dtype=torch.int32, device=device)
         self.host_embedding = model.embedding.weight.device != device
         chosen = batch_bucket(rows)
-        rows = max(chosen, MIXED_ROWS) if graphs else chosen
+        rows = max(chosen, MIXED_ROWS)
         self._slots = torch.full((rows,), slots, device=device)
         self._shown: list[int] = []
         # What the host says of rows: tokens, positions, where their keys and values go, which rows are chosen after.
