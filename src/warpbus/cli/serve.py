@@ -51,7 +51,7 @@ def serve(
     allowed_host: Annotated[list[str] | None, typer.Option(help="further name of this machine, on loopback")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="the longest answer that a request may ask for")] = None,
     max_n: Annotated[int, typer.Option(help="the most answers to a prompt")] = 16,
-    max_body_bytes: Annotated[int, typer.Option(help="of a request")] = 8 << 20,
+    max_body_bytes: Annotated[int, typer.Option(help="of a request")] = 2 << 20,
     max_connections: Annotated[int, typer.Option(help="open at the same time")] = 1024,
     request_timeout: Annotated[float, typer.Option(help="seconds that an answer may take")] = 3600.0,
     shutdown_timeout: Annotated[float, typer.Option(help="seconds that running answers get at the end")] = 30.0,

@@ -45,7 +45,7 @@ class ServerOptions:
     insecure: bool = False
     allow_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 2 << 20
     max_n: int = 16
     max_tokens: int | None = None
     max_schema_bytes: int = 64 << 10

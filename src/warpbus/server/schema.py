@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+
+from warpbus.engine.sampling_params import MOST_BIASES
 
 MOST_MESSAGES = 2048
 MOST_PARTS = 256
@@ -19,16 +21,33 @@ MOST_CHOICES = 128
 """Answers that one request may ask for: prompts times `n`."""
 
 _BIGGEST = 2**63 - 1
+_MOST_FIELDS = 64
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Millions of wrong items would become millions of errors, and hold up everybody: the first one is enough.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 21)]
+Choices = Annotated[list[str], Field(fail_fast=True, max_length=1 << 16)]
+
+
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise ValueError(f"it has {len(biases):,} entries: give at most {MOST_BIASES:,}")
+    return biases
 
 
 class Body(BaseModel):
     """What all bodies have in common."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+            raise ValueError(f"it has {len(data):,} fields, and at most {_MOST_FIELDS} can be right")
+        return data
 
 
 class TextPart(Body):
@@ -147,7 +166,7 @@ class StructuredOutputs(Body):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
 
 
 class Generating(Body):
@@ -161,7 +180,7 @@ class Generating(Body):
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
@@ -174,7 +193,7 @@ class Generating(Body):
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = Field(None, description="not used")
 
@@ -221,9 +240,11 @@ class CompletionRequest(Generating):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[
+            list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
+        ]
     )
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
@@ -260,4 +281,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: ModelName | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -52,7 +52,7 @@ def test_a_request_that_is_left_ends(served):
 
 
 def test_streams_get_a_comment_when_nothing_comes(served):
-    served.service.pause = 0.5
+    served.service.pause = 0.3
     body = {**CHAT, "messages": [{"role": "user", "content": "ab"}], "stream": True}
     with served.http() as http, http.stream("POST", PATH, json=body) as response:
         lines = list(response.iter_lines())
@@ -174,15 +174,14 @@ def test_slow_heads_and_slow_bodies_are_cut_off():
 
 def test_a_client_that_reads_nothing_does_not_hold_its_request():
     with serving(body_timeout=0.3) as running:
-        running.service.script = "x" * 400
-        running.service.max_model_len = 1 << 30
+        running.service.script = "x" * 100_000
+        running.service.max_model_len = 1 << 20
         body = json.dumps({**CHAT, "stream": True, "n": 16, "logprobs": True, "top_logprobs": 2}).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", running.port))
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            running.service.script = "x" * 100_000
             until(lambda: running.service.running == 16)
             until(lambda: running.service.running == 0, 20)
         assert running.service.ended["aborted"] > 0

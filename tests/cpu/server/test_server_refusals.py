@@ -104,6 +104,26 @@ def test_a_body_that_is_no_request_is_refused(http, path, content):
     error_of(http.post(path, content=content, headers={"content-type": "application/json"}), 400)
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "content"),
+    [
+        ("/v1/completions", "prompt", [1.5] * 400_000),
+        ("/v1/completions", "prompt", [[]] * 500_000),
+        ("/detokenize", "tokens", ["1"] * 400_000),
+        (CHAT, "messages", [{}] * 400_000),
+        (CHAT, "guided_choice", [1] * 600_000),
+        (CHAT, "logit_bias", {str(token): "x" for token in range(100_000)}),
+    ],
+)
+def test_many_mistakes_are_as_quick_to_tell_as_one(http, path, field, content):
+    body = {"model": "parrot", "messages": HELLO, field: content}
+    if path != CHAT:
+        del body["messages"]
+    response = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert error_of(response, 400)["param"] == field
+    assert len(response.content) < 1000
+
+
 def test_a_body_of_another_type_is_refused(http):
     content = b'{"model": "parrot", "messages": [{"role": "user", "content": "a"}]}'
     error = error_of(http.post(CHAT, content=content, headers={"content-type": "text/plain"}), 400)
@@ -128,10 +148,10 @@ def test_embeddings_are_refused_in_so_many_words(http):
 
 def test_a_long_body_is_refused_before_it_is_read(served):
     with served.http() as http:
-        error_of(http.post(CHAT, content=b" " * (9 << 20)), 413)
+        error_of(http.post(CHAT, content=b" " * (3 << 20)), 413)
 
         # Without a length in its head, a body is cut off where it passes the limit.
-        error_of(http.post(CHAT, content=iter([b" " * (1 << 20)] * 9)), 413)
+        error_of(http.post(CHAT, content=iter([b" " * (1 << 20)] * 3)), 413)
 
 
 def test_nothing_was_generated_for_any_of_these(http, served):
