@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
@@ -16,6 +17,9 @@ import warpbus
 from warpbus.bench.records import Parameter, Peer, Record, now, ratio
 from warpbus.bench.timing import FULL, QUICK, Call, Effort, Inputs, Timing, measure
 from warpbus.errors import DeviceError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Progress = Callable[[str, int, int], None]
 
@@ -159,12 +163,14 @@ class Plot:
         x_label: what that axis counts.
         panels: parameters of which each combination of values gets a picture of its own.
         stacked: the parameter whose values are the pieces of one bar, all but `WHOLE`.
+        figure: draws all of it in a way of its own.
     """
 
     x: str | None
     x_label: str = ""
     panels: tuple[str, ...] = ()
     stacked: str = ""
+    figure: "Callable[[Sequence[Record]], Figure] | None" = None
 
 
 @dataclass(frozen=True)

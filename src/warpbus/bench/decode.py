@@ -76,7 +76,7 @@ def _speed(run: Run, name: str, scheme: Scheme, tokens: int, peers: Peers) -> li
                 samples[peer].append((tokens - 1) / seconds)
     if run.profile:
         run.note(_profile(run, model, scheme))
-    read = sum(_step_bytes(config, scheme, dtype, _PROMPT + tokens // 2).values())
+    read = sum(step_bytes(config, scheme, dtype, _PROMPT + tokens // 2).values())
     result = Result(
         parameters={
             "shape": name,
@@ -174,7 +174,7 @@ def _profile(run: Run, model: Decoder, scheme: Scheme) -> str:
     for _ in range(_PROFILED_STEP + 1):
         engine.step()
     found = launches(engine.step)
-    of_each = _step_bytes(config, scheme, _dtype(run), _PROMPT + _PROFILED_STEP + 1)
+    of_each = step_bytes(config, scheme, _dtype(run), _PROMPT + _PROFILED_STEP + 1)
     least = {part: count / copy_bandwidth(run.device) * 1e6 for part, count in of_each.items()}
     layers = config.num_layers
     roles = {
@@ -185,7 +185,7 @@ def _profile(run: Run, model: Decoder, scheme: Scheme) -> str:
     return f"One token, {scheme}, by the profiler:\n{described(breakdown(found, roles))}"
 
 
-def _step_bytes(config: ModelConfig, scheme: Scheme, dtype: torch.dtype, context: int) -> dict[str, int]:
+def step_bytes(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, context: int) -> dict[str, int]:
     """What has to be read for a token of one sequence, by part of the model, all layers together."""
     hidden, attended = config.hidden_size, config.num_heads * config.head_dim
     shapes = {
@@ -194,7 +194,11 @@ def _step_bytes(config: ModelConfig, scheme: Scheme, dtype: torch.dtype, context
         "gate_up": (2 * config.ffn_size, hidden),
         "down": (hidden, config.ffn_size),
     }
-    read = {part: config.num_layers * int(n * k * scheme.bits_per_weight(k) / 8) for part, (n, k) in shapes.items()}
+
+    def bits(k: int) -> float:
+        return 8 * dtype.itemsize if scheme is None else scheme.bits_per_weight(k)
+
+    read = {part: config.num_layers * int(n * k * bits(k) / 8) for part, (n, k) in shapes.items()}
     read["attention"] = 2 * config.num_layers * config.num_kv_heads * context * config.head_dim * dtype.itemsize
     read["head"] = config.vocab_size * hidden * dtype.itemsize
     return read

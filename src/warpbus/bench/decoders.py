@@ -24,10 +24,10 @@ def ours(model: Decoder, length: int) -> Generate:
     """Our engine, for a prompt and answer of `length` tokens together."""
     engine = Engine(model, max_model_len=length, max_num_seqs=1)
     engine.warm()
-    return partial(_generate, engine)
+    return partial(decode_once, engine)
 
 
-def _generate(engine: Engine, prompt: int, tokens: int) -> float:
+def decode_once(engine: Engine, prompt: int, tokens: int) -> float:
     engine.add(request(random_prompt(engine.model.config, prompt), tokens=tokens))
     while not engine.step():  # until the first token is there
         pass

@@ -14,8 +14,8 @@ from warpbus.bench.report import number, shared_and_varying, shown
 from warpbus.formats.files import replace_file
 
 # Okabe and Ito's colours, which the colour-blind tell apart too.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_LIMIT = "#7f7f7f"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LIMIT = "#7f7f7f"
 _PANELS = 4  # so many do not stand in one row
 
 
@@ -30,6 +30,8 @@ def draw(records: Sequence[Record], title: str, plot: Plot, path: Path) -> None:
 
 def figure(records: Sequence[Record], title: str, plot: Plot) -> Figure:
     """Lines along a parameter, or bars for every case, in a panel for each combination of what `plot.panels` names."""
+    if plot.figure is not None:
+        return _captioned(plot.figure(records), records, title)
     if plot.stacked:
         records = [record for record in records if plot.stacked in record.case]
     panels: dict[tuple[Parameter | None, ...], list[Record]] = {}
@@ -66,6 +68,10 @@ def figure(records: Sequence[Record], title: str, plot: Plot) -> Figure:
         # The limit of a tiny case is far below what any launch takes: it may leave the picture.
         measured = [value for record in records for value in (record.ours, record.peer.value)]
         axes[0].set_ylim(min(measured) / 2, max(measured) * 2)
+    return _captioned(drawn, records, title)
+
+
+def _captioned(drawn: Figure, records: Sequence[Record], title: str) -> Figure:
     drawn.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     first = records[0]
     versions = ", ".join(
@@ -108,12 +114,12 @@ def _lines(axis: Axes, records: Sequence[Record], x: str, ignored: set[str]) -> 
         peers.setdefault(label.strip(), {})[at] = record.peer.value
         if record.floor is not None:
             limits.setdefault(" ".join(["limit", _label(record.case, limit_names)]).strip(), {})[at] = record.floor
-    colors = cycle(_COLORS)
+    colors = cycle(COLORS)
     for curves, style, width in ((ours, "o-", 2.0), (peers, "s--", 1.5)):
         for label, points in curves.items():
             axis.plot(list(points), list(points.values()), style, label=label, color=next(colors), lw=width, ms=4)
     for (label, points), style in zip(limits.items(), cycle((":", "-.")), strict=False):
-        axis.plot(list(points), list(points.values()), style, label=label, color=_LIMIT, lw=1.2)
+        axis.plot(list(points), list(points.values()), style, label=label, color=LIMIT, lw=1.2)
     powers_of_two = all(math.log2(float(record.case[x])).is_integer() for record in records)
     axis.set_xscale("log", base=2 if powers_of_two else 10)
     axis.set_yscale("log")
@@ -155,7 +161,7 @@ def _bars(axis: Axes, records: Sequence[Record], ignored: set[str]) -> None:
                 y,
                 value,
                 0.92 * height,
-                color=_COLORS[at],
+                color=COLORS[at],
                 alpha=1.0 if at == 0 else 0.55,
                 label=name if row == 0 else None,
             )
@@ -163,7 +169,7 @@ def _bars(axis: Axes, records: Sequence[Record], ignored: set[str]) -> None:
         floor = of_case[0].floor
         if floor is not None and floor <= 2 * largest:
             axis.plot(
-                [floor, floor], [row - 0.42, row + 0.42], ":", color=_LIMIT, lw=1.5, label="limit" if row == 0 else None
+                [floor, floor], [row - 0.42, row + 0.42], ":", color=LIMIT, lw=1.5, label="limit" if row == 0 else None
             )
     axis.set_yticks(range(len(cases)), list(cases), fontsize=8)
     axis.invert_yaxis()
@@ -178,7 +184,7 @@ def _stacked(axis: Axes, records: Sequence[Record], of: str, ignored: set[str]) 
     _, varying = shared_and_varying(records)
     names = [name for name in varying if name not in ignored and name != of]
     pieces = list(dict.fromkeys(str(record.case[of]) for record in records if record.case[of] != WHOLE))
-    styles = {piece: (_COLORS[at % len(_COLORS)], "//" * (at // len(_COLORS))) for at, piece in enumerate(pieces)}
+    styles = {piece: (COLORS[at % len(COLORS)], "//" * (at // len(COLORS))) for at, piece in enumerate(pieces)}
     cases: dict[str, dict[str, Record]] = {}
     others: dict[str, float] = {}
     first = records[0].peer.name  # what all are held against is a bar itself
@@ -198,9 +204,9 @@ def _stacked(axis: Axes, records: Sequence[Record], of: str, ignored: set[str]) 
         axis.text(left + 0.008 * largest, row, number(left), va="center", fontsize=8)
         floor = case[WHOLE].floor if WHOLE in case else None
         if floor is not None:
-            axis.plot([floor, floor], [row - 0.42, row + 0.42], ":", color=_LIMIT, lw=1.5, label="limit")
+            axis.plot([floor, floor], [row - 0.42, row + 0.42], ":", color=LIMIT, lw=1.5, label="limit")
     for row, value in enumerate(others.values(), len(cases)):
-        axis.barh(row, value, 0.7, color=_LIMIT, alpha=0.55)
+        axis.barh(row, value, 0.7, color=LIMIT, alpha=0.55)
         axis.text(value + 0.008 * largest, row, number(value), va="center", fontsize=8)
     axis.set_yticks(range(len(cases) + len(others)), [*cases, *others], fontsize=8)
     axis.invert_yaxis()

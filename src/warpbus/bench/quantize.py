@@ -65,7 +65,7 @@ def quantize_benchmark(work: Work, progress: Progress = lambda what, done, total
     )
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
+def parse_counts(text: str, option: str = "gpus") -> tuple[int, ...]:
     """Numbers separated by commas.
 
     Raises:
@@ -73,7 +73,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
     """
     pieces = text.split(",")
     if not all(piece.isascii() and piece.isdigit() for piece in pieces):
-        raise UsageError(f"--gpus {text}: expected numbers of GPUs separated by commas, 1,2,4 for instance")
+        raise UsageError(f"--{option} {text}: expected whole numbers separated by commas, 1,2,4 for instance")
     return tuple(sorted(set(map(int, pieces))))
 
 

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from warpbus.bench.records import Parameter, Record
 
-# How a case was timed is for the file.
-_FOR_THE_FILE = {"timed"}
+# How a case was timed, and of how many requests a load was, is for the file.
+_FOR_THE_FILE = {"timed", "requests"}
 
 
 def shared_and_varying(records: Sequence[Record]) -> tuple[dict[str, Parameter], list[str]]:
@@ -31,8 +31,8 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
     """
     shared, _ = shared_and_varying(records)
     heading = Text(f"{title}, {records[0].device}", style="bold", overflow="fold")
-    # What has another unit is another table: its numbers cannot be compared. So is another variant of ours, lest the
-    # rows get too wide.
+    # What has another unit is another table: its numbers cannot be compared. So is another variant of ours or another
+    # kind of load, lest the rows get too wide.
     tables: list[RenderableType] = []
     for kind in dict.fromkeys(_kind(record) for record in records):
         rows = [record for record in records if _kind(record) == kind]
@@ -49,8 +49,8 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
     return Group(heading, *tables, *below)
 
 
-def _kind(record: Record) -> tuple[str, Parameter | None]:
-    return record.unit, record.case.get("variant")
+def _kind(record: Record) -> tuple[str, Parameter | None, Parameter | None]:
+    return record.unit, record.case.get("variant"), record.case.get("load")
 
 
 def _listed(parameters: dict[str, Parameter]) -> list[Text]:

@@ -40,6 +40,31 @@ Samples = Annotated[int, typer.Option(help="random sequences to calibrate on")]
 Seqlen = Annotated[int, typer.Option(help="tokens of a sequence")]
 SchemeName = Annotated[str, typer.Option("--scheme", help="what it is quantized to")]
 Algorithm = Annotated[str, typer.Option(help="gptq, awq or smoothquant")]
+ServedShape = Annotated[
+    str | None,
+    typer.Option("--shape", help="chatglm2-6b (default), glm-4-9b or llama-3-8b; small is the default without a GPU"),
+]
+ParallelShape = Annotated[
+    str | None,
+    typer.Option("--shape", help="glm-4-9b (default), chatglm2-6b or llama-3-8b; small is the default without a GPU"),
+]
+ParallelScheme = Annotated[
+    str | None, typer.Option("--scheme", help="of the layers; default: none, they are in 16 bits", show_default=False)
+]
+Concurrency = Annotated[
+    str | None, typer.Option(help="requests at once, 1,16,64,256 for instance, each measured", show_default=False)
+]
+Rates = Annotated[
+    str | None,
+    typer.Option(help="rates of arrival, as shares of what the most at once get: 0.25,0.5", show_default=False),
+]
+PromptTokens = Annotated[int | None, typer.Option("--prompt", help="tokens of a prompt", show_default=False)]
+AnswerTokens = Annotated[int | None, typer.Option("--tokens", help="tokens of an answer", show_default=False)]
+Url = Annotated[str | None, typer.Option(help="measure the server that runs there", show_default=False)]
+Serve = Annotated[
+    str | None, typer.Option(help="serve this model directory, or demo, and measure that", show_default=False)
+]
+WithPeer = Annotated[bool, typer.Option("--peer/--no-peer", help="also measure transformers, which takes a minute")]
 Directory = Annotated[
     Path | None, typer.Option(help="where the models are written meanwhile; default: the system's", show_default=False)
 ]
@@ -169,6 +194,75 @@ def measure_quantize(
     _show(benchmark, settings, records, output, plot, as_json)
 
 
+def measure_serving(
+    context: typer.Context,
+    shape: ServedShape = None,
+    scheme: SchemeName = "w4a16-g128",
+    concurrency: Concurrency = None,
+    rates: Rates = None,
+    prompt: PromptTokens = None,
+    tokens: AnswerTokens = None,
+    url: Url = None,
+    serve: Serve = None,
+    peer: WithPeer = True,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure many requests at once."""
+    from warpbus.bench import Run, run
+    from warpbus.bench.quantize import parse_counts
+    from warpbus.bench.serving import Work, parse_numbers, serving_benchmark
+    from warpbus.cuda.devices import resolve_device
+
+    work = Work(
+        shape=shape,
+        scheme=scheme,
+        concurrency=parse_counts(concurrency, "concurrency") if concurrency else (),
+        rates=parse_numbers("rates", rates) if rates else (),
+        prompt=prompt,
+        tokens=tokens,
+        url=url,
+        serve=serve,
+        peer=peer,
+    )
+    settings = Run(resolve_device(device), _command(context), quick=quick)
+    with progress_bar() as show:
+        benchmark = serving_benchmark(work, show)
+        records = run(benchmark, settings)
+    _show(benchmark, settings, records, output, plot, as_json)
+
+
+def measure_parallel(
+    context: typer.Context,
+    shape: ParallelShape = None,
+    layers: Layers = None,
+    scheme: ParallelScheme = None,
+    gpus: Gpus = None,
+    tokens: AnswerTokens = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure one sequence on several GPUs."""
+    from warpbus.bench import Run, run
+    from warpbus.bench.parallel import Work, parallel_benchmark
+    from warpbus.bench.quantize import parse_counts
+    from warpbus.cuda.devices import resolve_device
+
+    counts = parse_counts(gpus) if gpus else ()
+    work = Work(shape=shape, layers=layers, scheme=scheme, counts=counts, tokens=tokens)
+    settings = Run(resolve_device(device), _command(context), quick=quick)
+    with progress_bar() as show:
+        benchmark = parallel_benchmark(work, show)
+        records = run(benchmark, settings)
+    _show(benchmark, settings, records, output, plot, as_json)
+
+
 def _show(
     benchmark: "Benchmark",
     settings: "Run",
@@ -259,6 +353,29 @@ bench.command(
         """
     ),
 )(measure_quantize)
+
+bench.command(
+    "serving",
+    help=_paragraphs(
+        """Many requests at once: throughput and latencies, beside transformers' continuous batching.
+
+        An engine with a model of random weights, in this process; with --url or --serve a server, over HTTP. Requests
+        of random tokens come from so many clients that each wait for their answer (closed loops), and at random moments
+        (open loops). In this process also: what the host takes of a step, how long a step lasts while the cache grows,
+        and how fast the weights leave and come back. Without a GPU: a small shape.
+        """
+    ),
+)(measure_serving)
+
+bench.command(
+    "parallel",
+    help=_paragraphs(
+        """One sequence of a model of random weights that 1, 2, ... GPUs share: milliseconds a token.
+
+        In bfloat16, after a prompt of 128 tokens. Without a GPU: a small shape and processes on the CPU.
+        """
+    ),
+)(measure_parallel)
 
 
 def _command(context: typer.Context) -> str:

@@ -179,7 +179,7 @@ def test_transformers_generates_as_many_tokens_as_it_is_asked_for(monkeypatch):
 
 
 def test_the_bytes_of_a_step():
-    read = decode._step_bytes(SHAPES["chatglm2-6b"], Scheme.parse("w4a16-g128"), torch.float16, 128)
+    read = decode.step_bytes(SHAPES["chatglm2-6b"], Scheme.parse("w4a16-g128"), torch.float16, 128)
     assert read["head"] == 65024 * 4096 * 2
     # 4 bits for each weight of the layers, 16 for the scale of 128 of them.
     assert sum(read.values()) - read["attention"] == pytest.approx(3.39e9 + 0.09e9, rel=0.01)

@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tiny, tmp_path, mo
 
 def test_counts():
     assert parse_counts("4,1,2,2") == (1, 2, 4)
-    with pytest.raises(UsageError, match="--gpus 1,x: expected numbers of GPUs separated by commas"):
+    with pytest.raises(UsageError, match="--gpus 1,x: expected whole numbers separated by commas"):
         parse_counts("1,x")
 
 

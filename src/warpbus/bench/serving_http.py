@@ -1,0 +1,154 @@
+"""A running server under a load: requests over HTTP whose answers are streamed, timed by the client's clock."""
+
+import asyncio
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from warpbus.bench.serving_load import Figures, Load, Source, Trace
+from warpbus.errors import DataError, DeviceError
+
+KEY_VARIABLE = "WARPBUS_API_KEY"
+
+_SECONDS_TO_STOP = 30.0
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+
+
+@contextmanager
+def served(model: str, device: str) -> Iterator[str]:
+    """Serve a model by `warpbus serve` in a process of its own; gives the server's address, and ends it at last.
+
+    Raises:
+        DeviceError: the server does not start; the message is its own.
+    """
+    command = [sys.executable, "-m", "warpbus", "serve", model, "--port", "0", "--device", device]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            said = ""
+            for line in process.stderr:
+                ready = re.match(r"ready at (\S+?):? ", line)
+                if ready:
+                    break
+                said = line.strip() or said
+            else:
+                raise DeviceError(f"bench serving: {model} is not served: {said or 'it said nothing'}")
+            # Else what it says later would fill the pipe, and stop it.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield ready[1]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_SECONDS_TO_STOP)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def first_model(url: str) -> str:
+    """The name of the first model of a server.
+
+    Raises:
+        DeviceError: it does not answer.
+        DataError: what answers is no such server.
+    """
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=_headers(), timeout=30)
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except httpx.HTTPError as error:
+        raise DeviceError(f"--url {url}: no server answers there ({error}): start one with warpbus serve") from None
+    except (ValueError, LookupError, TypeError):
+        raise DataError(f"--url {url}: what answers there has no list of models: name a server's address") from None
+
+
+def drive(url: str, model: str, load: Load) -> Figures:
+    """Send a load to a server.
+
+    Raises:
+        DeviceError: the server refuses a request, or ends an answer before its time.
+    """
+    return Figures.of(asyncio.run(_send(url, model, load)))
+
+
+async def _send(url: str, model: str, load: Load) -> list[Trace]:
+    source, ended = Source(load), asyncio.Event()
+    traces: list[Trace] = []
+    running: set[asyncio.Task[None]] = set()
+    async with httpx.AsyncClient(base_url=url, headers=_headers(), timeout=None, limits=_LIMITS) as client:
+        start = time.perf_counter()
+        while running or not source.exhausted:
+            now = time.perf_counter() - start
+            for prompt, trace in source.due(now, len(running)):
+                task = asyncio.create_task(_ask(client, model, prompt, load.tokens, trace, start))
+                task.add_done_callback(lambda _: ended.set())
+                running.add(task)
+                traces.append(trace)
+            wait = source.wait(now)
+            try:
+                await asyncio.wait_for(ended.wait(), None if math.isinf(wait) else wait)
+            except TimeoutError:
+                continue
+            ended.clear()
+            for task in [task for task in running if task.done()]:
+                running.remove(task)
+                if task.exception() is not None:
+                    for other in running:
+                        other.cancel()
+                await task
+    return traces
+
+
+async def _ask(
+    client: httpx.AsyncClient, model: str, prompt: list[int], tokens: int, trace: Trace, start: float
+) -> None:
+    """Send one request, and note when each piece of its answer comes."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != httpx.codes.OK:
+                said = (await answer.aread()).decode(errors="replace")
+                raise DeviceError(f"bench serving: the server answered {answer.status_code}: {said[:300]}")
+            async for event in _events(answer):
+                if event.get("choices"):
+                    trace.came(time.perf_counter() - start, 0)
+                elif event.get("usage"):
+                    trace.tokens = int(event["usage"]["completion_tokens"])
+                elif "error" in event:
+                    raise DeviceError(f"bench serving: the server ended an answer: {event['error']}")
+    except httpx.HTTPError as error:
+        raise DeviceError(f"bench serving: the server was lost ({error!r}): see what it says") from None
+    if trace.tokens != tokens or not trace.times:
+        raise DeviceError(
+            f"bench serving: the server gave {trace.tokens} tokens of {tokens}: it has to know ignore_eos"
+        )
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """What server-sent events hold."""
+    async for line in answer.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(KEY_VARIABLE)
+    return {"Authorization": f"Bearer {key}"} if key else {}
