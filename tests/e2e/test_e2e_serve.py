@@ -11,6 +11,7 @@ import time
 
 import httpx
 import openai
+import psutil
 import pytest
 
 KEY = "a-key-for-the-poet"
@@ -168,6 +169,24 @@ def test_keys_and_errors(server, poet):
     with pytest.raises(openai.BadRequestError, match="tools"):
         ask(poet, tools=[{"type": "function", "function": {"name": "f"}}])
     assert httpx.get(server.url).text.startswith("<!doctype html>")
+
+
+def test_an_engine_that_is_killed_is_started_again(server, poet):
+    engines = psutil.Process(server.pid).children(recursive=True)
+    with ask(poet, stream=True, max_tokens=200, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+        for engine in engines:
+            engine.kill()
+        with pytest.raises(openai.APIError, match="the engine died"):
+            list(stream)
+    with pytest.raises(openai.InternalServerError) as refused:
+        ask(poet)
+    assert refused.value.response.headers["retry-after"] == "5"
+    end = time.monotonic() + 90
+    while httpx.get(f"{server.url}/health").status_code != 200:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert ask(poet, temperature=0).choices[0].finish_reason == "stop"
 
 
 def test_it_ends_when_it_is_told_to(server):

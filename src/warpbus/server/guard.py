@@ -42,7 +42,7 @@ class AccessLog:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         name = asked if _REQUEST_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}"
-        record = scope["state"]["record"] = Record()
+        record = scope.setdefault("state", {})["record"] = Record()
         scope["state"]["request_id"] = name
         status = 0
 
