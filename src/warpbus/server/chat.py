@@ -16,7 +16,7 @@ from warpbus.models.tokenizers import Tokenizer
 from warpbus.server.options import ServerOptions
 from warpbus.server.params import check_size
 from warpbus.server.registry import Model
-from warpbus.server.responses import Json, finish_of, new_id
+from warpbus.server.responses import Json, new_id
 from warpbus.server.schema import ChatMessage, ChatRequest, NamedTool
 
 
@@ -115,7 +115,7 @@ class ChatForm:
             numbered = [{"index": at, **_call(call)} for at, call in enumerate(calls)]
             found.append(self._choice(index, {"tool_calls": numbered}))
         if piece.finish_reason is not None:
-            found.append(self._choice(index, {}, finish="tool_calls" if calls else finish_of(piece)))
+            found.append(self._choice(index, {}, finish="tool_calls" if calls else piece.finish_reason))
         return found
 
     def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
@@ -133,7 +133,7 @@ class ChatForm:
             "index": index,
             "message": message,
             "logprobs": self._content(pieces),
-            "finish_reason": "tool_calls" if calls else finish_of(pieces[-1]),
+            "finish_reason": "tool_calls" if calls else pieces[-1].finish_reason,
         }
 
     def wrap(self, choices: list[Json], *, streamed: bool) -> Json:

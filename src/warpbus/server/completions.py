@@ -9,7 +9,7 @@ from warpbus.engine import Piece
 from warpbus.models.tokenizers import Tokenizer
 from warpbus.server.chat import LOWEST, token_text
 from warpbus.server.registry import Model
-from warpbus.server.responses import Json, finish_of, new_id
+from warpbus.server.responses import Json, new_id
 from warpbus.server.schema import CompletionRequest
 
 DEFAULT_TOKENS = 16
@@ -71,7 +71,7 @@ class TextForm:
             "index": index,
             "text": text,
             "logprobs": self._scores(index, pieces) if self._logprobs else None,
-            "finish_reason": finish_of(pieces[-1]) if pieces else None,
+            "finish_reason": pieces[-1].finish_reason if pieces else None,
         }
 
     def _scores(self, index: int, pieces: Sequence[Piece]) -> Json:

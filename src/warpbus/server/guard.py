@@ -43,7 +43,6 @@ class AccessLog:
         asked = Headers(scope=scope).get("x-request-id", "")
         name = asked if _REQUEST_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}"
         record = scope.setdefault("state", {})["record"] = Record()
-        scope["state"]["request_id"] = name
         status = 0
 
         async def labelled(message: Message) -> None:

@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from warpbus.engine import Piece
-from warpbus.errors import RequestError
 from warpbus.server.failures import as_request_error, body_of
 from warpbus.server.generation import Generations, Job, Record, disconnected, unless_gone
 from warpbus.server.metrics import Metrics
@@ -227,10 +226,3 @@ def _encoded(content: Json) -> bytes:
 def new_id(kind: str) -> str:
     """An id of a response, such as chatcmpl-..."""
     return f"{kind}-{uuid.uuid4().hex}"
-
-
-def finish_of(piece: Piece) -> str | None:
-    """OpenAI's finish reason."""
-    if piece.finish_reason == "abort":
-        raise RequestError(503, "the answer was called off", kind="service_unavailable")
-    return piece.finish_reason

@@ -27,6 +27,9 @@ class RoleTokenTemplate:
         tokenizer: one with these special tokens; CheckpointError if it lacks one.
         sop: the spelling of the second prefix token, "sop" or "<sop>".
         stop_ids: the ids at which an answer ends.
+
+    Attributes:
+        sop: as given; it tells ChatGLM3 ("sop") from GLM-4 ("<sop>").
     """
 
     def __init__(self, tokenizer: Tokenizer, *, sop: str, stop_ids: tuple[int, ...]) -> None:

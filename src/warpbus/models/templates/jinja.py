@@ -70,6 +70,9 @@ class JinjaTemplate:
         stop_ids: the ids at which an answer ends.
         end_id: the stop token that `spans` appends to a last answer that has none.
 
+    Attributes:
+        source: as given.
+
     Raises CheckpointError if the source is not valid Jinja.
     """
 
