@@ -1,0 +1,421 @@
+"""The scheduler by itself, against a machine that does what it says and looks whether every token finds the right ones.
+
+The machine's cache holds for each place a digest of all tokens up to the one stored there. So whoever attends checks
+with one comparison that what it reads was computed, of the same tokens, and was not written over.
+"""
+
+from collections import deque
+from itertools import pairwise
+
+import pytest
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from warpbus.engine.blocks import BLOCK, Blocks
+from warpbus.engine.scheduler import Request, Scheduler
+
+LONGEST = 5 * BLOCK
+BASES = [[(at * at + base) % 5 for at in range(LONGEST)] for base in (0, 1)]  # what prompts begin with
+
+
+def digest(before, token):
+    return hash((before, token))
+
+
+class Answer:
+    """A request, as the one who asked it and the machine see it."""
+
+    def __init__(self, number, prompt, limit, stop, salt):
+        self.number = number
+        self.request = Request(list(prompt), limit, salt)
+        self.stop = stop  # tokens after which it ends by itself
+        self.tokens = list(prompt)  # those of steps under way included
+        self.digests = []
+        self.computed = None  # position that is to be computed next; None where it has no blocks
+        self.preemptions = 0
+
+    def digest_at(self, position):
+        while len(self.digests) <= position:
+            at = len(self.digests)
+            self.digests.append(digest(self.digests[-1] if at else hash(self.request.salt), self.tokens[at]))
+        return self.digests[position]
+
+    def next_token(self):
+        """What the model gives it; repeats itself often, as answers do."""
+        return self.digest_at(len(self.tokens) - 1) % 3
+
+
+class Machine:
+    """Runs what a scheduler plans, and reads it at once, or a step later."""
+
+    def __init__(self, blocks, *, most, budget, mixed=None, drafts=0, lag=0, sharing=True, memory=None):
+        self.memory = memory or blocks
+        self.blocks = Blocks(blocks, back=lambda _: self.memory, sharing=sharing)
+        self.scheduler = Scheduler(self.blocks, max_num_seqs=most, prefill_tokens=budget, mixed_tokens=mixed)
+        self.most, self.budget, self.mixed, self.drafts, self.lag = most, budget, mixed or budget, drafts, lag
+        self.cells = {}
+        self.writers = {}
+        self.answers = {}  # of requests that are under way
+        self.under_way = deque()
+        self.number = 0
+        self.all = []
+        self.ended = []
+
+    def add(self, prompt, limit, stop=LONGEST, salt=b""):
+        answer = Answer(self.number, prompt, limit, stop, salt)
+        self.number += 1
+        self.answers[answer.request] = answer
+        self.all.append(answer)
+        self.scheduler.add(answer.request)
+        return answer
+
+    def abort(self, answer):
+        del self.answers[answer.request]
+        self.scheduler.remove(answer.request)
+
+    def step(self):
+        """As the engine does; whether there was anything to do."""
+        if self.under_way and not self.lag:
+            self.read()
+        plan = self.scheduler.plan(self.drafts)
+        if plan:
+            self.launch(plan)
+        if self.under_way and (not self.lag or not plan or len(self.under_way) > 1):
+            self.read()
+            return True
+        return bool(plan)
+
+    def launch(self, plan):
+        read = sum(piece.end - piece.start for piece in plan.pieces)
+        assert read <= self.budget
+        if plan.decoding:
+            assert read <= max(1, self.mixed - len(plan.decoding) - sum(plan.drafts))
+        assert len(plan.drafts) == len(plan.decoding) <= len(self.scheduler.running) <= self.most
+        told = [*plan.decoding, *(piece.request for piece in plan.pieces)]
+        assert len(set(told)) == len(told)
+        assert set(told) <= set(self.scheduler.running)
+        given = []
+        for request, most in zip(plan.decoding, plan.drafts, strict=True):
+            given.append(self.decode(self.answers[request], most))
+        # All are stored before any attends.
+        for piece in plan.pieces:
+            self.admitted_or_going_on(piece)
+            self.write(self.answers[piece.request], piece.start, piece.end)
+        for piece in plan.pieces:
+            answer = self.answers[piece.request]
+            self.attend(answer, piece.end)
+            assert piece.is_last == (piece.end == len(answer.tokens))
+            if piece.is_last:
+                token = answer.next_token()
+                answer.tokens.append(token)
+                given.append((answer, [token]))
+        self.under_way.append(given)
+
+    def admitted_or_going_on(self, piece):
+        answer = self.answers[piece.request]
+        assert piece.start < piece.end
+        if answer.preemptions != answer.request.preemptions:
+            answer.preemptions, answer.computed = answer.request.preemptions, None
+        if answer.computed is None:
+            assert piece.start % BLOCK == 0
+            if not answer.preemptions:
+                assert answer.request.shared == piece.start
+            answer.computed = piece.start
+        assert answer.computed == piece.start
+        answer.computed = piece.end
+
+    def decode(self, answer, most):
+        """A token after the last one, and one after each guess: these are sometimes right."""
+        request = answer.request
+        position = request.computed - 1
+        assert answer.computed == position == len(answer.tokens) - 1
+        assert len(answer.tokens) < request.limit
+        assert most <= self.drafts
+        self.write(answer, position, position + 1)
+        self.attend(answer, position + 1)
+        tokens = [answer.next_token()]
+        for guess in range(most):
+            assert position + 1 + guess + 1 < request.limit
+            answer.tokens.append(tokens[-1])
+            self.write(answer, position + 1 + guess, position + 2 + guess)
+            if (position + guess) % 4 == 3:  # a wrong guess: what was stored of it is to be written over
+                self.spoil(answer, position + 1 + guess)
+                answer.tokens.pop()
+                break
+            self.attend(answer, position + 2 + guess)
+            tokens.append(answer.next_token())
+        del answer.tokens[position + 1 :]
+        answer.tokens += tokens
+        answer.computed += len(tokens)
+        return answer, tokens
+
+    def write(self, answer, start, end):
+        request = answer.request
+        for position in range(start, end):
+            block = request.blocks[position // BLOCK]
+            assert block < self.blocks.backed
+            writer = self.writers.setdefault(block, request)
+            if writer is not request:
+                assert block not in writer.blocks, "two requests write to a block"
+                self.writers[block] = request
+            self.cells[block, position % BLOCK] = answer.digest_at(position)
+
+    def spoil(self, answer, position):
+        self.cells[answer.request.blocks[position // BLOCK], position % BLOCK] = None
+
+    def attend(self, answer, tokens):
+        blocks = answer.request.blocks
+        for position in range(tokens):
+            assert self.cells[blocks[position // BLOCK], position % BLOCK] == answer.digest_at(position)
+
+    def read(self):
+        for answer, tokens in self.under_way.popleft():
+            request = answer.request
+            if request not in self.answers:
+                continue
+            kept = tokens[: answer.stop - len(request.ids)]
+            self.scheduler.read(request, kept)
+            assert request.ids == answer.tokens[: len(request.ids)]
+            if len(request.ids) >= min(answer.stop, request.limit):
+                self.abort(answer)
+                self.ended.append(answer)
+
+    def shrink(self):
+        needed = self.blocks.forget()
+        self.blocks.unback(needed)
+        self.cells = {place: cell for place, cell in self.cells.items() if place[0] < needed}
+        self.memory = max(self.memory, needed)
+
+    def run(self):
+        """To the end, which comes."""
+        steps = 0
+        while self.answers:
+            assert self.step(), "nothing happens, though there is room"
+            steps += 1
+            assert steps < 20_000
+        return steps
+
+    def check(self):
+        running, waiting = self.scheduler.running, list(self.scheduler.waiting)
+        order = [self.answers[request].number for request in [*running, *waiting]]
+        assert order == sorted(order)
+        assert len(order) == len(self.answers)
+        assert len(running) <= self.most
+        assert all(not request.blocks and not request.computed for request in waiting)
+        places = {}
+        for request in running:
+            assert len(set(request.blocks)) == len(request.blocks)
+            for index, block in enumerate(request.blocks):
+                places.setdefault(block, []).append((request, index))
+        assert self.blocks.used == len(places)
+        assert self.blocks.used + self.blocks.available == self.blocks.count - 1
+        for block, users in places.items():
+            assert block < self.blocks.backed
+            for (one, at), (other, there) in pairwise(users):
+                assert at == there
+                assert one.salt == other.salt
+                assert one.ids[: (at + 1) * BLOCK] == other.ids[: (at + 1) * BLOCK]
+                assert len(one.ids) >= (at + 1) * BLOCK
+        asked = [answer.request for answer in self.all]
+        assert self.scheduler.preemptions == sum(request.preemptions for request in asked)
+        assert self.scheduler.found == sum(request.shared for request in asked)
+        assert self.scheduler.found <= self.scheduler.queried
+
+
+def pieces_of(plan):
+    return [(piece.start, piece.end, piece.is_last) for piece in plan.pieces]
+
+
+def test_prompts_are_read_in_their_order_within_the_budget():
+    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10)
+    first, second, third = requests = [Request([base] * 8, 20) for base in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    plan = scheduler.plan()
+    assert pieces_of(plan) == [(0, 8, True), (0, 2, False)]
+    assert (scheduler.running, list(scheduler.waiting)) == ([first, second], [third])
+    scheduler.read(first, [7])
+    plan = scheduler.plan()
+    assert plan.decoding == [first]
+    assert pieces_of(plan) == [(2, 8, True), (0, 3, False)]
+
+
+@pytest.mark.parametrize(("mixed", "piece"), [(5, 4), (100, 10), (1, 1)])
+def test_where_some_decode_less_of_a_prompt_is_read(mixed, piece):
+    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed)
+    first = Request([1], 20)
+    scheduler.add(first)
+    assert pieces_of(scheduler.plan()) == [(0, 1, True)]
+    scheduler.read(first, [7])
+    scheduler.add(Request([2] * 30, 40))
+    plan = scheduler.plan()
+    assert (plan.decoding, pieces_of(plan)) == ([first], [(0, piece, False)])
+
+
+@pytest.mark.parametrize("prompt", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1])
+@pytest.mark.parametrize("budget", [1, BLOCK, BLOCK - 1, 3 * BLOCK])
+def test_a_prompt_of_any_length_in_pieces_of_any_size(prompt, budget):
+    machine = Machine(9, most=2, budget=budget)
+    answers = [machine.add(BASES[0][:prompt], prompt + 5) for _ in range(2)]
+    machine.run()
+    assert [len(answer.request.ids) for answer in answers] == [prompt + 5] * 2
+    assert machine.blocks.used == 0
+
+
+def test_requests_of_one_step_share_what_the_first_of_them_computes():
+    machine = Machine(40, most=8, budget=1000)
+    answers = [machine.add(BASES[0][: 2 * BLOCK + 5], LONGEST, stop=2 * BLOCK + 9) for _ in range(4)]
+    machine.step()
+    assert [answer.request.shared for answer in answers] == [0] + [2 * BLOCK] * 3
+    assert machine.blocks.used == 2 + 4
+    assert (machine.scheduler.queried, machine.scheduler.found) == (4 * (2 * BLOCK + 5), 6 * BLOCK)
+    machine.check()
+    machine.run()
+
+
+def test_a_prompt_that_is_known_to_its_end_computes_its_last_block_again():
+    """The scores of its last token are wanted."""
+    machine = Machine(40, most=8, budget=1000)
+    for shared in (0, BLOCK):
+        answer = machine.add(BASES[0][: 2 * BLOCK], LONGEST, stop=2 * BLOCK + 3)
+        machine.run()
+        assert answer.request.shared == shared
+
+
+def test_the_youngest_gives_way_and_comes_back_first():
+    machine = Machine(1 + 7, most=4, budget=1000, sharing=False)
+    answers = [machine.add(BASES[0][: BLOCK - 2], 3 * BLOCK) for _ in range(3)]
+    late = machine.add([1], 2)
+    while not machine.scheduler.preemptions:
+        machine.step()
+        machine.check()
+    assert [answer.request.preemptions for answer in answers] == [0, 0, 1]
+    assert list(machine.scheduler.waiting) == [answers[2].request]
+    assert machine.ended == [late]
+    newcomer = machine.add([1], 2)
+    machine.step()
+    assert list(machine.scheduler.waiting) == [answers[2].request, newcomer.request]
+    machine.run()
+    assert machine.ended.index(newcomer) > machine.ended.index(answers[0])
+
+
+def test_who_gave_way_stands_before_those_who_waited():
+    machine = Machine(1 + 4, most=3, budget=1000, sharing=False)
+    for _ in range(2):
+        machine.add(BASES[0][: BLOCK - 2], 4 * BLOCK)
+    while not machine.scheduler.preemptions:
+        machine.step()
+        if len(machine.all) == 2:
+            machine.add(BASES[0][: 3 * BLOCK], 4 * BLOCK)
+    machine.check()
+    assert [machine.answers[request].number for request in machine.scheduler.waiting] == [1, 2]
+    machine.run()
+
+
+def test_a_request_that_is_preempted_with_a_step_under_way_goes_on_with_its_token():
+    machine = Machine(1 + 4, most=4, budget=1000, lag=1, sharing=False)
+    answers = [machine.add(BASES[0][: BLOCK - 2], 3 * BLOCK) for _ in range(2)]
+    machine.run()
+    assert machine.scheduler.preemptions
+    for answer in answers:
+        assert answer.request.ids == answer.tokens[: 3 * BLOCK]
+
+
+def test_nobody_overtakes_who_does_not_fit():
+    machine = Machine(1 + 4, most=4, budget=1000)
+    machine.add(BASES[0][:BLOCK], 3 * BLOCK)
+    machine.add(BASES[1][: 4 * BLOCK - 3], 4 * BLOCK)
+    machine.add([1], 2)
+    machine.step()
+    assert len(machine.scheduler.running) == 1
+    machine.run()
+    assert [answer.number for answer in machine.ended] == [0, 1, 2]
+
+
+def test_without_memory_for_one_nothing_is_planned():
+    machine = Machine(20, most=4, budget=1000, memory=2)
+    machine.add(BASES[0][: BLOCK - 2], 3 * BLOCK)
+    while machine.step():
+        pass
+    assert (len(machine.scheduler.waiting), machine.blocks.used) == (1, 0)
+    machine.memory = 20
+    machine.run()
+
+
+def test_what_is_gone_can_be_removed_again():
+    machine = Machine(20, most=1, budget=10)
+    running, waiting = (machine.add(BASES[at], LONGEST) for at in range(2))
+    machine.step()
+    for answer in (running, waiting):
+        machine.abort(answer)
+        machine.scheduler.remove(answer.request)
+    assert (machine.blocks.used, machine.scheduler.running, len(machine.scheduler.waiting)) == (0, [], 0)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests that come, are called off and end, steps that are read late, and memory that comes and goes."""
+
+    @initialize(
+        blocks=st.sampled_from([1 + LONGEST // BLOCK, 8, 12, 30]),
+        most=st.integers(1, 6),
+        budget=st.sampled_from([1, 7, BLOCK, 50, 1000]),
+        mixed=st.sampled_from([None, 1, 40]),
+        kind=st.sampled_from([(0, 0), (0, 1), (1, 0), (4, 0)]),
+        sharing=st.booleans(),
+    )
+    def begin(self, blocks, most, budget, mixed, kind, sharing):
+        drafts, lag = kind
+        self.machine = Machine(blocks, most=most, budget=budget, mixed=mixed, drafts=drafts, lag=lag, sharing=sharing)
+
+    @rule(
+        base=st.sampled_from(BASES),
+        own=st.lists(st.integers(0, 1), max_size=2),
+        length=st.sampled_from([1, 20, 31, 32, 33, 64, 70, 100, 129]),
+        more=st.integers(1, LONGEST),
+        stop=st.integers(1, LONGEST),
+        salt=st.sampled_from([b"", b"", b"s"]),
+        copies=st.integers(1, 6),
+    )
+    def add(self, base, own, length, more, stop, salt, copies):
+        prompt = base[:length] + own
+        for _ in range(copies):
+            self.machine.add(prompt, min(len(prompt) + more, LONGEST), len(prompt) + stop, salt)
+
+    @precondition(lambda self: self.machine.answers)
+    @rule(data=st.data())
+    def abort(self, data):
+        index = data.draw(st.integers(0, len(self.machine.answers) - 1))
+        self.machine.abort(list(self.machine.answers.values())[index])
+
+    @rule(count=st.sampled_from([1, 2, 5, 40]))
+    def steps(self, count):
+        for _ in range(count):
+            self.machine.step()
+            self.machine.check()
+
+    @rule(memory=st.integers(1, 30))
+    def memory(self, memory):
+        self.machine.memory = min(memory, self.machine.blocks.count)
+
+    @rule()
+    def shrink(self):
+        self.machine.shrink()
+
+    @invariant()
+    def all_is_well(self):
+        if hasattr(self, "machine"):
+            self.machine.check()
+
+    def teardown(self):
+        if hasattr(self, "machine"):
+            self.machine.memory = self.machine.blocks.count
+            self.machine.run()
+            assert self.machine.blocks.used == 0
+            event(f"preemptions {min(self.machine.scheduler.preemptions, 3)}")
+            asked = [len(answer.tokens) for answer in self.machine.ended]
+            assert all(length <= LONGEST + 1 for length in asked)
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
