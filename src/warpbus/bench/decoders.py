@@ -28,6 +28,7 @@ def ours(model: Decoder, length: int) -> Generate:
 
 
 def decode_once(engine: Engine, prompt: int, tokens: int) -> float:
+    """Seconds from the first token to the last of `tokens` after a random prompt; see `Generate`."""
     engine.add(request(random_prompt(engine.model.config, prompt), tokens=tokens))
     while not engine.step():  # until the first token is there
         pass

@@ -16,6 +16,7 @@ from warpbus.engine.kv_cache import token_bytes
 
 _SHORTEST_PROMPT = 32
 _ROUNDS = 3
+_MOST_STEPS = 1000  # with few sequences the cache grows by less in them
 _CYCLES, _QUICK_CYCLES = 5, 2
 _SMALL_CYCLES, _SMALL_QUICK_CYCLES = 1000, 20
 _SMALL_SIDE = 5792  # of a square matrix in 16 bits: 64 MiB
@@ -26,7 +27,7 @@ def growth_rows(run: Run, engine: Engine, parameters: Mapping[str, Parameter], g
     """The longest step while a full batch decodes and its cache grows by `grown` bytes, beside the median step."""
     config, rows = engine.model.config, engine.max_num_seqs
     per_token = token_bytes(config, engine.dtype, "auto")
-    tokens = min(-(-grown // (per_token * rows)) + 8, engine.max_model_len - 2 * _SHORTEST_PROMPT)
+    tokens = min(-(-grown // (per_token * rows)) + 8, _MOST_STEPS, engine.max_model_len - 2 * _SHORTEST_PROMPT)
     # Prompts of all lengths: else all would want their next blocks in the same steps.
     drawn = random_prompts(rows, 2 * _SHORTEST_PROMPT, config.vocab_size, 4)
     prompts = [each[: _SHORTEST_PROMPT + at % _SHORTEST_PROMPT] for at, each in enumerate(drawn)]

@@ -46,9 +46,12 @@ def transformers_figures(config: ModelConfig, device: torch.device, load: Load) 
             generation_config=settings, block=True, timeout=30, workload_hints=hints
         )
         with torch.no_grad(), batching as manager:
-            _send(manager, Load(load.prompts[:_WARM_REQUESTS], _WARM_TOKENS, concurrency=_WARM_REQUESTS))
+            # Backwards, lest they be found in the cache later.
+            warm = [prompt[::-1] for prompt in load.prompts[:_WARM_REQUESTS]]
+            _send(manager, Load(warm, _WARM_TOKENS, concurrency=_WARM_REQUESTS))
             traces = _send(manager, load)
-        return Figures.of(traces), str(getattr(model.config, "_attn_implementation", "unknown"))
+            attention = str(getattr(model.config, "_attn_implementation", "unknown"))
+        return Figures.of(traces), attention
     finally:
         del model
         gc.collect()
