@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from warpbus.cuda.devices import free_memory
-from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK, Blocks
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
@@ -103,7 +102,9 @@ class Engine:
         speculation: the most tokens that are guessed for a sequence in a step, by what followed the same tokens before.
             With any, a step waits for the tokens of the last.
         dormant: the model's weights, for an engine that can sleep.
-        group: the processes that share the model, of which each runs the same engine with the same requests.
+
+    Where several processes share the model (`Decoder.group`), each runs the same engine with the same requests, and the
+    tokens of the first one count.
 
     Raises:
         UsageError: a cache of 8 bits where no kernels read it.
@@ -122,7 +123,6 @@ class Engine:
         prefix_caching: bool = True,
         speculation: int = 0,
         dormant: Dormant | None = None,
-        group: Group | None = None,
     ) -> None:
         weight, config = model.final_norm.weight, model.config
         self.model = model
@@ -137,6 +137,8 @@ class Engine:
             )
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[self.device.type]
         blocks = self._cache_blocks(config, kv_dtype) if cache_tokens is None else cache_tokens // BLOCK
+        if model.group is not None:
+            blocks = model.group.smallest(blocks)
         if blocks * BLOCK < (max_model_len or 2 * BLOCK):
             raise DeviceError(
                 f"{self.device}: there is room for a cache of {max(0, blocks) * BLOCK:,} tokens, "
@@ -148,7 +150,7 @@ class Engine:
         self._cache = KVCache(config, count, device=self.device, dtype=self.dtype, kv_dtype=kv_dtype)
         if self._cache.back(1) < 1:
             raise DeviceError(f"{self.device}: out of memory for a cache: end what else uses it, or quantize the model")
-        self._blocks = Blocks(count, back=self._cache.back, sharing=prefix_caching)
+        self._blocks = Blocks(count, back=self._back, sharing=prefix_caching)
         self._blocks.backed = self._cache.backed
         self._scheduler = Scheduler(
             self._blocks,
@@ -164,7 +166,7 @@ class Engine:
             dtype=self.dtype,
             graphs=kernels,
         )
-        self._runner = Runner(model, self._cache, self._step, batch_bucket(self._most_rows), group)
+        self._runner = Runner(model, self._cache, self._step, batch_bucket(self._most_rows))
         self._rows: dict[Request, Row] = {}
         self._requests: dict[Asked, Request] = {}
         self._sequences: dict[Request, Asked] = {}
@@ -249,11 +251,19 @@ class Engine:
         """Launch a step, and read one: what each sequence has got, which may be nothing for anybody.
 
         Where all that the next step needs stays on the device, the one launched is a step ahead of the one read.
+        If it fails, or is interrupted, what runs is computed again from the tokens that were read.
 
         Raises:
             DeviceError: the device's memory is full.
             NumericError: the model's scores are NaN or infinite.
         """
+        try:
+            return self._step_on()
+        except BaseException:
+            self._restart()
+            raise
+
+    def _step_on(self) -> list[tuple[Asked, Piece]]:
         ahead = self._runs_ahead()
         if not ahead and self._launched:
             return self._read()
@@ -343,6 +353,14 @@ class Engine:
         for row in self._rows.values():
             row.tabled = 0
 
+    def _back(self, blocks: int) -> int:
+        backed = self._cache.back(blocks)
+        group = self.model.group
+        if backed < blocks and group is not None and group.world > 1:
+            # Alone, it would go on with the memory it has; but the others may have more, and have to do the same.
+            raise DeviceError(f"{self.device}: out of memory for the cache: end what else uses it")
+        return backed
+
     def _able_to_sleep(self) -> Dormant:
         if self._dormant is None:
             raise UsageError(
@@ -358,6 +376,14 @@ class Engine:
             and not self._speculation
             and all(_is_plain(row.sequence) for row in self._rows.values())
         )
+
+    def _restart(self) -> None:
+        """Rely on nothing but the tokens that were read."""
+        self._launched.clear()
+        for sequence in self._requests:
+            sequence.rewind()
+        self._scheduler.restart()
+        self._runner.restart()
 
     def _row(self, request: Request) -> Row:
         if request not in self._rows:

@@ -7,6 +7,7 @@ import torch
 
 from warpbus.cuda.devices import default_dtype, resolve_dtype
 from warpbus.dist import Group
+from warpbus.engine.blocks import BLOCK
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
 from warpbus.engine.options import ServiceOptions
@@ -102,12 +103,19 @@ def build_engine(
         max_num_seqs=options.max_num_seqs,
         kv_dtype=options.kv_dtype if plan is None else plan.kv_dtype,
         prefill_tokens=options.prefill_tokens or (None if plan is None else plan.prefill_tokens),
-        cache_tokens=None if plan is None else plan.pool_tokens,
+        cache_tokens=_cache_tokens(opened, options) if plan is None else plan.pool_tokens,
         prefix_caching=options.prefix_caching,
         speculation=options.speculation,
         dormant=Dormant(decoder) if can_sleep and plan is None else None,
-        group=group,
     )
+
+
+def _cache_tokens(opened: Opened, options: ServiceOptions) -> int | None:
+    """What the cache may hold, in whole blocks and not more than all requests can need; None leaves it to the engine."""
+    if options.cache_tokens is None:
+        return None
+    each = -(-opened.max_model_len // BLOCK)
+    return BLOCK * min(-(-options.cache_tokens // BLOCK), options.max_num_seqs * each)
 
 
 def load_engine(model: Path, options: ServiceOptions, group: Group, progress: Progress) -> Engine:

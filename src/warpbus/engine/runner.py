@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from warpbus.dist import Group
 from warpbus.engine.attention import PieceAttention, Stretch
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
@@ -86,21 +85,19 @@ class Runner:
         cache: has memory for the blocks of all that is launched.
         step: the state of the sequences.
         rows: tokens chosen at once, those after drafts included.
-        group: the processes that share the model; the first one's tokens count.
 
     Raises (all methods):
         DeviceError: the device's memory is full.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, step: Step, rows: int, group: Group | None = None) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, step: Step, rows: int) -> None:
         self._model = model
         self._cache = cache
         self._step = step
-        self._group = group
         self._device = step.last.device
         vocabulary = model.config.vocab_size
         self._sampler = Sampler(rows, vocabulary, self._device)
-        self._arranged: list[Asked] = []
+        self._arranged: list[Asked] | None = []
 
     @torch.inference_mode()
     def launch(
@@ -135,6 +132,10 @@ class Runner:
                 self._step.positions.index_copy_(0, slots, self._sent(torch.tensor(ends, dtype=torch.int32)))
             return chosen
 
+    def restart(self) -> None:
+        """Nobody knows how far the steps that were launched came."""
+        self._arranged = None
+
     def _tell_blocks(self, rows: Sequence[Row]) -> None:
         """Complete the device's block tables."""
         told: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -152,6 +153,8 @@ class Runner:
 
     def _arrange(self, rows: list[Row], drafts: Sequence[Sequence[int]] | None) -> None:
         sequences = [row.sequence for row in rows]
+        if self._arranged is None:
+            self._sampler.arrange([])  # nothing that it counted is kept
         # Where all choices need their own parameters alone, nothing changes but who there is.
         if drafts is not None or sequences != self._arranged or not self._sampler.plain:
             self._sampler.arrange(sequences, drafts)
@@ -206,8 +209,8 @@ class Runner:
         if scores is not None:
             self._sampler.draw()
             tokens, best = self._sampler.choose(scores)
-            if self._group is not None and self._group.world > 1:
-                self._group.broadcast(tokens)
+            if self._model.group is not None:
+                self._model.group.broadcast(tokens)  # where nobody said a seed, each process drew by its own
             self._sampler.saw(tokens)
             logprobs = self._sampler.logprobs()
             both[0] = tokens
