@@ -142,6 +142,14 @@ class Scheduler:
         if request.blocks:  # else it was preempted meanwhile
             self._publish(request)
 
+    def restart(self) -> None:
+        """Nobody knows what was computed: who runs begins again, from the ids that are known, and nothing is found."""
+        while self.running:
+            self._preempt(self.running[-1])
+        for request in self.waiting:
+            request.length = len(request.ids)
+        self._blocks.forget()
+
     def _decoding(self, drafts: int, preempted: set[Request]) -> tuple[list[Request], list[int]]:
         """Those whose last token is computed, with room for it."""
         chosen: list[Request] = []

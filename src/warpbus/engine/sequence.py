@@ -163,6 +163,7 @@ class Sequence:
         self.decode_seconds = 0.0
         self._drawn: deque[float] = deque()  # the last numbers handed out, then those that were given back
         self._ahead = 0  # how many of them were given back
+        self._used = 0  # how many were not
         self._taken_tokens = 0
         self._taken_text = 0
         self._stream = stream
@@ -181,6 +182,7 @@ class Sequence:
         first = len(self._drawn) - self._ahead
         numbers = [self._drawn[first + i] for i in range(count)]
         self._ahead -= count
+        self._used += count
         while len(self._drawn) > self._ahead + _KEPT_NUMBERS:
             self._drawn.popleft()
         return numbers
@@ -190,6 +192,11 @@ class Sequence:
         if not 0 <= count <= len(self._drawn) - self._ahead:
             raise ValueError(f"cannot give back {count} random numbers")
         self._ahead += count
+        self._used -= count
+
+    def rewind(self) -> None:
+        """Give back the numbers of tokens that never came."""
+        self.give_back(max(0, self._used - len(self.token_ids)))
 
     def append(self, token: int, logprob: TokenLogprob | None = None) -> str:
         """Take the next token and return the text that is now certain, which may be empty.
