@@ -133,7 +133,7 @@ def job(
 ) -> None:
     """What each process does; the first one sends how they exchange tensors, and the seconds a token of each round."""
     model = random_model(config, scheme, group.device, dtype, group=group)
-    engine = Engine(model, max_model_len=_PROMPT + tokens, max_num_seqs=1, group=group)
+    engine = Engine(model, max_model_len=_PROMPT + tokens, max_num_seqs=1)
     engine.warm()
     decode_once(engine, _PROMPT, tokens)  # what is captured at a first call
     seconds = [decode_once(engine, _PROMPT, tokens) / (tokens - 1) for _ in range(rounds)]
