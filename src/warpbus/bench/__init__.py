@@ -1,7 +1,7 @@
 """How fast the operators and a whole model are, beside what others offer and what the machine allows.
 
-A benchmark is a list of cases (`cases.py`); its records go into files of one schema (`records.py`). Of models only these
-know: `decode.py`, with `decoders.py`, `plain.py` and `footprint.py`; `quantize.py`, with `quantization_*.py` and
+A benchmark is a list of cases (`cases.py`); its records go into files of one schema (`records.py`). Of models only
+these know: `decode.py`, with `decoders.py`, `plain.py` and `footprint.py`; `quantize.py`, with `quantization_*.py` and
 `compressor.py`; `serving.py`, with `serving_*.py`; and `parallel.py`. What the last three measure depends on more
 options than others have, so they are not in `BENCHMARKS`.
 """

@@ -11,7 +11,6 @@ from types import MappingProxyType
 import torch
 
 import warpbus
-from warpbus.bench import serving_http
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, distribution
 from warpbus.bench.data import dtype_name
 from warpbus.bench.records import Parameter
@@ -222,6 +221,12 @@ def _in_process(
 
 
 def _over_http(run: Run, work: Work, effort: Effort, progress: Progress) -> list[Result]:
+    try:
+        from warpbus.bench import serving_http
+    except ModuleNotFoundError as error:
+        if error.name != "httpx":
+            raise
+        raise UsageError("--url and --serve need httpx, which is missing: pip install httpx") from None
     with ExitStack() as serving:
         url = work.url
         if url is None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import threading
 import time
 import types
@@ -13,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from warpbus import bench
 from warpbus.bench import parallel, serving, serving_http, serving_peer
 from warpbus.bench.cases import Run, run
 from warpbus.bench.plots import figure
@@ -356,6 +358,14 @@ def test_no_server(server):
         serving_http.first_model("http://127.0.0.1:9")
     with pytest.raises(DeviceError, match="the server was lost"):
         serving_http.drive("http://127.0.0.1:9", "poet", closed(1, 1, seed=1, **SIZES))
+
+
+def test_without_httpx(monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "warpbus.bench.serving_http")
+    monkeypatch.delattr(bench, "serving_http")
+    with pytest.raises(UsageError, match="--url and --serve need httpx, which is missing: pip install httpx"):
+        run(serving_benchmark(Work(url="http://127.0.0.1:9")), settings())
 
 
 def test_a_server_that_does_not_start(tmp_path):
