@@ -320,10 +320,10 @@ def test_a_server_under_both_loads(server, monkeypatch, tmp_path):
     assert min(found.first_token) >= 0.01
     assert len(found.between_tokens) == 7 * 3
     assert found.host is None
-    assert server.most == 3
-    body, key = server.asked[0]
-    assert key == "Bearer secret"
-    assert (body["prompt"], body["max_tokens"], body["ignore_eos"]) == (load.prompts[0], 4, True)
+    assert server.most <= 3
+    assert {key for _, key in server.asked} == {"Bearer secret"}
+    assert sorted(body["prompt"] for body, _ in server.asked) == sorted(load.prompts)
+    assert all((body["max_tokens"], body["ignore_eos"]) == (4, True) for body, _ in server.asked)
     assert len(serving_http.drive(server.url, "poet", poisson(6, 100.0, seed=2, **SIZES)).first_token) == 6
     words = ["bench", "serving", "--url", f"{server.url}/", "--concurrency", "1,2", "--prompt", "4", "--tokens", "3"]
     monkeypatch.setattr(serving, "LITTLE", replace(serving.LITTLE, seconds=0.1))
