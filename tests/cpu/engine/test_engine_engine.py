@@ -1,65 +1,206 @@
-"""The engine without text, on the CPU; with graphs and pools see tests/gpu/engine."""
+"""The engine without text, on the CPU: whatever else it does, each request gets what the model alone would give it."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from engine_models import FAMILIES, PROMPTS, SMALL, assert_best, finish, plain_scores
 
+from warpbus.engine.blocks import BLOCK
 from warpbus.engine.engine import Engine, request
-from warpbus.engine.plan import MemoryPlan
-from warpbus.errors import ContextLengthError, UsageError
-from warpbus.models import SHAPES, random_model
+from warpbus.engine.sampling_params import Grammar, SamplingParams
+from warpbus.engine.sequence import Sequence
+from warpbus.models import random_model
 from warpbus.qtensor import Scheme
 
-SMALL = replace(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, head_dim=32)
-SMALL = replace(SMALL, num_kv_heads=2, ffn_size=224, max_context=256, rope=replace(SMALL.rope, rotary_dim=16))
-PROMPTS = [[1, 2, 3], [40], list(range(50, 70))]
+GREEDY = SamplingParams(temperature=0)
+SEEDED = SamplingParams(seed=5, top_p=0.9, temperature=0.8)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(SMALL, Scheme.parse("w4a16-g32"), "cpu", torch.float32)
+    return random_model(SMALL, None, "cpu", torch.float32)
 
 
-@torch.no_grad()
-def test_it_decodes_what_the_model_prefers(model):
-    for prompt, answer in zip(PROMPTS, Engine(model).decode(PROMPTS, 9), strict=True):
-        ids = list(prompt)
-        for token in answer:
-            assert model(torch.tensor([ids]))[0, -1].argmax() == token
-            ids.append(token)
+def answers(model, params, tokens=30, prompts=PROMPTS, **options):
+    """What a new engine answers to all prompts together."""
+    requests = [request(prompt, tokens=tokens, params=params) for prompt in prompts]
+    engine = Engine(model, **options)
+    finish(engine, requests)
+    return [each.token_ids for each in requests], engine.stats()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefill_tokens", [None, 7, 64])
+def test_it_decodes_what_the_model_prefers(family, prefill_tokens):
+    """With 64 a prompt of 65 tokens leaves a single one for its last piece."""
+    model = random_model(FAMILIES[family], None, "cpu", torch.float32)
+    for prompt, answer in zip(PROMPTS, Engine(model, prefill_tokens=prefill_tokens).decode(PROMPTS, 9), strict=True):
         assert len(answer) == 9
+        assert_best(model, prompt, answer)
 
 
-def test_it_can_be_driven_step_by_step(model):
-    engine = Engine(model, max_model_len=40)
-    expected = engine.decode([PROMPTS[0]], 5)[0]
-    with engine.batch([request(PROMPTS[0], tokens=5)]) as runner:
-        runner.start()
-        found = runner.read()
-        for _ in range(4):
-            runner.launch()
-            found += runner.read()
-    assert found == expected
+def test_a_quantized_model():
+    model = random_model(SMALL, Scheme.parse("w4a16-g32"), "cpu", torch.float32)
+    for prompt, answer in zip(PROMPTS, Engine(model).decode(PROMPTS, 9), strict=True):
+        assert_best(model, prompt, answer)
 
 
-def test_a_pool_bounds_the_rows_of_a_batch(model):
-    """Rows are counted as they are padded, and share the pool evenly."""
-    requests = [request([1] * 10, tokens=tokens) for tokens in (40, 30, 20, 10, 5)]
-    assert [Engine(model, max_num_seqs=most).fitting(requests) for most in (1, 3, 16)] == [1, 3, 5]
-    for tokens, count in ((50, 1), (99, 1), (100, 2), (199, 2), (200, 4), (399, 4), (400, 5)):
-        assert Engine(model, pool_tokens=tokens).fitting(requests) == count
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 2},
+        {"prefill_tokens": 5},
+        {"prefix_caching": False},
+        {"speculation": 4},
+        {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK},
+        {"cache_tokens": 5 * BLOCK, "max_model_len": 5 * BLOCK, "speculation": 3, "prefill_tokens": 33},
+    ],
+    ids=str,
+)
+def test_the_answers_are_the_same_alone_and_together_however_they_are_computed(model, params, options):
+    alone = [answers(model, params, prompts=[prompt])[0][0] for prompt in PROMPTS]
+    found, stats = answers(model, params, **options)
+    assert found == alone
+    assert (stats.preemptions > 0) == ("cache_tokens" in options)
+    assert stats.drafted >= stats.accepted
 
 
-def test_what_is_too_long_is_refused(model):
-    with pytest.raises(ContextLengthError, match="a request needs 41 tokens, the context holds 40"):
-        Engine(model, max_model_len=40).decode([[1] * 20], 21)
+def test_guesses_are_right_where_answers_repeat_themselves(model):
+    _, stats = answers(model, GREEDY, tokens=100, prompts=PROMPTS[:2], speculation=4)
+    assert 0 < stats.accepted <= stats.drafted
+    assert stats.steps < 100
 
 
-def test_a_plan_is_taken_over(model):
-    plan = MemoryPlan(10**9, 64, 300, "auto", None, False, 16, {})
-    engine = Engine.planned(model, plan, max_num_seqs=2)
-    assert (engine.max_model_len, engine.max_num_seqs) == (64, 2)
-    assert engine.decode(PROMPTS, 4) == Engine(model).decode(PROMPTS, 4)
-    with pytest.raises(UsageError, match="kv_dtype is 'int8', but there are no kernels"):
-        Engine.planned(model, replace(plan, kv_dtype="int8"))
+def test_a_beginning_that_is_known_is_not_computed_again(model):
+    engine = Engine(model)
+    prompt = PROMPTS[2]  # two blocks and eleven tokens
+
+    def cached(tokens):
+        asked = request(tokens, tokens=6)
+        pieces = finish(engine, [asked])[asked]
+        assert_best(model, tokens, asked.token_ids)
+        assert {piece.cached_tokens for piece in pieces} == {asked.cached_tokens}
+        return asked.cached_tokens
+
+    assert cached(prompt) == 0
+    assert cached(prompt) == 2 * BLOCK
+    assert cached([*prompt[:40], 5]) == BLOCK
+    assert cached([9, *prompt]) == 0
+    assert cached(prompt[: 2 * BLOCK]) == BLOCK  # the last token is always computed
+    assert cached(prompt[: 2 * BLOCK + 1]) == 2 * BLOCK
+    stats = engine.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (75 + 75 + 41 + 76 + 64 + 65, 6 * BLOCK)
+    assert stats.blocks_idle > 0
+    engine.shrink()
+    assert engine.stats().blocks_idle == 0
+    assert cached(prompt) == 0
+
+
+def test_answers_are_found_as_the_beginning_of_the_next_prompt(model):
+    """As in a conversation."""
+    engine = Engine(model)
+    first = request(PROMPTS[2], tokens=30)
+    finish(engine, [first])
+    more = [*PROMPTS[2], *first.token_ids, 5, 6, 7]
+    second = request(more, tokens=5)
+    finish(engine, [second])
+    assert second.cached_tokens == 3 * BLOCK
+    assert_best(model, more, second.token_ids)
+
+
+def test_one_prompt_asked_many_times_in_one_step_is_computed_once(model):
+    params = [replace(SEEDED, seed=seed) for seed in range(5)]
+    requests = [request(PROMPTS[2], tokens=20, params=each) for each in params]
+    engine = Engine(model)
+    for each in requests:
+        engine.add(each)
+    engine.step()
+    assert engine.stats().blocks_used == 2 + 5
+    finish(engine)
+    assert [each.cached_tokens for each in requests] == [0] + [2 * BLOCK] * 4
+    assert len({tuple(each.token_ids) for each in requests}) == 5
+    for each, own in zip(requests, params, strict=True):
+        assert each.token_ids == answers(model, own, tokens=20, prompts=[PROMPTS[2]])[0][0]
+
+
+@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"prefill_tokens": 10}], ids=str)
+def test_logprobs_are_those_of_the_model_alone(model, options):
+    params = SamplingParams(seed=1, temperature=0.5, logprobs=3, repetition_penalty=1.3)
+    requests = [request(prompt, tokens=20, params=params) for prompt in PROMPTS[:3]]
+    requests.append(request(PROMPTS[3], tokens=20))
+    pieces = finish(Engine(model, **options), requests)
+    assert requests[3].logprobs is None
+    for each in requests[:3]:
+        assert [logprob for piece in pieces[each] for logprob in piece.logprobs] == each.logprobs
+        expected = plain_scores(model, each.prompt, each.token_ids).log_softmax(-1)
+        best = expected.topk(3)
+        for at, (token, found) in enumerate(zip(each.token_ids, each.logprobs, strict=True)):
+            assert found.token == token
+            assert found.logprob == pytest.approx(expected[at, token].item(), abs=1e-4)
+            assert [logprob for _, logprob in found.top] == pytest.approx(best.values[at].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"cache_tokens": 160, "max_model_len": 160}], ids=str)
+def test_penalties_are_of_what_prompt_and_answer_hold(model, options):
+    params = SamplingParams(
+        temperature=0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={7: 0.5}
+    )
+    found, _ = answers(model, params, tokens=30, **options)
+    for prompt, answer in zip(PROMPTS, found, strict=True):
+        scores = plain_scores(model, prompt, answer)
+        for at, token in enumerate(answer):
+            row = scores[at].clone()
+            seen = torch.tensor(sorted({*prompt, *answer[:at]}))
+            row[seen] = torch.where(row[seen] > 0, row[seen] / 1.4, row[seen] * 1.4)
+            counts = torch.bincount(torch.tensor(answer[:at], dtype=torch.int64), minlength=300)
+            row -= 0.2 * counts + 0.3 * (counts > 0)
+            row[7] += 0.5
+            assert row.max() - row[token] < 1e-4
+
+
+class Alternating:
+    """A grammar whose words alternate between odd and even tokens, the first of which is odd."""
+
+    finished = failed = False
+
+    def __init__(self):
+        self.taken = 0
+
+    def accept(self, token):
+        if token % 2 == self.taken % 2:
+            return False
+        self.taken += 1
+        return True
+
+    def rollback(self, count):
+        self.taken -= count
+
+    def fill(self, mask):
+        mask[:] = 0x55555555 if self.taken % 2 else -0x55555556
+
+
+@pytest.mark.parametrize("options", [{}, {"speculation": 3}, {"prefill_tokens": 9}], ids=str)
+def test_a_grammar_masks_its_own_row_alone(model, options):
+    params = SamplingParams(temperature=0, grammar=Grammar("regex", "any: the matcher is given"))
+    free = [request(prompt, tokens=40) for prompt in PROMPTS]
+    bound = [
+        Sequence(
+            *(index, prompt, params),
+            limit=40,
+            stop_ids=frozenset(),
+            stream=free[0]._stream,
+            matcher=Alternating(),
+        )
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    finish(Engine(model, **options), [each for pair in zip(free, bound, strict=True) for each in pair])
+    for each in free:
+        assert_best(model, each.prompt, each.token_ids)
+    parity = torch.arange(300) % 2
+    for each in bound:
+        scores = plain_scores(model, each.prompt, each.token_ids)
+        for at, token in enumerate(each.token_ids):
+            assert token % 2 == (at + 1) % 2
+            assert scores[at][parity == (at + 1) % 2].max() - scores[at, token] < 1e-4

@@ -187,6 +187,15 @@ class Machine:
         self.cells = {place: cell for place, cell in self.cells.items() if place[0] < needed}
         self.memory = max(self.memory, needed)
 
+    def fail(self):
+        """Nothing is left of the steps under way, nor of what is stored."""
+        self.under_way.clear()
+        self.cells.clear()
+        self.scheduler.restart()
+        for request, answer in self.answers.items():
+            del answer.tokens[len(request.ids) :]
+            del answer.digests[len(request.ids) :]
+
     def run(self):
         """To the end, which comes."""
         steps = 0
@@ -401,6 +410,10 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def shrink(self):
         self.machine.shrink()
+
+    @rule()
+    def fail(self):
+        self.machine.fail()
 
     @invariant()
     def all_is_well(self):

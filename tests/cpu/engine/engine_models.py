@@ -1,0 +1,46 @@
+"""Small random models of each family, and what a model alone says to what an engine answers."""
+
+from dataclasses import replace
+
+import torch
+
+from warpbus.engine.blocks import BLOCK
+from warpbus.models import SHAPES
+
+SMALL = replace(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=64, num_layers=3, num_heads=4, head_dim=16)
+SMALL = replace(SMALL, num_kv_heads=2, ffn_size=128, max_context=512, rope=replace(SMALL.rope, rotary_dim=8))
+FAMILIES = {
+    "glm": SMALL,
+    "glm-0414": replace(SMALL, output_norms=True),
+    "llama": replace(SMALL, qkv_bias=False, rope=replace(SMALL.rope, rotary_dim=16, interleaved=False)),
+    "qwen3": replace(SMALL, qk_norm=True, tie_embeddings=True, num_kv_heads=4),
+}
+PROMPTS = [[1, 2, 3], [40], [7 * at % 300 for at in range(75)], list(range(50, 50 + BLOCK)), list(range(65))]
+
+
+@torch.no_grad()
+def plain_scores(model, prompt, answer):
+    """Of each token of an answer, by one pass over all of it, without a cache."""
+    return model(torch.tensor([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
+
+
+def assert_best(model, prompt, answer):
+    """Each token is the likeliest one, or so close to it that rounding decides."""
+    scores = plain_scores(model, prompt, answer)
+    chosen = scores.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    assert (scores.amax(-1) - chosen).max() < 1e-4
+
+
+def finish(engine, requests=(), most=3000):
+    """Add requests and answer all there are; the pieces of each."""
+    for each in requests:
+        engine.add(each)
+    pieces = {}
+    for _ in range(most):
+        if not engine.has_work:
+            break
+        for sequence, piece in engine.step():
+            pieces.setdefault(sequence, []).append(piece)
+    assert not engine.has_work
+    assert engine.stats().blocks_used == engine.stats().running == engine.stats().waiting == 0
+    return pieces
