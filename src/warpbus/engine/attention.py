@@ -1,5 +1,6 @@
 """What the layers attend to while generating: blocks of the cache, for pieces of prompts or for single new tokens."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention
 
 
+_LARGEST_FLASH = 256  # dimensions of a head that flash attention takes
+
+
 @dataclass(frozen=True)
 class Stretch:
     """A piece of a prompt in a flat list of tokens.
@@ -31,6 +35,24 @@ class Stretch:
     end: int
     start: int
     blocks: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """Where sequences begin and end in a list of their queries and in one of their keys, as flash attention wants it."""
+
+    bounds_q: Tensor
+    bounds_k: Tensor
+    longest_q: int
+    longest_k: int
+    counts: list[int]
+
+    @classmethod
+    def of(cls, bounds_q: list[int], bounds_k: list[int], device: torch.device) -> "_Lengths":
+        counts = [end - begin for begin, end in itertools.pairwise(bounds_q)]
+        longest_k = max((end - begin for begin, end in itertools.pairwise(bounds_k)), default=0)
+        on_device = (torch.tensor(bounds, dtype=torch.int32).to(device) for bounds in (bounds_q, bounds_k))
+        return cls(*on_device, max(counts, default=0), longest_k, counts)
 
 
 class PieceAttention(FusedAttention):
@@ -59,12 +81,17 @@ class PieceAttention(FusedAttention):
         self._cache = cache
         self._positions = positions
         self._slots = slots
-        self._fresh = [stretch for stretch in stretches if stretch.blocks is None]
+        self._flash = table.is_cuda and config.head_dim <= _LARGEST_FLASH
+        fresh = [stretch for stretch in stretches if stretch.blocks is None]
         self._going_on = [stretch for stretch in stretches if stretch.blocks is not None]
-        lengths = [stretch.end - stretch.begin for stretch in self._fresh]
-        self._longest = max(lengths, default=0)
-        bounds = torch.tensor([0, *(stretch.end for stretch in self._fresh)], dtype=torch.int32)
-        self._bounds = bounds.to(table.device, non_blocking=True) if len(self._fresh) > 1 else None
+        self._begun = fresh[-1].end if fresh else 0
+        bounds = [0, *(stretch.end for stretch in fresh)]
+        # On the device, and once for all layers.
+        self._fresh = _Lengths.of(bounds, bounds, table.device)
+        self._later = [
+            _Lengths.of([0, each.end - each.begin], [0, each.start + each.end - each.begin], table.device)
+            for each in self._going_on
+        ]
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
@@ -79,29 +106,30 @@ class PieceAttention(FusedAttention):
             interleaved=config.rope.interleaved,
         )
         attended = torch.empty_like(q)
-        if self._fresh:
-            end = self._fresh[-1].end
-            attended[:end] = self._attend_fresh(q[:end], k[:end], v[:end])
-        for stretch in self._going_on:
-            tokens = stretch.start + stretch.end - stretch.begin
-            attended[stretch.begin : stretch.end] = _causal(
-                q[stretch.begin : stretch.end], *self._read(stored, stretch.blocks, tokens, q.dtype)
-            )
+        begun = slice(self._begun)
+        if self._begun:
+            attended[begun] = self._attend(q[begun], k[begun], v[begun], self._fresh)
+        for stretch, lengths in zip(self._going_on, self._later, strict=True):
+            part = slice(stretch.begin, stretch.end)
+            keys, values = self._read(stored, stretch.blocks, lengths.longest_k, q.dtype)
+            attended[part] = self._attend(q[part], keys, values, lengths)
         return attended.flatten(-2)[None]
 
-    def _attend_fresh(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Pieces that begin their sequences: what they attend to is what they bring."""
-        if self._bounds is not None and q.is_cuda and q.dtype in HALVES and q.shape[2] <= 256:
+    def _attend(self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, lengths: "_Lengths") -> Tensor:
+        """Causal attention of sequences one after another; the last query of each is that of its last key."""
+        if self._flash and q_thd.dtype in HALVES:
             # What torch.nn.attention.varlen calls: its own arguments change from one release to the next.
             attended: Tensor = torch.ops.aten._flash_attention_forward(
-                *(q, k, v, self._bounds, self._bounds, self._longest, self._longest),
+                *(q_thd, k_thd, v_thd, lengths.bounds_q, lengths.bounds_k, lengths.longest_q, lengths.longest_k),
                 0.0,
                 is_causal=True,
                 return_debug_mask=False,
             )[0]
             return attended
-        parts = [slice(stretch.begin, stretch.end) for stretch in self._fresh]
-        return torch.cat([_causal(q[part], k[part], v[part]) for part in parts])
+        if len(lengths.counts) == 1:
+            return _causal(q_thd, k_thd, v_thd)
+        split = (x.split(lengths.counts) for x in (q_thd, k_thd, v_thd))
+        return torch.cat([_causal(q, k, v) for q, k, v in zip(*split, strict=True)])
 
     def _read(
         self,

@@ -29,22 +29,20 @@ from warpbus.engine.blocks import BLOCK, Blocks
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
 from warpbus.engine.logits import Row as Choice
-from warpbus.engine.plan import MemoryPlan
+from warpbus.engine.plan import PLANNED_ROWS, MemoryPlan
 from warpbus.engine.runner import Chosen, Row, Runner
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Request, Scheduler
 from warpbus.engine.sequence import Piece, TokenLogprob
 from warpbus.engine.sequence import Sequence as Asked
 from warpbus.engine.speculation import NgramIndex, accepted
-from warpbus.engine.step import MIXED_ROWS, Step, batch_bucket
+from warpbus.engine.step import MIXED_ROWS, Step, batch_bucket, rows_beside
 from warpbus.errors import ContextLengthError, DeviceError, UsageError
 from warpbus.kernels.ops.attention import has_kernel
 from warpbus.models import Decoder, ModelConfig
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 2048}
 """Tokens of prompts that are read in a step in which nobody waits for the next token."""
-
-_MIXED_TOKENS = {"cpu": 256, "cuda": MIXED_ROWS}  # of prompts and of those that decode, in a step where some do
 
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prompts are read with
 _WARM_LENGTHS = (512, 1024)  # tokens: sequences for which graphs are captured ahead
@@ -98,6 +96,7 @@ class Engine:
         prefill_tokens: of prompts, read in a step.
         cache_tokens: the most that the cache holds. None: what all sequences need, or what the memory that is free now
             allows. The cache takes no more of it than it needs.
+        mixed_rows: the most tokens of a step in which some decode and prompts are read.
         prefix_caching: prompts that begin alike share what is computed of them.
         speculation: the most tokens that are guessed for a sequence in a step, by what followed the same tokens before.
             With any, a step waits for the tokens of the last.
@@ -120,6 +119,7 @@ class Engine:
         kv_dtype: str = "auto",
         prefill_tokens: int | None = None,
         cache_tokens: int | None = None,
+        mixed_rows: int = MIXED_ROWS,
         prefix_caching: bool = True,
         speculation: int = 0,
         dormant: Dormant | None = None,
@@ -156,7 +156,7 @@ class Engine:
             self._blocks,
             max_num_seqs=max_num_seqs,
             prefill_tokens=self._prefill_tokens,
-            mixed_tokens=_MIXED_TOKENS[self.device.type],
+            mixed_tokens=lambda decoding: min(rows_beside(decoding), mixed_rows),
         )
         self._speculation = speculation
         self._most_rows = max_num_seqs + speculation
@@ -165,6 +165,7 @@ class Engine:
             device=self.device,
             dtype=self.dtype,
             graphs=kernels,
+            mixed_rows=mixed_rows,
         )
         self._runner = Runner(model, self._cache, self._step, batch_bucket(self._most_rows))
         self._rows: dict[Request, Row] = {}
@@ -190,6 +191,7 @@ class Engine:
             kv_dtype=plan.kv_dtype,
             prefill_tokens=plan.prefill_tokens,
             cache_tokens=plan.pool_tokens,
+            mixed_rows=PLANNED_ROWS,
         )
 
     @property

@@ -11,7 +11,8 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
 from warpbus.engine.options import ServiceOptions
-from warpbus.engine.plan import MemoryPlan, Stored, enforce, parse_memory, plan_memory
+from warpbus.engine.plan import PLANNED_ROWS, MemoryPlan, Stored, enforce, parse_memory, plan_memory
+from warpbus.engine.step import MIXED_ROWS
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import ModelConfig, Progress, load_model, read_config, tensor_map
@@ -104,6 +105,7 @@ def build_engine(
         kv_dtype=options.kv_dtype if plan is None else plan.kv_dtype,
         prefill_tokens=options.prefill_tokens or (None if plan is None else plan.prefill_tokens),
         cache_tokens=_cache_tokens(opened, options) if plan is None else plan.pool_tokens,
+        mixed_rows=MIXED_ROWS if plan is None else PLANNED_ROWS,
         prefix_caching=options.prefix_caching,
         speculation=options.speculation,
         dormant=Dormant(decoder) if can_sleep and plan is None else None,

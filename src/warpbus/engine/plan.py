@@ -27,6 +27,9 @@ CONTEXT_BYTES = 560_000_000
 """The CUDA context with the kernels of torch and ours and the captured graphs, by the driver's account: an estimate for
 an H100, where a model that was planned for 4.80 GB took 4.78."""
 
+PLANNED_ROWS = 256
+"""Tokens of the largest graph that takes prompts: graphs keep the memory of what lies between."""
+
 _SHORTEST_CONTEXT = 2048  # tokens; less is planned only where it is asked for
 _CONTEXT_STEP = 256  # tokens
 _PIECES = (2048, 1024, 512, 256)  # tokens of the prompts that are read at a time
@@ -261,7 +264,9 @@ def _fixed_parts(
         "layers": layers,
         "embedding": embedding,
         "head": heads,
-        "workspace": _activation_bytes(config, stored.dtype, piece) + scores + _WORKSPACE,
+        "workspace": sum(_activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS))
+        + scores
+        + _WORKSPACE,
         "allocator's granularity": int(_GRANULARITY * (layers + embedding + heads)),
         "CUDA context and kernels": CONTEXT_BYTES,
     }

@@ -10,7 +10,7 @@ only what shares blocks needs their ids (`ids`), which come later.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from warpbus.engine.blocks import BLOCK, Blocks, block_keys
@@ -85,7 +85,8 @@ class Scheduler:
         blocks: of the cache; there have to be enough for one request of the greatest length.
         max_num_seqs: the most requests that run at once.
         prefill_tokens: of the prompts, read in a step where nobody decodes.
-        mixed_tokens: of the prompts and of those that decode, in a step where some do: these wait for the prompts.
+        mixed_tokens: from the number of those that decode to the tokens of a step, these included, in which prompts are
+            read beside them: they wait for the prompts. None: as many as where nobody decodes.
 
     Attributes:
         waiting, running: in their order.
@@ -94,12 +95,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: Blocks, *, max_num_seqs: int, prefill_tokens: int, mixed_tokens: int | None = None
+        self,
+        blocks: Blocks,
+        *,
+        max_num_seqs: int,
+        prefill_tokens: int,
+        mixed_tokens: Callable[[int], int] | None = None,
     ) -> None:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._prefill_tokens = prefill_tokens
-        self._mixed_tokens = prefill_tokens if mixed_tokens is None else mixed_tokens
+        self._mixed_tokens = mixed_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
@@ -128,9 +134,10 @@ class Scheduler:
         preempted: set[Request] = set()
         decoding, guesses = self._decoding(drafts, preempted)
         budget = self._prefill_tokens
-        if decoding:
+        if decoding and self._mixed_tokens is not None:
+            rows = len(decoding) + sum(guesses)
             # One at least, so that nobody waits for ever.
-            budget = min(budget, max(1, self._mixed_tokens - len(decoding) - sum(guesses)))
+            budget = min(budget, max(1, self._mixed_tokens(rows) - rows))
         return Plan(decoding, guesses, self._pieces(budget, admit=not preempted))
 
     def read(self, request: Request, token_ids: Sequence[int]) -> None:

@@ -43,6 +43,9 @@ FROM_DEVICE = -1
 """In place of a token that the host does not know yet: the last one of its sequence."""
 
 _MIXED_BUCKETS = (32, 64, 128, 256, 384, 512, 768, MIXED_ROWS)
+# How many rows a step with prompts has, by those that decode: each row more makes these wait longer for their tokens. By
+# what steps took on an H100 (ChatGLM2-6B's shape in 4 bits) they wait about thrice as long as without prompts.
+_ROWS_BESIDE = ((8, 128), (16, 256), (40, 384), (96, 512), (160, 768))
 _MIXED_LENGTH = 2048  # tokens: of longer sequences each token of a prompt would read too much of the cache again
 
 Key = tuple[int, int, str]
@@ -81,6 +84,7 @@ class Step:
         length: the longest sequence there can be, in tokens.
         device, dtype: of the activations.
         graphs: whether steps are captured.
+        mixed_rows: the most that a graph with prompts takes.
 
     Attributes:
         last: int64 `[slots + 1]`, the last token of each sequence, which enters its next step.
@@ -101,10 +105,12 @@ class Step:
         device: torch.device,
         dtype: torch.dtype,
         graphs: bool,
+        mixed_rows: int = MIXED_ROWS,
     ) -> None:
         self._model = model
         self._cache = cache
         self._capacity = length
+        self._mixed_rows = mixed_rows
         self.table = model.rotary.table(length, device)
         self.last = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
@@ -140,7 +146,7 @@ class Step:
 
     def takes(self, rows: int, longest: int) -> bool:
         """Whether so many rows, prompts among them, of sequences of at most `longest` tokens are one graph."""
-        return self._graphs is not None and rows <= MIXED_ROWS and longest <= _MIXED_LENGTH
+        return self._graphs is not None and rows <= self._mixed_rows and longest <= _MIXED_LENGTH
 
     def scores_of(self, rows: Rows, *, prompts: bool) -> Tensor:
         """As `scores`, of rows that the host says: several of a sequence may follow each other.
@@ -174,7 +180,7 @@ class Step:
         if self._graphs is None:
             return
         limit = length_bucket(longest, self._capacity)
-        keys: list[Key] = [(bucket, limit, "mixed") for bucket in _MIXED_BUCKETS]
+        keys: list[Key] = [(bucket, limit, "mixed") for bucket in _MIXED_BUCKETS if bucket <= self._mixed_rows]
         keys += [(bucket, limit, "own") for bucket in {batch_bucket(count) for count in range(1, rows + 1)}]
         self._said.zero_()
         self._show([], len(self._slots))
@@ -219,6 +225,11 @@ class Step:
         if use == "mixed":
             hidden = hidden.index_select(0, self._said[3, : min(rows, len(self._scores))])
         return model.scores(hidden)
+
+
+def rows_beside(decoding: int) -> int:
+    """How many rows a step should have in which so many sequences decode and prompts are read."""
+    return next((rows for most, rows in _ROWS_BESIDE if decoding <= most), MIXED_ROWS)
 
 
 class _Graphs:
