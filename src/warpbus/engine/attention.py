@@ -17,7 +17,6 @@ from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention
 
-
 _LARGEST_FLASH = 256  # dimensions of a head that flash attention takes
 
 
@@ -39,7 +38,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class _Lengths:
-    """Where sequences begin and end in a list of their queries and in one of their keys, as flash attention wants it."""
+    """Where sequences begin and end in a list of their queries and in one of their keys."""
 
     bounds_q: Tensor
     bounds_k: Tensor
@@ -51,8 +50,8 @@ class _Lengths:
     def of(cls, bounds_q: list[int], bounds_k: list[int], device: torch.device) -> "_Lengths":
         counts = [end - begin for begin, end in itertools.pairwise(bounds_q)]
         longest_k = max((end - begin for begin, end in itertools.pairwise(bounds_k)), default=0)
-        on_device = (torch.tensor(bounds, dtype=torch.int32).to(device) for bounds in (bounds_q, bounds_k))
-        return cls(*on_device, max(counts, default=0), longest_k, counts)
+        on_device = [torch.tensor(bounds, dtype=torch.int32).to(device) for bounds in (bounds_q, bounds_k)]
+        return cls(on_device[0], on_device[1], max(counts, default=0), longest_k, counts)
 
 
 class PieceAttention(FusedAttention):

@@ -113,7 +113,7 @@ def build_engine(
 
 
 def _cache_tokens(opened: Opened, options: ServiceOptions) -> int | None:
-    """What the cache may hold, in whole blocks and not more than all requests can need; None leaves it to the engine."""
+    """What the cache may hold: whole blocks, no more than all requests can need. None leaves it to the engine."""
     if options.cache_tokens is None:
         return None
     each = -(-opened.max_model_len // BLOCK)
