@@ -43,8 +43,8 @@ FROM_DEVICE = -1
 """In place of a token that the host does not know yet: the last one of its sequence."""
 
 _MIXED_BUCKETS = (32, 64, 128, 256, 384, 512, 768, MIXED_ROWS)
-# How many rows a step with prompts has, by those that decode: each row more makes these wait longer for their tokens. By
-# what steps took on an H100 (ChatGLM2-6B's shape in 4 bits) they wait about thrice as long as without prompts.
+# How many rows a step with prompts has, by those that decode: each row more makes these wait longer for their tokens.
+# By what steps took on an H100 (ChatGLM2-6B's shape in 4 bits) they wait about thrice as long as without prompts.
 _ROWS_BESIDE = ((8, 128), (16, 256), (40, 384), (96, 512), (160, 768))
 _MIXED_LENGTH = 2048  # tokens: of longer sequences each token of a prompt would read too much of the cache again
 
