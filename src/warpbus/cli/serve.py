@@ -37,6 +37,9 @@ def serve(
     max_queue: Annotated[int, typer.Option(help="the most requests that wait beyond these")] = 1024,
     memory: Annotated[str | None, typer.Option(help="of the GPU, for each model: 6GB, 5.5GiB, 50%")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="how the cache is kept: auto, int8 or fp8")] = "auto",
+    kv_cache_tokens: Annotated[
+        int | None, typer.Option(help="the most tokens that the cache holds; requests without room wait")
+    ] = None,
     prefix_caching: Annotated[bool, typer.Option(help="prompts that begin alike share what is stored of it")] = True,
     speculation: Annotated[int, typer.Option(help="the most tokens guessed from the text so far, in a step")] = 0,
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that a model is cut over")] = 1,
@@ -106,6 +109,7 @@ def serve(
         max_queue=max_queue,
         memory=memory,
         kv_dtype=kv_cache_dtype,
+        cache_tokens=kv_cache_tokens,
         prefix_caching=prefix_caching,
         speculation=speculation,
         tensor_parallel=tensor_parallel_size,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from warpbus.cuda.devices import resolve_device, resolve_dtype
+from warpbus.engine.blocks import BLOCK
 from warpbus.errors import DeviceError, UsageError
 
 
@@ -21,6 +22,8 @@ class ServiceOptions:
         max_queue: the most requests that wait beyond these; more are refused.
         memory: what the engine's process may take of its GPU: "6GB", "50%", or bytes; see `LLM`.
         kv_dtype: how keys and values are kept: "auto", "int8" or "fp8"; see `LLM`.
+        cache_tokens: the most tokens whose keys and values are kept, in whole blocks; requests that find no room wait.
+            None: what all of them can need, or what there is memory for.
         prefill_tokens: the most tokens of prompts that are read in one step; None leaves it to the engine.
         prefix_caching: prompts that begin alike share what is stored of their beginning.
         speculation: the most tokens that are guessed from a request's own n-grams in one step; 0 guesses none.
@@ -41,6 +44,7 @@ class ServiceOptions:
     max_queue: int = 1024
     memory: str | int | None = None
     kv_dtype: str = "auto"
+    cache_tokens: int | None = None
     prefill_tokens: int | None = None
     prefix_caching: bool = True
     speculation: int = 0
@@ -52,6 +56,7 @@ class ServiceOptions:
         for name, least in (
             ("max_num_seqs", 1),
             ("max_queue", 0),
+            ("cache_tokens", 2 * BLOCK),
             ("prefill_tokens", 1),
             ("speculation", 0),
             ("max_model_len", 2),
@@ -61,6 +66,13 @@ class ServiceOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
+        if self.cache_tokens is not None:
+            if self.memory is not None:
+                raise UsageError("memory plans the cache too: leave out either memory or cache_tokens")
+            if self.max_model_len is not None and self.cache_tokens < self.max_model_len:
+                raise UsageError(
+                    f"cache_tokens is {self.cache_tokens}: give at least max_model_len, which is {self.max_model_len}"
+                )
         if self.dtype != "auto":
             resolve_dtype(self.dtype)
 

@@ -125,9 +125,9 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         model = _named(models, body.model, request)
         service = model.awake()
         tokenizer = service.tokenizer
-        count = answers_of(body, 1 if isinstance(body.prompt, str) else len(body.prompt), options)
         grammar = grammar_of(body, options)
         prompts = await _in_thread(request, model, lambda: prompts_of(body, tokenizer))
+        count = answers_of(body, len(prompts), options)
         if not all(prompts):
             raise RequestError(400, "prompt: it is empty, and there is nothing to continue", param="prompt")
         echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in prompts]

@@ -490,11 +490,24 @@ def test_what_keeps_an_engine_from_starting_is_raised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_num_seqs": 0}, {"max_queue": -1}, {"tensor_parallel": 0}, {"speculation": True}, {"dtype": "float12"}],
+    [
+        {"max_num_seqs": 0},
+        {"max_queue": -1},
+        {"tensor_parallel": 0},
+        {"speculation": True},
+        {"dtype": "float12"},
+        {"cache_tokens": 63},
+        {"cache_tokens": 100, "max_model_len": 101},
+    ],
 )
 def test_options_out_of_range(options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=f"^{next(iter(options))} is "):
         ServiceOptions(**options)
+
+
+def test_a_memory_plans_the_cache_too() -> None:
+    with pytest.raises(UsageError, match="leave out either memory or cache_tokens"):
+        ServiceOptions(memory="6GB", cache_tokens=4096)
 
 
 def test_devices_of_the_options() -> None:

@@ -45,6 +45,11 @@ def test_prompts_come_as_texts_or_tokens(client, served, prompt, prompts):
     assert answer.usage.prompt_tokens == sum(map(len, prompts))
 
 
+def test_the_tokens_of_a_prompt_are_not_counted_as_prompts(client, served):
+    assert len(ask(client, [104] * 200, n=2).choices) == 2
+    assert served.service.asked[0][0] == [104] * 200
+
+
 def test_several_prompts_with_several_answers(client):
     answer = ask(client, ["a", "b"], n=2, seed=1)
     assert [(choice.index, choice.text) for choice in answer.choices] == [
