@@ -1,5 +1,6 @@
 """`warpbus serve demo`: the packaged poet behind its API on the CPU, asked by OpenAI's own client."""
 
+import importlib.util
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -169,6 +171,21 @@ def test_keys_and_errors(server, poet):
     with pytest.raises(openai.BadRequestError, match="tools"):
         ask(poet, tools=[{"type": "function", "function": {"name": "f"}}])
     assert httpx.get(server.url).text.startswith("<!doctype html>")
+
+
+def test_the_example_asks_it(server, capsys):
+    path = Path(__file__).parents[2] / "examples" / "ask_a_server.py"
+    spec = importlib.util.spec_from_file_location("ask_a_server", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    assert example.main(["--url", server.url, "--key", KEY]) == 0
+    printed = capsys.readouterr().out
+    assert f"{len(example.TITLES)} answers" in printed
+    assert printed.splitlines()[-1].removeprefix("the model says: ") in example.FORMS
+    assert example.main(["--url", server.url, "--key", "wrong-key"]) == 1
+    assert "401" in capsys.readouterr().err
+    assert example.main(["--url", "http://127.0.0.1:9", "--key", KEY]) == 1
+    assert "warpbus serve demo" in capsys.readouterr().err
 
 
 def test_an_engine_that_is_killed_is_started_again(server, poet):

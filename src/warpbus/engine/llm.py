@@ -84,7 +84,7 @@ class LLM:
         dtype: of activations and of what is not quantized: "float32", "float16", "bfloat16", or "auto", which is
             float32 on the CPU and the checkpoint's own on a GPU.
         max_model_len: the longest prompt with its answer, in tokens; what the model allows by default.
-        max_num_seqs: how many prompts are answered in one batch; more wait for their turn.
+        max_num_seqs: how many prompts are computed together; more wait for their turn.
         memory: what the whole process may take of the GPU: "6GB", "5.5GiB", "50%" of the card, or bytes. The context,
             unless `max_model_len` says it, the cache, the head and the embedding are then laid out to fit (`plan`).
             None: weights go to the GPU as they are, and the cache grows with what is asked for.
@@ -294,7 +294,7 @@ class LLM:
 
     def _stream(self, sequences: list[Sequence]) -> Iterator[Chunk]:
         """Answer them all; a caller that stops listening calls off what still runs."""
-        started = time.perf_counter()
+        seconds = 0.0  # without what the caller does with a piece
         running = set(sequences)
         try:
             with self._lock:
@@ -302,8 +302,10 @@ class LLM:
                     self.engine.add(sequence)
                     self._inboxes[sequence] = deque()
             while running:
-                for sequence, piece in self._pieces(running):
-                    seconds = time.perf_counter() - started
+                started = time.perf_counter()
+                found = self._pieces(running)
+                seconds += time.perf_counter() - started
+                for sequence, piece in found:
                     if not sequence.prefill_seconds:
                         sequence.prefill_seconds = seconds
                     sequence.decode_seconds = seconds - sequence.prefill_seconds
@@ -326,9 +328,9 @@ class LLM:
                 for sequence, piece in self.engine.step():
                     self._inboxes[sequence].append(piece)
             found = []
-            for sequence in sequences:
-                inbox = self._inboxes[sequence]
-                found += [(sequence, inbox.popleft()) for _ in range(len(inbox))]
+            for sequence, inbox in self._inboxes.items():  # in the order of the prompts, which a set has not
+                if sequence in sequences:
+                    found += [(sequence, inbox.popleft()) for _ in range(len(inbox))]
             return found
 
 
