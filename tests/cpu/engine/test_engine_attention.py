@@ -1,101 +1,143 @@
+"""Pieces of prompts and single tokens over blocks: as attention over the whole sequences."""
+
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
+from engine_models import SMALL
 
-from warpbus.engine.attention import FusedPrompt, FusedStep, PromptAttention, StepAttention
-from warpbus.engine.kv_cache import KVCache, KVPool
-from warpbus.models import ModelConfig, RopeConfig
+from warpbus.engine.attention import PieceAttention, StepAttention, Stretch
+from warpbus.engine.blocks import BLOCK
+from warpbus.engine.kv_cache import KVCache
 from warpbus.models.layers import CausalAttention, Rotary, rotate
 
 CPU = torch.device("cpu")
+TABLES = [[3, 7], [5, 1], [2, 8]]  # the blocks of three sequences
+LENGTHS = [40, 7, 33]
+CONFIG = replace(SMALL, num_layers=2, num_heads=4, head_dim=8, rope=replace(SMALL.rope, rotary_dim=8))
 
 
-def config(num_kv_heads):
-    return ModelConfig(
-        family="glm",
-        vocab_size=10,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=num_kv_heads,
-        head_dim=8,
-        ffn_size=8,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4, rotary_dim=8, interleaved=True),
-        max_context=4096,
-    )
+@pytest.fixture(params=[1, 2, 4])
+def config(request):
+    return replace(CONFIG, num_kv_heads=request.param)
 
 
-def drawn(batch, tokens, num_kv_heads):
+def drawn(config):
+    """Projections of each sequence, not rotated yet, `[tokens, heads + 2 * kv_heads, head_dim]`."""
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(batch, tokens, heads, 8, generator=generator) for heads in (4, num_kv_heads, num_kv_heads))
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return [torch.randn(length, heads, 8, generator=generator) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("pieces", [(7,), (3, 4), (1, 1, 5)])
-def test_a_prompt_in_pieces_attends_as_a_whole(num_kv_heads, pieces):
-    q, k, v = drawn(2, 7, num_kv_heads)
-    expected = CausalAttention().attend(0, q, k, v, torch.arange(7).expand(2, 7))
-    cache = KVCache(config(num_kv_heads), 2, 100, device=CPU, dtype=torch.float32)
-    cache.reserve(7)
-    start, found = 0, []
-    for tokens in pieces:
-        part = slice(start, start + tokens)
-        positions = torch.arange(start, start + tokens).expand(2, tokens)
-        attention = PromptAttention(cache, start, tokens)
-        found.append(attention.attend(1, q[:, part], k[:, part], v[:, part], positions))
-        start += tokens
-    torch.testing.assert_close(torch.cat(found, dim=1), expected)
+def expected_of(config, qkv):
+    """Attention of a whole sequence `[tokens, heads * head_dim]`."""
+    positions = torch.arange(len(qkv))[None]
+    angles = Rotary(config.rope)(positions, torch.float32)
+    q, k, v = qkv[None].split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=2)
+    q, k = (rotate(x, angles, config.rope.interleaved) for x in (q, k))
+    return CausalAttention().attend(0, q, k, v, positions)[0].flatten(-2)
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("lengths", [(5, 5), (2, 5), (5, 1)])
-def test_steps_attend_to_their_own_row_and_never_to_padding(num_kv_heads, lengths):
-    """Rows padded to 5 tokens go on from their own lengths, for 4 steps; each equals its own unpadded row."""
-    q, k, v = drawn(2, 9, num_kv_heads)
-    cache = KVCache(config(num_kv_heads), 2, 100, device=CPU, dtype=torch.float32)
-    cache.reserve(9)
-    padded_k, padded_v = k[:, :5].clone(), v[:, :5].clone()
-    for row, length in enumerate(lengths):
-        padded_k[row, length:] = 1e4
-        padded_v[row, length:] = 1e4
-    PromptAttention(cache, 0, 5).attend(0, q[:, :5], padded_k, padded_v, torch.arange(5).expand(2, 5))
-    for step in range(4):
-        at = torch.tensor([[length + step] for length in lengths])
-        one = [torch.stack([x[row, at[row]] for row in range(2)]) for x in (q, k, v)]
-        found = StepAttention(cache, at[:, 0].tolist()).attend(0, *one, at)
-        for row, length in enumerate(lengths):
-            end = length + step + 1
-            whole = (x[row : row + 1, :end] for x in (q, k, v))
-            expected = CausalAttention().attend(0, *whole, torch.arange(end)[None])
-            torch.testing.assert_close(found[row, 0], expected[0, -1])
+class Cached:
+    """Three sequences in a cache, read in pieces or token by token."""
+
+    def __init__(self, config, kv_dtype="auto"):
+        self.config = config
+        self.cache = KVCache(config, 9, device=CPU, dtype=torch.float32, kv_dtype=kv_dtype)
+        self.cache.back(9)
+        for layer in self.cache.layers:  # what nobody wrote is poison where it is read
+            for part in layer:
+                if part is not None and part.dtype == torch.float32:
+                    part.fill_(100.0)
+        self.table = Rotary(config.rope).table(64, CPU)
+        self.qkv = drawn(config)
+
+    def slots(self, which, start, end):
+        return [TABLES[which][at // BLOCK] * BLOCK + at % BLOCK for at in range(start, end)]
+
+    def pieces(self, *pieces):
+        """`(which, start, end)`, those from 0 on first; what each of their tokens attends to."""
+        stretches, flat, positions, slots = [], [], [], []
+        for which, start, end in pieces:
+            begin = len(positions)
+            flat.append(self.qkv[which][start:end])
+            positions += range(start, end)
+            slots += self.slots(which, start, end)
+            blocks = torch.tensor(TABLES[which][: -(-end // BLOCK)], dtype=torch.int32) if start else None
+            stretches.append(Stretch(begin, len(positions), start, blocks))
+        places = torch.tensor(positions, dtype=torch.int32)
+        attention = PieceAttention(self.config, self.table, self.cache, places, torch.tensor(slots), stretches)
+        found = attention.attend_fused(1, torch.cat(flat).flatten(-2)[None])[0]
+        return [found[stretch.begin : stretch.end] for stretch in stretches]
+
+    def tokens(self, *tokens, stored=False):
+        """`(which, position)` each; what they attend to."""
+        rows = torch.stack([self.qkv[which][at] for which, at in tokens]).flatten(-2)[:, None]
+        positions = torch.tensor([at for _, at in tokens], dtype=torch.int32)
+        blocks = torch.tensor([TABLES[which] for which, _ in tokens], dtype=torch.int32)
+        slots = torch.tensor([self.slots(which, at, at + 1)[0] for which, at in tokens]) if stored else None
+        attention = StepAttention(self.config, self.table, self.cache, positions, blocks, 2 * BLOCK, slots)
+        return attention.attend_fused(1, rows)[:, 0]
 
 
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("auto", 1e-5), ("int8", 0.02), ("fp8", 0.1)])
-@pytest.mark.parametrize("lengths", [(5, 5), (2, 5)])
-def test_rows_of_a_pool_attend_as_the_rows_alone(lengths, kv_dtype, tolerance):
-    """Prompts in two pieces, then steps, from projections that are not rotated; padding is poisoned."""
-    shape = config(2)
-    qkv = torch.randn(2, 9, (4 + 2 * 2) * 8, generator=torch.Generator().manual_seed(1))
-    rotary = Rotary(shape.rope)
-    table = rotary.table(64, CPU)
-    cache = KVPool(shape, 3 * 20, device=CPU, dtype=torch.float32, kv_dtype=kv_dtype).rows(3)
-    padded = qkv[:, :5].clone()
-    for row, length in enumerate(lengths):
-        padded[row, length:] = 100.0
-    found = [FusedPrompt(shape, table, cache, 0, 3).attend_fused(1, padded[:, :3])]
-    found.append(FusedPrompt(shape, table, cache, 3, 2).attend_fused(1, padded[:, 3:]))
-    prompts = torch.cat(found, dim=1)
-    steps = []
-    for step in range(4):
-        at = torch.tensor([length + step for length in lengths], dtype=torch.int32)
-        one = qkv[torch.arange(2), at.long()][:, None]
-        steps.append(FusedStep(shape, table, cache, at, 16).attend_fused(1, one))
-    positions = torch.arange(9)[None]
-    angles = rotary(positions, torch.float32)
-    for row, length in enumerate(lengths):
-        q, k, v = qkv[row : row + 1].unflatten(-1, (8, 8)).split((4, 2, 2), dim=2)
-        q, k = rotate(q, angles, True), rotate(k, angles, True)
-        expected = CausalAttention().attend(0, q, k, v, positions)[0].flatten(-2)
-        torch.testing.assert_close(prompts[row, :length], expected[:length], atol=tolerance, rtol=tolerance)
-        for step, attended in enumerate(steps):
-            torch.testing.assert_close(attended[row, 0], expected[length + step], atol=tolerance, rtol=tolerance)
+def test_whole_prompts_of_different_lengths(config):
+    cached = Cached(config)
+    found = cached.pieces(*((which, 0, length) for which, length in enumerate(LENGTHS)))
+    for which, attended in enumerate(found):
+        torch.testing.assert_close(attended, expected_of(config, cached.qkv[which]))
+
+
+@pytest.mark.parametrize("cuts", [(20,), (32,), (1, 2, 33), (31, 39)])
+def test_a_prompt_in_pieces_attends_as_a_whole(config, cuts):
+    """Beside another prompt that begins, in each of its steps."""
+    cached = Cached(config)
+    expected, bounds = expected_of(config, cached.qkv[0]), [0, *cuts, LENGTHS[0]]
+    for start, end in pairwise(bounds):
+        others = [(1, 0, LENGTHS[1])]
+        mine = (0, start, end)
+        found = cached.pieces(*([mine, *others] if start == 0 else [*others, mine]))
+        torch.testing.assert_close(found[0 if start == 0 else 1], expected[start:end])
+        torch.testing.assert_close(found[1 if start == 0 else 0], expected_of(config, cached.qkv[1]))
+
+
+def test_a_piece_reads_what_another_of_the_same_step_stores(config, monkeypatch):
+    """Sequences that share their first block, whose one step computes it and what follows it."""
+    monkeypatch.setattr("test_engine_attention.TABLES", [*TABLES[:2], [TABLES[0][0], 8]])
+    cached = Cached(config)
+    cached.qkv[2][:BLOCK] = cached.qkv[0][:BLOCK]
+    found = cached.pieces((0, 0, 40), (2, BLOCK, 33))
+    torch.testing.assert_close(found[1], expected_of(config, cached.qkv[2])[BLOCK:])
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_steps_attend_to_their_own_sequence(config, stored):
+    cached = Cached(config)
+    starts = [30, 1, 32]
+    cached.pieces(*((which, 0, start) for which, start in enumerate(starts)))
+    expected = [expected_of(config, qkv) for qkv in cached.qkv]
+    for step in range(10):
+        rows = [(which, start + step) for which, start in enumerate(starts) if start + step < LENGTHS[which]]
+        for (which, at), attended in zip(rows, cached.tokens(*rows, stored=stored), strict=True):
+            torch.testing.assert_close(attended, expected[which][at])
+
+
+def test_tokens_that_follow_each_other_in_one_step(config):
+    """As guesses do, and prompts in a graph."""
+    cached = Cached(config)
+    cached.pieces((0, 0, 29))
+    rows = [(0, at) for at in range(29, 36)] + [(1, at) for at in range(LENGTHS[1])]
+    found = cached.tokens(*rows, stored=True)
+    torch.testing.assert_close(found[:7], expected_of(config, cached.qkv[0])[29:36])
+    torch.testing.assert_close(found[7:], expected_of(config, cached.qkv[1]))
+
+
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.02), ("fp8", 0.1)])
+def test_a_cache_of_8_bits_is_nearly_as_good(config, kv_dtype, tolerance):
+    cached = Cached(config, kv_dtype)
+    first = cached.pieces((0, 0, 20))[0]
+    second = cached.pieces((0, 20, 38))[0]
+    third = cached.tokens((0, 38))
+    fourth = cached.tokens((0, 39), stored=True)
+    found = torch.cat([first, second, third, fourth])
+    torch.testing.assert_close(found, expected_of(config, cached.qkv[0]), atol=tolerance, rtol=tolerance)

@@ -1,79 +1,141 @@
 import pytest
 import torch
+from engine_models import SMALL
 
-from warpbus.engine.kv_cache import STEP, KVCache, KVPool, stored_dtype, token_bytes
-from warpbus.errors import UsageError
-from warpbus.models import ModelConfig, RopeConfig
+from warpbus.cuda.vmm import Arena
+from warpbus.engine import kv_cache
+from warpbus.engine.blocks import BLOCK
+from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
+from warpbus.errors import DeviceError, UsageError
 
 CPU = torch.device("cpu")
+LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
+VECTORS = LAYERS * 2 * KV_HEADS
 
 
-def config(num_kv_heads):
-    return ModelConfig(
-        family="glm",
-        vocab_size=10,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=num_kv_heads,
-        head_dim=8,
-        ffn_size=8,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4, rotary_dim=8, interleaved=True),
-        max_context=4096,
-    )
+def cache_of(count=50, kv_dtype="auto", dtype=torch.float32):
+    return KVCache(SMALL, count, device=CPU, dtype=dtype, kv_dtype=kv_dtype)
 
 
-def test_capacity_grows_in_steps_up_to_the_limit_and_keeps_what_it_holds():
-    cache = KVCache(config(2), 2, 3 * STEP + 5, device=CPU, dtype=torch.float32)
-    assert (cache.capacity, cache.nbytes) == (0, 0)
-    cache.reserve(10)
-    assert cache.capacity == STEP
-    assert cache.nbytes == 2 * 2 * 2 * 2 * STEP * 8 * 4
-    cache.keys[1][1, 1, 9] = 5.0
-    cache.reserve(STEP)
-    assert cache.capacity == STEP
-    cache.reserve(STEP + 1)
-    assert cache.capacity == 2 * STEP
-    cache.reserve(3 * STEP + 1)
-    assert cache.capacity == 3 * STEP + 5
-    assert cache.keys[1][1, 1, 9].eq(5.0).all()
-    assert cache.keys[1].sum() == 5.0 * 8
+def parts(cache):
+    return [part for layer in cache.layers for part in layer if part is not None]
 
 
-def test_keep_drops_the_other_rows():
-    cache = KVCache(config(2), 3, 100, device=CPU, dtype=torch.float32)
-    cache.reserve(4)
-    for row in range(3):
-        cache.keys[0][row] = row
-        cache.values[1][row] = 10 * row
-    cache.keep([2, 0])
-    assert cache.keys[0][:, 0, 0, 0].tolist() == [2, 0]
-    assert cache.values[1][:, 0, 0, 0].tolist() == [20, 0]
+@pytest.fixture
+def small_growth(monkeypatch):
+    monkeypatch.setattr(kv_cache, "_GROWTH", 1)
 
 
-@pytest.mark.parametrize(("kv_dtype", "token"), [("auto", 2 * 2 * 2 * 8 * 2), ("int8", 2 * 2 * 2 * (8 + 4))])
-def test_a_pool_takes_what_its_tokens_take(kv_dtype, token):
-    assert token_bytes(config(2), torch.float16, kv_dtype) == token
-    pool = KVPool(config(2), 37, device=CPU, dtype=torch.float16, kv_dtype=kv_dtype)
-    parts = [pool._data] + ([] if pool._scales is None else [pool._scales])
-    assert sum(part.nbytes for part in parts) == 37 * token
+@pytest.mark.parametrize(
+    ("kv_dtype", "token"), [("auto", VECTORS * HEAD_DIM * 2), ("int8", VECTORS * (HEAD_DIM + 4)), ("fp8", 12 * 20)]
+)
+def test_it_takes_what_its_tokens_take(kv_dtype, token):
+    assert token_bytes(SMALL, torch.float16, kv_dtype) == token
+    cache = cache_of(kv_dtype=kv_dtype, dtype=torch.float16)
+    assert cache.block_bytes == BLOCK * token
+    assert (cache.backed, cache.nbytes) == (0, 0)
+    assert cache.back(50) == cache.backed == 50
+    assert 0 <= cache.nbytes - 50 * BLOCK * token < 2 * 2**12
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
-def test_rows_of_a_pool_are_apart_and_move_to_the_front(kv_dtype):
-    pool = KVPool(config(2), 41, device=CPU, dtype=torch.float32, kv_dtype=kv_dtype)
-    cache = pool.rows(4)
-    assert (cache.rows, cache.capacity) == (4, 10)
+def test_layers_keys_values_and_blocks_are_apart(kv_dtype):
+    cache = cache_of(6, kv_dtype)
+    cache.back(6)
+    assert len(cache.layers) == LAYERS
+    for keys, values, key_scales, value_scales in cache.layers:
+        assert keys.shape == values.shape == (6, KV_HEADS, BLOCK, HEAD_DIM)
+        assert keys.dtype == values.dtype == stored_dtype(kv_dtype, torch.float32)
+        if kv_dtype == "auto":
+            assert key_scales is value_scales is None
+        else:
+            assert key_scales.shape == value_scales.shape == (6, KV_HEADS, BLOCK)
     generator = torch.Generator().manual_seed(0)
-    parts = [part for layer in cache.layers for part in layer if part is not None]
-    for part in parts:
-        part.copy_(torch.randint(-8, 8, part.shape, generator=generator))
-    before = [part.float().clone() for part in parts]
-    cache.keep([1, 3])
-    for part, old in zip(parts, before, strict=True):
-        assert torch.equal(part[:2].float(), old[[1, 3]])
-    assert pool.rows(1).capacity == 41
+    drawn = [torch.randint(-8, 8, part.shape, generator=generator) for part in parts(cache)]
+    for part, numbers in zip(parts(cache), drawn, strict=True):
+        part.copy_(numbers)
+    for part, numbers in zip(parts(cache), drawn, strict=True):
+        assert torch.equal(part.float(), numbers.float())
+
+
+@pytest.mark.usefixtures("small_growth")
+def test_it_grows_where_it_is_and_keeps_what_it_holds():
+    cache = cache_of()
+    places = [part.data_ptr() for part in parts(cache)]
+    assert 3 <= cache.back(3) < 10
+    first = cache.backed
+    cache.layers[1][0][2] = 5.0
+    assert cache.back(2) == first
+    assert 40 <= cache.back(40) < 50
+    assert cache.back(50) == 50
+    assert cache.layers[1][0][2].eq(5.0).all()
+    assert [part.data_ptr() for part in parts(cache)] == places
+
+
+@pytest.mark.usefixtures("small_growth")
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_it_shrinks_from_the_end_and_what_comes_again_is_zero(kv_dtype):
+    cache = cache_of(kv_dtype=kv_dtype)
+    cache.back(40)
+    for part in parts(cache):
+        part[:40] = 3.0
+    cache.shrink(8)
+    assert 8 <= cache.backed < 40
+    kept = cache.backed
+    assert cache.nbytes < 20 * cache.block_bytes
+    cache.shrink(45)
+    assert cache.backed == kept
+    cache.back(40)
+    for part in parts(cache):
+        assert part[:8].float().eq(3.0).all()
+        assert part[kept:40].float().eq(0.0).all()
+    cache.shrink(0)
+    assert (cache.backed, cache.nbytes) == (0, 0)
+
+
+def test_it_takes_more_than_is_asked_for_at_once_but_no_more_than_there_can_be():
+    assert cache_of().back(2) == 50
+
+
+@pytest.mark.usefixtures("small_growth")
+def test_it_does_with_the_memory_there_is(monkeypatch):
+    cache = cache_of(kv_dtype="int8")
+    cache.back(4)
+    before = cache.backed
+    resize = Arena.resize
+
+    def bounded(arena, size):
+        if size > 20 * BLOCK * VECTORS * (HEAD_DIM if arena.reserved > 100_000 else 4):
+            raise DeviceError("full")
+        resize(arena, size)
+
+    monkeypatch.setattr(Arena, "resize", bounded)
+    assert cache.back(30) == before
+    assert cache.back(18) == cache.backed >= 18
+    assert cache.back(48) == cache.backed < 30
+    monkeypatch.undo()
+    assert cache.back(48) >= 48
+
+
+def test_growth_that_memory_does_not_allow_falls_back_to_what_is_needed(monkeypatch):
+    """More than is needed is taken at once, if it is there."""
+    cache = cache_of()
+    resize = Arena.resize
+
+    def bounded(arena, size):
+        if size > 10 * cache.block_bytes:
+            raise DeviceError("full")
+        resize(arena, size)
+
+    monkeypatch.setattr(Arena, "resize", bounded)
+    assert cache.back(7) == 7
+
+
+def test_closing_returns_all():
+    cache = cache_of()
+    cache.back(9)
+    cache.close()
+    assert (cache.nbytes, cache.layers) == (0, [])
 
 
 def test_a_kv_dtype_that_is_none_is_refused():

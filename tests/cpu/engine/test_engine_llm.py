@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -209,28 +211,58 @@ def test_another_dtype(tiny_glm, dtype):
     assert len(llm.generate(PROMPTS, GREEDY)[1].token_ids) == 24
 
 
-def test_an_interrupted_answer_leaves_the_model_usable(llm, monkeypatch):
-    expected = llm.generate(PROMPTS, GREEDY)
-    launch, steps = Runner.launch, []
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_an_interrupted_answer_leaves_the_model_usable(tiny_glm, llm, monkeypatch, at):
+    """Nothing is found later of a prompt that was not read to its end."""
+    prompts = [*PROMPTS, PROMPTS[1] * 3]
+    expected = llm.generate(prompts, GREEDY)
+    fresh = LLM(tiny_glm, device="cpu")
+    scores, steps = Runner._scores, []
 
-    def interrupted(self):
-        steps.append(self)
-        if len(steps) == 5:
+    def interrupted(*arguments):
+        steps.append(1)
+        if len(steps) == at:
             raise KeyboardInterrupt
-        return launch(self)
+        return scores(*arguments)
 
-    monkeypatch.setattr(Runner, "launch", interrupted)
+    monkeypatch.setattr(Runner, "_scores", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, GREEDY)
-    monkeypatch.undo()
-    assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)] == [answer.token_ids for answer in expected]
+        fresh.generate(prompts, GREEDY)
+    assert not fresh.engine.has_work
+    assert [answer.token_ids for answer in fresh.generate(prompts, GREEDY)] == [each.token_ids for each in expected]
+
+
+def test_an_interrupted_answer_disturbs_no_other_stream(llm, monkeypatch):
+    params = SamplingParams(seed=4, max_tokens=20)
+    expected = llm.generate("1", params)[0]
+    other = llm.generate("1", params, stream=True)
+    texts = [next(other).text]
+    scores = Runner._scores
+
+    def interrupted(*_):
+        monkeypatch.setattr(Runner, "_scores", scores)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "_scores", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[1] * 3, GREEDY)
+    for chunk in other:
+        texts.append(chunk.text)
+        completion = chunk.completion
+    assert "".join(texts) == expected.text
+    assert completion.token_ids == expected.token_ids
 
 
 def test_a_stream_may_be_left_and_two_may_run_at_once(llm):
     expected = llm.generate("1", GREEDY)[0].text
     left = llm.generate("1", GREEDY, stream=True)
     next(left)
+    assert llm.engine.stats().running == 1
     left.close()
+    stats = llm.engine.stats()
+    assert (stats.running, stats.waiting, stats.blocks_used, llm._inboxes) == (0, 0, 0, {})
+    llm.generate("1", GREEDY, stream=True).close()  # not even begun
+    assert not llm.engine.has_work
     first, second = llm.generate("1", GREEDY, stream=True), llm.generate("1", GREEDY, stream=True)
     texts = ["", ""]
     for one, other in zip(first, second, strict=True):
@@ -242,22 +274,49 @@ def test_a_stream_may_be_left_and_two_may_run_at_once(llm):
 def test_times_are_measured_without_what_the_caller_does(llm, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    prefill, launch = Runner.prefill, Runner.launch
+    launch = Runner.launch
 
-    def slow(method, seconds):
-        def timed(self, *arguments):
-            now[0] += seconds
-            return method(self, *arguments)
+    def slow(self, decoding, pieces, drafts=None):
+        now[0] += 2.0 if pieces else 0.5
+        return launch(self, decoding, pieces, drafts)
 
-        return timed
-
-    monkeypatch.setattr(Runner, "prefill", slow(prefill, 2.0))
-    monkeypatch.setattr(Runner, "launch", slow(launch, 0.5))
+    monkeypatch.setattr(Runner, "launch", slow)
     for chunk in llm.generate("1", SamplingParams(temperature=0, max_tokens=11), stream=True):
         now[0] += 100.0
         answer = chunk.completion
     assert (answer.prefill_seconds, answer.decode_seconds, answer.seconds) == (2.0, 5.0, 7.0)
     assert answer.tokens_per_second == pytest.approx(11 / 7)
+
+
+def test_threads_answer_together(llm):
+    each = [SamplingParams(seed=at, max_tokens=15) for at in range(6)]
+    prompts = [PROMPTS[at % 4] * (1 + at // 2) for at in range(6)]
+    expected = [llm.generate(prompt, params)[0].token_ids for prompt, params in zip(prompts, each, strict=True)]
+    steps = llm.engine.stats().steps
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda at: llm.generate(prompts[at], each[at])[0].token_ids, range(6)))
+    assert found == expected
+    assert llm.engine.stats().steps - steps < 6 * 15
+    assert llm.engine.stats().blocks_used == 0
+
+
+def test_a_beginning_that_prompts_share_is_computed_once(llm):
+    prompt = PROMPTS[1] * 4
+    before = llm.engine.stats().prefix_hits
+    answers = llm.generate([prompt] * 3, GREEDY)
+    assert llm.engine.stats().prefix_hits - before >= 2 * 32
+    assert len({answer.text for answer in answers}) == 1
+
+
+def test_what_streams_leave_unread_is_kept_for_them(llm):
+    """One stream's steps bring the other's tokens."""
+    expected = llm.generate(PROMPTS[0], GREEDY)[0]
+    slow = llm.generate(PROMPTS[0], GREEDY, stream=True)
+    first = next(slow).text
+    llm.generate(PROMPTS[1], SamplingParams(temperature=0, max_tokens=40))
+    steps = llm.engine.stats().steps
+    assert first + "".join(chunk.text for chunk in slow) == expected.text
+    assert llm.engine.stats().steps == steps
 
 
 def test_damaged_weights_are_a_numeric_error(tiny_glm):

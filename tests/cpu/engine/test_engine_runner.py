@@ -1,152 +1,140 @@
+"""Steps as they are launched: what the runner tells the device, and what it brings back."""
+
 import pytest
 import torch
+from engine_models import PROMPTS, SMALL, assert_best, plain_scores
 
-from warpbus.engine.engine import request
-from warpbus.engine.kv_cache import KVCache, KVPool
-from warpbus.engine.runner import Runner
-from warpbus.engine.sequence import SamplingParams
+from warpbus.engine.blocks import BLOCK, Blocks
+from warpbus.engine.engine import Engine, request
+from warpbus.engine.kv_cache import KVCache
+from warpbus.engine.runner import Row, Runner
+from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.scheduler import Request, Scheduler
 from warpbus.engine.step import Step
-from warpbus.errors import DeviceError
-from warpbus.formats import Checkpoint
-from warpbus.models import load_model
+from warpbus.errors import NumericError
+from warpbus.models import random_model
 
-CPU = torch.device("cpu")
-PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21], [30, 31, 32, 33]]
-PLACE = {"device": CPU, "dtype": torch.float32}
+PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
 
 
 @pytest.fixture(scope="module")
-def model(tiny_glm):
-    return load_model(Checkpoint(tiny_glm), **PLACE)
+def model():
+    return random_model(SMALL, None, "cpu", torch.float32)
 
 
-class Recorder:
-    """Stands for the CUDA graphs: runs what one would hold, the padding of its rows included."""
+class Driven:
+    """A runner, and a scheduler that says what it runs."""
 
-    def __init__(self):
-        self.keys = []
+    def __init__(self, model, prompts, params=None, blocks=40):
+        cache = KVCache(model.config, blocks, **PLACE)
+        cache.back(blocks)
+        self.step = Step(model, cache, 4, 16, 300, graphs=False, **PLACE)
+        self.runner = Runner(model, cache, self.step, 16)
+        self.scheduler = Scheduler(Blocks(blocks), max_num_seqs=4, prefill_tokens=1000)
+        self.rows = {}
+        for slot, prompt in enumerate(prompts):
+            asked = request(prompt, tokens=200, params=params)
+            self.rows[Request(list(prompt), 300)] = Row(asked, None, slot)
+        for each, row in self.rows.items():
+            row.request = each
+            self.scheduler.add(each)
 
-    def run(self, key, work, state):
-        before = [tensor.clone() for tensor in state]
-        work()  # as before a capture: all that it changes is put back
-        for tensor, old in zip(state, before, strict=True):
-            tensor.copy_(old)
-        self.keys.append(key)
-        return work()
-
-
-def run(model, kind, prompts=PROMPTS, limit=100, piece=4096, **params):
-    """A runner on a growing cache, or on a pool, as on a GPU, with what stands for the graphs or without."""
-    pooled = kind != "growing"
-    step = Step(model, 4 if pooled else len(prompts), 512, **PLACE)
-    cache = KVCache(model.config, len(prompts), limit, **PLACE)
-    requests = [request(prompt, tokens=limit - len(prompt), params=SamplingParams(**params)) for prompt in prompts]
-    rows = KVPool(model.config, 4 * limit, **PLACE).rows(4) if pooled else cache
-    step._graphs = Recorder() if kind == "graphs" else None
-    return Runner(model, step, rows, requests, prefill_tokens=piece)
-
-
-@torch.no_grad()
-def best(model, ids):
-    """The likeliest token after `ids`, from the model alone and without a cache."""
-    return int(model(torch.tensor([ids]))[0, -1].argmax())
-
-
-@pytest.mark.parametrize("kind", ["growing", "pool", "graphs"])
-@pytest.mark.parametrize("piece", [4096, 9, 3, 1])
-def test_prompts_and_steps_choose_what_the_model_prefers_without_a_cache(model, kind, piece):
-    runner = run(model, kind, piece=piece, temperature=0)
-    with torch.no_grad():
-        for row, prompt in zip(runner.prefill(), PROMPTS, strict=True):
-            torch.testing.assert_close(row, model(torch.tensor([prompt]))[0, -1], atol=1e-4, rtol=1e-4)
-    runner.start()
-    rows = [list(prompt) for prompt in PROMPTS]
-    for _ in range(8):
-        tokens = runner.read()
-        assert tokens == [best(model, ids) for ids in rows]
-        for ids, token in zip(rows, tokens, strict=True):
-            ids.append(token)
-        runner.launch()
+    def launch(self, drafts=None):
+        """A step; its tokens, row by row."""
+        plan = self.scheduler.plan(0 if drafts is None else 4)
+        decoding = [self.rows[each] for each in plan.decoding]
+        pieces = [(self.rows[piece.request], piece) for piece in plan.pieces]
+        chosen = self.runner.launch(decoding, pieces, drafts)
+        found = [(row.slot, token) for row, token, _ in chosen.read()]
+        if drafts is None:
+            for row, token, logprob in chosen.read():
+                row.sequence.append(token, logprob)
+                self.scheduler.read(row.request, [token])
+        return found
 
 
-@pytest.mark.parametrize("kind", ["growing", "pool", "graphs"])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_rows_leave_and_the_others_go_on(model, kind, ahead):
-    """Also where the next step was launched before the tokens were read, as a GPU does."""
-    runner = run(model, kind, temperature=0)
-    runner.start()
-    rows = [list(prompt) for prompt in PROMPTS]
-    for step in range(9):
-        if ahead:
-            runner.launch()
-        tokens = runner.read()
-        for ids, token in zip(rows, tokens, strict=True):
-            assert token == best(model, ids)
-            ids.append(token)
-        if step in (2, 5):
-            kept = [0, 2] if step == 2 else [1]
-            rows = [rows[row] for row in kept]
-            runner.keep(kept)
-        if not ahead:
-            runner.launch()
-    assert len(rows) == 1
+def test_a_token_for_each_row_that_decodes_and_for_each_prompt_that_ends(model):
+    driven = Driven(model, PROMPTS[:4])
+    assert sorted(slot for slot, _ in driven.launch()) == [0, 1, 2, 3]
+    for _ in range(5):
+        assert [slot for slot, _ in driven.launch()] == [0, 1, 2, 3]
+    for row in driven.rows.values():
+        assert len(row.sequence.token_ids) == 6
+        assert_best(model, row.sequence.prompt, row.sequence.token_ids)
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_every_kind_draws_the_same(model, penalty):
-    answers = []
-    for kind in ("growing", "pool", "graphs"):
-        runner = run(model, kind, seed=3, top_p=0.9, repetition_penalty=penalty)
-        runner.start()
-        tokens = []
-        for _ in range(12):
-            tokens.append(runner.read())
-            runner.launch()
-        answers.append(tokens)
-    assert answers[0] == answers[1] == answers[2]
+def test_what_the_device_keeps_of_a_row(model):
+    driven = Driven(model, PROMPTS[2:4])
+    for _ in range(3):
+        driven.launch()
+    for each, row in driven.rows.items():
+        assert driven.step.last[row.slot] == row.sequence.token_ids[-1]
+        assert driven.step.positions[row.slot] == len(each.ids) - 1
+        assert driven.step.blocks[row.slot, : len(each.blocks)].tolist() == each.blocks
 
 
-def test_graphs_are_for_padded_rows_and_bounded_lengths(model):
-    runner = run(model, "graphs", [list(range(10, 300)), [5]], limit=400, temperature=0)
-    runner.start()
-    for _ in range(2):
-        runner.read()
-        runner.launch()
-    runner.read()
-    runner.keep([1])
-    runner.launch()
-    assert runner._step._graphs.keys == [(4, 2, 400, "greedy")] * 2 + [(4, 1, 400, "greedy")]
+def test_a_row_whose_blocks_were_taken_is_told_its_new_ones(model):
+    driven = Driven(model, [PROMPTS[2], PROMPTS[4]], blocks=1 + 7)
+    while not driven.scheduler.preemptions:
+        driven.launch()
+    other, victim = driven.rows
+    driven.scheduler.remove(other)
+    for _ in range(3):
+        driven.launch()
+    row = driven.rows[victim]
+    assert driven.step.blocks[row.slot, : len(victim.blocks)].tolist() == victim.blocks
+    assert_best(model, row.sequence.prompt, row.sequence.token_ids)
+
+
+def test_guesses_get_a_token_each(model):
+    """After guesses that are right come those that steps of one token would have chosen."""
+    driven = Driven(model, PROMPTS[:2])
+    driven.launch()
+    expected = Engine(model).decode(PROMPTS[:2], 7)
+    right, wrong = expected[0][1:4], [(expected[1][1] + 1) % 300, 5]
+    found = driven.launch([right, wrong])
+    assert [token for slot, token in found if slot == 0] == expected[0][1:5]
+    others = [token for slot, token in found if slot == 1]
+    assert others[0] == expected[1][1]
+    assert_best(model, [*PROMPTS[1], expected[1][0], wrong[0]], others[1:2])
+    assert_best(model, [*PROMPTS[1], expected[1][0], *wrong], others[2:3])
+
+
+def test_logprobs_come_with_the_tokens_of_the_rows_that_ask(model):
+    driven = Driven(model, PROMPTS[:2])
+    first = next(iter(driven.rows.values()))
+    first.sequence = request(PROMPTS[0], tokens=9, params=SamplingParams(temperature=0, logprobs=0))
+    for _ in range(3):
+        driven.launch()
+    expected = plain_scores(model, PROMPTS[0], first.sequence.token_ids).log_softmax(-1)
+    for at, found in enumerate(first.sequence.logprobs):
+        assert (found.token, found.top) == (first.sequence.token_ids[at], ())
+        assert found.logprob == pytest.approx(expected[at].max().item(), abs=1e-4)
 
 
 def test_the_embedding_may_be_looked_up_by_the_host(model):
-    expected, found = run(model, "pool", temperature=0), run(model, "pool", temperature=0)
-    found._step.host_embedding = True
-    for runner in (expected, found):
-        runner.start()
-    for _ in range(6):
-        assert found.read() == expected.read()
-        for runner in (expected, found):
-            runner.launch()
+    expected = Engine(model).decode(PROMPTS, 20)
+    engine = Engine(model)
+    engine._step.host_embedding = True
+    engine._step._embedded = torch.zeros(len(engine._step._slots), 1, SMALL.hidden_size)
+    assert engine.decode(PROMPTS, 20) == expected
 
 
-def test_the_cache_grows_while_decoding(model):
-    prompt = list(range(10, 250))
-    runner = run(model, "growing", [prompt], limit=400, temperature=0)
-    runner.start()
-    before = runner._cache.capacity
-    ids = list(prompt)
-    for _ in range(30):
-        ids += runner.read()
-        runner.launch()
-    assert ids[-1] == best(model, ids[:-1])
-    assert before < runner._cache.capacity <= 400
+def test_scores_that_are_none_name_their_prompt(model):
+    driven = Driven(model, PROMPTS[:3])
+    for index, row in enumerate(driven.rows.values()):
+        row.sequence.index = 10 + index
+    driven.launch()
+    which = list(driven.rows)[1]
+    for keys, _, _, _ in driven.runner._cache.layers:
+        keys[which.blocks[0]] = float("inf")
+    with pytest.raises(NumericError, match="prompt 11: the model's scores hold NaN or infinity: the checkpoint is"):
+        driven.launch()
 
 
-def test_full_memory_is_a_device_error(model, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    runner = run(model, "growing")
-    monkeypatch.setattr(runner._cache, "reserve", full)
-    with pytest.raises(DeviceError, match="out of memory with 3 sequences of up to 7 tokens"):
-        runner.start()
+def test_sequences_up_to_the_last_token_of_their_last_block(model):
+    prompt = PROMPTS[2][: 2 * BLOCK]
+    engine = Engine(model, max_model_len=3 * BLOCK, cache_tokens=3 * BLOCK)
+    answer = engine.decode([prompt], BLOCK)[0]
+    assert len(answer) == BLOCK
+    assert_best(model, prompt, answer)
