@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 
 import warpbus
+from warpbus.bench import serving_http
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, distribution
 from warpbus.bench.data import dtype_name
 from warpbus.bench.records import Parameter
@@ -221,12 +222,8 @@ def _in_process(
 
 
 def _over_http(run: Run, work: Work, effort: Effort, progress: Progress) -> list[Result]:
-    try:
-        from warpbus.bench import serving_http
-    except ModuleNotFoundError as error:
-        if error.name != "httpx":
-            raise
-        raise UsageError("--url and --serve need httpx, which is missing: pip install httpx") from None
+    if not serving_http.HAS_HTTPX:
+        raise UsageError("--url and --serve need httpx, which is missing: pip install httpx")
     with ExitStack() as serving:
         url = work.url
         if url is None:

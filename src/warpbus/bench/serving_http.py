@@ -14,15 +14,19 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
-
 from warpbus.bench.serving_load import Figures, Load, Source, Trace
 from warpbus.errors import DataError, DeviceError
 
 KEY_VARIABLE = "WARPBUS_API_KEY"
 
+try:
+    import httpx
+except ModuleNotFoundError:
+    HAS_HTTPX = False
+else:
+    HAS_HTTPX = True
+
 _SECONDS_TO_STOP = 30.0
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 
 @contextmanager
@@ -85,7 +89,8 @@ async def _send(url: str, model: str, load: Load) -> list[Trace]:
     source, ended = Source(load), asyncio.Event()
     traces: list[Trace] = []
     running: set[asyncio.Task[None]] = set()
-    async with httpx.AsyncClient(base_url=url, headers=_headers(), timeout=None, limits=_LIMITS) as client:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, headers=_headers(), timeout=None, limits=limits) as client:
         start = time.perf_counter()
         while running or not source.exhausted:
             now = time.perf_counter() - start
@@ -110,7 +115,7 @@ async def _send(url: str, model: str, load: Load) -> list[Trace]:
 
 
 async def _ask(
-    client: httpx.AsyncClient, model: str, prompt: list[int], tokens: int, trace: Trace, start: float
+    client: "httpx.AsyncClient", model: str, prompt: list[int], tokens: int, trace: Trace, start: float
 ) -> None:
     """Send one request, and note when each piece of its answer comes."""
     body = {
@@ -142,7 +147,7 @@ async def _ask(
         )
 
 
-async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _events(answer: "httpx.Response") -> AsyncIterator[dict[str, Any]]:
     """What server-sent events hold."""
     async for line in answer.aiter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import threading
 import time
 import types
@@ -14,7 +13,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from warpbus import bench
 from warpbus.bench import parallel, serving, serving_http, serving_peer
 from warpbus.bench.cases import Run, run
 from warpbus.bench.plots import figure
@@ -361,9 +359,7 @@ def test_no_server(server):
 
 
 def test_without_httpx(monkeypatch):
-    monkeypatch.setitem(sys.modules, "httpx", None)
-    monkeypatch.delitem(sys.modules, "warpbus.bench.serving_http")
-    monkeypatch.delattr(bench, "serving_http")
+    monkeypatch.setattr(serving_http, "HAS_HTTPX", False)
     with pytest.raises(UsageError, match="--url and --serve need httpx, which is missing: pip install httpx"):
         run(serving_benchmark(Work(url="http://127.0.0.1:9")), settings())
 
