@@ -141,4 +141,5 @@ def merge(pieces: Sequence[Piece]) -> Piece:
         else tuple(logprob for piece in pieces for logprob in piece.logprobs or ()),
         finish_reason=last.finish_reason,
         cached_tokens=last.cached_tokens,
+        queue_seconds=last.queue_seconds,
     )

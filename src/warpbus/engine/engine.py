@@ -171,6 +171,7 @@ class Engine:
         self._rows: dict[Request, Row] = {}
         self._requests: dict[Asked, Request] = {}
         self._sequences: dict[Request, Asked] = {}
+        self._arrived: dict[Request, float] = {}  # of those that wait
         self._slots = list(range(max_num_seqs))[::-1]
         self._launched: deque[_Launched] = deque()
         self._steps = 0
@@ -236,6 +237,7 @@ class Engine:
         request = Request(list(sequence.prompt), length)
         self._requests[sequence] = request
         self._sequences[request] = sequence
+        self._arrived[request] = time.perf_counter()
         self._scheduler.add(request)
 
     def abort(self, sequence: Asked) -> None:
@@ -243,6 +245,7 @@ class Engine:
         request = self._requests.pop(sequence, None)
         if request is not None:
             del self._sequences[request]
+            self._arrived.pop(request, None)
             self._scheduler.remove(request)
             self._indexes.pop(request, None)
             row = self._rows.pop(request, None)
@@ -391,6 +394,7 @@ class Engine:
         if request not in self._rows:
             sequence = self._sequences[request]
             sequence.cached_tokens = request.shared
+            sequence.queue_seconds = time.perf_counter() - self._arrived.pop(request)
             self._rows[request] = Row(sequence, request, self._slots.pop())
         return self._rows[request]
 

@@ -39,6 +39,7 @@ class Piece:
         finish_reason: "stop" (a stop token or string), "length" (all tokens that there may be), "abort" (called off),
             or None while it runs.
         cached_tokens: tokens of the prompt that were in the cache already.
+        queue_seconds: for which the request waited until it was computed.
     """
 
     text: str
@@ -46,6 +47,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: FinishReason | None
     cached_tokens: int = 0
+    queue_seconds: float = 0.0
 
 
 class TextStream(Protocol):
@@ -131,6 +133,7 @@ class Sequence:
         stop_ids: the tokens that end it.
         matcher: where the request has a grammar; moves on with the tokens.
         cached_tokens: tokens of the prompt that were in the cache already.
+        queue_seconds: for which it waited until it was computed.
         random: draws for this request alone; read by `uniforms`.
     """
 
@@ -158,6 +161,7 @@ class Sequence:
         self.stop_ids = (frozenset() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
         self.matcher = matcher
         self.cached_tokens = 0
+        self.queue_seconds = 0.0
         self.random = random.Random(params.seed)
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
@@ -236,4 +240,5 @@ class Sequence:
             logprobs=None if self.logprobs is None else tuple(self.logprobs[tokens:]),
             finish_reason=self.finish_reason,
             cached_tokens=self.cached_tokens,
+            queue_seconds=self.queue_seconds,
         )

@@ -125,6 +125,7 @@ class _Watch:
         if count and not self._tokens:
             self._first = now
             metrics.first_token.labels(name).observe(now - self._started)
+            metrics.queue.labels(name).observe(piece.queue_seconds)
             if self._record.first_token is None:
                 self._record.first_token = now - self._record.started
         elif count:

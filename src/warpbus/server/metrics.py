@@ -60,6 +60,9 @@ class Metrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "from a request to its first token", _FIRST_TOKEN
         )
+        self.queue = self._histogram(
+            "request_queue_time_seconds", "for which a request waited until it was computed", _FIRST_TOKEN
+        )
         self.between_tokens = self._histogram("inter_token_latency_seconds", "between two tokens", _BETWEEN_TOKENS)
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds", "of an answer, the mean time of its tokens", _BETWEEN_TOKENS
