@@ -52,8 +52,9 @@ class Machine:
     def __init__(self, blocks, *, most, budget, mixed=None, drafts=0, lag=0, sharing=True, memory=None):
         self.memory = memory or blocks
         self.blocks = Blocks(blocks, back=lambda _: self.memory, sharing=sharing)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs=most, prefill_tokens=budget, mixed_tokens=mixed)
-        self.most, self.budget, self.mixed, self.drafts, self.lag = most, budget, mixed or budget, drafts, lag
+        mixed_tokens = None if mixed is None else lambda rows: mixed + rows // 4
+        self.scheduler = Scheduler(self.blocks, max_num_seqs=most, prefill_tokens=budget, mixed_tokens=mixed_tokens)
+        self.most, self.budget, self.mixed, self.drafts, self.lag = most, budget, mixed_tokens, drafts, lag
         self.cells = {}
         self.writers = {}
         self.answers = {}  # of requests that are under way
@@ -89,8 +90,9 @@ class Machine:
     def launch(self, plan):
         read = sum(piece.end - piece.start for piece in plan.pieces)
         assert read <= self.budget
-        if plan.decoding:
-            assert read <= max(1, self.mixed - len(plan.decoding) - sum(plan.drafts))
+        if plan.decoding and self.mixed is not None:
+            rows = len(plan.decoding) + sum(plan.drafts)
+            assert read <= max(1, self.mixed(rows) - rows)
         assert len(plan.drafts) == len(plan.decoding) <= len(self.scheduler.running) <= self.most
         told = [*plan.decoding, *(piece.request for piece in plan.pieces)]
         assert len(set(told)) == len(told)
@@ -247,12 +249,12 @@ def test_prompts_are_read_in_their_order_within_the_budget():
     scheduler.read(first, [7])
     plan = scheduler.plan()
     assert plan.decoding == [first]
-    assert pieces_of(plan) == [(2, 8, True), (0, 3, False)]
+    assert pieces_of(plan) == [(2, 8, True), (0, 4, False)]
 
 
-@pytest.mark.parametrize(("mixed", "piece"), [(5, 4), (100, 10), (1, 1)])
+@pytest.mark.parametrize(("mixed", "piece"), [(5, 4), (100, 10), (1, 1), (None, 10)])
 def test_where_some_decode_less_of_a_prompt_is_read(mixed, piece):
-    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed)
+    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed))
     first = Request([1], 20)
     scheduler.add(first)
     assert pieces_of(scheduler.plan()) == [(0, 1, True)]
