@@ -9,17 +9,19 @@ import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, overload
 
 import torch
 
 from warpbus.cuda.devices import resolve_device
+from warpbus.engine.grammar import GrammarCompiler
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.sequence import FinishReason, Piece, Sequence
+from warpbus.engine.sequence import FinishReason, Piece, Sequence, TokenLogprob
 from warpbus.errors import ContextLengthError, UsageError
 from warpbus.formats import read_schemes
 from warpbus.models import Progress
@@ -40,6 +42,7 @@ class Completion:
         finish_reason: "stop" (a stop token or string) or "length" (`max_tokens`, or the end of the context).
         prefill_seconds: time to the first token; the whole batch's, where prompts were answered together.
         decode_seconds: time from the first token to the last.
+        logprobs: of `token_ids`, where they were asked for.
     """
 
     text: str
@@ -48,6 +51,7 @@ class Completion:
     finish_reason: FinishReason
     prefill_seconds: float
     decode_seconds: float
+    logprobs: list[TokenLogprob] | None = None
 
     @property
     def seconds(self) -> float:
@@ -203,7 +207,7 @@ class LLM:
             one `Completion` a prompt, in order; or with `stream` an iterator of `Chunk`.
 
         Raises:
-            UsageError: an empty prompt, or an id that is not in the vocabulary.
+            UsageError: an empty prompt, an id that is not in the vocabulary, or a grammar that cannot be used.
             ContextLengthError: a prompt leaves no room for an answer.
             DeviceError: the device's memory is full.
             NumericError: the model's scores are NaN or infinite.
@@ -287,10 +291,15 @@ class LLM:
                     own,
                     limit=min(own.max_tokens, room),
                     stop_ids=self.stop_ids,
-                    stream=StreamDecoder(self.tokenizer),
+                    stream=StreamDecoder(self.tokenizer, keep_first_space=own.grammar is not None),
+                    matcher=None if own.grammar is None else self._grammars.compile(own.grammar),
                 )
             )
         return sequences
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, vocab_size=self.config.vocab_size, stop_ids=self.stop_ids)
 
     def _stream(self, sequences: list[Sequence]) -> Iterator[Chunk]:
         """Answer them all; a caller that stops listening calls off what still runs."""
@@ -343,6 +352,7 @@ def _completion(sequence: Sequence) -> Completion:
         finish_reason=sequence.finish_reason,
         prefill_seconds=sequence.prefill_seconds,
         decode_seconds=sequence.decode_seconds,
+        logprobs=sequence.logprobs,
     )
 
 

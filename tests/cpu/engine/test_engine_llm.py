@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from warpbus.engine import LLM, SamplingParams
+from warpbus.engine import LLM, Grammar, SamplingParams
 from warpbus.engine.runner import Runner
 from warpbus.errors import CheckpointError, ContextLengthError, DeviceError, NumericError, UsageError
 
@@ -324,3 +324,14 @@ def test_damaged_weights_are_a_numeric_error(tiny_glm):
     llm.model.final_norm.weight[3] = float("nan")
     with pytest.raises(NumericError, match="prompt 0"):
         llm.generate("1", GREEDY)
+
+
+def test_a_grammar_and_logprobs(llm):
+    kinds = SamplingParams(temperature=0, max_tokens=40, logprobs=2, grammar=Grammar("regex", "(ab){3}c?")), GREEDY
+    bound, free = llm.generate(PROMPTS[:2], kinds)
+    assert bound.text in ("ababab", "abababc")
+    assert [logprob.token for logprob in bound.logprobs] == bound.token_ids
+    assert all(len(logprob.top) == 2 and logprob.logprob < 0 for logprob in bound.logprobs)
+    assert free.logprobs is None
+    with pytest.raises(UsageError, match="grammar"):
+        llm.generate(PROMPTS[0], SamplingParams(grammar=Grammar("regex", "(")))
