@@ -333,5 +333,5 @@ def test_a_grammar_and_logprobs(llm):
     assert [logprob.token for logprob in bound.logprobs] == bound.token_ids
     assert all(len(logprob.top) == 2 and logprob.logprob < 0 for logprob in bound.logprobs)
     assert free.logprobs is None
-    with pytest.raises(UsageError, match="grammar"):
+    with pytest.raises(UsageError, match="regex cannot be used"):
         llm.generate(PROMPTS[0], SamplingParams(grammar=Grammar("regex", "(")))
