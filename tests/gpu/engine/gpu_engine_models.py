@@ -1,0 +1,46 @@
+"""A small random model of a GPU's shape, and what it says alone to what an engine answers."""
+
+from dataclasses import replace
+
+import torch
+
+from warpbus.models import SHAPES, random_model
+from warpbus.qtensor import Scheme
+
+GPU = torch.device("cuda", 0)
+W4 = Scheme.parse("w4a16-g32")
+SMALL = replace(
+    SHAPES["chatglm2-6b"], vocab_size=1000, hidden_size=256, num_layers=3, num_heads=8, head_dim=64, ffn_size=352
+)
+SMALL = replace(SMALL, rope=replace(SMALL.rope, rotary_dim=32), max_context=2048)
+PROMPTS = [list(range(5, 75)), [20, 21], list(range(100, 133)), list(range(300, 309))]
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}  # of scores that spread by about 1
+
+
+def model_of(config=SMALL, scheme=W4, dtype=torch.float16, **options):
+    return random_model(config, scheme, GPU, dtype, **options)
+
+
+@torch.no_grad()
+def plain_scores(model, prompt, answer):
+    """Of each token of an answer, by one pass over all of it, without a cache."""
+    return model(torch.tensor([[*prompt, *answer[:-1]]], device=GPU))[0, len(prompt) - 1 :].float()
+
+
+def assert_best(model, prompt, answer, tolerance=TOLERANCES[torch.float16]):
+    """Each token of the answer is the likeliest one, but for rounding."""
+    scores = plain_scores(model, prompt, answer)
+    chosen = scores.gather(1, torch.tensor(answer, device=GPU)[:, None])[:, 0]
+    assert (scores.amax(-1) - chosen).max() <= tolerance
+
+
+def finish(engine, requests=(), most=20_000):
+    """Add requests and answer all there are."""
+    for each in requests:
+        engine.add(each)
+    steps = 0
+    while engine.has_work and steps < most:
+        engine.step()
+        steps += 1
+    stats = engine.stats()
+    assert (stats.blocks_used, stats.running, stats.waiting) == (0, 0, 0)
