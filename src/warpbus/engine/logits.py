@@ -50,7 +50,9 @@ class Row:
         return self.penalized or bool(self.sequence.params.logit_bias) or self.masked
 
 
-def to_device(values: Rows[float] | Rows[int] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+def to_device(
+    values: Rows[float] | Rows[int] | Rows[Rows[int]] | np.ndarray, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Values of the host as a tensor of the device, on a GPU without waiting for it."""
     host = torch.as_tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

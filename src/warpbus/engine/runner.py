@@ -14,6 +14,7 @@ from torch import Tensor
 from warpbus.engine.attention import PieceAttention, Stretch
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
+from warpbus.engine.logits import to_device
 from warpbus.engine.logprobs import Logprobs
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.scheduler import Piece, Request
@@ -53,7 +54,8 @@ class Chosen:
 
     rows: list[Row]
     tokens: Tensor
-    _result: Tensor
+    _tokens: Tensor
+    _best: Tensor
     _logprobs: Logprobs | None
     _arrived: torch.cuda.Event | None
 
@@ -65,8 +67,7 @@ class Chosen:
         """
         if self._arrived is not None:
             self._arrived.synchronize()
-        tokens, best = self._result[0].tolist(), self._result[1].view(torch.float32)[: len(self.rows)]
-        finite = best.isfinite().tolist()
+        tokens, finite = self._tokens.tolist(), self._best.isfinite().tolist()
         if not all(finite):
             prompt = self.rows[finite.index(False)].sequence.index
             raise NumericError(
@@ -126,10 +127,8 @@ class Runner:
             )
             chosen = self._choose(rows, scores)
             if rows and drafts is None:
-                slots = self._sent(torch.tensor([row.slot for row in rows]))
-                ends = [*(row.request.computed for row in decoding), *(end for _, end in ended)]
-                self._step.last.index_copy_(0, slots, chosen.tokens)
-                self._step.positions.index_copy_(0, slots, self._sent(torch.tensor(ends, dtype=torch.int32)))
+                positions = [*(row.request.computed for row in decoding), *(end for _, end in ended)]
+                self._step.advance([row.slot for row in rows], chosen.tokens, positions if pieces else None)
             return chosen
 
     def restart(self) -> None:
@@ -148,7 +147,7 @@ class Runner:
                     numbers.append(number)
             row.tabled = len(blocks)
         if told[0]:
-            slots, columns, blocks_told = self._sent(torch.tensor(told))
+            slots, columns, blocks_told = to_device(told, torch.int64, self._device)
             self._step.blocks[slots, columns] = blocks_told.int()
 
     def _arrange(self, rows: list[Row], drafts: Sequence[Sequence[int]] | None) -> None:
@@ -196,39 +195,31 @@ class Runner:
             blocks = self._step.blocks[row.slot, : -(-piece.end // BLOCK)] if piece.start else None
             stretches.append(Stretch(begin, end, piece.start, blocks))
             begin = end
-        tokens, positions, stored = self._sent(torch.tensor([rows.tokens, rows.positions, rows.stored]))
+        tokens, positions, stored = to_device([rows.tokens, rows.positions, rows.stored], torch.int64, self._device)
         config, table = self._model.config, self._step.table
         context = PieceAttention(config, table, self._cache, positions.int(), stored, stretches)
         hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
-        return [self._model.scores(hidden[self._sent(torch.tensor(rows.chosen))])] if rows.chosen else []
+        return [self._model.scores(hidden[to_device(rows.chosen, torch.int64, self._device)])] if rows.chosen else []
 
     def _choose(self, rows: list[Row], scores: Tensor | None) -> Chosen:
-        # One copy brings both to the host: the tokens, and below them the best scores.
-        both = torch.zeros(2, len(rows), dtype=torch.int64, device=self._device)
-        logprobs = None
-        if scores is not None:
+        if scores is None:
+            tokens, best, logprobs = torch.zeros(0, dtype=torch.int64), torch.zeros(0), None
+        else:
             self._sampler.draw()
             tokens, best = self._sampler.choose(scores)
             if self._model.group is not None:
                 self._model.group.broadcast(tokens)  # where nobody said a seed, each process drew by its own
             self._sampler.saw(tokens)
             logprobs = self._sampler.logprobs()
-            both[0] = tokens
-            both[1].view(torch.float32)[: len(rows)] = best
         if self._device.type != "cuda":
-            return Chosen(rows, both[0], both, logprobs, None)
-        result = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
-        result.copy_(both, non_blocking=True)
+            return Chosen(rows, tokens, tokens, best, logprobs, None)
+        arriving = [torch.empty(len(rows), dtype=each.dtype, pin_memory=True) for each in (tokens, best)]
+        for host, each in zip(arriving, (tokens, best), strict=True):
+            host.copy_(each, non_blocking=True)
         found = None if logprobs is None else logprobs.to_host()
         arrived = torch.cuda.Event()
         arrived.record()
-        return Chosen(rows, both[0], result, found, arrived)
-
-    def _sent(self, numbers: Tensor) -> Tensor:
-        """Numbers on the device, on a GPU without waiting for it."""
-        if self._device.type != "cuda":
-            return numbers
-        return numbers.pin_memory().to(self._device, non_blocking=True)
+        return Chosen(rows, tokens, arriving[0], arriving[1], found, arrived)
 
     @contextmanager
     def _computing(self, sequences: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from warpbus.engine.attention import StepAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
+from warpbus.engine.logits import to_device
 from warpbus.models import Decoder
 
 SHORTEST_BUCKET = 512
@@ -120,6 +121,9 @@ class Step:
         rows = max(chosen, MIXED_ROWS)
         self._slots = torch.full((rows,), slots, device=device)
         self._shown: list[int] = []
+        self._advanced: list[int] = []
+        self._where = self._slots[:0]
+        self._ones = torch.ones(chosen, dtype=torch.int32, device=device)
         # What the host says of rows: tokens, positions, where their keys and values go, which rows are chosen after.
         self._said = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
@@ -174,6 +178,22 @@ class Step:
         self._show(rows.slots, bucket)
         self._replay(self._graphs, (bucket, length_bucket(longest, self._capacity), use))
         return self._scores[:chosen]
+
+    def advance(self, slots: list[int], tokens: Tensor, positions: Sequence[int] | None) -> None:
+        """Take the tokens `[sequences]` chosen for some sequences as their last ones.
+
+        Args:
+            slots: of the sequences.
+            positions: where the tokens stand; None: one after those that were the last ones.
+        """
+        device = self.last.device
+        if slots != self._advanced:
+            self._advanced, self._where = slots, to_device(slots, torch.int64, device)
+        self.last.index_copy_(0, self._where, tokens)
+        if positions is None:
+            self.positions.index_add_(0, self._where, self._ones[: len(slots)])
+        else:
+            self.positions.index_copy_(0, self._where, to_device(positions, torch.int32, device))
 
     def capture(self, rows: int, longest: int) -> None:
         """Capture the graphs for up to so many sequences of `longest` tokens, and for prompts, before they are used."""
