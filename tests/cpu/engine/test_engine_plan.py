@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import token_bytes
 from warpbus.engine.plan import MemoryPlan, Stored, least_memory, packed_bytes, parse_memory, plan_memory
 from warpbus.errors import UsageError
@@ -132,6 +133,18 @@ def test_a_plan_never_exceeds_its_limit_and_holds_what_was_asked_for(limit, cont
     assert plan.pool_tokens >= plan.context
     assert plan.context == context or (context is None and 2048 <= plan.context <= SHAPE.max_context)
     assert kv == "auto" or plan.kv_dtype == kv
+
+
+@pytest.mark.parametrize("seqs", [1, 3, 16])
+@pytest.mark.parametrize("context", [100, 2048, 8320])
+def test_the_cache_is_planned_in_whole_blocks_beside_one_that_is_nobodys(seqs, context):
+    plan = plan_memory(CHATGLM2, 6 * GB, max_model_len=context, max_num_seqs=seqs)
+    assert plan.pool_tokens % BLOCK == 0
+    assert context <= plan.pool_tokens <= -(-context // BLOCK) * BLOCK * seqs
+    per_token = token_bytes(SHAPE, torch.float16, plan.kv_dtype)
+    assert 0 <= plan.parts["KV cache"] - (plan.pool_tokens + BLOCK) * per_token < 2**21
+    if seqs == 1:
+        assert plan.pool_tokens == -(-context // BLOCK) * BLOCK
 
 
 @settings(max_examples=40, deadline=None)
