@@ -1,4 +1,6 @@
+import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -306,6 +308,17 @@ def test_a_beginning_that_prompts_share_is_computed_once(llm):
     answers = llm.generate([prompt] * 3, GREEDY)
     assert llm.engine.stats().prefix_hits - before >= 2 * 32
     assert len({answer.text for answer in answers}) == 1
+
+
+def test_answers_belong_to_their_grammar_beside_those_that_have_none(llm):
+    words = ["明月", "明月光", "春夜"]
+    choice = SamplingParams(seed=1, max_tokens=24, grammar=Grammar("choice", json.dumps(words)))
+    each = [choice, GREEDY, replace(choice, seed=2), SamplingParams(seed=1, max_tokens=24)]
+    answers = llm.generate(PROMPTS, each)
+    for answer in (answers[0], answers[2]):
+        assert (answer.text in words, answer.finish_reason) == (True, "stop")
+    for prompt, params, answer in zip(PROMPTS, each, answers, strict=True):
+        assert answer.token_ids == llm.generate(prompt, params)[0].token_ids
 
 
 def test_what_streams_leave_unread_is_kept_for_them(llm):
