@@ -7,7 +7,7 @@ import torch
 from warpbus.engine.blocks import BLOCK
 from warpbus.models import SHAPES
 
-SMALL = replace(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=64, num_layers=3, num_heads=4, head_dim=16)
+SMALL = replace(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, head_dim=16)
 SMALL = replace(SMALL, num_kv_heads=2, ffn_size=128, max_context=512, rope=replace(SMALL.rope, rotary_dim=8))
 FAMILIES = {
     "glm": SMALL,

@@ -9,7 +9,7 @@ from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
 from warpbus.errors import DeviceError, UsageError
 
 CPU = torch.device("cpu")
-LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
 VECTORS = LAYERS * 2 * KV_HEADS
 
 
@@ -27,7 +27,8 @@ def small_growth(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "token"), [("auto", VECTORS * HEAD_DIM * 2), ("int8", VECTORS * (HEAD_DIM + 4)), ("fp8", 12 * 20)]
+    ("kv_dtype", "token"),
+    [("auto", VECTORS * HEAD_DIM * 2), ("int8", VECTORS * (HEAD_DIM + 4)), ("fp8", VECTORS * (HEAD_DIM + 4))],
 )
 def test_it_takes_what_its_tokens_take(kv_dtype, token):
     assert token_bytes(SMALL, torch.float16, kv_dtype) == token
