@@ -247,9 +247,10 @@ async def _soak(options: argparse.Namespace, server: Server | None, address: Add
     return soak
 
 
-def _arguments(model: Path, device: str) -> list[str]:
+def _arguments(model: Path, options: argparse.Namespace) -> list[str]:
     limits = {
-        "--device": device,
+        "--device": options.device,
+        "--speculation": options.speculation,
         "--max-model-len": _CONTEXT,
         "--max-num-seqs": _SEQUENCES,
         "--max-queue": _QUEUE,
@@ -278,6 +279,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32, help="requests at a time, 32 by default")
     parser.add_argument("--model", type=Path, help="a model directory; by default a random model, written for this")
     parser.add_argument("--device", default="cpu", help="that it is served on; cpu by default")
+    parser.add_argument("--speculation", type=int, default=0, help="the most tokens guessed in a step; 0 by default")
     parser.add_argument("--kill", action="store_true", help="kill the engine's process once")
     parser.add_argument("--url", help="of a server that runs already: http://HOST:PORT")
     parser.add_argument("--api-key", help="of the server at --url")
@@ -293,7 +295,7 @@ def main() -> None:
             model = options.model or Path(directory) / "tiny"
             if options.model is None:
                 write_model(model)
-            server = Server(_arguments(model, options.device), "the-key-of-the-soak", Path(directory) / "log")
+            server = Server(_arguments(model, options), "the-key-of-the-soak", Path(directory) / "log")
             try:
                 soak = asyncio.run(_soak(options, server, Address.of(server.url, "the-key-of-the-soak")))
             finally:

@@ -136,8 +136,8 @@ def loads(data: bytes) -> Any:
 
 def _text(choice: Body) -> str:
     if "text" in choice:
-        return choice["text"]
-    return (choice.get("message") or choice["delta"]).get("content") or ""
+        return str(choice["text"])
+    return str((choice.get("message") or choice["delta"]).get("content") or "")
 
 
 def _answer(parts: list[tuple[int, str, Body]], usage: Body | None) -> Answer:
@@ -157,7 +157,7 @@ def _answer(parts: list[tuple[int, str, Body]], usage: Body | None) -> Answer:
 
 def _names(logprobs: Body) -> list[str]:
     if "tokens" in logprobs:
-        return logprobs["tokens"]
+        return list(logprobs["tokens"])
     return [one["token"] for one in logprobs["content"]]
 
 
