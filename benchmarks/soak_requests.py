@@ -134,7 +134,7 @@ class Refused:
 
 async def refused(world: World, draw: random.Random) -> None:
     """A request with something wrong."""
-    wrong = draw.choice(REFUSED)
+    wrong = draw.choice([one for one in REFUSED if world.address.key is not None or one.status != 401])
     started = time.monotonic()
     async with await Connection.open(world.address) as connection:
         try:
