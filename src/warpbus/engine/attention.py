@@ -1,6 +1,5 @@
 """What the layers attend to while generating: blocks of the cache, for pieces of prompts or for single new tokens."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,14 +9,11 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from warpbus.engine.kv_cache import KVCache
-from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.models import ModelConfig
 from warpbus.models.layers import FusedAttention
-
-_LARGEST_FLASH = 256  # dimensions of a head that flash attention takes
 
 
 @dataclass(frozen=True)
@@ -36,24 +32,6 @@ class Stretch:
     blocks: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Lengths:
-    """Where sequences begin and end in a list of their queries and in one of their keys."""
-
-    bounds_q: Tensor
-    bounds_k: Tensor
-    longest_q: int
-    longest_k: int
-    counts: list[int]
-
-    @classmethod
-    def of(cls, bounds_q: list[int], bounds_k: list[int], device: torch.device) -> "_Lengths":
-        counts = [end - begin for begin, end in itertools.pairwise(bounds_q)]
-        longest_k = max((end - begin for begin, end in itertools.pairwise(bounds_k)), default=0)
-        on_device = [torch.tensor(bounds, dtype=torch.int32).to(device) for bounds in (bounds_q, bounds_k)]
-        return cls(on_device[0], on_device[1], max(counts, default=0), longest_k, counts)
-
-
 class PieceAttention(FusedAttention):
     """Attention of pieces of several prompts, all stored before any attends.
 
@@ -63,7 +41,7 @@ class PieceAttention(FusedAttention):
         cache: has memory for the blocks.
         positions: int32 `[tokens]`, on the device.
         slots: int64 `[tokens]`: block * BLOCK + offset within the block, on the device.
-        stretches: the pieces, in the order of their tokens, without gaps; those that begin their sequences come first.
+        stretches: the pieces, in the order of their tokens, without gaps.
     """
 
     def __init__(
@@ -80,17 +58,7 @@ class PieceAttention(FusedAttention):
         self._cache = cache
         self._positions = positions
         self._slots = slots
-        self._flash = table.is_cuda and config.head_dim <= _LARGEST_FLASH
-        fresh = [stretch for stretch in stretches if stretch.blocks is None]
-        self._going_on = [stretch for stretch in stretches if stretch.blocks is not None]
-        self._begun = fresh[-1].end if fresh else 0
-        bounds = [0, *(stretch.end for stretch in fresh)]
-        # On the device, and once for all layers.
-        self._fresh = _Lengths.of(bounds, bounds, table.device)
-        self._later = [
-            _Lengths.of([0, each.end - each.begin], [0, each.start + each.end - each.begin], table.device)
-            for each in self._going_on
-        ]
+        self._stretches = stretches
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
@@ -105,39 +73,22 @@ class PieceAttention(FusedAttention):
             interleaved=config.rope.interleaved,
         )
         attended = torch.empty_like(q)
-        begun = slice(self._begun)
-        if self._begun:
-            attended[begun] = self._attend(q[begun], k[begun], v[begun], self._fresh)
-        for stretch, lengths in zip(self._going_on, self._later, strict=True):
+        for stretch in self._stretches:
             part = slice(stretch.begin, stretch.end)
-            keys, values = self._read(stored, stretch.blocks, lengths.longest_k, q.dtype)
-            attended[part] = self._attend(q[part], keys, values, lengths)
+            keys, values = k[part], v[part]
+            if stretch.blocks is not None:
+                tokens = stretch.start + stretch.end - stretch.begin
+                keys, values = self._read(stored, stretch.blocks, tokens, q.dtype)
+            attended[part] = _causal(q[part], keys, values)
         return attended.flatten(-2)[None]
-
-    def _attend(self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, lengths: "_Lengths") -> Tensor:
-        """Causal attention of sequences one after another; the last query of each is that of its last key."""
-        if self._flash and q_thd.dtype in HALVES:
-            # What torch.nn.attention.varlen calls: its own arguments change from one release to the next.
-            attended: Tensor = torch.ops.aten._flash_attention_forward(
-                *(q_thd, k_thd, v_thd, lengths.bounds_q, lengths.bounds_k, lengths.longest_q, lengths.longest_k),
-                0.0,
-                is_causal=True,
-                return_debug_mask=False,
-            )[0]
-            return attended
-        if len(lengths.counts) == 1:
-            return _causal(q_thd, k_thd, v_thd)
-        split = (x.split(lengths.counts) for x in (q_thd, k_thd, v_thd))
-        return torch.cat([_causal(q, k, v) for q, k, v in zip(*split, strict=True)])
 
     def _read(
         self,
         stored: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-        blocks: Tensor | None,
+        blocks: Tensor,
         tokens: int,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        assert blocks is not None
         keys, values, key_scales, value_scales = stored
         return (
             gather_cache(keys, key_scales, blocks, tokens, dtype),

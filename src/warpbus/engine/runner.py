@@ -115,8 +115,6 @@ class Runner:
         """
         with self._computing(len(decoding) + len(pieces)):
             self._tell_blocks([*decoding, *(row for row, _ in pieces)])
-            # Those that begin their sequences come first: where there is no graph, they are computed together.
-            pieces = sorted(pieces, key=lambda found: found[1].start > 0)
             guesses = drafts if drafts is not None else [()] * len(decoding)
             scores = self._scores(decoding, guesses, pieces, drafts is not None or self._step.host_embedding)
             ended = [(row, piece.end) for row, piece in pieces if piece.is_last]
