@@ -26,7 +26,15 @@ EXTRAS = {
         "kernels on a GPU",
         ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-crt"),
     ),
-    "test": ("make test", ("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil", "scikit-learn")),
+    "cluster": ("several machines", ("ray",)),
+    "serve": ("warpbus serve", ("fastapi", "uvicorn", "pydantic", "prometheus-client", "llguidance")),
+    "test": (
+        "make test",
+        (
+            *("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil", "scikit-learn"),
+            *("openai", "httpx", "schemathesis", "jsonschema", "playwright", "trustme"),
+        ),
+    ),
 }
 
 
@@ -209,7 +217,7 @@ def _runs(found: dict[str, Any]) -> dict[str, str]:
     gpus = found["gpus"]
     cpu = f"CPU, {found['cores']} cores, float32"
     if not gpus:
-        return {"chat, eval, demo": cpu, "quantize": cpu, "train": f"{cpu}: small models only"}
+        return {"chat, serve, eval, demo": cpu, "quantize": cpu, "train": f"{cpu}: small models only"}
     # Without --device it is the first GPU, whatever that is. Training needs no kernels of ours.
     able = [gpu for gpu in gpus if _has_kernels(gpu)]
     if not able:
@@ -218,7 +226,7 @@ def _runs(found: dict[str, Any]) -> dict[str, str]:
         index = able[0]["index"]
         place = f"GPU {index} ({able[0]['name']})" + (f", with --device cuda:{index}" if index else "")
     several = f"{len(gpus)} GPUs with --gpus {len(gpus)}" if len(gpus) > 1 else f"GPU 0 ({gpus[0]['name']})"
-    return {"chat, eval, demo": place, "quantize": place, "train": several}
+    return {"chat, serve, eval, demo": place, "quantize": place, "train": several}
 
 
 def _advice(found: dict[str, Any]) -> list[str]:

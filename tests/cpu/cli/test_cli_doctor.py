@@ -73,7 +73,7 @@ def test_this_machine():
     assert found["cores"] >= 1
     assert found["disk"]["free"] > 0
     assert found["torch"]["version"] == torch.__version__
-    assert set(found["runs"]) == {"chat, eval, demo", "quantize", "train"}
+    assert set(found["runs"]) == {"chat, serve, eval, demo", "quantize", "train"}
     assert all(isinstance(text, str) for text in found["advice"])
     assert found["torch"]["version"] in shown().replace("\n", "")
 
@@ -120,7 +120,7 @@ def test_why_there_is_no_gpu(machine, driver, build, advice):
     assert found["gpus"] == []
     assert len(found["advice"]) == 1
     assert found["advice"][0].startswith(advice)
-    assert found["runs"]["chat, eval, demo"] == f"CPU, {found['cores']} cores, float32"
+    assert found["runs"]["chat, serve, eval, demo"] == f"CPU, {found['cores']} cores, float32"
     assert advice in shown()
 
 
@@ -152,7 +152,7 @@ def test_gpus_that_cannot_do_everything(machine):
 def test_gpus_that_the_kernels_do_not_run_on(machine, gpus, place):
     machine("13.0", "13.0", gpus)
     found = examined()
-    assert found["runs"]["chat, eval, demo"] == found["runs"]["quantize"] == place.format(cores=found["cores"])
+    assert found["runs"]["chat, serve, eval, demo"] == found["runs"]["quantize"] == place.format(cores=found["cores"])
     assert found["advice"] == [
         f"GPU {index} ({name}) is older than Ampere: Warpbus's kernels do not run there: use --device cpu"
         for index, (name, major, _) in enumerate(gpus)
