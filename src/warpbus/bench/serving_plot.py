@@ -24,7 +24,8 @@ def serving_figure(records: Sequence[Record]) -> Figure:
     for axis in (rates, latencies):
         axis.grid(alpha=0.3)
         if axis.lines:
-            axis.legend(fontsize=8, frameon=False)
+            # Above the panel: within it, it would lie over the curves.
+            axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     return drawn
@@ -43,6 +44,8 @@ def _throughput(axis: Axes, records: Sequence[Record]) -> None:
         axis.plot(list(limits), list(limits.values()), ":", label="limit", color=_LIMIT)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:,g}")
     axis.set_xlabel("requests at once")
     axis.set_ylabel("output tokens/s, more is better")
 
@@ -58,6 +61,7 @@ def _latency(axis: Axes, records: Sequence[Record]) -> None:
             if found:
                 axis.plot(list(found), list(found.values()), style, label=f"{of}, {quantile}", color=color, ms=4)
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set_xlabel("arrivals, as a share of what the largest closed loop answered")
     axis.set_ylabel("latency (ms), less is better")
 
