@@ -41,7 +41,7 @@ from warpbus.errors import ContextLengthError, DeviceError, UsageError
 from warpbus.kernels.ops.attention import has_kernel
 from warpbus.models import Decoder, ModelConfig
 
-PREFILL_TOKENS = {"cpu": 2048, "cuda": 2048}
+PREFILL_TOKENS = 2048
 """Tokens of prompts that are read in a step in which nobody waits for the next token."""
 
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prompts are read with
@@ -135,7 +135,7 @@ class Engine:
                 f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
                 f"{self.device}: give auto, or float16 or bfloat16 on a GPU"
             )
-        self._prefill_tokens = prefill_tokens or PREFILL_TOKENS[self.device.type]
+        self._prefill_tokens = prefill_tokens or PREFILL_TOKENS
         blocks = self._cache_blocks(config, kv_dtype) if cache_tokens is None else cache_tokens // BLOCK
         if model.group is not None:
             blocks = model.group.smallest(blocks)
