@@ -14,6 +14,7 @@ from rich.console import Console
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.progress import progress_bar
 from warpbus.cuda.devices import resolve_device
+from warpbus.cuda.memory_size import parse_memory
 from warpbus.demo import calibration_path
 from warpbus.errors import UsageError
 from warpbus.models import ModelConfig
@@ -90,7 +91,7 @@ class Wish:
 
     def recommendation(self, damping: float) -> Recommendation:
         """Try the candidates."""
-        from warpbus.engine import Stored, least_memory, parse_memory  # it takes longer to load than all else here
+        from warpbus.engine import Stored, least_memory  # it takes longer to load than all else here
 
         assert self.calibration is not None
         memory = None if self.memory is None else parse_memory(self.memory, _card(self.data["device"]))

@@ -2,7 +2,7 @@
 
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.llm import LLM, Chunk, Completion
-from warpbus.engine.plan import MemoryPlan, Stored, enforce, least_memory, parse_memory, plan_memory
+from warpbus.engine.plan import MemoryPlan, Stored, enforce, least_memory, plan_memory
 from warpbus.engine.sampling_params import Grammar, SamplingParams
 from warpbus.engine.sequence import Piece, TokenLogprob
 
@@ -19,7 +19,6 @@ __all__ = [
     "TokenLogprob",
     "enforce",
     "least_memory",
-    "parse_memory",
     "plan_memory",
     "request",
 ]

@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 
 from warpbus.cuda.devices import default_dtype, resolve_dtype
+from warpbus.cuda.memory_size import parse_memory
 from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
 from warpbus.engine.options import ServiceOptions
-from warpbus.engine.plan import PLANNED_ROWS, MemoryPlan, Stored, enforce, parse_memory, plan_memory
+from warpbus.engine.plan import PLANNED_ROWS, MemoryPlan, Stored, enforce, plan_memory
 from warpbus.engine.step import MIXED_ROWS
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint

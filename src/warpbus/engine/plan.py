@@ -5,7 +5,6 @@ longer than was asked for, a cache of 16 bits for one of 8, a head of 16 bits fo
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
@@ -14,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from warpbus.cuda.memory_size import gigabytes
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
@@ -37,7 +37,6 @@ _SHARE_OF_PIECE = 0.025  # of the memory, for the activations of a piece
 _PAGE = 2**21  # bytes: the cache takes whole ones
 _WORKSPACE = 64_000_000  # bytes: partial sums of the products and of attention, and what the libraries take
 _GRANULARITY = 0.035  # of the weights: torch's allocator hands out memory in pieces of 2 and 20 MiB
-_SUFFIXES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SUGGESTED = Scheme(4, 128)
 
 
@@ -106,7 +105,7 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        lines = [f"{name:<24} {_gigabytes(size):>9}" for name, size in self._rows()]
+        lines = [f"{name:<24} {gigabytes(size):>9}" for name, size in self._rows()]
         return "\n".join([*lines, *self._choices()])
 
     def table(self) -> RenderableType:
@@ -114,7 +113,7 @@ class MemoryPlan:
         table = Table("memory", "")
         table.columns[1].justify = "right"
         for name, size in self._rows():
-            table.add_row(name, _gigabytes(size))
+            table.add_row(name, gigabytes(size))
         # As the table's caption they would have to be as narrow as it is.
         return Group(table, *(Text(choice, style="dim") for choice in self._choices()))
 
@@ -133,21 +132,6 @@ class MemoryPlan:
         if self.embedding_on_cpu:
             choices.append("embedding on the CPU")
         return [*choices, f"prompts read {self.prefill_tokens:,} tokens at a time"]
-
-
-def parse_memory(memory: str | int, card: int) -> int:
-    """Bytes that a flag means: `"6GB"`, `"5.5GiB"`, `"50%"` of a card that has `card` bytes, or a number of bytes.
-
-    Raises:
-        UsageError: no such size, or more than the card has.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[a-z]*)", str(memory).strip().lower())
-    if found is None or (found[2] != "%" and found[2] not in _SUFFIXES):
-        raise UsageError(f"memory is {memory!r}: give a size such as 6GB or 5.5GiB, or a share of the card such as 50%")
-    wanted = float(found[1]) * (card / 100 if found[2] == "%" else _SUFFIXES[found[2]])
-    if wanted > card:
-        raise UsageError(f"memory is {memory!r}: the card has {_gigabytes(card)}: give that or less")
-    return int(wanted)
 
 
 def plan_memory(
@@ -217,7 +201,7 @@ def enforce(plan: MemoryPlan, device: torch.device) -> None:
     # The context is there by now.
     if free < plan.limit - CONTEXT_BYTES:
         raise DeviceError(
-            f"{device}: memory of {_gigabytes(plan.limit)} is planned, but {_gigabytes(free)} are free: end what else "
+            f"{device}: memory of {gigabytes(plan.limit)} is planned, but {gigabytes(free)} are free: end what else "
             "uses the card, or give less"
         )
     for_torch = plan.limit - CONTEXT_BYTES - plan.parts["KV cache"]
@@ -319,10 +303,6 @@ def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs
         if fits is not None:
             advice.append(f"quantize it: it fits with {_SUGGESTED} and a context of {fits.context:,}")
     return (
-        f"memory is {_gigabytes(limit)}, but the model needs {_gigabytes(need)} for a context of {least:,} tokens, "
+        f"memory is {gigabytes(limit)}, but the model needs {gigabytes(need)} for a context of {least:,} tokens, "
         f"however it is laid out: {', or '.join(advice)}"
     )
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from warpbus.cuda.memory_size import parse_memory
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import token_bytes
-from warpbus.engine.plan import MemoryPlan, Stored, least_memory, packed_bytes, parse_memory, plan_memory
+from warpbus.engine.plan import MemoryPlan, Stored, least_memory, packed_bytes, plan_memory
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import pack
@@ -23,26 +24,6 @@ GB = 10**9
 W4 = Scheme.parse("w4a16-g128")
 SHAPE = SHAPES["chatglm2-6b"]
 CHATGLM2 = Stored.uniform(SHAPE, torch.float16, W4)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("6GB", 6 * GB), ("5.5 GiB", 5.5 * 2**30), ("800mb", 800e6), ("50%", 40 * GB), (7 * GB, 7 * GB), ("123", 123)],
-)
-def test_sizes_are_read(text, size):
-    assert parse_memory(text, 80 * GB) == size
-
-
-@pytest.mark.parametrize("text", ["six", "6 GB more", "-1GB", "", "GB", "6TB"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(UsageError, match="give a size such as 6GB"):
-        parse_memory(text, 80 * GB)
-
-
-@pytest.mark.parametrize("text", ["81GB", "101%"])
-def test_more_than_the_card_has_is_refused(text):
-    with pytest.raises(UsageError, match=r"the card has 80\.00 GB"):
-        parse_memory(text, 80 * GB)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16-asym", "w3a16-g64-asym", "w2a16-g32"])
