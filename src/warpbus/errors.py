@@ -11,6 +11,8 @@
     ├── NumericError                  an algorithm met NaN, or a matrix it cannot factor
     ├── QualityError                  a model that got worse than was allowed
     ├── DeviceError                   a device that is not there or cannot do what was asked
+    │   ├── ConnectionLost            the other side of a connection of the pool is gone or sends nonsense
+    │   └── LeaseLostError            a lease of the pool, and what it held, is gone
     ├── StorageError                  a disk that is full or cannot be written
     ├── RequestError                  a request that the HTTP server does not answer as it was meant
     └── UnavailableError              the service cannot take or finish a request now, which may be sent again
@@ -68,6 +70,14 @@ class QualityError(WarpbusError):
 
 class DeviceError(WarpbusError, RuntimeError):
     """A device that is not there, or that cannot do what was asked."""
+
+
+class ConnectionLost(DeviceError):  # noqa: N818 - says what happened, as ConnectionReset does
+    """The other side of a connection of the pool is gone, or sends what cannot be understood; a new one may work."""
+
+
+class LeaseLostError(DeviceError):
+    """A lease of the GPU pool and all that it held are gone: it was ended, or what executed it died."""
 
 
 class StorageError(WarpbusError, OSError):
