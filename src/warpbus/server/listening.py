@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from warpbus.engine.options import ServiceOptions
@@ -103,7 +104,7 @@ async def _serve(
     models = Models()
     for one in wanted:
         models.add(one.name)
-    server = make_server(models, options)
+    server = make_server(create_app(models, options), options)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.handle_exit, number, None)
@@ -131,10 +132,10 @@ def _stop_if_failed(task: asyncio.Task[None], server: uvicorn.Server) -> None:
         server.should_exit = True
 
 
-def make_server(models: Models, options: ServerOptions) -> uvicorn.Server:
-    """A server of these models, which is not listening yet and leaves signals to its caller."""
+def make_server(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
+    """A server of an application, which is not listening yet and leaves signals to its caller."""
     config = uvicorn.Config(
-        create_app(models, options),
+        app,
         log_config=None,
         access_log=False,
         server_header=False,

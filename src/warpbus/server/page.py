@@ -1,8 +1,8 @@
-"""The chat page: the files of `page/`, served as they are, under headers that let them load nothing else."""
+"""Pages: the files of a folder, served as they are, under headers that let them load nothing else."""
 
 import gzip
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -42,9 +42,16 @@ class PageFile:
     tag: str
 
 
-def page_router() -> APIRouter:
-    """Routes `/` and `/page/...`. They need no API key: they hold no secret, and the page is where a key is entered."""
-    files = {name: _read(file) for name, file in _walk(resources.files(__package__) / "page")}
+def page_router(folder: str = "page", shared: Collection[str] = ()) -> APIRouter:
+    """Routes `/` and `/page/...`. They need no API key: they hold no secret, and the page is where a key is entered.
+
+    Args:
+        folder: of this package, with the page's files; by default the chat page's.
+        shared: names of files of the chat page that belong to this page too.
+    """
+    room = resources.files(__package__)
+    files = {name: _read(room / "page" / name) for name in shared}
+    files |= {name: _read(file) for name, file in _walk(room / folder)}
     router = APIRouter(include_in_schema=False)
 
     @router.api_route("/", methods=["GET", "HEAD"])
@@ -54,7 +61,7 @@ def page_router() -> APIRouter:
     @router.api_route("/page/{name:path}", methods=["GET", "HEAD"])
     def page_file(name: str, request: Request) -> Response:
         if name not in files:
-            raise HTTPException(404, f"the chat page has no file {name!r}")
+            raise HTTPException(404, f"the page has no file {name!r}")
         return _respond(files[name], request)
 
     return router

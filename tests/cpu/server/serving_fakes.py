@@ -14,6 +14,7 @@ from warpbus.engine import Piece, TokenLogprob
 from warpbus.engine.engine import Stats
 from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
 from warpbus.models.templates import RoleTokenTemplate
+from warpbus.server.app import create_app
 from warpbus.server.listening import make_server
 
 SPECIALS = ["[gMASK]", "sop", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
@@ -178,7 +179,7 @@ class Running:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = make_server(models, options)
+        self._server = make_server(create_app(models, options), options)
         self.connections = self._server.server_state.connections
         self._thread = threading.Thread(target=self._server.run, args=([self.socket],), daemon=True)
 

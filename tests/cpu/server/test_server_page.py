@@ -82,7 +82,7 @@ def test_the_page_has_no_script_and_no_style_of_its_own():
     assert linked
     for address in linked:
         assert (PAGE / address.removeprefix("page/")).is_file(), address
-    for name in [*SCRIPTS, "page.css"]:
+    for name in [*SCRIPTS, "base.css", "page.css"]:
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", source(name)), name
 
 

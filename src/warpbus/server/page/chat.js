@@ -1,7 +1,8 @@
 // Asking the server and putting what comes into a conversation. Knows nothing of the page but two callbacks.
 
-import { ApiError, streamChat } from "./api.js";
-import { t } from "./strings.js";
+import { streamChat } from "./api.js";
+import { t } from "./language.js";
+import { ApiError } from "./request.js";
 
 const SAVE_EVERY = 2000; // ms, while an answer comes
 

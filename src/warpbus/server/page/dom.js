@@ -1,6 +1,6 @@
 // The few ways in which the page makes elements.
 
-import { t } from "./strings.js";
+import { t } from "./language.js";
 
 export const $ = (id) => document.getElementById(id);
 

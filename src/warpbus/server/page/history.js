@@ -1,7 +1,7 @@
 // The list of conversations at the side: groups by day, search, rename, delete.
 
 import { $, iconButton, make } from "./dom.js";
-import { t } from "./strings.js";
+import { t } from "./language.js";
 
 const DAY = 86_400_000;
 

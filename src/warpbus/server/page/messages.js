@@ -2,7 +2,7 @@
 
 import { announce, copyButton, iconButton, make, textButton, $ } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
-import { number, t } from "./strings.js";
+import { number, t } from "./language.js";
 
 /** The text of an answer with what is known about it, below it what can be done with it. */
 class AnswerView {

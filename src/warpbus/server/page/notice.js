@@ -2,7 +2,7 @@
 
 import { isHealthy } from "./api.js";
 import { $, make, textButton } from "./dom.js";
-import { t } from "./strings.js";
+import { t } from "./language.js";
 
 const HEALTH_EVERY = 2500; // ms
 

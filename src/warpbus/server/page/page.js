@@ -1,14 +1,16 @@
 // The page: what is shown, what is typed, and which part does what.
 
-import { ApiError, listModels } from "./api.js";
+import { listModels } from "./api.js";
 import { Chat } from "./chat.js";
 import { $, make, toast } from "./dom.js";
 import { HistoryView } from "./history.js";
+import { number, setLanguage, speak, t, translate } from "./language.js";
 import { MessagesView } from "./messages.js";
 import { Notice } from "./notice.js";
+import { ApiError } from "./request.js";
 import { SettingsDialog } from "./settings.js";
 import { newId, Store } from "./store.js";
-import { number, setLanguage, t, translate } from "./strings.js";
+import { TABLES } from "./strings.js";
 
 const NEW = "new"; // the id under which the draft and the problem of a chat without messages are kept
 const TITLE = 60; // characters of the first question
@@ -387,6 +389,7 @@ visualViewport?.addEventListener("resize", () => {
   scrollTo(0, 0);
 });
 
+speak(TABLES);
 store.load();
 const wanted = location.hash.slice(1);
 current = store.conversations.has(wanted) ? wanted : null;

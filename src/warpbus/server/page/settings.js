@@ -1,7 +1,7 @@
 // The dialog of the settings. Each field is stored when it changes.
 
 import { $, make, toast } from "./dom.js";
-import { t } from "./strings.js";
+import { t } from "./language.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens"];
 const MOD = /Mac|iP(hone|ad)/.test(navigator.userAgent) ? "⌘" : "Ctrl";
