@@ -1,0 +1,79 @@
+"""What a call will give, without running it: by meta tensors, which have shapes and no memory.
+
+The client needs it to go on without waiting for the pool; the tenant, to know what a call allocates before it does.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.pool.geometry import Geometry
+from warpbus.pool.operators import operator
+from warpbus.pool.signature import Argument, Device, Input, New, Number, Output, Same, Signature
+
+_UNKNOWN_BEFORE = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+_SAMPLES = {"int": 1, "float": 1.0, "bool": True}
+"""Numbers that stand for those of a call: none of them decides about a shape."""
+
+
+def infer(signature: Signature) -> tuple[Output, ...] | None:
+    """The results of a call of this kind; its own `outputs` are not looked at.
+
+    Returns:
+        The results in order; None where they are known only after the call ran, or are no tensors.
+
+    Raises:
+        Exception: what PyTorch raises for such arguments, as it would where the tensors are.
+        NotImplementedError: the operator has no implementation for meta tensors.
+    """
+    call = operator(signature.operator)
+    if not _UNKNOWN_BEFORE.isdisjoint(call.tags) or not gives_tensors(call):
+        return None
+    tensors = [torch.empty_strided(g.shape, g.stride, dtype=g.dtype, device="meta") for g in signature.inputs]
+    arguments = [_filled(argument, tensors) for argument in signature.arguments]
+    keywords = {name: _filled(argument, tensors) for name, argument in signature.keywords}
+    with torch.no_grad():
+        return outputs_of(call(*arguments, **keywords), tensors)
+
+
+def gives_tensors(call: torch._ops.OpOverload) -> bool:
+    """Whether all results of an operator are tensors or lists of tensors."""
+    return all("Tensor" in str(result.type) for result in call._schema.returns)
+
+
+def outputs_of(result: Any, inputs: list[Tensor]) -> tuple[Output, ...]:
+    """The results of a call on `inputs`, flattened and described."""
+    places = {id(tensor): index for index, tensor in enumerate(inputs)}
+    return tuple(_output(tensor, places) for tensor in flat(result))
+
+
+def flat(result: Any) -> list[Tensor | None]:
+    """The tensors of an operator's result, lists flattened."""
+    if result is None or isinstance(result, Tensor):
+        return [] if result is None else [result]
+    found: list[Tensor | None] = []
+    for item in result:
+        found.extend([None] if item is None else flat(item))
+    return found
+
+
+def _output(tensor: Tensor | None, places: dict[int, int]) -> Output:
+    if tensor is None:
+        return None
+    if id(tensor) in places:
+        return Same(places[id(tensor)])
+    geometry = Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return New(geometry, geometry.extent)
+
+
+def _filled(argument: Argument, tensors: list[Tensor]) -> Any:
+    if isinstance(argument, Input):
+        return tensors[argument.index]
+    if isinstance(argument, Number):
+        return _SAMPLES[argument.kind]
+    if isinstance(argument, Device):
+        return torch.device("meta")
+    if isinstance(argument, tuple):
+        return [_filled(item, tensors) for item in argument]
+    return argument

@@ -1,0 +1,181 @@
+"""What a batch says, instruction by instruction. Little endian, no padding:
+
+    NEW     handle u64, bytes u64                          a storage of zeros
+    FREE    count u32, handles u64...
+    DEFINE  number u32, length u32, signature              a kind of call, see `signature`
+    CALL    number u32, inputs u64..., numbers 8 bytes each (i64, f64, or u64 0 and 1), results u64...
+    WRITE   handle u64, offset u64, length u32, bytes      at most 4 MiB
+    KNOWN   handle u64, offset u64, length u64, sha256     filled from what an earlier upload left behind
+    SEED    u64
+    RECORD  program u32                                    calls up to STOP are a program; they do not run now
+    STOP
+    RUN     program u32
+    DROP    program u32
+
+How much a CALL carries follows from its definition. All handles are chosen by the client.
+"""
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import TypeAlias
+
+from warpbus.errors import DeviceError
+
+MAX_WRITE = 4 << 20
+MAX_SIGNATURE = 4 << 20
+SHA256_BYTES = 32
+
+
+class Instruction(IntEnum):
+    """The first byte of each."""
+
+    NEW = 1
+    FREE = 2
+    DEFINE = 3
+    CALL = 4
+    WRITE = 5
+    KNOWN = 6
+    SEED = 7
+    RECORD = 8
+    STOP = 9
+    RUN = 10
+    DROP = 11
+
+
+Counts: TypeAlias = Callable[[int], struct.Struct]
+"""From the number of a definition to the layout of what its calls carry; raises DeviceError where there is none."""
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_NEW = struct.Struct("<QQ")
+_DEFINE = struct.Struct("<II")
+_WRITE = struct.Struct("<QQI")
+_KNOWN = struct.Struct(f"<QQQ{SHA256_BYTES}s")
+
+_NUMBERS = {"int": "q", "float": "d", "bool": "Q"}
+
+
+def layout(inputs: int, numbers: Sequence[str], results: int) -> struct.Struct:
+    """The layout of what a call carries after the number of its definition."""
+    return struct.Struct("<" + "Q" * inputs + "".join(_NUMBERS[kind] for kind in numbers) + "Q" * results)
+
+
+class Writer:
+    """Instructions, appended to a buffer. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+        self.count = 0
+
+    def take(self) -> bytearray:
+        """What was written since the last time."""
+        taken, self.buffer, self.count = self.buffer, bytearray(), 0
+        return taken
+
+    def new(self, handle: int, nbytes: int) -> None:
+        self._write(Instruction.NEW, _NEW.pack(handle, nbytes))
+
+    def free(self, handles: Sequence[int]) -> None:
+        self._write(Instruction.FREE, struct.pack(f"<I{len(handles)}Q", len(handles), *handles))
+
+    def define(self, number: int, signature: bytes) -> None:
+        self._write(Instruction.DEFINE, _DEFINE.pack(number, len(signature)) + signature)
+
+    def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
+        self._write(Instruction.WRITE, _WRITE.pack(handle, offset, len(data)))
+        self.buffer += data
+
+    def known(self, handle: int, offset: int, nbytes: int, sha256: bytes) -> None:
+        self._write(Instruction.KNOWN, _KNOWN.pack(handle, offset, nbytes, sha256))
+
+    def seed(self, seed: int) -> None:
+        self._write(Instruction.SEED, _U64.pack(seed))
+
+    def record(self, program: int) -> None:
+        self._write(Instruction.RECORD, _U32.pack(program))
+
+    def stop(self) -> None:
+        self._write(Instruction.STOP, b"")
+
+    def run(self, program: int) -> None:
+        self._write(Instruction.RUN, _U32.pack(program))
+
+    def drop(self, program: int) -> None:
+        self._write(Instruction.DROP, _U32.pack(program))
+
+    def _write(self, instruction: Instruction, operands: bytes) -> None:
+        self.buffer.append(instruction)
+        self.buffer += operands
+        self.count += 1
+
+
+def call_prefix(number: int) -> bytes:
+    """The bytes of a CALL before what its layout packs; the client's hot path keeps them with the definition."""
+    return bytes([Instruction.CALL]) + _U32.pack(number)
+
+
+def parse(payload: memoryview, counts: Counts) -> Iterator[tuple]:  # type: ignore[type-arg]
+    """The instructions of a batch, each as a tuple of its kind and its operands.
+
+    A CALL's operands are its definition's number and the tuple that its layout unpacks; bytes are views of `payload`.
+    Lazily: a definition must take effect before the calls of the same batch are reached.
+
+    Raises:
+        DeviceError: an unknown instruction, one that ends after the batch does, or one above a limit.
+    """
+    at, end = 0, len(payload)
+    kind = 0
+    try:
+        while at < end:
+            kind = payload[at]
+            at += 1
+            if kind == Instruction.CALL:
+                (number,) = _U32.unpack_from(payload, at)
+                form = counts(number)
+                yield (kind, number, form.unpack_from(payload, at + 4))
+                at += 4 + form.size
+            elif kind == Instruction.FREE:
+                (count,) = _U32.unpack_from(payload, at)
+                yield (kind, _handles(payload, at + 4, count))
+                at += 4 + 8 * count
+            elif kind == Instruction.NEW:
+                yield (kind, *_NEW.unpack_from(payload, at))
+                at += _NEW.size
+            elif kind == Instruction.DEFINE:
+                number, length = _DEFINE.unpack_from(payload, at)
+                at += _DEFINE.size
+                yield (kind, number, _bytes(payload, at, length, MAX_SIGNATURE))
+                at += length
+            elif kind == Instruction.WRITE:
+                handle, offset, length = _WRITE.unpack_from(payload, at)
+                at += _WRITE.size
+                yield (kind, handle, offset, _bytes(payload, at, length, MAX_WRITE))
+                at += length
+            elif kind == Instruction.KNOWN:
+                yield (kind, *_KNOWN.unpack_from(payload, at))
+                at += _KNOWN.size
+            elif kind == Instruction.SEED:
+                yield (kind, *_U64.unpack_from(payload, at))
+                at += 8
+            elif kind == Instruction.STOP:
+                yield (kind,)
+            elif kind in (Instruction.RECORD, Instruction.RUN, Instruction.DROP):
+                yield (kind, *_U32.unpack_from(payload, at))
+                at += 4
+            else:
+                raise DeviceError(f"byte {at - 1} of a batch is no instruction: {kind}")
+    except struct.error:
+        raise DeviceError(f"a batch ends inside an instruction of kind {kind}") from None
+
+
+def _handles(payload: memoryview, at: int, count: int) -> tuple[int, ...]:
+    if count > (len(payload) - at) // 8:
+        raise DeviceError(f"a batch ends inside a list of {count} handles")
+    return struct.unpack_from(f"<{count}Q", payload, at)
+
+
+def _bytes(payload: memoryview, at: int, length: int, limit: int) -> memoryview:
+    if length > limit or at + length > len(payload):
+        raise DeviceError(f"{length} bytes in a batch: at most {min(limit, len(payload) - at)} can stand there")
+    return payload[at : at + length]
