@@ -158,7 +158,7 @@ def main(descriptor: int, parent: int, device: str, module: str) -> NoReturn:
         module: see `start_early`.
     """
     os.set_inheritable(descriptor, False)
-    _end_with(parent)
+    end_with(parent)
     open_device(device)
     importlib.import_module("warpbus.dist.worker").main(Connection(descriptor), module)
     raise AssertionError("a worker ends by itself")
@@ -200,7 +200,7 @@ def _open(index: int) -> None:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Let the kernel kill this process when its parent dies, also by kill -9."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

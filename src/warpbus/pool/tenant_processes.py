@@ -1,0 +1,163 @@
+"""Tenants' processes as their daemon sees them: starting them, keeping some ready, talking to them, and their end.
+
+Loading torch takes seconds, so spare processes have loaded it before there is a lease for them. A process gets one end
+of a pair of Unix sockets (SOCK_SEQPACKET: each packet is a dict of `warpbus.pool.wire`, with the descriptor of a
+client's socket where one is handed over) and ends with it; if the daemon is killed, the kernel ends it too.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from warpbus.errors import DeviceError
+from warpbus.pool import wire
+
+PACKET = 1 << 16
+"""Bytes of the longest packet."""
+
+_SECONDS_TO_TAKE = 5.0
+_SECONDS_TO_LEAVE = 5.0
+# Secrets of whoever started the daemon are none of the tenants' business.
+_SECRETS = ("WARPBUS_POOL_TOKEN", "WARPBUS_API_KEY")
+
+
+class TenantProcess:
+    """One process. It has to be made in the event loop, in a thread that lives as long as the daemon.
+
+    Attributes:
+        said: what it says, in order, and None once it is gone.
+    """
+
+    def __init__(self) -> None:
+        mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setblocking(False)
+        program = (
+            f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import end_with; "
+            f"end_with({os.getpid()}); from warpbus.pool.tenant import main; main({other.fileno()})"
+        )
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env={name: value for name, value in os.environ.items() if name not in _SECRETS},
+                process_group=0,  # Ctrl-C is for the daemon
+            )
+        self.said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._socket: socket.socket | None = mine
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(mine, self._receive)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be talked to."""
+        return self._socket is not None
+
+    async def tell(self, what: Mapping[str, Any], *descriptors: int) -> None:
+        """Say something to it, perhaps with sockets, of which it gets copies.
+
+        Raises:
+            DeviceError: it is gone, or takes nothing in.
+        """
+        packet = wire.encode(dict(what))
+        end = self._loop.time() + _SECONDS_TO_TAKE
+        while self._socket is not None:
+            try:
+                if descriptors:
+                    socket.send_fds(self._socket, [packet], descriptors)
+                else:
+                    self._socket.send(packet)
+                return
+            except BlockingIOError:
+                if self._loop.time() > end:
+                    raise DeviceError(f"the tenant's process {self.pid} is too busy to take a message") from None
+                await asyncio.sleep(0.01)
+            except OSError:
+                self._hang_up()
+        raise DeviceError(f"the tenant's process {self.pid} is gone")
+
+    async def end(self) -> str:
+        """Let it go: it ends when its socket closes, or is killed. Returns how it ended, in words."""
+        self._hang_up()
+        for _ in range(round(_SECONDS_TO_LEAVE / 0.02)):
+            if self._process.poll() is not None:
+                break
+            await asyncio.sleep(0.02)
+        self.kill()
+        # A process that waits for its GPU in the kernel may need a while even to be killed.
+        code = await asyncio.to_thread(self._process.wait)
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = {known.value: known.name for known in signal.Signals}.get(-code, "unknown")
+        return f"was killed by signal {-code} ({name})"
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+        self._hang_up()
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        try:
+            packet = self._socket.recv(PACKET)
+            said = wire.decode(packet) if packet else None
+        except BlockingIOError:
+            return
+        except (OSError, DeviceError):
+            said = None
+        if isinstance(said, dict):
+            self.said.put_nowait(said)
+        else:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+            self.said.put_nowait(None)
+
+
+class Spares:
+    """Processes that wait for a lease.
+
+    Args:
+        count: how many are kept ready.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._waiting: list[TenantProcess] = []
+
+    def fill(self) -> None:
+        """Start as many as are missing."""
+        self._waiting = [each for each in self._waiting if each.alive]
+        self._waiting += [TenantProcess() for _ in range(self._count - len(self._waiting))]
+
+    def take(self) -> TenantProcess:
+        """A process, the one that has had the longest time to load. Call `fill` when it has got its work."""
+        while self._waiting:
+            process = self._waiting.pop(0)
+            if process.alive:
+                return process
+        return TenantProcess()
+
+    async def close(self) -> None:
+        """End those that wait."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.kill()
+        await asyncio.gather(*(each.end() for each in waiting))
