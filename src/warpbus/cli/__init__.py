@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import warpbus
-from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, quantize, serve, train
+from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, pool, quantize, serve, train
 from warpbus.errors import WarpbusError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command()(quantize.quantize)
 app.command()(convert.convert)
 app.command("eval")(evaluate.evaluate)
 app.command()(train.train)
+app.add_typer(pool.pool, name="pool")
 app.add_typer(bench.bench, name="bench")
 app.command()(doctor.doctor)
 

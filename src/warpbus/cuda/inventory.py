@@ -1,0 +1,146 @@
+"""The GPUs that are installed in this machine, and the processes on them, as NVML tells.
+
+NVML, the library that manages NVIDIA's driver, sees all GPUs whatever CUDA_VISIBLE_DEVICES says, makes no CUDA context,
+and numbers them as nvidia-smi does. Source: "NVML API Reference Guide", device queries.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from warpbus.errors import DeviceError, UsageError
+
+_LIBRARY = "libnvidia-ml.so.1"
+_NAME = 96  # bytes; no name or UUID is longer
+_INSUFFICIENT_SIZE = 7  # nvmlReturn_t
+_UNKNOWN = 2**64 - 1  # bytes that a process has, where the driver does not say
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_v2_t, which the functions of version 3 fill."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("memory", ctypes.c_ulonglong),
+        ("instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+@dataclass(frozen=True)
+class InstalledGpu:
+    """A GPU of this machine.
+
+    Attributes:
+        index: as nvidia-smi counts.
+        uuid: such as GPU-2a0b5c1e-....
+        minor: of its file, /dev/nvidia<minor>.
+        memory, free: bytes.
+        mig: it is cut into instances (Multi-Instance GPU).
+    """
+
+    index: int
+    uuid: str
+    name: str
+    minor: int
+    memory: int
+    free: int
+    mig: bool = False
+
+
+class Inventory:
+    """Asks NVML.
+
+    Args:
+        library: NVML, loaded.
+
+    Raises:
+        DeviceError: there is no NVML, or it does not start; and by every method whose question it does not answer.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        if library is None:
+            try:
+                library = ctypes.CDLL(_LIBRARY)
+            except OSError:
+                raise DeviceError(f"no NVIDIA driver ({_LIBRARY}) was found on this machine: install it") from None
+        self._library = library
+        self._call("nvmlInit_v2")
+
+    def gpus(self) -> list[InstalledGpu]:
+        """All GPUs, in order of their numbers."""
+        count = ctypes.c_uint()
+        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        return [self._gpu(index) for index in range(count.value)]
+
+    def gpu(self, index: int) -> InstalledGpu:
+        """One GPU.
+
+        Raises:
+            UsageError: this machine has no GPU of that number.
+        """
+        found = self.gpus()
+        if not 0 <= index < len(found):
+            raise UsageError(f"GPU {index}: this machine has {len(found)} GPU(s), numbered from 0: choose one of them")
+        return found[index]
+
+    def processes(self, gpu: InstalledGpu) -> dict[int, int | None]:
+        """Bytes of a GPU that each process on it has, by process id; `None` where the driver does not say.
+
+        Clients of MPS are among them. In a container the driver may leave processes out.
+        """
+        device = self._device(gpu.index)
+        found: dict[int, int | None] = {}
+        for name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3"):
+            for each in self._running(name, device):
+                found[each.pid] = None if each.memory == _UNKNOWN else each.memory
+        return found
+
+    def _running(self, name: str, device: ctypes.c_void_p) -> list[_Process]:
+        room = 64
+        while True:
+            count, found = ctypes.c_uint(room), (_Process * room)()
+            status = getattr(self._library, name)(device, ctypes.byref(count), found)
+            if status == _INSUFFICIENT_SIZE and room < 2**16:
+                room *= 2
+                continue
+            # A driver that does not tell is no reason not to go on: the caller has other sources.
+            return list(found[: count.value]) if not status else []
+
+    def _gpu(self, index: int) -> InstalledGpu:
+        device = self._device(index)
+        memory, minor = _Memory(), ctypes.c_uint()
+        self._call("nvmlDeviceGetMemoryInfo", device, ctypes.byref(memory))
+        self._call("nvmlDeviceGetMinorNumber", device, ctypes.byref(minor))
+        mode, pending = ctypes.c_uint(), ctypes.c_uint()
+        no_mig = self._library.nvmlDeviceGetMigMode(device, ctypes.byref(mode), ctypes.byref(pending))
+        return InstalledGpu(
+            index=index,
+            uuid=self._text("nvmlDeviceGetUUID", device),
+            name=self._text("nvmlDeviceGetName", device),
+            minor=minor.value,
+            memory=memory.total,
+            free=memory.free,
+            mig=not no_mig and bool(mode.value),
+        )
+
+    def _device(self, index: int) -> ctypes.c_void_p:
+        device = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+        return device
+
+    def _text(self, name: str, device: ctypes.c_void_p) -> str:
+        text = ctypes.create_string_buffer(_NAME)
+        self._call(name, device, text, ctypes.c_uint(_NAME))
+        return text.value.decode()
+
+    def _call(self, name: str, *values: object) -> None:
+        status = getattr(self._library, name)(*values)
+        if status:
+            raise DeviceError(f"{name} failed with NVML's error {status}: see what nvidia-smi says")

@@ -1,0 +1,118 @@
+"""What the driver is asked when processes are checkpointed, and how its answers are told."""
+
+import ctypes
+import threading
+import uuid
+
+import pytest
+
+from warpbus.cuda import driver
+from warpbus.cuda.checkpoint import Checkpoint, State
+from warpbus.errors import DeviceError
+
+OLD, NEW = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
+
+
+class FakeDriver:
+    """A library that writes down its calls; `status` is what the next ones return."""
+
+    def __init__(self):
+        self.calls = []
+        self.status = 0
+        self.hangs = threading.Event()
+        self.hangs.set()
+
+    def cuInit(self, flags):  # noqa: N802
+        return 0
+
+    def cuCheckpointProcessGetState(self, pid, state):  # noqa: N802
+        state._obj.value = 2
+        return self.status
+
+    def cuCheckpointProcessLock(self, pid, arguments):  # noqa: N802
+        raw = bytes(arguments._obj)
+        return self._done("lock", pid, len(raw), int.from_bytes(raw[:4], "little"), any(raw[4:]))
+
+    def cuCheckpointProcessCheckpoint(self, pid, arguments):  # noqa: N802
+        self.hangs.wait(5)
+        return self._done("checkpoint", pid, arguments)
+
+    def cuCheckpointProcessRestore(self, pid, arguments):  # noqa: N802
+        if arguments is None:
+            return self._done("restore", pid, None)
+        raw = bytes(arguments._obj)
+        count = int.from_bytes(raw[8:12], "little")
+        pairs = ctypes.string_at(int.from_bytes(raw[:8], "little"), 32 * count)
+        return self._done("restore", pid, len(raw), pairs, any(raw[12:]))
+
+    def cuCheckpointProcessUnlock(self, pid, arguments):  # noqa: N802
+        return self._done("unlock", pid, arguments)
+
+    def cuGetErrorName(self, status, name):  # noqa: N802
+        name._obj.value = b"CUDA_ERROR_NOT_READY"
+        return 0
+
+    def cuGetErrorString(self, status, text):  # noqa: N802
+        text._obj.value = b"device not ready"
+        return 0
+
+    def _done(self, name, pid, *rest):
+        self.calls.append((name, pid.value, *rest))
+        return self.status
+
+
+@pytest.fixture
+def library(monkeypatch):
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    return fake
+
+
+def test_the_structures_are_those_of_the_driver(library):
+    checkpoint = Checkpoint()
+    checkpoint.lock(7, 2.5)
+    checkpoint.checkpoint(7)
+    checkpoint.restore(7, {OLD: NEW, NEW: OLD})
+    checkpoint.unlock(7)
+    old, new = (uuid.UUID(name.removeprefix("GPU-")).bytes for name in (OLD, NEW))
+    assert library.calls == [
+        ("lock", 7, 64, 2500, False),
+        ("checkpoint", 7, None),
+        ("restore", 7, 64, old + new + new + old, False),
+        ("unlock", 7, None),
+    ]
+
+
+def test_restoring_to_the_same_gpus_passes_no_map(library):
+    Checkpoint().restore(7, {})
+    assert library.calls == [("restore", 7, None)]
+
+
+def test_the_state(library):
+    assert Checkpoint().state(7) is State.CHECKPOINTED
+
+
+def test_an_error_names_the_process_and_the_call(library):
+    library.status = 600
+    with pytest.raises(
+        DeviceError, match=r"process 7: cuCheckpointProcessLock: CUDA_ERROR_NOT_READY \(600\), device not ready"
+    ):
+        Checkpoint().lock(7, 1)
+
+
+def test_a_lock_always_has_an_end(library):
+    Checkpoint().lock(7, 0)  # 0 would be no limit for the driver
+    assert library.calls == [("lock", 7, 64, 1, False)]
+
+
+def test_a_call_that_hangs_is_left(library):
+    library.hangs.clear()
+    with pytest.raises(DeviceError, match=r"process 7: cuCheckpointProcessCheckpoint has not returned within 0\.05 s"):
+        Checkpoint(seconds=0.05).checkpoint(7)
+    library.hangs.set()
+
+
+def test_an_old_driver(monkeypatch):
+    monkeypatch.setattr(driver, "library", lambda: object())
+    with pytest.raises(DeviceError, match="install version 580"):
+        Checkpoint()
