@@ -264,6 +264,14 @@ class Broker:
         self._check_still(lease, "released")
         return self._ledger.end(lease, "released", "released", "released by its client", now)
 
+    def lose(self, id: str, why: str, now: float) -> Lease:
+        """End a lease whose process has died; a move of it has failed with that.
+
+        Raises:
+            UsageError: there is no such lease.
+        """
+        return self._ledger.end(self.lease(id), "expired", "lost", why, now)
+
     def expire(self, now: float) -> list[Lease]:
         """End the leases whose clients have not been heard of for longer than the grace time.
 
@@ -291,8 +299,8 @@ class Broker:
             lease, "suspended", now, state="suspended", gpu=None, reason="suspended", source=lease.gpu, memory_used=None
         )
 
-    def resume(self, id: str, now: float) -> Lease:
-        """A lease that is suspended wants a GPU again, as if it were requested anew.
+    def resume(self, id: str, now: float, *, on: str | None = None) -> Lease:
+        """A lease that is suspended wants a GPU again, as if it were requested anew; `on` replaces where it was wanted.
 
         Returns:
             The lease, "placed" or "queued".
@@ -304,6 +312,7 @@ class Broker:
         lease = self.lease(id)
         if lease.state != "suspended":
             raise UsageError(f"lease {id} is {lease.state}, not suspended: there is nothing to resume")
+        lease = replace(lease, on=on or lease.on)
         check_possible(self._ledger, lease)
         check_limits(self._ledger, lease, self._limits)
         return self._enter(replace(lease, state="queued", since=now, seen=now), now)
