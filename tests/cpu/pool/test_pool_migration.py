@@ -1,0 +1,527 @@
+"""A lease moves, and at every frame something breaks: one copy lives on, or none and it is known why."""
+
+import random
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from warpbus.cuda.ipc import Place
+from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
+from warpbus.pool import parcels
+from warpbus.pool.channel import Channel
+from warpbus.pool.frames import Frame, Kind
+from warpbus.pool.migration import ENDS, Destination, DestinationState, Report, Source, SourceState
+from warpbus.pool.staging import CHUNK
+from warpbus.pool.storages import Storages
+from warpbus.pool.wire import Value, decode, encode
+
+CPU = torch.device("cpu")
+QUOTA = 64 * 2**20
+TICKET = b"t" * 32
+
+
+class Lease:
+    """An executor of random work: batch `n` does the same wherever it is executed."""
+
+    def __init__(self, memory: int = QUOTA, *, largest: int = 3000) -> None:
+        self.storages = Storages(CPU, memory)
+        self.executed = 0
+        self._largest = largest
+
+    def execute(self, number: int) -> None:
+        assert number == self.executed + 1
+        self.executed = number
+        rng, storages = random.Random(number), self.storages
+        for part in range(4):
+            live = sorted(storages.sizes())
+            if not live or rng.random() < 0.4:
+                storages.create(number * 8 + part, rng.choice([0, 1, rng.randrange(self._largest)]))
+            elif rng.random() < 0.3:
+                storages.free(rng.choice(live))
+            else:
+                handle = rng.choice(live)
+                size = storages.sizes()[handle]
+                start = rng.randrange(size + 1)
+                storages.write(handle, start, rng.randbytes(min(size - start, 400)))
+
+    def state(self) -> dict[str, Value]:
+        return {"executed": self.executed, "filling": bytes(5000)}
+
+    def restore(self, state: dict[str, Value]) -> None:
+        executed = state["executed"]
+        assert isinstance(executed, int)
+        self.executed = executed
+
+    def contents(self) -> dict[int, bytes]:
+        return {handle: bytes(self.storages.read(handle, 0, size)) for handle, size in self.storages.sizes().items()}
+
+
+def undisturbed(batches: int, **options: int) -> dict[int, bytes]:
+    lease = Lease(**options)
+    for number in range(1, batches + 1):
+        lease.execute(number)
+    return lease.contents()
+
+
+class KilledError(BaseException):
+    """A side's process has died."""
+
+
+@dataclass
+class Wire:
+    """Both ends of a connection, in one thread: what one side sends, the other deals with at once.
+
+    `breaks` is called with who sends which frame, before and after it is sent.
+    """
+
+    destination: Destination
+    breaks: Callable[["Wire", str, int, str], None] = lambda *_: None
+    frames: list[str] = field(default_factory=list)
+    dead: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.ends = {name: End(sock, self, name) for name, sock in zip("sd", socket.socketpair(), strict=True)}
+
+    def let_destination_work(self) -> None:
+        try:
+            end = self.ends["d"]
+            if not end.closed and self.destination.state is DestinationState.WAITING and end.pending():
+                try:
+                    hello = end.receive(0.0)
+                except ConnectionLost:
+                    return
+                assert hello is not None
+                self.destination.admit(end, decode(hello.payload))  # type: ignore[arg-type]
+            while not end.closed and self.destination.fileno() is not None and end.pending():
+                self.destination.step(0.0)
+        except KilledError:
+            self.kill("d")
+
+    def kill(self, side: str) -> None:
+        self.dead.add(side)
+        self.ends[side].close()
+
+    def cut(self) -> None:
+        for end in self.ends.values():
+            end.close()
+
+
+class End(Channel):
+    def __init__(self, sock: socket.socket, wire: Wire, side: str) -> None:
+        super().__init__(sock)
+        self.closed = False
+        self._wire, self._side = wire, side
+
+    def send(self, kind: Kind, number: int = 0, *payload: bytes | bytearray | memoryview) -> None:
+        wire = self._wire
+        index = len(wire.frames)
+        wire.frames.append(self._side)
+        wire.breaks(wire, self._side, index, "before")
+        super().send(kind, number, *payload)
+        if self._side == "s":
+            wire.let_destination_work()
+        wire.breaks(wire, self._side, index, "after")
+
+    def receive(self, timeout: float | None = None) -> Frame | None:
+        if self._side == "s":
+            self._wire.let_destination_work()
+        return super().receive(timeout)
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+@dataclass
+class Outcome:
+    lease: Lease | None
+    frames: list[str]
+    source: SourceState
+    destination: DestinationState
+    report: Report | None
+
+
+def move(
+    breaks: Callable[[Wire, str, int, str], None] = lambda *_: None,
+    *,
+    batches: int = 30,
+    plan: tuple[int, ...] = (3, 0, 2, 1),
+    budget: int = 2000,
+    largest: int = 3000,
+) -> Outcome:
+    """Move a lease after 15 of its batches and go on to the end on whichever side has it, as a client would."""
+    here, there = Lease(largest=largest), Lease(largest=largest)
+    for number in range(1, 16):
+        here.execute(number)
+    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
+    wire = Wire(destination, breaks)
+    source = Source(here, wire.ends["s"], ticket=TICKET, timeout=0.05, little=0)
+    told, report, lost = False, None, ""
+    try:
+        source.begin()
+        for between in plan:
+            source.copy_ahead(budget)
+            for _ in range(between):
+                here.execute(here.executed + 1)
+        told = True
+        report = source.finish()
+    except DeviceError:
+        told = False  # the source tells the client that this is off
+    except KilledError:
+        wire.kill("s")
+    wire.let_destination_work()
+
+    living = None
+    if "s" not in wire.dead and source.state.may_execute:
+        living = here
+    elif "d" not in wire.dead and told:
+        try:
+            living = there if destination.claim() else None
+        except LeaseLostError as error:
+            lost = str(error)
+        assert living is not None or "this lease is lost" in lost
+    if not wire.dead:
+        assert not (source.state.may_execute and destination.state.may_execute)
+    if living is not None:
+        for number in range(living.executed + 1, batches + 1):
+            living.execute(number)
+        assert living.contents() == undisturbed(batches, largest=largest)
+    return Outcome(living, wire.frames, source.state, destination.state, report)
+
+
+def test_a_lease_moves_with_all_that_it_holds() -> None:
+    outcome = move()
+    assert outcome.source is SourceState.MOVED
+    assert outcome.destination is DestinationState.LIVING
+    assert outcome.report is not None
+    assert outcome.report.confirmed
+    assert outcome.report.ahead > 0
+    assert outcome.report.path == "sockets"
+
+
+FRAMES = move().frames
+
+
+def test_the_move_that_is_broken_below_has_frames_of_all_kinds() -> None:
+    assert len(FRAMES) > 12
+    assert set(FRAMES) == {"s", "d"}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("index", range(len(FRAMES)))
+def test_the_connection_breaks_at_a_frame(index: int, when: str) -> None:
+    def breaks(wire: Wire, _: str, at: int, moment: str) -> None:
+        if (at, moment) == (index, when):
+            wire.cut()
+
+    outcome = move(breaks)
+    assert outcome.lease is not None, "nobody died, and still the lease is gone"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("index", range(len(FRAMES)))
+def test_a_side_dies_at_a_frame_that_it_sends(index: int, when: str) -> None:
+    def breaks(wire: Wire, side: str, at: int, moment: str) -> None:
+        if (at, moment) == (index, when):
+            wire.kill(side)
+            raise KilledError(side)
+
+    outcome = move(breaks)
+    if FRAMES[index] == "s":
+        # What the source held dies with it, unless all of it had arrived, which it says before it says COMMIT.
+        end = [at for at, side in enumerate(FRAMES) if side == "s"][-2]
+        assert (outcome.lease is not None) == (index > end or (index, when) == (end, "after"))
+    else:
+        committed = outcome.source is SourceState.MOVED
+        assert (outcome.lease is None) == committed
+
+
+@pytest.mark.parametrize("index", [at for at, side in enumerate(FRAMES) if side == "s"])
+def test_the_destination_dies_while_the_source_sends(index: int) -> None:
+    def breaks(wire: Wire, _: str, at: int, moment: str) -> None:
+        if (at, moment) == (index, "before"):
+            wire.kill("d")
+
+    outcome = move(breaks)
+    # Whoever says COMMIT to a process that has just died cannot know it: only then nobody has the lease.
+    assert (outcome.lease is None) == (outcome.source is SourceState.MOVED)
+    assert outcome.lease is not None or index == len(FRAMES) - 2
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    plan=st.lists(st.integers(0, 4), max_size=5).map(tuple),
+    budget=st.integers(1, 20_000),
+    largest=st.integers(2, 20_000),
+)
+def test_whatever_is_executed_between_the_copies_arrives(plan: tuple[int, ...], budget: int, largest: int) -> None:
+    outcome = move(plan=plan, budget=budget, largest=largest, batches=36)
+    assert outcome.destination is DestinationState.LIVING
+
+
+def pair(
+    here: Lease, there: Lease, *, memory_shared: bool = False, readable: bool = True
+) -> tuple[Source, Destination, threading.Thread]:
+    """Both sides, the destination in a thread of its own."""
+    ours, theirs = (Channel(sock) for sock in socket.socketpair())
+    fake = FakeMemory(readable)
+    destination = Destination(there, ticket=TICKET, reads=lambda _: fake if memory_shared else None)
+    source = Source(here, ours, ticket=TICKET, timeout=20.0, little=0, shared=lambda _: fake if memory_shared else None)
+
+    def work() -> None:
+        hello = theirs.receive(20.0)
+        assert hello is not None
+        destination.admit(theirs, decode(hello.payload))  # type: ignore[arg-type]
+        while destination.step(1.0) not in ENDS:
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return source, destination, thread
+
+
+class FakeMemory:
+    """Shared memory of a GPU, were it a GPU: tensors by a name."""
+
+    def __init__(self, readable: bool) -> None:
+        self.readable = readable
+        self.copied = 0
+        self._tensors: dict[bytes, torch.Tensor] = {}
+
+    def synchronize(self) -> None: ...
+
+    def places(self, tensors: list[torch.Tensor]) -> list[Place]:
+        places = []
+        for tensor in tensors:
+            name = tensor.data_ptr().to_bytes(64, "little")
+            self._tensors[name] = tensor
+            places.append(Place(name, len(tensor), 0))
+        return places
+
+    def copy(self, parts: list[tuple[torch.Tensor, Place]]) -> None:
+        if not self.readable:
+            raise DeviceError("the driver does not open it")
+        for tensor, place in parts:
+            tensor.numpy()[:] = self._tensors[place.handle].numpy()
+            self.copied += len(tensor)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("shared", "readable"), [(False, True), (True, True), (True, False)])
+def test_storages_larger_than_a_chunk_arrive_by_either_way(shared: bool, readable: bool) -> None:
+    here, there = Lease(), Lease()
+    for handle, size in ((1, 2 * CHUNK + 12_345), (2, CHUNK), (3, 7)):
+        here.storages.create(handle, size)
+        here.storages.write(handle, 0, random.Random(handle).randbytes(size))
+    source, destination, thread = pair(here, there, memory_shared=shared, readable=readable)
+    source.begin()
+    source.copy_ahead(CHUNK + 1)
+    here.storages.write(1, 2 * CHUNK, b"written again")
+    source.copy_ahead(1)
+    report = source.finish()
+    thread.join()
+    assert report.path == ("GPU to GPU" if shared and readable else "sockets")
+    assert destination.state is DestinationState.LIVING
+    assert there.contents() == here.contents()
+
+
+def test_work_that_writes_everything_is_not_copied_ahead_for_ever() -> None:
+    here, there = Lease(), Lease()
+    size = 5 * 2**20
+    for handle in range(1, 9):
+        here.storages.create(handle, size)
+    source, _, thread = pair(here, there)
+    source.begin()
+    calls = 0
+    while not (progress := source.copy_ahead(2 * size)).settled:
+        for handle in here.storages.sizes():
+            here.storages.write(handle, 0, b"a step")
+        calls += 1
+    assert calls <= 3
+    assert "written as fast" in progress.settled
+    report = source.finish()
+    thread.join()
+    assert report.paused >= 8 * size
+    assert there.contents() == here.contents()
+
+
+def test_weights_go_ahead_and_only_what_is_written_goes_in_the_pause() -> None:
+    here, there = Lease(), Lease()
+    for handle in range(1, 9):
+        here.storages.create(handle, 4 * 2**20)
+    here.storages.create(100, 1000)
+    source, _, thread = pair(here, there)
+    source.begin()
+    while not source.copy_ahead(6 * 2**20).settled:
+        here.storages.write(100, 0, b"a token")
+    report = source.finish()
+    thread.join()
+    assert report.ahead >= 32 * 2**20
+    assert report.paused < 10_000
+    assert there.contents() == here.contents()
+
+
+def raw_destination(memory: int = QUOTA) -> tuple[Channel, Destination]:
+    """A destination and the channel of a source that it has admitted, for a test to say what it likes."""
+    ours, theirs = (Channel(sock) for sock in socket.socketpair())
+    destination = Destination(Lease(memory), ticket=TICKET, reads=lambda _: None)
+    hello: dict[str, Value] = {"protocol": 1, "ticket": TICKET, "device": "cpu", "used": 0, "shared": None}
+    assert destination.admit(theirs, hello)
+    welcome = ours.receive(1.0)
+    assert welcome is not None
+    assert welcome.kind is Kind.WELCOME
+    return ours, destination
+
+
+@pytest.mark.parametrize(
+    ("hello", "message"),
+    [
+        ({"ticket": b"x" * 32}, "not the ticket"),
+        ({"ticket": "t" * 32}, "not the ticket"),
+        ({}, "not the ticket"),
+        ({"ticket": TICKET, "protocol": 2}, "protocol 2"),
+        ({"ticket": TICKET, "protocol": 1, "device": "cuda"}, "'cuda'"),
+        ({"ticket": TICKET, "protocol": 1, "device": "cpu", "used": QUOTA + 1}, "are reserved"),
+    ],
+)
+def test_a_source_that_is_not_expected_is_refused_and_changes_nothing(hello: dict[str, Value], message: str) -> None:
+    ours, theirs = (Channel(sock) for sock in socket.socketpair())
+    destination = Destination(Lease(), ticket=TICKET, reads=lambda _: None)
+    assert not destination.admit(theirs, hello)
+    answer = ours.receive(1.0)
+    assert answer is not None
+    assert answer.kind is Kind.REFUSED
+    refusal = decode(answer.payload)
+    assert isinstance(refusal, dict)
+    assert message in str(refusal["message"])
+    assert destination.state is DestinationState.WAITING
+
+
+def test_a_ticket_is_good_for_one_connection() -> None:
+    _, destination = raw_destination()
+    again, theirs = (Channel(sock) for sock in socket.socketpair())
+    assert not destination.admit(theirs, {"protocol": 1, "ticket": TICKET, "device": "cpu", "used": 0})
+    answer = again.receive(1.0)
+    assert answer is not None
+    assert "used before" in str(decode(answer.payload))
+    assert destination.state is DestinationState.RECEIVING
+
+
+GOOD = bytes(range(100))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([("create", [1, QUOTA + 1], b"")], "do not fit"),
+        ([("create", [1, 10, 1, 10], b"")], "in use"),
+        ([("create", [1], b"")], "groups of 2"),
+        ([("create", [1, -4], b"")], "groups of 2"),
+        ([("create", [1, True], b"")], "groups of 2"),
+        ([("drop", [3], b"")], "has not made"),
+        ([("bytes", [0, 5, 1, 0, 4], b"four")], "damaged"),
+        ([("bytes", [parcels.checksum([b"four"]), 5, 1, 0, 4], b"four")], "has not made"),
+        ([("create", [1, 3], b""), ("bytes", [parcels.checksum([b"four"]), 1, 1, 0, 4], b"four")], "was to follow"),
+        ([("create", [1, 9], b""), ("bytes", [parcels.checksum([b"four"]), 1, 1, 2, 4], b"four")], "was to follow"),
+        ([("create", [1, 9], b""), ("bytes", [parcels.checksum([b"four"]), 1, 1, 0, 5], b"four")], "4 bytes for"),
+        ([("copy", [[], 1, 1, 0, 4, 0, 0], b"")], "not agreed"),
+        ([("state", [1], b"x")], "damaged"),
+        ([("something", [], b"")], "something"),
+        ([("end", [0, 0, 1], b"")], "an end of"),
+        ([("create", [1, 9], b""), ("end", [0, 0, 0], b"")], "a manifest of 0"),
+        ([("commit", [], b"")], "commit"),
+    ],
+)
+def test_a_source_that_lies_gets_no_lease_here(said: list[tuple[str, list[Value], bytes]], message: str) -> None:
+    ours, destination = raw_destination()
+    for what, values, raw in said:
+        parcels.say(ours, 1, what, *values, raw=[raw])
+        destination.step(1.0)
+    assert destination.state is DestinationState.DISCARDED
+    assert message in destination.reason
+    answer = ours.receive(1.0)
+    assert answer is not None
+    assert answer.kind is Kind.ERROR
+    with pytest.raises(LeaseLostError, match="did not arrive"):
+        destination.claim()
+
+
+def test_a_storage_of_which_a_part_is_missing_is_no_lease() -> None:
+    ours, destination = raw_destination()
+    parcels.say(ours, 1, "create", 1, 100)
+    parcels.say(ours, 2, "bytes", parcels.checksum([GOOD[:60]]), 1, 7, 0, 60, raw=[GOOD[:60]])
+    manifest, state = parcels.ENTRY.pack(1, 100, 7), encode({"executed": 0})
+    parcels.say(ours, 3, "state", parcels.checksum([state]), raw=[state])
+    parcels.say(ours, 4, "manifest", parcels.checksum([manifest]), raw=[manifest])
+    parcels.say(ours, 5, "end", 0, len(state), 1)
+    for _ in range(5):
+        destination.step(1.0)
+    assert destination.state is DestinationState.DISCARDED
+    assert "did not arrive in full" in destination.reason
+
+
+def test_frames_of_rubbish_end_in_a_sentence() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        ours, destination = raw_destination()
+        ours.send(Kind.STATE, 1, rng.randbytes(rng.randrange(60)))
+        assert destination.step(1.0) is DestinationState.DISCARDED
+        assert "\n" not in destination.reason
+
+
+def test_a_destination_that_hears_nothing_gives_up() -> None:
+    now = 0.0
+    destination = Destination(Lease(), ticket=TICKET, silence=10.0, reads=lambda _: None, clock=lambda: now)
+    assert destination.step(0.0) is DestinationState.WAITING
+    now = 11.0
+    assert destination.step(0.0) is DestinationState.DISCARDED
+    assert "nothing was heard for 10 seconds" in destination.reason
+
+
+def test_a_claim_before_all_is_here_waits_for_the_rest() -> None:
+    here, there = Lease(), Lease()
+    here.execute(1)
+    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
+    wire = Wire(destination)
+    source = Source(here, wire.ends["s"], ticket=TICKET, timeout=0.05)
+    source.begin()
+    assert not destination.claim()
+    source.finish()
+    assert destination.claim()
+    assert source.state is SourceState.MOVED
+    assert there.contents() == here.contents()
+
+
+def test_a_move_that_is_called_off_leaves_nothing_behind() -> None:
+    here, there = Lease(), Lease()
+    here.execute(1)
+    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
+    wire = Wire(destination)
+    source = Source(here, wire.ends["s"], ticket=TICKET)
+    source.begin()
+    source.copy_ahead()
+    source.cancel()
+    wire.let_destination_work()
+    assert source.state is SourceState.STAYS
+    assert destination.state is DestinationState.DISCARDED
+    assert there.storages.used == 0
+    with pytest.raises(DeviceError, match="begin another"):
+        source.copy_ahead()
+
+
+def test_the_destinations_quota_is_checked_before_anything_is_taken() -> None:
+    here, there = Lease(), Lease(memory=100)
+    here.storages.create(1, 101)
+    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
+    source = Source(here, Wire(destination).ends["s"], ticket=TICKET)
+    with pytest.raises(DeviceError, match="100 are reserved"):
+        source.begin()
+    assert source.state is SourceState.STAYS
+    assert there.storages.peak == 0
