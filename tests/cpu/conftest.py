@@ -88,8 +88,14 @@ def write_lines() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def two_nodes() -> Iterator[str]:
+def two_nodes(ray_cluster: Any) -> str:
     """The address of a Ray cluster on this machine: two nodes, one core each. They find jobs of dist and engine."""
+    return ray_cluster.address
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """The cluster of `two_nodes`, for tests that add nodes to it and take them away again."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -98,6 +104,6 @@ def two_nodes() -> Iterator[str]:
         patch.setenv("PYTHONPATH", os.pathsep.join(str(Path(__file__).parent / room) for room in ("dist", "engine")))
         for _ in range(2):
             nodes.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
-    yield nodes.address
+    yield nodes
     ray.shutdown()
     nodes.shutdown()

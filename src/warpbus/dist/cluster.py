@@ -12,7 +12,8 @@ import torch
 
 from warpbus.dist.group import join
 from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
-from warpbus.errors import DeviceError, UsageError, WarpbusError
+from warpbus.dist.ray_cluster import connect, load_ray
+from warpbus.errors import DeviceError, WarpbusError
 
 # How long the job may wait for its GPUs or cores to become free.
 _SECONDS_FOR_RESOURCES = 60
@@ -56,21 +57,12 @@ class ClusterProcesses:
         self._function = function
         self._receive = receive
         self._address = address
-        self._ray = _ray()
+        self._ray = load_ray()
         self._crew = _Crew(self._ray, processes, address, gpus)
         self._connected_here = False
 
     def __enter__(self) -> Self:
-        ray = self._ray
-        self._connected_here = not ray.is_initialized()
-        if self._connected_here:
-            try:
-                ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
-            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                first = str(error).strip().splitlines()[0]
-                raise UsageError(
-                    f"cluster {self._address}: {first}: give auto on a machine of it, or ray://HOST:PORT"
-                ) from error
+        self._connected_here = connect(self._ray, self._address)
         return self
 
     def run(self, *arguments: object) -> None:
@@ -90,14 +82,6 @@ class ClusterProcesses:
     ) -> None:
         if self._connected_here:
             self._ray.shutdown()
-
-
-def _ray() -> Any:
-    # Imported where it is asked for: it takes about a second.
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise UsageError("a cluster needs Ray: pip install 'warpbus[cluster]' on each of its machines") from error
 
 
 class _QueueLine:
@@ -128,7 +112,7 @@ class _Actor:
         self._told: SimpleQueue[Any] = SimpleQueue()
 
     def node(self) -> str:
-        return _ray().util.get_node_ip_address()
+        return load_ray().util.get_node_ip_address()
 
     def free_port(self) -> int:
         with socket.socket() as free:
