@@ -82,6 +82,10 @@ class Writer:
     def define(self, number: int, signature: bytes) -> None:
         self._write(Instruction.DEFINE, _DEFINE.pack(number, len(signature)) + signature)
 
+    def call(self, prefix: bytes, operands: bytes) -> None:
+        self.buffer += prefix + operands
+        self.count += 1
+
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
         self._write(Instruction.WRITE, _WRITE.pack(handle, offset, len(data)))
         self.buffer += data

@@ -111,7 +111,7 @@ _FUSED = """
 
 # Everything else that computes.
 _COMPUTE = """
-    __ilshift__ __irshift__ __lshift__ __rshift__ _adaptive_avg_pool2d _adaptive_avg_pool3d _add_relu
+    _to_copy __ilshift__ __irshift__ __lshift__ __rshift__ _adaptive_avg_pool2d _adaptive_avg_pool3d _add_relu
     _addmm_activation _aminmax _batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional
     _cdist_forward _chunk_cat _conj_physical _convolution _ctc_loss _cummax_helper _cummin_helper
     _dirichlet_grad _embedding_bag _embedding_bag_forward_only _euclidean_dist _fft_c2c _fft_c2r _fft_r2c
@@ -204,4 +204,5 @@ def overloads(packet: str) -> tuple[OpOverload, ...]:
         listed = getattr(torch.ops.aten, name, None)
         if listed is not None:
             found.extend(getattr(listed, overload) for overload in listed.overloads())
-    return tuple(found)
+    # Some overloads are of TorchScript's integers and lists, and no kernels of tensors.
+    return tuple(each for each in found if torch._C._dispatch_has_kernel(each.name()))

@@ -17,9 +17,6 @@ from warpbus.pool.wire import decode, encode
 
 NumberKind = Literal["int", "float", "bool"]
 NUMBER_KINDS: tuple[NumberKind, ...] = ("int", "float", "bool")
-RESULTS = 8
-"""Handles that a call reserves for what it gives where that is known only after it ran."""
-
 MAX_TENSORS = 1 << 16
 MAX_DEPTH = 4
 
@@ -93,7 +90,7 @@ class Signature:
     def results(self) -> int:
         """How many handles for results a call of this kind carries."""
         if self.outputs is None:
-            return RESULTS
+            return len(allowed(self.operator)._schema.returns)
         return sum(isinstance(output, New) for output in self.outputs)
 
     @cached_property
