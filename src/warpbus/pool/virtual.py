@@ -64,9 +64,7 @@ def run(command: Sequence[str], gpu: InstalledGpu, quota: Quota | None, tenant: 
     if quota is None:
         return _run(command, whole_gpu_environment(gpu, tenant), ())
     if quota.memory > gpu.memory:
-        raise UsageError(
-            f"memory: GPU {gpu.index} has {gpu.memory:,} bytes, {quota.memory:,} were asked for: give less"
-        )
+        raise UsageError(f"memory is {quota.memory:,} bytes: GPU {gpu.index} has {gpu.memory:,}: give that or less")
     if gpu.mig:
         raise DeviceError(f"GPU {gpu.index} is cut into instances (MIG): give their limits there, not with --memory")
     missing = mps.available()
