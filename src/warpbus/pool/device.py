@@ -141,8 +141,9 @@ def _keep(*libraries: torch.library.Library) -> None:
 
 
 def _teach_storages() -> None:
-    """`torch.save` and `copy.deepcopy` take storages apart: give them this device's bytes, and an address to tell apart."""
-    to_cpu, clone, data_ptr = torch.UntypedStorage.cpu, torch.UntypedStorage.clone, torch.UntypedStorage.data_ptr
+    """`torch.save` and `copy.deepcopy` take storages apart: let them see this device's bytes behind the empty ones."""
+    plain = torch.UntypedStorage
+    to_cpu, clone, data_ptr, nbytes = plain.cpu, plain.clone, plain.data_ptr, plain.nbytes
 
     def cpu(self: torch.UntypedStorage) -> torch.UntypedStorage:
         return transfers.storage_bytes(current(), self) if hasattr(self, "remote") else to_cpu(self)
@@ -155,5 +156,8 @@ def _teach_storages() -> None:
     def address(self: torch.UntypedStorage) -> int:
         return self.remote.handle if hasattr(self, "remote") else data_ptr(self)
 
-    for name, method in {"cpu": cpu, "clone": cloned, "data_ptr": address}.items():
+    def size(self: torch.UntypedStorage) -> int:
+        return self.remote.nbytes if hasattr(self, "remote") else nbytes(self)
+
+    for name, method in {"cpu": cpu, "clone": cloned, "data_ptr": address, "nbytes": size}.items():
         setattr(torch.UntypedStorage, name, method)

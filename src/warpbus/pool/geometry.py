@@ -1,6 +1,6 @@
 """Where a tensor lies in a storage: all that the two sides of a pool's connection say about a tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +25,11 @@ class Geometry:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int = 0
+    is_contiguous: bool = field(init=False, compare=False, repr=False)
+    """Row-major at the storage's start, as new tensors are unless something else is asked for."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_contiguous", not self.offset and self.stride == _row_major(self.shape))
 
     @property
     def extent(self) -> int:
@@ -49,9 +54,13 @@ class Geometry:
 
 def contiguous(dtype: torch.dtype, shape: tuple[int, ...]) -> Geometry:
     """The geometry of a row-major tensor at the start of its storage."""
+    return Geometry(dtype, shape, _row_major(shape))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     stride: list[int] = []
     step = 1
     for n in reversed(shape):
         stride.append(step)
         step *= max(n, 1)
-    return Geometry(dtype, shape, tuple(reversed(stride)))
+    return tuple(reversed(stride))

@@ -45,8 +45,9 @@ def new_tensor(new: New, remote: Remote) -> Tensor:
     geometry = new.geometry
     tensor = _create(geometry.shape, geometry.dtype)
     storage = tensor.untyped_storage()
-    _set(META, tensor, storage, geometry.offset, geometry.shape, geometry.stride)
-    storage.remote = remote
+    storage.remote = remote  # type: ignore[attr-defined]
+    if not geometry.is_contiguous:
+        _set(META, tensor, storage, geometry.offset, geometry.shape, geometry.stride)
     return tensor
 
 
