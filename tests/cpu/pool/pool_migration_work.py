@@ -33,9 +33,9 @@ _SIGNATURES = (
 )
 
 
-def lease(device: torch.device) -> Executor:
+def lease(device: torch.device, quota: Quota = QUOTA) -> Executor:
     """An empty executor."""
-    return Executor(device, QUOTA)
+    return Executor(device, quota)
 
 
 def batch(number: int, weights: int = 100_000) -> memoryview:

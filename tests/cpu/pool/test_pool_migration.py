@@ -10,11 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_migration_work import CUT_SHORT, contents, execute, lease
 
 from warpbus.cuda.ipc import Place
 from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
 from warpbus.pool import parcels
 from warpbus.pool.channel import Channel
+from warpbus.pool.execution import Executor
+from warpbus.pool.failures import PoisonedError
 from warpbus.pool.frames import Frame, Kind
 from warpbus.pool.migration import ENDS, Destination, DestinationState, Report, Source, SourceState
 from warpbus.pool.staging import CHUNK
@@ -266,7 +269,7 @@ def test_whatever_is_executed_between_the_copies_arrives(plan: tuple[int, ...], 
 
 
 def pair(
-    here: Lease, there: Lease, *, memory_shared: bool = False, readable: bool = True
+    here: Lease | Executor, there: Lease | Executor, *, memory_shared: bool = False, readable: bool = True
 ) -> tuple[Source, Destination, threading.Thread]:
     """Both sides, the destination in a thread of its own."""
     ours, theirs = (Channel(sock) for sock in socket.socketpair())
@@ -525,3 +528,27 @@ def test_the_destinations_quota_is_checked_before_anything_is_taken() -> None:
         source.begin()
     assert source.state is SourceState.STAYS
     assert there.storages.peak == 0
+
+
+def test_an_executor_goes_on_elsewhere_as_if_nothing_had_been() -> None:
+    def worked(batches: int) -> Executor:
+        executor = lease(CPU)
+        for number in range(1, batches + 1):
+            execute(executor, number)
+        return executor
+
+    here, there = worked(5), lease(CPU)
+    source, destination, thread = pair(here, there)
+    source.begin()
+    for number in range(6, 10):
+        source.copy_ahead(10_000)
+        execute(here, number)
+    source.finish()
+    thread.join()
+    assert destination.state is DestinationState.LIVING
+    assert there.executed == 9
+    for number in range(10, 15):
+        execute(there, number)
+    assert contents(there) == contents(worked(14))
+    with pytest.raises(PoisonedError):
+        there.storages.read(CUT_SHORT, 0, 1)
