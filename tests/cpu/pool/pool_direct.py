@@ -1,0 +1,62 @@
+"""A client whose tenant is in the same process: no sockets, so that a test sees both sides."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from warpbus.pool.connection import exception
+from warpbus.pool.device import register
+from warpbus.pool.execution import Executor
+from warpbus.pool.failures import PoisonedError
+from warpbus.pool.quota import Quota
+from warpbus.pool.session import Session, use
+from warpbus.pool.wire import Value, decode, encode
+
+
+class Direct:
+    """In place of a `Connection`; what it hands over are bytes, as there."""
+
+    def __init__(self, memory: int) -> None:
+        self.executor = Executor(torch.device("cpu"), Quota(memory, 1.0))
+        self.sent = 0
+
+    def send(self, payload: bytearray) -> None:
+        self.sent += 1
+        failures = self.executor.execute(self.sent, memoryview(bytes(payload)))
+        if failures:
+            raise exception(failures[0])
+
+    def ask(self, question: list[Value]) -> Value:
+        asked = decode(encode(question))
+        assert isinstance(asked, list)
+        try:
+            (answer,) = self.executor.answer(asked)
+        except PoisonedError as error:
+            raise exception(error.failure) from None
+        assert not isinstance(answer, memoryview)
+        return decode(encode(answer))
+
+    def read(self, handle: int, offset: int, into: memoryview) -> None:
+        filled = 0
+        try:
+            for part in self.executor.answer(["read", handle, offset, len(into)]):
+                assert isinstance(part, memoryview)
+                into[filled : filled + len(part)] = part
+                filled += len(part)
+        except PoisonedError as error:
+            raise exception(error.failure) from None
+        assert filled == len(into)
+
+
+@contextmanager
+def connected(memory: int = 1 << 28) -> Iterator[tuple[Session, Executor]]:
+    """A session with a tenant of its own, for the time of a block."""
+    register()
+    connection = Direct(memory)
+    session = Session(connection, memory, "cpu")  # type: ignore[arg-type]
+    use(session)
+    try:
+        yield session, connection.executor
+    finally:
+        use(None)
