@@ -1,6 +1,5 @@
 """How a machine serves its GPUs to a pool: where it listens, whom it lets in, and how much of anything it takes."""
 
-import ipaddress
 import re
 import socket
 import ssl
@@ -9,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from warpbus.errors import UsageError
+from warpbus.pool.address import DEFAULT_PORT, Address, is_loopback
+from warpbus.pool.sockets import server_context
 
-PORT = 7700
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 Sharing = Literal["auto", "mps", "slices"]
@@ -55,7 +55,7 @@ class PoolOptions:
 
     name: str = field(default_factory=_this_machine)
     host: str = "127.0.0.1"
-    port: int = PORT
+    port: int = DEFAULT_PORT
     advertise: str | None = None
     unix: Path | None = None
     certificate: Path | None = None
@@ -102,18 +102,12 @@ class PoolOptions:
     @property
     def loopback(self) -> bool:
         """Only this machine reaches it."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
-    def address(self, port: int) -> str:
+    def address(self, port: int) -> Address:
         """How clients reach it, listening at `port`."""
         host = self.advertise or (socket.getfqdn() if self.host in ("0.0.0.0", "::") else self.host)
-        scheme = "warpbus" if self.certificate is None else "warpbuss"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return Address("plain" if self.certificate is None else "tls", host, port)
 
     def tls(self) -> ssl.SSLContext | None:
         """What it speaks TLS with; None if it has no certificate.
@@ -123,13 +117,4 @@ class PoolOptions:
         """
         if self.certificate is None or self.key is None:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        try:
-            context.load_cert_chain(self.certificate, self.key, password="")
-        except (ssl.SSLError, OSError, ValueError) as error:
-            raise UsageError(
-                f"--certificate {self.certificate}: cannot be used with --key {self.key} ({error}); give a PEM "
-                "certificate and its key, without a password"
-            ) from None
-        return context
+        return server_context(self.certificate, self.key)

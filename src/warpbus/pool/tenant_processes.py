@@ -1,8 +1,7 @@
 """Tenants' processes as their daemon sees them: starting them, keeping some ready, talking to them, and their end.
 
 Loading torch takes seconds, so spare processes have loaded it before there is a lease for them. A process gets one end
-of a pair of Unix sockets (SOCK_SEQPACKET: each packet is a dict of `warpbus.pool.wire`, with the descriptor of a
-client's socket where one is handed over) and ends with it; if the daemon is killed, the kernel ends it too.
+of a pair of sockets (`warpbus.pool.control`) and ends with it; if the daemon is killed, the kernel ends it too.
 """
 
 import asyncio
@@ -16,10 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from warpbus.errors import DeviceError
-from warpbus.pool import wire
-
-PACKET = 1 << 16
-"""Bytes of the longest packet."""
+from warpbus.pool import control, wire
 
 _SECONDS_TO_TAKE = 5.0
 _SECONDS_TO_LEAVE = 5.0
@@ -35,7 +31,7 @@ class TenantProcess:
     """
 
     def __init__(self) -> None:
-        mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine, other = control.pair()
         mine.setblocking(False)
         program = (
             f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import end_with; "
@@ -112,16 +108,13 @@ class TenantProcess:
     def _receive(self) -> None:
         assert self._socket is not None
         try:
-            packet = self._socket.recv(PACKET)
-            said = wire.decode(packet) if packet else None
-        except BlockingIOError:
-            return
-        except (OSError, DeviceError):
-            said = None
-        if isinstance(said, dict):
-            self.said.put_nowait(said)
-        else:
+            said, sockets = control.receive(self._socket)
+        except DeviceError:
             self._hang_up()
+            return
+        for each in sockets:
+            each.close()
+        self.said.put_nowait(said)
 
     def _hang_up(self) -> None:
         if self._socket is not None:

@@ -5,7 +5,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +31,7 @@ class Tenant:
 
     name: str
     admin: bool = False
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
 
 LOCAL = Tenant("local", admin=True)
@@ -84,6 +84,10 @@ class Tokens:
         if not found:
             raise UsageError(f"--tokens {path}: it has no token; {_FORM}, one a line")
         return cls(found.items())
+
+    def limits(self) -> dict[str, Limits]:
+        """What tenants may have at most, by their names."""
+        return {tenant.name: tenant.limits for _, tenant in self._known}
 
     def tenant(self, token: str | None) -> Tenant | None:
         """Whose token this is; None if it is nobody's."""
