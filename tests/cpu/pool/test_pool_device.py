@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused_where_it_is_asked_for() -> None:
 
 def test_errors_are_pytorchs(both: tuple[Session, Executor]) -> None:
     a = drawn(3, 4).to(REMOTE)
-    with pytest.raises(RuntimeError, match="3, 4|3x4"):
+    with pytest.raises(RuntimeError, match=r"3, 4|3x4"):
         a @ a
     with pytest.raises(RuntimeError, match="same device"):
         a + drawn(3, 4)
