@@ -1,9 +1,9 @@
 """The daemon of a machine: one port for its leases' clients and for whoever controls the pool.
 
-A connection says in its first 24 bytes what it wants. Where that is a lease of this machine, the socket is handed to the
-lease's process, and the daemon sees none of what follows. Else the daemon speaks on it itself. What has not said what it
-wants, or who it is, may be there for some seconds only, and never keep others out: where there are too many, the one
-that came first has to go.
+A connection says in its first 24 bytes what it wants. Where that is a lease of this machine, the socket is handed to
+the lease's process, and the daemon sees none of what follows. Else the daemon speaks on it itself. What has not said
+what it wants, or who it is, may be there for some seconds only, and never keep others out: where there are too many,
+the one that came first has to go.
 """
 
 import asyncio

@@ -1,13 +1,15 @@
 """Answers the questions of control connections: it asks the broker what is to be done, and has the machines do it.
 
-    {"do": "lease", "memory": int, "share": float, "priority": int, "on": str | None, "movable": bool, "near": str | None}
-        {"queued": place in the queue, "why": str}...  {"lease": id, "key": bytes, "gpu": "host/0", "address": str}
-    {"do": "release", "lease"}                         {"released": id}
-    {"do": "status"}                                   see `warpbus.pool.status`
-    {"do": "migrate", "lease", "to"}                   {"phase", "done", "total"}...  {"moved": gpu, "seconds", "pause", "bytes"}
-    {"do": "drain" | "undrain", "host"}                {"phase", "done", "total"}...  {"drained": count, "failed": {id: why}}
-    {"do": "suspend", "lease"}                         {"phase", "done", "total"}...  {"suspended": id, "seconds", "bytes"}
-    {"do": "resume", "lease", "on": str | None}        {"queued", "why"}...  as "lease"
+    {"do": "lease", "memory": int, "share": float}       also "priority": int, "on": str | None, "movable": bool,
+                                                         "near": the id of a lease | None
+        {"queued": place in the queue, "why": str}...    {"lease": id, "key": bytes, "gpu": "host/0", "address": str}
+    {"do": "release", "lease"}                           {"released": id}
+    {"do": "status"}                                     see `warpbus.pool.status`
+    {"do": "migrate", "lease", "to"}
+        {"phase": str, "done": int, "total": int}...     {"moved": gpu, "seconds", "pause", "bytes"}
+    {"do": "drain" | "undrain", "host"}  {"phase"...}... {"drained" | "undrained": host, "moves": int, "failed": {id: why}}
+    {"do": "suspend", "lease"}           {"phase"...}... {"suspended": id, "seconds", "bytes"}
+    {"do": "resume", "lease", "on": str | None}          as "lease"
 
 A tenant deals with its own leases; draining is for admins.
 """

@@ -181,7 +181,7 @@ class Host:
             await self._end(tenancy, "it did not start")
             if isinstance(error, TimeoutError):
                 raise DeviceError(
-                    f"the process of lease {order.lease} was not ready after {_SECONDS_TO_START:g} s: is {self.name} busy?"
+                    f"lease {order.lease}: its process was not ready after {_SECONDS_TO_START:g} s: is {self.name} busy?"
                 ) from None
             raise
         finally:
@@ -245,9 +245,7 @@ class Host:
             with open(os.open(place / "order", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(wire.encode(tenancy.order.question()))
         except OSError as error:
-            raise StorageError(
-                f"{place}: cannot be written ({error}): make room, or give another --directory"
-            ) from None
+            raise StorageError(f"{place}: cannot be written ({error}): make room there") from None
         try:
             done = await self._work(tenancy, {"do": "suspend", "path": str(place / "state")}, "suspended", tell)
         except BaseException:

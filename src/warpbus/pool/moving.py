@@ -1,8 +1,8 @@
 """Moving a lease from one tenant's process to another: what the daemon of the broker has the two machines do.
 
-The processes see to it that at most one of them executes (`warpbus.pool.migration`). Here it is only found out which one
-that is in the end: the source says so; where it dies over it, the target says whether the lease lives there, because
-the source's last word arrived or the client claimed it.
+The processes see to it that at most one of them executes (`warpbus.pool.migration`). Here it is only found out which
+one that is in the end: the source says so; where it dies over it, the target says whether the lease lives there,
+because the source's last word arrived or the client claimed it.
 """
 
 import asyncio

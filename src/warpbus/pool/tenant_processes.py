@@ -2,6 +2,25 @@
 
 Loading torch takes seconds, so spare processes have loaded it before there is a lease for them. A process gets one end
 of a pair of sockets (`warpbus.pool.control`) and ends with it; if the daemon is killed, the kernel ends it too.
+
+The daemon says:
+
+    {"do": "setup", ...}                                once, see `Host`; "ticket" if the lease moves here, "saved" if it
+                                                        goes on from a file
+    {"do": "client", "tls": bool}                       and a socket whose preamble was read
+    {"do": "migrate", "to": address, "ticket": bytes, "door": 16 bytes for the preamble}
+    {"do": "suspend", "path": str}
+    {"do": "end", "reason": str}                        for the clients; the process is to end
+
+and the process:
+
+    {"event": "ready"}                                  clients may come, or the process that the lease moves from
+    {"event": "arrived"}                                a lease that moved here lives here
+    {"event": "clients", "connected": int, "memory": int}   after each change, and sometimes
+    {"event": "progress", "phase": str, "done": int, "total": int}   of moving or suspending
+    {"event": "moved", "seconds", "pause", "bytes"}     it executes nothing any more
+    {"event": "suspended", "seconds", "bytes"}          all is in the file, it executes nothing any more
+    {"event": "failed", "type", "message"}              what was to be done was not, and it goes on as before
 """
 
 import asyncio
