@@ -124,6 +124,8 @@ class Ledger:
 
     def suits(self, lease: Lease, gpu: Gpu) -> bool:
         """Whether a GPU is where the lease was requested for: `on`, and on the host of `near` where that has a GPU."""
+        if lease.on is None and lease.near is None:
+            return True
         near = self.gpu(neighbour.gpu) if (neighbour := self.neighbour(lease)) else None
         return lease.on in (None, gpu.name, gpu.host) and (near is None or near.host == gpu.host)
 

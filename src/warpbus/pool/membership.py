@@ -40,6 +40,7 @@ _OPERATIONS = {
     "place": True,
     "seen": True,
     "release": True,
+    "lose": True,
     "suspend": True,
     "resume": True,
     "begin_move": True,

@@ -11,10 +11,8 @@ from warpbus.pool.leases import Gpu, Lease, Move
 from warpbus.pool.ledger import Ledger, Room
 from warpbus.pool.placement import outlook, preference
 
-# Packing leases is as hard as any packing problem: after so many tries a plan counts as not found.
-_TRIES = 10_000
-# How many sets of leases are looked at for each GPU that might be made free.
-_SETS = 1_000
+# Packing leases is as hard as any packing problem: after so many steps a plan counts as not found.
+_STEPS = 10_000
 
 Accepts = Callable[[Lease, Gpu], bool]
 
@@ -32,7 +30,7 @@ def evacuate(ledger: Ledger, host: str) -> list[Move]:
     stuck += [f"{lease.id} moves to it" for lease in ledger.leases.values() if _host(lease.target) == host]
     rooms = {name: room for name, room in ledger.open_rooms().items() if room.gpu.host != host}
     movable = [lease for lease in here if lease.movable]
-    targets = pack(ledger, movable, rooms, lambda lease, gpu: True)
+    targets = pack(ledger, movable, rooms, lambda lease, gpu: True, iter(range(_STEPS)))
     if targets is None:
         alone = [lease for lease in movable if not any(room.holds(lease.quota) for room in rooms.values())]
         stuck += [f"{lease.id} ({lease.tenant}, {lease.quota}) fits nowhere else" for lease in alone]
@@ -75,30 +73,67 @@ def make_room(ledger: Ledger, aging: float) -> list[Move]:
         own = ledger.gpu(lease.gpu)
         return own is not None and gpu.model == own.model and ledger.suits(lease, gpu)
 
-    best: tuple[int, list[Move]] | None = None
-    for name, room in queue.rooms.items():
-        if room.gpu.memory < first.quota.memory or not ledger.suits(first, room.gpu):
-            continue
-        others = {other: left for other, left in queue.rooms.items() if other != name}
-        movers = [lease for lease in ledger.on([name]) if not stays(lease)]
-        for cost, chosen in cheapest_sets(movers):
-            if best is not None and cost >= best[0]:
+    steps = iter(range(_STEPS))
+
+    def plan(room: Room, chosen: Sequence[Lease]) -> list[Move] | None:
+        """The moves of these leases from their GPU, if that makes room enough."""
+        if not _freed(room, chosen).holds(first.quota):
+            return None
+        others = {name: other for name, other in queue.rooms.items() if other is not room}
+        targets = pack(ledger, chosen, others, accepts, steps)
+        return None if targets is None else [_move(lease, targets[lease.id]) for lease in chosen]
+
+    sources: list[tuple[Room, list[Lease]]] = []
+    for room in queue.rooms.values():
+        others = [other for other in queue.rooms.values() if other is not room]
+        movers = [
+            lease
+            for lease in ledger.on([room.gpu.name])
+            if not stays(lease) and any(other.holds(lease.quota) and accepts(lease, other.gpu) for other in others)
+        ]
+        if ledger.suits(first, room.gpu) and _freed(room, movers).holds(first.quota):
+            sources.append((room, movers))
+    # A plan for each GPU that is easily found; then, below their costs, all sets as long as the steps last.
+    plans = [plan(room, _needed(room, movers, first)) for room, movers in sources]
+    best = min((moves for moves in plans if moves is not None), key=_bytes, default=None)
+    for room, movers in sources:
+        for (total, chosen), _ in zip(cheapest_sets(movers), steps, strict=False):
+            if best is not None and total >= _bytes(best):
                 break
-            freed = room
-            for lease in chosen:
-                freed = freed.with_back(lease.quota)
-            targets = pack(ledger, chosen, others, accepts) if freed.holds(first.quota) else None
-            if targets is not None:
-                best = cost, [_move(lease, targets[lease.id]) for lease in chosen]
+            moves = plan(room, chosen)
+            if moves is not None:
+                best = moves
                 break
-    return [] if best is None else best[1]
+    return best or []
 
 
-def pack(ledger: Ledger, leases: Sequence[Lease], rooms: Mapping[str, Room], accepts: Accepts) -> dict[str, str] | None:
+def _bytes(moves: Sequence[Move]) -> int:
+    return sum(move.bytes for move in moves)
+
+
+def _freed(room: Room, leases: Sequence[Lease]) -> Room:
+    for lease in leases:
+        room = room.with_back(lease.quota)
+    return room
+
+
+def _needed(room: Room, movers: Sequence[Lease], first: Lease) -> list[Lease]:
+    """Of the leases that may go, some that suffice: the costliest stays as long as that leaves enough, and so on."""
+    chosen = list(movers)
+    for lease in sorted(movers, key=cost, reverse=True):
+        rest = [each for each in chosen if each is not lease]
+        if _freed(room, rest).holds(first.quota):
+            chosen = rest
+    return chosen
+
+
+def pack(
+    ledger: Ledger, leases: Sequence[Lease], rooms: Mapping[str, Room], accepts: Accepts, steps: Iterator[int]
+) -> dict[str, str] | None:
     """A GPU for each lease so that all fit together, by lease id; the largest first, each by best fit, else the next.
 
     Returns:
-        None where there is none, or none was found in a bounded number of tries.
+        None where there is none, or where `steps` ran out before one was found.
     """
     order = sorted(leases, key=lambda lease: (-lease.quota.memory, -lease.quota.share, lease.id))
     left = dict(rooms)
@@ -110,7 +145,7 @@ def pack(ledger: Ledger, leases: Sequence[Lease], rooms: Mapping[str, Room], acc
 
     chosen: list[Room] = []
     untried: list[Iterator[Room]] = []
-    for _ in range(_TRIES + len(order)):
+    for _ in steps:
         if len(chosen) == len(order):
             return {lease.id: room.gpu.name for lease, room in zip(order, chosen, strict=True)}
         if len(untried) == len(chosen):
@@ -129,7 +164,7 @@ def pack(ledger: Ledger, leases: Sequence[Lease], rooms: Mapping[str, Room], acc
 
 
 def cheapest_sets(leases: Sequence[Lease]) -> Iterator[tuple[int, list[Lease]]]:
-    """Sets of leases and the bytes that moving them copies, the fewest first; a bounded number of sets.
+    """All sets of leases and the bytes that moving them copies, the fewest first.
 
     With the costs in order, each set comes from exactly one other that costs no more: by adding the lease after its
     last one, or by putting that one in the place of the last.
@@ -137,9 +172,7 @@ def cheapest_sets(leases: Sequence[Lease]) -> Iterator[tuple[int, list[Lease]]]:
     ordered = sorted(leases, key=lambda lease: (cost(lease), lease.id))
     costs = [cost(lease) for lease in ordered]
     heap: list[tuple[int, tuple[int, ...]]] = [(costs[0], (0,))] if costs else []
-    for _ in range(_SETS):
-        if not heap:
-            return
+    while heap:
         total, chosen = heapq.heappop(heap)
         yield total, [ordered[index] for index in chosen]
         last = chosen[-1]

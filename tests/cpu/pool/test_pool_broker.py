@@ -396,6 +396,33 @@ def test_suspended_leases_hold_nothing():
         broker.suspend(fixed.id, 5)
 
 
+def test_a_lease_comes_back_where_it_is_wanted_now():
+    broker = pool(a=(80,), b=(80,))
+    lease = ask(broker, 10, on="a")
+    broker.suspend(lease.id, 1)
+    with pytest.raises(UsageError, match="the pool has no GPU or host c"):
+        broker.resume(lease.id, 2, on="c")
+    assert (broker.resume(lease.id, 2, on="b").gpu, broker.lease(lease.id).on) == ("b/0", "b")
+    broker.suspend(lease.id, 3)
+    assert broker.resume(lease.id, 4).gpu == "b/0"
+
+
+def test_a_process_that_dies_ends_its_lease():
+    broker = pool(a=(80, 80))
+    lease = ask(broker, 10)
+    broker.begin_move(lease.id, "a/1", 1)
+    ended = broker.lose(lease.id, "its process died", 2)
+    assert (ended.state, ended.gpu, ended.target, ended.reason) == ("expired", None, None, "its process died")
+    assert [gpu["used"] for gpu in broker.status(2)["gpus"]] == [0, 0]
+    event = broker.status(2)["events"][-1]
+    assert (event["kind"], event["source"], event["target"], event["text"]) == (
+        "lost",
+        "a/0",
+        "a/1",
+        "its process died",
+    )
+
+
 def test_unknown_leases():
     broker = pool(a=(80,))
     with pytest.raises(UsageError, match="lease 00: there is none: request one"):

@@ -1,5 +1,7 @@
 """What holds over any sequence of operations: nothing is over-committed, no lease is in two places, each one ends."""
 
+import contextlib
+import itertools
 import json
 
 from hypothesis import given, settings
@@ -116,9 +118,15 @@ class Brokers(RuleBasedStateMachine):
         if lease is not None:
             self.told(lease)
 
-    @rule(id=ids)
-    def resume(self, id):
-        lease = self.tried(self.broker.resume, id, self.now)
+    @rule(id=consumes(ids))
+    def lose(self, id):
+        lease = self.tried(self.broker.lose, id, "its process died", self.now)
+        if lease is not None:
+            self.told(lease)
+
+    @rule(id=ids, on=st.sampled_from(PLACES))
+    def resume(self, id, on):
+        lease = self.tried(self.broker.resume, id, self.now, on=on)
         if lease is not None:
             self.told(lease)
 
@@ -324,3 +332,42 @@ def test_the_cheapest_sets_come_first(used, known):
     assert len({tuple(lease.id for lease in chosen) for _, chosen in sets}) == len(sets) == 2 ** len(leases) - 1
     costs = [total for total, _ in sets]
     assert costs == sorted(costs) == [sum(cost(lease) for lease in chosen) for _, chosen in sets]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    layout=st.lists(st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=3), min_size=3, max_size=3),
+    wanted=st.integers(3, 10),
+)
+def test_a_plan_to_make_room_is_the_cheapest_there_is(layout, wanted):
+    broker = Broker()
+    broker.join("a", [Gpu(f"a/{index}", "a", index, "H200", 10) for index in range(3)], 0)
+    placed: list[list[Lease]] = [[], [], []]
+    for index, leases in enumerate(layout):
+        for memory, movable in leases:
+            lease = broker.request("ann", Quota(memory, 0.1), movable=movable, now=0)
+            if lease.gpu != f"a/{index}" and lease.state == "placed" and movable:
+                with contextlib.suppress(WarpbusError):
+                    broker.begin_move(lease.id, f"a/{index}", 0)
+                    lease = broker.end_move(lease.id, True, 0)
+            if lease.state == "queued":
+                broker.release(lease.id, 0)
+            else:
+                placed[int((lease.gpu or "a/0")[-1])].append(lease)
+    if broker.request("ann", Quota(wanted, 0.1), now=1).state == "placed":
+        assert broker.defragment() == []
+        return
+    free = [10 - sum(lease.quota.memory for lease in leases) for leases in placed]
+    costs = []
+    for source in range(3):
+        movers = [lease for lease in placed[source] if lease.movable]
+        others = [index for index in range(3) if index != source]
+        for targets in itertools.product([None, *others], repeat=len(movers)):
+            left = list(free)
+            for lease, target in zip(movers, targets, strict=True):
+                if target is not None:
+                    left[target] -= lease.quota.memory
+                    left[source] += lease.quota.memory
+            if min(left) >= 0 and left[source] >= wanted:
+                costs.append(sum(cost(lease) for lease, t in zip(movers, targets, strict=True) if t is not None))
+    assert sum(move.bytes for move in broker.defragment()) == min(costs, default=0)
