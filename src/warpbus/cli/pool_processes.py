@@ -126,7 +126,9 @@ def _host() -> Host:
     from warpbus.pool.machine import ThisMachine
     from warpbus.pool.processes import Host
     from warpbus.pool.suspensions import Suspensions
+    from warpbus.pool.virtual import outside_mps
 
+    os.environ.update(outside_mps())  # a client of MPS could not checkpoint others
     return Host(ThisMachine(), Checkpoint(), Suspensions())
 
 

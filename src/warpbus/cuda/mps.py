@@ -9,9 +9,11 @@ import fcntl
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from warpbus.cuda.inventory import InstalledGpu, Inventory
 from warpbus.cuda.runtime_directory import runtime_directory
@@ -115,6 +117,7 @@ class ControlDaemon:
             DeviceError: it does not start; the message has what it said.
         """
         self._run([BINARY, "-d"], "")
+        self._wait_until(running=True)
 
     def stop(self) -> None:
         """End it and its server. It waits for clients that are connected, for some seconds.
@@ -123,6 +126,7 @@ class ControlDaemon:
             DeviceError: it does not answer, or has clients still.
         """
         self.ask("quit")
+        self._wait_until(running=False)
 
     @contextmanager
     def client(self) -> Iterator[int]:
@@ -166,18 +170,38 @@ class ControlDaemon:
         environment = {**os.environ, PIPES: str(self.pipes), _LOGS: str(self.logs)}
         if self.uuid:
             environment["CUDA_VISIBLE_DEVICES"] = self.uuid
-        try:
-            done = subprocess.run(
-                command, input=text, capture_output=True, text=True, env=environment, timeout=_SECONDS, check=False
-            )
-        except FileNotFoundError:
-            raise DeviceError(f"{BINARY} is not installed: it comes with NVIDIA's driver") from None
-        except subprocess.TimeoutExpired:
-            raise DeviceError(f"MPS in {self.pipes}: no answer within {_SECONDS:g} s: see {self.logs}") from None
-        if done.returncode:
-            said = " ".join((done.stderr + done.stdout).split()) or f"exit code {done.returncode}"
-            raise DeviceError(f"MPS in {self.pipes}: {said}: see {self.logs}")
-        return done.stdout
+        # Files, not pipes: the daemon has them too, and the end of a pipe would come with its own.
+        with TemporaryFile("w+") as answer, TemporaryFile("w+") as trouble:
+            try:
+                code = subprocess.run(
+                    command,
+                    input=text,
+                    stdout=answer,
+                    stderr=trouble,
+                    text=True,
+                    env=environment,
+                    timeout=_SECONDS,
+                    check=False,
+                ).returncode
+            except FileNotFoundError:
+                raise DeviceError(f"{BINARY} is not installed: it comes with NVIDIA's driver") from None
+            except subprocess.TimeoutExpired:
+                raise DeviceError(f"MPS in {self.pipes}: no answer within {_SECONDS:g} s: see {self.logs}") from None
+            for file in (answer, trouble):
+                file.seek(0)
+            found = answer.read()
+            if code:
+                said = " ".join((trouble.read() + found).split()) or f"exit code {code}"
+                raise DeviceError(f"MPS in {self.pipes}: {said}: see {self.logs}")
+        return found
+
+    def _wait_until(self, running: bool) -> None:
+        deadline = time.monotonic() + _SECONDS
+        while self.running != running:
+            if time.monotonic() > deadline:
+                what = "answer" if running else "end"
+                raise DeviceError(f"MPS in {self.pipes}: does not {what} within {_SECONDS:g} s: see {self.logs}")
+            time.sleep(0.02)
 
 
 def _numbers(text: str) -> list[int]:

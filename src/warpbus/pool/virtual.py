@@ -31,18 +31,18 @@ _FORWARDED = (
 _FROM_KERNEL = 0x80  # si_code: the terminal sent it to the whole group of processes, the program among them
 
 
-def whole_gpu_environment(gpu: InstalledGpu, tenant: str) -> dict[str, str]:
-    """What makes a GPU the only one that a program sees, and keeps the program out of MPS.
+def outside_mps() -> dict[str, str]:
+    """What keeps a process out of MPS, also where a daemon runs at its default place: a directory without pipes.
 
     Raises:
-        StorageError: the directory that keeps it out cannot be made.
+        StorageError: it cannot be made.
     """
-    # A daemon at the default place would make it a client; a directory without pipes does not.
-    return {
-        "CUDA_VISIBLE_DEVICES": gpu.uuid,
-        mps.PIPES: str(runtime_directory("mps", "none")),
-        TENANT: tenant,
-    }
+    return {mps.PIPES: str(runtime_directory("mps", "none"))}
+
+
+def whole_gpu_environment(gpu: InstalledGpu, tenant: str) -> dict[str, str]:
+    """What makes a GPU the only one that a program sees, outside of MPS. See `outside_mps`."""
+    return {"CUDA_VISIBLE_DEVICES": gpu.uuid, TENANT: tenant, **outside_mps()}
 
 
 def run(command: Sequence[str], gpu: InstalledGpu, quota: Quota | None, tenant: str) -> int:
