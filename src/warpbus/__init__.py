@@ -2,6 +2,7 @@
 
     report = warpbus.quantize("glm-4-9b-chat", "glm-4-9b-chat-w4", calibration="texts.jsonl")
     llm = warpbus.LLM("glm-4-9b-chat-w4")
+    gpu = warpbus.pool.connect("warpbuss://gpu-host:7700", memory="8GB", share=0.25)
 
 The public names are loaded when they are first used: `import warpbus` alone imports no torch.
 """
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from warpbus.errors import WarpbusError
 
 if TYPE_CHECKING:
+    from warpbus import pool
     from warpbus.engine import LLM, Completion, SamplingParams
     from warpbus.quantization import quantize
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "Completion", "SamplingParams", "WarpbusError", "quantize"]
+__all__ = ["LLM", "Completion", "SamplingParams", "WarpbusError", "pool", "quantize"]
 
 _ROOMS = {
     "LLM": "warpbus.engine",
@@ -28,6 +30,8 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "pool":
+        return importlib.import_module("warpbus.pool")
     if name not in _ROOMS:
         raise AttributeError(f"module 'warpbus' has no attribute {name!r}")
     return getattr(importlib.import_module(_ROOMS[name]), name)

@@ -1,1 +1,21 @@
-"""The GPU pool: shares of GPUs, GPUs of other machines, and running work that moves between them."""
+"""The GPU pool: shares of GPUs, GPUs of other machines, and running work that moves between them.
+
+    gpu = warpbus.pool.connect("warpbus://localhost:7700", memory="8GB", share=0.25)
+    model.to(gpu.device)
+
+The names are loaded when they are first used: what only talks about the pool, like its command line, imports no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from warpbus.pool.gpu import Gpu, Program, connect
+
+__all__ = ["Gpu", "Program", "connect"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'warpbus.pool' has no attribute {name!r}")
+    return getattr(importlib.import_module("warpbus.pool.gpu"), name)

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils import backend_registration
 
 from warpbus.errors import DeviceError
-from warpbus.pool import attention, transfers
+from warpbus.pool import attention, autocast, transfers
 from warpbus.pool.dispatch import Operator
 from warpbus.pool.operators import ATEN, overloads, warpbus_operators
 from warpbus.pool.session import current
@@ -86,6 +86,7 @@ def register() -> torch.device:
             libraries[namespace].impl(name, Operator(overload, transfers.upload), _KEY)
     for key in (_KEY, "AutogradPrivateUse1"):
         libraries["aten"].impl("scaled_dot_product_attention", attention.scaled_dot_product_attention, key)
+    autocast.register(libraries["aten"])
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(_refuse, _KEY)
     _keep(rest, *libraries.values())

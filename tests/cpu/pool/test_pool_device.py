@@ -125,6 +125,22 @@ def test_checkpointed_layers(both: tuple[Session, Executor]) -> None:
     assert torch.equal(remote.weight.grad.cpu(), layer.weight.grad)
 
 
+def test_autocast_is_the_cpus(both: tuple[Session, Executor]) -> None:
+    """Products in bfloat16, normalization and the loss in float32, gradients in the weights' own dtype."""
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3))
+    remote = copy.deepcopy(layer).to(REMOTE)
+    found = []
+    for module, kind in ((layer, "cpu"), (remote, REMOTE)):
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            logits = module(drawn(5, 4).to(kind))
+            loss = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0, 1]).to(kind))
+        assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+        loss.backward()
+        found.append((loss, module[0].weight.grad))
+    for here, there in zip(*found, strict=True):
+        assert torch.equal(there.cpu(), here)
+
+
 def test_saving_keeps_what_is_shared(both: tuple[Session, Executor]) -> None:
     values = drawn(3, 4)
     whole = values.to(REMOTE)
