@@ -7,8 +7,9 @@
     {"do": "status"}                                     see `warpbus.pool.status`
     {"do": "migrate", "lease", "to"}
         {"phase": str, "done": int, "total": int}...     {"moved": gpu, "seconds", "pause", "bytes"}
-    {"do": "drain" | "undrain", "host"}  {"phase"...}... {"drained" | "undrained": host, "moves": int, "failed": {id: why}}
-    {"do": "suspend", "lease"}           {"phase"...}... {"suspended": id, "seconds", "bytes"}
+    {"do": "drain" | "undrain", "host"}
+        {"phase"...}...                                  {"drained" | "undrained": host, "moves": int, "failed": {id: why}}
+    {"do": "suspend", "lease"}  {"phase"...}...          {"suspended": id, "seconds", "bytes"}
     {"do": "resume", "lease", "on": str | None}          as "lease"
 
 A tenant deals with its own leases; draining is for admins.

@@ -180,9 +180,8 @@ class Host:
         except (TimeoutError, WarpbusError, asyncio.CancelledError) as error:
             await self._end(tenancy, "it did not start")
             if isinstance(error, TimeoutError):
-                raise DeviceError(
-                    f"lease {order.lease}: its process was not ready after {_SECONDS_TO_START:g} s: is {self.name} busy?"
-                ) from None
+                late = f"its process was not ready after {_SECONDS_TO_START:g} s"
+                raise DeviceError(f"lease {order.lease}: {late}: is {self.name} busy?") from None
             raise
         finally:
             self._spares.fill()

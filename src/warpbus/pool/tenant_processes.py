@@ -5,8 +5,8 @@ of a pair of sockets (`warpbus.pool.control`) and ends with it; if the daemon is
 
 The daemon says:
 
-    {"do": "setup", ...}                                once, see `Host`; "ticket" if the lease moves here, "saved" if it
-                                                        goes on from a file
+    {"do": "setup", ...}                                once, see `Host`; "ticket" if the lease moves here, "saved" if
+                                                        it goes on from a file
     {"do": "client", "tls": bool}                       and a socket whose preamble was read
     {"do": "migrate", "to": address, "ticket": bytes, "door": 16 bytes for the preamble}
     {"do": "suspend", "path": str}
