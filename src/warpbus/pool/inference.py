@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.errors import DeviceError
 from warpbus.pool.geometry import Geometry
 from warpbus.pool.operators import operator
 from warpbus.pool.signature import Argument, Device, Input, New, Number, Output, Same, Signature
@@ -34,7 +35,11 @@ def infer(signature: Signature) -> tuple[Output, ...] | None:
     arguments = [_filled(argument, tensors) for argument in signature.arguments]
     keywords = {name: _filled(argument, tensors) for name, argument in signature.keywords}
     with torch.no_grad():
-        return outputs_of(call(*arguments, **keywords), tensors)
+        outputs = outputs_of(call(*arguments, **keywords), tensors)
+    for tensor, geometry in zip(tensors, signature.inputs, strict=True):
+        if tensor.shape != geometry.shape:
+            raise DeviceError(f"{signature.operator} would make a tensor that it writes another size")
+    return outputs
 
 
 def gives_tensors(call: torch._ops.OpOverload) -> bool:

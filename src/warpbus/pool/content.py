@@ -1,0 +1,182 @@
+"""What a tenant uploaded before, by SHA-256: weights that come a second time need not come over the network.
+
+One directory a tenant, so that nobody learns from an answer what another one has. A hash is of the bytes that came, as
+the pool has computed it; no client can say what a file is the content of. Files of an earlier boot are thrown away:
+they are not forced to the disk when they are written, so that a crash of the machine may have damaged them.
+"""
+
+import hashlib
+import itertools
+import mmap
+import os
+import shutil
+import stat
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from pathlib import Path
+
+from warpbus.errors import DeviceError
+
+LEAST = 1 << 20
+"""Bytes of the smallest upload that is kept."""
+
+_MAX_PROMISES = 4096
+_MAX_OPEN = 4
+_HOUR = 3600.0
+
+
+class ContentStore:
+    """A tenant's uploads on disk. Several processes may use one directory.
+
+    Args:
+        directory: is made if it is not there, for its owner alone; it must be of no use to anybody else.
+        limit: bytes that are kept; the least recently used go first.
+
+    Attributes:
+        trouble: why uploads are not kept at present, or "".
+
+    Raises:
+        DeviceError: the directory cannot be made, or others may write there.
+    """
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        self.limit = limit
+        self.trouble = ""
+        self._promised: OrderedDict[bytes, int] = OrderedDict()
+        self._numbers = itertools.count()
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = directory.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise DeviceError(f"{directory}: uploads can be kept only in a directory of mode 700 of one's own")
+            self._directory = directory / boot
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            for other in directory.iterdir():
+                if other != self._directory:
+                    shutil.rmtree(other, ignore_errors=True)
+            for path in self._directory.glob("incoming-*"):
+                if time.time() - path.stat().st_mtime > _HOUR:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise DeviceError(f"{directory}: uploads cannot be kept there: {error.strerror}") from None
+
+    def promise(self, sha256: bytes) -> bool:
+        """Whether the content is here; if so it stays until it is taken, or thousands of others are promised."""
+        if sha256 in self._promised:
+            self._promised.move_to_end(sha256)
+            return True
+        try:
+            descriptor = os.open(self._directory / sha256.hex(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        with suppress(OSError):
+            os.utime(descriptor)
+        self._promised[sha256] = descriptor
+        if len(self._promised) > _MAX_PROMISES:
+            os.close(self._promised.popitem(last=False)[1])
+        return True
+
+    def take(self, sha256: bytes) -> memoryview | None:
+        """The content, if it is here; promised or not."""
+        if not self.promise(sha256):
+            return None
+        descriptor = self._promised.pop(sha256)
+        try:
+            return memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+        finally:
+            os.close(descriptor)
+
+    def incoming(self) -> "Incoming":
+        """Begin to keep an upload. Raises OSError."""
+        return Incoming(self, self._directory / f"incoming-{os.getpid()}-{next(self._numbers)}")
+
+    def keep(self, temporary: Path, sha256: bytes) -> None:
+        """Put a file under its hash, and make room for it. Raises OSError."""
+        temporary.rename(self._directory / sha256.hex())
+        files = []
+        for path in self._directory.iterdir():
+            with suppress(FileNotFoundError):  # another process has made room
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        used = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if used <= self.limit:
+                break
+            if not path.name.startswith("incoming-"):
+                path.unlink(missing_ok=True)
+                used -= size
+
+    def close(self) -> None:
+        """Forget what was promised."""
+        while self._promised:
+            os.close(self._promised.popitem()[1])
+
+
+class Incoming:
+    """An upload on its way into a store."""
+
+    def __init__(self, store: ContentStore, path: Path) -> None:
+        self.size = 0
+        self._store = store
+        self._path = path
+        self._hash = hashlib.sha256()
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes. Raises OSError."""
+        self.size += len(data)
+        self._hash.update(data)
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def finish(self) -> bytes:
+        """It is complete. Returns its hash; raises OSError."""
+        os.close(self._file)
+        digest = self._hash.digest()
+        self._store.keep(self._path, digest)
+        return digest
+
+    def abandon(self) -> None:
+        """It is of no use."""
+        os.close(self._file)
+        self._path.unlink(missing_ok=True)
+
+
+class Uploads:
+    """Finds uploads among the writes of a lease: those that fill a storage from its start to its end, in order.
+
+    Args:
+        store: that keeps them.
+    """
+
+    def __init__(self, store: ContentStore) -> None:
+        self._store = store
+        self._open: OrderedDict[int, Incoming] = OrderedDict()
+
+    def wrote(self, handle: int, offset: int, data: memoryview, nbytes: int) -> None:
+        """A storage of `nbytes` was written. What goes wrong here stops no upload; `trouble` of the store tells it."""
+        if nbytes < LEAST or nbytes > self._store.limit:
+            return
+        incoming = self._open.pop(handle, None)
+        try:
+            if incoming is not None and incoming.size != offset:
+                incoming.abandon()
+                incoming = None
+            if incoming is None:
+                if offset:
+                    return
+                incoming = self._store.incoming()
+            incoming.write(data)
+            if incoming.size == nbytes:
+                incoming.finish()
+                self._store.trouble = ""
+                return
+            self._open[handle] = incoming
+            if len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)[1].abandon()
+        except OSError as error:
+            self._store.trouble = f"uploads are not kept: {error}"
+            if incoming is not None:
+                incoming.abandon()
