@@ -115,12 +115,17 @@ class GreenContext:
         """Let this thread's torch launch here. What was launched before is waited for, and so is this, afterwards."""
         before = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(before)
-        with torch.cuda.stream(self.stream):
-            yield self.stream
-        before.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield self.stream
+        finally:
+            before.wait_stream(self.stream)
 
     def close(self) -> None:
-        """Wait for what runs here and give the multiprocessors back. It may be called again."""
+        """Wait for what runs here and give the multiprocessors back. It may be called again.
+
+        Memory that torch keeps for the stream goes back to the driver by `torch.cuda.empty_cache()`.
+        """
         if self._stream:
             driver.check(self._driver.cuStreamSynchronize(self._stream), f"{self.device}: waiting for a green context")
             driver.check(self._driver.cuStreamDestroy_v2(self._stream), f"{self.device}: ending its stream")

@@ -1,6 +1,7 @@
 """What the driver is asked when processes are checkpointed, and how its answers are told."""
 
 import ctypes
+import signal
 import threading
 import uuid
 
@@ -110,6 +111,18 @@ def test_a_call_that_hangs_is_left(library):
     with pytest.raises(DeviceError, match=r"process 7: cuCheckpointProcessCheckpoint has not returned within 0\.05 s"):
         Checkpoint(seconds=0.05).checkpoint(7)
     library.hangs.set()
+
+
+def test_an_interrupt_waits_for_the_end_of_the_call(library):
+    """The driver goes on with it in any case; what to undo is known only once it has ended."""
+    library.hangs.clear()
+    checkpoint = Checkpoint()
+    here = threading.get_ident()
+    threading.Timer(0.1, signal.pthread_kill, [here, signal.SIGINT]).start()
+    threading.Timer(0.3, library.hangs.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.checkpoint(7)
+    assert library.calls == [("checkpoint", 7, None)]
 
 
 def test_an_old_driver(monkeypatch):
