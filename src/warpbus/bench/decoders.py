@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from warpbus.bench.plain import Int4Linear, Linear, PlainDecoder
+from warpbus.cuda.capture import capture
 from warpbus.engine.engine import Engine, request
 from warpbus.models import Decoder, ModelConfig
 
@@ -86,7 +87,7 @@ class Plain:
                 self._step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capture(graph):
             self._step()
         return graph
 

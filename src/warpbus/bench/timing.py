@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capture import capture
 from warpbus.errors import DeviceError
 
 Inputs = tuple[Any, ...]
@@ -236,7 +237,7 @@ def _looped(call: Call, buffers: Sequence[Inputs], repeats: int) -> Callable[[],
 def _captured(call: Call, buffers: Sequence[Inputs], repeats: int) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     run = _looped(call, buffers, repeats)
-    with torch.cuda.graph(graph):
+    with capture(graph):
         run()
     return graph.replay
 

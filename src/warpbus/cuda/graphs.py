@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capture import capture
+
 Function = Callable[..., tuple[Tensor, ...]]
 """Of tensors on one device and of constants; it does not wait for the GPU, and changes none of its arguments."""
 
@@ -50,7 +52,6 @@ class Replayed:
         arguments = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # Other threads go on allocating meanwhile: they read and write files.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capture(graph, pool=self._pool):
             results = function(*arguments, **constants)
         return _Captured(graph, arguments, results)

@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from warpbus.cuda import driver
+from warpbus.cuda import capture, driver
 from warpbus.errors import DeviceError
 
 # CUdevice_attribute
@@ -120,7 +120,7 @@ class VirtualMemory:
 
     def synchronize(self) -> None:
         """Wait for everything that was launched on the GPU."""
-        torch.cuda.synchronize(self._index)
+        capture.synchronize(self._index)
 
     def _granularity(self) -> int:
         size = ctypes.c_size_t()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from warpbus.cuda import capture
 from warpbus.cuda.address_space import PIECE, rounded_up
 from warpbus.cuda.vmm import Arena
 from warpbus.errors import DeviceError, UsageError
@@ -165,7 +166,7 @@ class Dormant:
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            capture.synchronize(self.device)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

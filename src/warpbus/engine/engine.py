@@ -23,16 +23,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from warpbus.cuda.devices import free_memory
+from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK, Blocks
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
 from warpbus.engine.logits import Row as Choice
-from warpbus.engine.plan import PLANNED_ROWS, MemoryPlan
+from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
 from warpbus.engine.runner import Chosen, Row, Runner
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Request, Scheduler
+from warpbus.engine.scheduler import Plan, Request, Scheduler
 from warpbus.engine.sequence import Piece, TokenLogprob
 from warpbus.engine.sequence import Sequence as Asked
 from warpbus.engine.speculation import NgramIndex, accepted
@@ -97,6 +99,7 @@ class Engine:
         cache_tokens: the most that the cache holds. None: what all sequences need, or what the memory that is free now
             allows. The cache takes no more of it than it needs.
         mixed_rows: the most tokens of a step in which some decode and prompts are read.
+        most_graphs: CUDA graphs that are kept, those used last; None: all.
         prefix_caching: prompts that begin alike share what is computed of them.
         speculation: the most tokens that are guessed for a sequence in a step, by what followed the same tokens before.
             With any, a step waits for the tokens of the last.
@@ -120,6 +123,7 @@ class Engine:
         prefill_tokens: int | None = None,
         cache_tokens: int | None = None,
         mixed_rows: int = MIXED_ROWS,
+        most_graphs: int | None = None,
         prefix_caching: bool = True,
         speculation: int = 0,
         dormant: Dormant | None = None,
@@ -150,7 +154,7 @@ class Engine:
         self._cache = KVCache(config, count, device=self.device, dtype=self.dtype, kv_dtype=kv_dtype)
         if self._cache.back(1) < 1:
             raise DeviceError(f"{self.device}: out of memory for a cache: end what else uses it, or quantize the model")
-        self._blocks = Blocks(count, back=self._back, sharing=prefix_caching)
+        self._blocks = Blocks(count, back=partial(_back, self._cache, model.group), sharing=prefix_caching)
         self._blocks.backed = self._cache.backed
         self._scheduler = Scheduler(
             self._blocks,
@@ -166,6 +170,7 @@ class Engine:
             dtype=self.dtype,
             graphs=kernels,
             mixed_rows=mixed_rows,
+            most_graphs=most_graphs,
         )
         self._runner = Runner(model, self._cache, self._step, batch_bucket(self._most_rows))
         self._rows: dict[Request, Row] = {}
@@ -181,6 +186,18 @@ class Engine:
         self._planning = 0.0
         self._launching = 0.0
         self._dormant = dormant
+        self._like_this = partial(
+            type(self),
+            max_model_len=self.max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_dtype=kv_dtype,
+            prefill_tokens=self._prefill_tokens,
+            cache_tokens=blocks * BLOCK,
+            mixed_rows=mixed_rows,
+            most_graphs=most_graphs,
+            prefix_caching=prefix_caching,
+            speculation=speculation,
+        )
 
     @classmethod
     def planned(cls, model: Decoder, plan: MemoryPlan, *, max_num_seqs: int = 16) -> "Engine":
@@ -193,6 +210,7 @@ class Engine:
             prefill_tokens=plan.prefill_tokens,
             cache_tokens=plan.pool_tokens,
             mixed_rows=PLANNED_ROWS,
+            most_graphs=PLANNED_GRAPHS,
         )
 
     @property
@@ -279,7 +297,7 @@ class Engine:
         if plan:
             self._steps += 1
             rows = [self._rows[request] for request in plan.decoding]
-            drafts = self._drafts(rows, plan.drafts) if self._speculation else None
+            drafts = self._drafts(rows, plan) if self._speculation else None
             pieces = [(self._row(piece.request), piece) for piece in plan.pieces]
             self._launched.append((self._runner.launch(rows, pieces, drafts), drafts))
             self._launching += time.perf_counter() - planned
@@ -344,6 +362,74 @@ class Engine:
             raise DeviceError(f"{self.device}: out of memory for a cache: end what else uses it")
         self._blocks.backed = self._cache.backed
 
+    def twin(self, model: Decoder, *, dormant: Dormant | None = None) -> "Engine":
+        """An engine like this one for another copy of the model, to move to. See `warpbus.engine.moving`.
+
+        Raises: as the constructor.
+        """
+        return self._like_this(model, dormant=dormant)
+
+    @property
+    def can_sleep(self) -> bool:
+        """There is a `dormant`."""
+        return self._dormant is not None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that runs."""
+        return max((request.length for request in self._scheduler.running), default=0)
+
+    def drain(self) -> list[tuple[Asked, Piece]]:
+        """Read the steps that are under way, and launch none. Raises: as `step`."""
+        pieces: list[tuple[Asked, Piece]] = []
+        try:
+            while self._launched:
+                pieces += self._read()
+        except BaseException:
+            self._restart()
+            raise
+        return pieces
+
+    def filled_blocks(self) -> dict[int, bytes]:
+        """The blocks whose content stays as it is while they have it, and its key."""
+        filled = self._blocks.keyed()
+        for request in self._scheduler.running:
+            filled.update(zip(request.blocks[: request.published], request.keys, strict=False))
+        return filled
+
+    def used_blocks(self) -> set[int]:
+        """The blocks that sequences use."""
+        return {block for request in self._scheduler.running for block in request.blocks}
+
+    def copy_blocks(self, blocks: Sequence[int], twin: "Engine") -> int:
+        """Copy blocks of the cache, as they are after the steps under way, to the same place in a twin's; their bytes.
+
+        Raises:
+            DeviceError: the twin's device has no memory for as many blocks as this cache has.
+        """
+        if twin._cache.back(self._blocks.backed) < self._blocks.backed:
+            raise DeviceError(
+                f"{twin.device}: out of memory for the cache of the engine on {self.device}: end what else uses it"
+            )
+        if blocks:
+            twin._cache.store(blocks, self._cache.fetch(blocks))
+        return len(blocks) * self._cache.block_bytes
+
+    def become(self, twin: "Engine") -> None:
+        """Go on where a twin is, which has the content of all blocks that are used or filled; nothing is under way.
+
+        The twin must not be used any more: it has what was this engine's.
+        """
+        twin._step.place([(row.slot, row.request.ids[-1], row.request.computed) for row in self._rows.values()])
+        for name in ("model", "device", "_cache", "_step", "_runner", "_dormant"):
+            ours, theirs = getattr(self, name), getattr(twin, name)
+            setattr(self, name, theirs)
+            setattr(twin, name, ours)
+        self._runner.restart()
+        self._blocks.rest_on(partial(_back, self._cache, self.model.group), self._cache.backed)
+        for row in self._rows.values():
+            row.tabled = 0
+
     @property
     def asleep(self) -> bool:
         """Its weights are not on the device."""
@@ -357,14 +443,6 @@ class Engine:
         self._step.blocks.zero_()
         for row in self._rows.values():
             row.tabled = 0
-
-    def _back(self, blocks: int) -> int:
-        backed = self._cache.back(blocks)
-        group = self.model.group
-        if backed < blocks and group is not None and group.world > 1:
-            # Alone, it would go on with the memory it has; but the others may have more, and have to do the same.
-            raise DeviceError(f"{self.device}: out of memory for the cache: end what else uses it")
-        return backed
 
     def _able_to_sleep(self) -> Dormant:
         if self._dormant is None:
@@ -398,11 +476,12 @@ class Engine:
             self._rows[request] = Row(sequence, request, self._slots.pop())
         return self._rows[request]
 
-    def _drafts(self, rows: Sequence[Row], allowed: Sequence[int]) -> list[list[int]]:
-        """Guesses for the rows, as long as there are places for them."""
-        places = self._most_rows - len(rows)
+    def _drafts(self, rows: Sequence[Row], plan: Plan) -> list[list[int]]:
+        """Guesses for the rows that decode, as long as there are places for them."""
+        # A prompt that ends gets a token too.
+        places = self._most_rows - len(rows) - sum(piece.is_last for piece in plan.pieces)
         drafts: list[list[int]] = []
-        for row, most in zip(rows, allowed, strict=True):
+        for row, most in zip(rows, plan.drafts, strict=True):
             index = self._indexes.setdefault(row.request, NgramIndex())
             index.extend(row.request.ids[len(index) :])
             found = index.propose(min(most, places)) if most and places else []
@@ -455,6 +534,15 @@ class Engine:
             return self.max_num_seqs * each
         block = BLOCK * token_bytes(config, self.dtype, kv_dtype)
         return min(self.max_num_seqs * each, int(free * (1 - _KEPT_FREE)) // block - 1)
+
+
+def _back(cache: KVCache, group: Group | None, blocks: int) -> int:
+    """Give the first blocks memory; how many have it. No method: an engine that nobody needs has to go at once."""
+    backed = cache.back(blocks)
+    if backed < blocks and group is not None and group.world > 1:
+        # Alone, it would go on with the memory it has; but the others may have more, and have to do the same.
+        raise DeviceError(f"{group.device}: out of memory for the cache: end what else uses it")
+    return backed
 
 
 class _NoText:

@@ -12,7 +12,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
 from warpbus.engine.options import ServiceOptions
-from warpbus.engine.plan import PLANNED_ROWS, MemoryPlan, Stored, enforce, plan_memory
+from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan, Stored, enforce, plan_memory
 from warpbus.engine.step import MIXED_ROWS
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
@@ -59,7 +59,7 @@ def open_model(model: str | Path, device: torch.device, options: ServiceOptions)
             Stored.of_checkpoint(checkpoint, config, chosen),
             parse_memory(options.memory, torch.cuda.get_device_properties(device).total_memory),
             max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
+            max_num_seqs=options.max_num_seqs + options.speculation,  # guesses are rows of a step too
             kv_dtype=options.kv_dtype,
         )
         length = plan.context
@@ -107,6 +107,7 @@ def build_engine(
         prefill_tokens=options.prefill_tokens or (None if plan is None else plan.prefill_tokens),
         cache_tokens=_cache_tokens(opened, options) if plan is None else plan.pool_tokens,
         mixed_rows=MIXED_ROWS if plan is None else PLANNED_ROWS,
+        most_graphs=None if plan is None else PLANNED_GRAPHS,
         prefix_caching=options.prefix_caching,
         speculation=options.speculation,
         dormant=Dormant(decoder) if can_sleep and plan is None else None,

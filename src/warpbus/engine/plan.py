@@ -19,6 +19,7 @@ from warpbus.engine.kv_cache import stored_dtype, token_bytes
 from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
+from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.packed import packed_shapes
 from warpbus.models import LINEARS, Decoder, ModelConfig, quantized_parameters
 from warpbus.qtensor import Scheme
@@ -27,15 +28,23 @@ CONTEXT_BYTES = 560_000_000
 """The CUDA context with the kernels of torch and ours and the captured graphs, by the driver's account: an estimate for
 an H100, where a model that was planned for 4.80 GB took 4.78."""
 
+LIBRARY_BYTES = 130_000_000
+"""What cuBLAS takes besides, where a product of several rows is not quantized: an estimate. The one plan that was seen
+to exceed its limit had such a head: on an H100 it took 117 MB more than `CONTEXT_BYTES` beside what torch took."""
+
 PLANNED_ROWS = 256
 """Tokens of the largest graph that takes prompts: graphs keep the memory of what lies between."""
+
+PLANNED_GRAPHS = 16
+"""Graphs that are kept: each takes memory of the driver's, of which torch knows nothing."""
 
 _SHORTEST_CONTEXT = 2048  # tokens; less is planned only where it is asked for
 _CONTEXT_STEP = 256  # tokens
 _PIECES = (2048, 1024, 512, 256)  # tokens of the prompts that are read at a time
 _SHARE_OF_PIECE = 0.025  # of the memory, for the activations of a piece
 _PAGE = 2**21  # bytes: the cache takes whole ones
-_WORKSPACE = 64_000_000  # bytes: partial sums of the products and of attention, and what the libraries take
+_WORKSPACE = 64_000_000  # bytes: partial sums of the products and of attention
+_LIBRARY_WORKSPACE = 2 * 2**25  # bytes: torch gives cuBLAS 32 MiB on Hopper for each stream, the graphs' own included
 _GRANULARITY = 0.035  # of the weights: torch's allocator hands out memory in pieces of 2 and 20 MiB
 _SUGGESTED = Scheme(4, 128)
 
@@ -162,12 +171,14 @@ def plan_memory(
         per_token = token_bytes(config, stored.dtype, kv)
         left = limit - sum(parts.values()) - _PAGE
         # Whole blocks, beside one that is nobody's.
-        tokens = (left // (per_token + _table_bytes(config)) // BLOCK - 1) * BLOCK
+        reading = _read_bytes(config, stored.dtype)
+        tokens = (left // (per_token + reading + _table_bytes(config)) // BLOCK - 1) * BLOCK
         if tokens < least:
             continue
         context = max_model_len or min(config.max_context, max(least, tokens // _CONTEXT_STEP * _CONTEXT_STEP))
         pool = min(tokens, -(-context // BLOCK) * BLOCK * max_num_seqs)
         cache = -(-(pool + BLOCK) * per_token // _PAGE) * _PAGE
+        parts["workspace"] += context * reading
         parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
         return MemoryPlan(limit, context, pool, kv, head, on_cpu, piece, parts)
     raise UsageError(_refusal(stored, limit, max_model_len, max_num_seqs, kv_dtype))
@@ -204,7 +215,7 @@ def enforce(plan: MemoryPlan, device: torch.device) -> None:
             f"{device}: memory of {gigabytes(plan.limit)} is planned, but {gigabytes(free)} are free: end what else "
             "uses the card, or give less"
         )
-    for_torch = plan.limit - CONTEXT_BYTES - plan.parts["KV cache"]
+    for_torch = plan.limit - plan.parts["CUDA context and kernels"] - plan.parts["KV cache"]
     torch.cuda.set_per_process_memory_fraction(for_torch / card, device)
 
 
@@ -244,16 +255,25 @@ def _fixed_parts(
     rounded = 0 if head is None else packed_bytes(head, config.vocab_size, config.hidden_size)
     heads = sizes.get("head.weight", 0) if head is None else rounded
     scores = rows * config.vocab_size * (stored.dtype.itemsize + 3 * torch.float32.itemsize)
+    library = _uses_library(stored, rows, head)
     return {
         "layers": layers,
         "embedding": embedding,
         "head": heads,
         "workspace": sum(_activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS))
         + scores
-        + _WORKSPACE,
+        + _WORKSPACE
+        + library * _LIBRARY_WORKSPACE,
         "allocator's granularity": int(_GRANULARITY * (layers + embedding + heads)),
-        "CUDA context and kernels": CONTEXT_BYTES,
+        "CUDA context and kernels": CONTEXT_BYTES + library * LIBRARY_BYTES,
     }
+
+
+def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
+    """Whether cuBLAS is called: for matrices of floating point, but for the head with a single row."""
+    layers = Stored.uniform(stored.config, stored.dtype, _SUGGESTED).quantized
+    plain_head = head is None and "head.weight" not in stored.quantized
+    return stored.dtype not in HALVES or not layers.keys() <= stored.quantized.keys() or (plain_head and rows > 1)
 
 
 def _activation_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
@@ -266,6 +286,11 @@ def _piece(config: ModelConfig, dtype: torch.dtype, limit: int) -> int:
     """How many tokens of the prompts to read at a time."""
     fitting = [piece for piece in _PIECES if _activation_bytes(config, dtype, piece) <= _SHARE_OF_PIECE * limit]
     return fitting[0] if fitting else _PIECES[-1]
+
+
+def _read_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What a token of the context takes while a prompt is read: a layer's keys and values, out of the cache."""
+    return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def _table_bytes(config: ModelConfig) -> int:
@@ -282,7 +307,7 @@ def _smallest(
     fixed = _fixed_parts(
         stored, stored.sizes(), batch_bucket(max_num_seqs), _piece(config, stored.dtype, limit), head, on_cpu
     )
-    per_token = token_bytes(config, stored.dtype, kv) + _table_bytes(config)
+    per_token = token_bytes(config, stored.dtype, kv) + _read_bytes(config, stored.dtype) + _table_bytes(config)
     return max_model_len or min(config.max_context, _SHORTEST_CONTEXT), sum(fixed.values()), per_token
 
 
@@ -292,7 +317,8 @@ def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs
     least, fixed, per_token = _smallest(stored, limit, max_model_len, max_num_seqs, kv_dtype)
     need = least_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
     advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"]
-    if max_model_len is not None and (shorter := (limit - fixed) // per_token) >= _CONTEXT_STEP:
+    shorter = (limit - fixed - _PAGE) // per_token - BLOCK
+    if max_model_len is not None and shorter >= _CONTEXT_STEP:
         advice.append(f"a max_model_len of {shorter // _CONTEXT_STEP * _CONTEXT_STEP:,}")
     if not stored.quantized:
         smaller = Stored.uniform(config, stored.dtype, _SUGGESTED)

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from warpbus.cuda.capture import capture
 from warpbus.engine.attention import StepAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
+from warpbus.kernels.ops.workspace import lent
 from warpbus.models import Decoder
 
 SHORTEST_BUCKET = 512
@@ -86,6 +88,7 @@ class Step:
         device, dtype: of the activations.
         graphs: whether steps are captured.
         mixed_rows: the most that a graph with prompts takes.
+        most_graphs: that are kept, those used last; None: all.
 
     Attributes:
         last: int64 `[slots + 1]`, the last token of each sequence, which enters its next step.
@@ -107,6 +110,7 @@ class Step:
         dtype: torch.dtype,
         graphs: bool,
         mixed_rows: int = MIXED_ROWS,
+        most_graphs: int | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -128,7 +132,9 @@ class Step:
         self._said = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
         self._scores = torch.empty(chosen, model.config.vocab_size, dtype=dtype, device=device)
-        self._graphs = _Graphs(device) if graphs else None
+        # Graphs run one after another: their kernels share counters, for a row's every KV head.
+        self._counters = torch.zeros(rows * model.config.num_kv_heads, dtype=torch.int32, device=device)
+        self._graphs = _Graphs(device, most_graphs) if graphs else None
 
     def scores(self, slots: Sequence[int], longest: int) -> Tensor:
         """Append the last token of some sequences to them; the scores of the next, `[sequences, vocabulary]`.
@@ -195,6 +201,11 @@ class Step:
         else:
             self.positions.index_copy_(0, self._where, to_device(positions, torch.int32, device))
 
+    def place(self, lasts: Sequence[tuple[int, int, int]]) -> None:
+        """Take up sequences that ran elsewhere: slot, last token and its position of each."""
+        slots, tokens, positions = ([each[at] for each in lasts] for at in range(3))
+        self.advance(slots, to_device(tokens, torch.int64, self.last.device), positions)
+
     def capture(self, rows: int, longest: int) -> None:
         """Capture the graphs for up to so many sequences of `longest` tokens, and for prompts, before they are used."""
         if self._graphs is None:
@@ -210,7 +221,8 @@ class Step:
 
     def _replay(self, graphs: "_Graphs", key: Key) -> None:
         def work() -> None:
-            scores = self._compute(key)
+            with lent(self._counters):
+                scores = self._compute(key)
             self._scores[: len(scores)].copy_(scores)
 
         graphs.run(key, work)
@@ -253,18 +265,27 @@ def rows_beside(decoding: int) -> int:
 
 
 class _Graphs:
-    """CUDA graphs by what they are for; captured when first asked for. They share the memory of what lies between."""
+    """CUDA graphs by what they are for; captured when first asked for. They share the memory of what lies between.
 
-    def __init__(self, device: torch.device) -> None:
-        self._captured: dict[Key, torch.cuda.CUDAGraph] = {}
+    Args:
+        most: graphs that are kept, at least two: one may still run when it goes. None: all.
+    """
+
+    def __init__(self, device: torch.device, most: int | None) -> None:
+        self._captured: dict[Key, torch.cuda.CUDAGraph] = {}  # what was used last comes last
+        self._most = most
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def run(self, key: Key, work: Callable[[], object]) -> None:
         """Launch `work`, captured under `key`. To run it twice is to run it once."""
-        if key not in self._captured:
-            self._captured[key] = self._capture(work)
-        self._captured[key].replay()
+        graph = self._captured.pop(key, None)
+        if graph is None:
+            if self._most is not None and len(self._captured) >= self._most:
+                del self._captured[next(iter(self._captured))]
+            graph = self._capture(work)
+        self._captured[key] = graph
+        graph.replay()
 
     def _capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         current = torch.cuda.current_stream()
@@ -274,6 +295,6 @@ class _Graphs:
             work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+        with capture(graph, pool=self._memory, stream=self._stream):
             work()
         return graph

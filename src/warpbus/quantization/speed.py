@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from warpbus.cuda.capture import capture
 from warpbus.models import LINEARS, ModelConfig, random_model
 from warpbus.models.layers.linear import project
 from warpbus.qtensor import Scheme
@@ -69,7 +70,7 @@ def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], No
         step()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with capture(graph, stream=stream):
         step()
     return graph.replay
 

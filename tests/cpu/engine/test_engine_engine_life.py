@@ -4,7 +4,9 @@ The order in which a GPU does things, a step ahead of what is read and with the 
 well, with what stands for the graphs; with real ones see tests/gpu/engine.
 """
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from functools import cache
 
@@ -21,6 +23,7 @@ from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.runner import Runner
 from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.speculation import NgramIndex
 from warpbus.errors import ContextLengthError, DeviceError, NumericError, UsageError
 from warpbus.models import random_model
 
@@ -272,6 +275,45 @@ def test_memory_for_not_even_one_request_is_an_error_of_which_others_recover(mod
     finish(engine, [again])
     for each in (short, again):
         assert each.token_ids == alone(model, each.prompt, 40)
+
+
+@KINDS
+@pytest.mark.parametrize("params", [None, SEEDED], ids=["greedy", "seeded"])
+def test_prompts_end_beside_guesses_that_fill_the_rows(model, kind, params, monkeypatch):
+    """A step chooses no more tokens than there are rows for, those after prompts included."""
+    monkeypatch.setattr(NgramIndex, "propose", lambda _, count: list(range(count)))
+    engine = kind(Engine(model, max_num_seqs=8, speculation=8, prefix_caching=False))
+    requests = [request([at, 7, 9], tokens=20, params=params) for at in range(12)]
+    for at, each in enumerate(requests):
+        engine.add(each)
+        if at == 3:
+            for _ in range(6):
+                engine.step()
+    finish(engine)
+    assert engine.stats().drafted > 100
+    for each in requests:
+        assert each.token_ids == alone(model, each.prompt, 20, params)
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{}, {"speculation": 2}, {"max_num_seqs": 2}], ids=str)
+def test_an_engine_goes_with_its_last_user_and_not_by_the_garbage_collector(model, kind, options):
+    """What a GPU's driver does then must not happen at any moment, such as in a capture."""
+    engine = kind(Engine(model, **options))
+    left = request(PROMPTS[0], tokens=50)
+    finish(engine, [request(prompt, tokens=5) for prompt in PROMPTS])
+    engine.add(left)
+    engine.step()
+    gone = [weakref.ref(each) for each in (engine, engine._cache, engine._step)]
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        vars(engine).pop("_runs_ahead", None)  # what `as_on_a_gpu` made refers to it
+        del engine
+        assert [each() for each in gone] == [None, None, None]
+    finally:
+        if collects:
+            gc.enable()
 
 
 def test_full_memory_is_a_device_error(model, monkeypatch):

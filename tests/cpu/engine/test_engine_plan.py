@@ -12,7 +12,15 @@ from rich.console import Console
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import token_bytes
-from warpbus.engine.plan import MemoryPlan, Stored, least_memory, packed_bytes, plan_memory
+from warpbus.engine.plan import (
+    CONTEXT_BYTES,
+    LIBRARY_BYTES,
+    MemoryPlan,
+    Stored,
+    least_memory,
+    packed_bytes,
+    plan_memory,
+)
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import pack
@@ -52,7 +60,7 @@ def test_layers_of_different_schemes_are_counted_one_by_one():
 
 
 def test_chatglm2_in_six_gigabytes_gives_nothing_up():
-    plan = plan_memory(CHATGLM2, 6 * GB)
+    plan = plan_memory(CHATGLM2, 6 * GB, max_num_seqs=1)
     assert (plan.kv_dtype, plan.head, plan.embedding_on_cpu, plan.context) == ("auto", None, False, SHAPE.max_context)
     assert plan.parts["embedding"] == plan.parts["head"] == 65024 * 4096 * 2
     assert 2.93 * GB < plan.parts["layers"] < 2.96 * GB
@@ -62,6 +70,27 @@ def test_chatglm2_in_six_gigabytes_gives_nothing_up():
 def test_chatglm2_generates_8192_tokens_in_less_than_official_int4():
     plan = plan_memory(CHATGLM2, int(4.8 * GB), max_model_len=8192 + 128)
     assert (plan.kv_dtype, str(plan.head), plan.embedding_on_cpu) == ("int8", "w8a16-g128", False)
+
+
+@pytest.mark.parametrize(
+    ("stored", "seqs", "called"),
+    [
+        (CHATGLM2, 1, False),
+        (CHATGLM2, 2, True),
+        (replace(CHATGLM2, quantized={**CHATGLM2.quantized, "head.weight": W4}), 16, False),
+        (replace(CHATGLM2, dtype=torch.float32), 1, True),
+        (Stored.uniform(SHAPE, torch.float16, None), 1, True),
+    ],
+)
+def test_cublas_is_counted_where_it_is_called(stored, seqs, called):
+    parts = plan_memory(stored, 40 * GB, max_num_seqs=seqs).parts
+    assert parts["CUDA context and kernels"] == CONTEXT_BYTES + called * LIBRARY_BYTES
+
+
+def test_what_is_read_of_the_cache_with_a_long_prompt_is_counted():
+    short, long = (plan_memory(CHATGLM2, 6 * GB, max_model_len=length, max_num_seqs=1) for length in (2048, 32768))
+    vectors = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    assert long.parts["workspace"] - short.parts["workspace"] == (32768 - 2048) * vectors
 
 
 def test_options_are_given_up_in_their_order():

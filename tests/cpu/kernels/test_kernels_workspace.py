@@ -1,12 +1,13 @@
-"""Counters of kernels without a GPU: one set for each stream, one of its own for each captured kernel."""
+"""Counters of kernels without a GPU: one set for each stream, one of its own for each captured kernel, or lent ones."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from warpbus.kernels.ops import workspace
-from warpbus.kernels.ops.workspace import counters
+from warpbus.kernels.ops.workspace import counters, lent
 
 CPU = torch.device("cpu")
 
@@ -69,3 +70,36 @@ def test_a_capture_without_a_reserve_zeroes_its_own(gpu, prepared):
     if prepared:
         assert counters(CPU, workspace._RESERVE).numel() == workspace._RESERVE
         assert counters(CPU, 1).numel() == 1
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_kernels_share_what_is_lent_to_them(gpu, capturing):
+    counters(CPU, 1)
+    gpu.capturing = capturing
+    left = workspace._reserves[CPU].numel()
+    buffer, inner = torch.zeros(100, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
+    with lent(buffer):
+        assert counters(CPU, 100) is counters(CPU, 3) is buffer
+        with lent(inner):
+            assert counters(CPU, 3) is inner
+        assert counters(CPU, 3) is buffer
+        assert counters(torch.device("meta"), 3).device.type == "meta"
+        assert not overlap(counters(CPU, 101), buffer)
+    assert not overlap(counters(CPU, 3), buffer)
+    assert workspace._reserves[CPU].numel() == left - 101 * capturing - 3 * capturing
+
+
+def test_what_is_lent_is_lent_to_one_thread(gpu):
+    buffer, found = torch.zeros(100, dtype=torch.int32), []
+    with lent(buffer):
+        other = threading.Thread(target=lambda: found.append(counters(CPU, 3)))
+        other.start()
+        other.join()
+    assert not overlap(found[0], buffer)
+
+
+def test_it_is_given_back_where_something_fails(gpu):
+    buffer = torch.zeros(100, dtype=torch.int32)
+    with pytest.raises(ValueError, match="no"), lent(buffer):
+        raise ValueError("no")
+    assert counters(CPU, 3) is not buffer

@@ -340,7 +340,7 @@ def test_hundreds_of_requests_come_and_go(model, options):
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
     assert stats.preemptions > 0
     tolerance = 0.15 if "kv_dtype" in options else 0.03
-    for each in requests:
-        assert (each.finish_reason is None) == (each in aborted)
+    for at, each in enumerate(requests):
+        assert (each.finish_reason is None) == (each in aborted), at
         if each.token_ids and each.params.greedy and each.params.repetition_penalty == 1.0:
             assert_best(model, each.prompt, each.token_ids, tolerance)

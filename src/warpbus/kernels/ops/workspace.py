@@ -1,9 +1,15 @@
 """Counters by which the blocks of one kernel find out which of them comes last.
 
-Kernels find zeros and leave zeros. Those of one stream run one after another and share their counters. A captured
-kernel runs wherever its graph is replayed, so each has counters of its own, from a reserve that is set aside
-beforehand: in a capture nothing can be zeroed once and for all.
+Kernels find zeros and leave zeros, and touch them only once the kernel before has ended (`griddepcontrol.wait`, where
+kernels overlap). So those that run one after another share theirs: the kernels of one stream, and those of captured
+graphs that are replayed one after another, if somebody has `lent` them some. What else is captured runs wherever its
+graph is replayed: each such kernel has counters of its own, from a reserve that is set aside beforehand, since in a
+capture nothing can be zeroed once and for all.
 """
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,10 +19,30 @@ _RESERVE = 1 << 18
 
 _of_stream: dict[tuple[torch.device, int], Tensor] = {}
 _reserves: dict[torch.device, Tensor] = {}
+_of_thread = threading.local()
+
+
+@contextmanager
+def lent(buffer: Tensor) -> Iterator[None]:
+    """Let the kernels that this thread launches or captures meanwhile count in `buffer`.
+
+    Args:
+        buffer: int32 zeros on their GPU, used by nothing that may run beside them: no graph that was captured with it
+            may be replayed before the last one has ended. A kernel that needs more has others.
+    """
+    before = getattr(_of_thread, "lent", None)
+    _of_thread.lent = buffer
+    try:
+        yield
+    finally:
+        _of_thread.lent = before
 
 
 def counters(device: torch.device, count: int) -> Tensor:
     """At least `count` int32 zeros for a kernel that is launched next on the current stream of a GPU."""
+    buffer: Tensor | None = getattr(_of_thread, "lent", None)
+    if buffer is not None and buffer.device == device and buffer.numel() >= count:
+        return buffer
     if torch.cuda.is_current_stream_capturing():
         return _captured(device, count)
     if device not in _reserves:

@@ -1,0 +1,100 @@
+"""Captures without a GPU: nothing is collected meanwhile, and who waits for a GPU waits for the capture first."""
+
+import gc
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from warpbus.cuda import capture as module
+from warpbus.cuda.capture import capture, synchronize
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What is asked of torch, in order, with whether the garbage collector is on."""
+    calls = []
+
+    @contextmanager
+    def graph(graph, **options):
+        calls.append(("begin", gc.isenabled(), graph, options))
+        yield
+        calls.append(("end", gc.isenabled()))
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait", device)))
+    return calls
+
+
+class Cycle:
+    def __init__(self, ends):
+        self.itself = self
+        self.ends = ends
+
+    def __del__(self):
+        self.ends.append(1)
+
+
+def test_nothing_is_collected_while_a_graph_is_captured(gpu):
+    ends = []
+    with capture("a graph", pool=3, stream=4):
+        for _ in range(3 * gc.get_threshold()[0]):
+            Cycle(ends)
+        assert not ends
+    assert gpu == [
+        ("begin", False, "a graph", {"pool": 3, "stream": 4, "capture_error_mode": "thread_local"}),
+        ("end", False),
+    ]
+    assert gc.isenabled()
+    gc.collect()
+    assert ends
+
+
+def test_it_collects_again_after_a_capture_that_failed(gpu):
+    with pytest.raises(ValueError, match="no"), capture("a graph"):
+        raise ValueError("no")
+    assert gc.isenabled()
+
+
+def test_who_has_turned_collection_off_finds_it_off(gpu):
+    gc.disable()
+    try:
+        with capture("a graph"):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_another_thread_waits_for_the_gpu_after_the_capture(gpu):
+    waiting = threading.Event()
+
+    def wait():
+        waiting.set()
+        synchronize(2)
+
+    other = threading.Thread(target=wait)
+    with capture("a graph"):
+        other.start()
+        waiting.wait()
+        other.join(0.05)
+        assert other.is_alive()
+    other.join()
+    assert [call[0] for call in gpu] == ["begin", "end", "wait"]
+    assert gpu[-1] == ("wait", 2)
+
+
+def test_captures_of_two_threads_come_one_after_the_other(gpu):
+    def capture_one():
+        with capture("another"):
+            pass
+
+    other = threading.Thread(target=capture_one)
+    with capture("one"):
+        other.start()
+        other.join(0.05)
+    other.join()
+    assert [call[0] for call in gpu] == ["begin", "end"] * 2
+    assert module._alone.acquire(blocking=False)
+    module._alone.release()
