@@ -1,0 +1,134 @@
+"""What others see of the broker: its status, its history, and what survives a restart."""
+
+import json
+
+import pytest
+from pool_brokers import GB, ask, pool
+
+from warpbus.errors import DataError, UsageError
+from warpbus.pool.broker import Broker
+
+
+def test_status_is_json_and_has_its_schema():
+    broker = pool(a=(80,))
+    placed = ask(broker, 60, 0.25, now=1.5)
+    waits = ask(broker, 30, 0.5, now=2.5)
+    broker.measured("a/0", utilization=0.75, memory=123)
+    broker.seen(placed.id, 3.5, memory_used=42)
+    status = broker.status(10.0)
+    assert json.loads(json.dumps(status)) == status
+    assert set(status) == {"now", "gpus", "leases", "queue", "events"}
+    assert status["gpus"] == [
+        {
+            "name": "a/0",
+            "host": "a",
+            "index": 0,
+            "model": "H200",
+            "memory": 80 * GB,
+            "used": 60 * GB,
+            "free": 20 * GB,
+            "share_used": 0.25,
+            "state": "open",
+            "leases": [placed.id],
+            "utilization": 0.75,
+            "measured_memory": 123,
+        }
+    ]
+    assert status["leases"][0] == {
+        "id": placed.id,
+        "tenant": "ann",
+        "memory": 60 * GB,
+        "memory_used": 42,
+        "share": 0.25,
+        "priority": 0,
+        "gpu": "a/0",
+        "target": None,
+        "state": "placed",
+        "since": 1.5,
+        "idle": 6.5,
+        "reason": placed.reason,
+    }
+    why = "needs 30.00 GB and 50% of the GPU; most is free on a/0 with 20.00 GB and share 0.75; a/0 is kept for it"
+    assert status["leases"][1]["reason"] == f"waits: {why}"
+    assert status["queue"] == [
+        {
+            "id": waits.id,
+            "tenant": "ann",
+            "memory": 30 * GB,
+            "share": 0.5,
+            "priority": 0,
+            "waited": 7.5,
+            "why": why,
+        }
+    ]
+    assert [event["kind"] for event in status["events"]] == ["joined", "placed", "queued"]
+    assert set(status["events"][0]) == {
+        *("time", "kind", "lease", "tenant", "source", "target", "seconds", "bytes", "text")
+    }
+    broker.release(placed.id, 11)
+    broker.drain("a", 11)
+    assert broker.status(11)["gpus"][0]["state"] == "draining"
+    with pytest.raises(UsageError, match="the pool has no GPU a/7"):
+        broker.measured("a/7", utilization=None, memory=None)
+
+
+def test_the_history_is_bounded():
+    broker = pool(a=(80,))
+    for now in range(700):
+        broker.release(ask(broker, 1, now=now).id, now)
+    events = broker.status(700)["events"]
+    assert (len(events), events[-1]["time"], broker.changes) == (1000, 699, 1401)
+
+
+def test_a_restart_gives_clients_time():
+    broker = pool(a=(80,))
+    lease = ask(broker, 10)
+    again = Broker(grace=60)
+    again.load(json.loads(json.dumps(broker.dump())), 1000)
+    assert again.dump() == broker.dump()
+    assert again.expire(1060) == []
+    assert again.silent(1060) == []
+    assert again.silent(1061) == ["a"]
+    assert [each.id for each in again.expire(1061)] == [lease.id]
+
+
+def spoil(path: tuple[object, ...], value: object) -> dict[str, object]:
+    broker = pool(a=(80, 80))
+    ask(broker, 50)
+    ask(broker, 50)
+    state = json.loads(json.dumps(broker.dump()))
+    place = state
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("version",), 2, "the pool's state, version is 2: expected 1"),
+        (("more",), 2, "the pool's state has other fields: expected version, changes"),
+        (("changes",), True, "changes is True: expected int"),
+        (("hosts",), None, "hosts is None: expected list"),
+        (("hosts", 0, "seen"), float("nan"), "seen is nan: expected int or float"),
+        (("hosts", 0, "gpus", 0, "index"), 1, "offers a GPU twice"),
+        (("hosts", 0, "gpus", 0, "links"), [1], r"gpus\[0\], links has something that is no string"),
+        (("hosts", 0, "lost"), True, r"leases\[0\] is placed on a/0 with target None: expected GPUs"),
+        (("leases", 0, "id"), "../x", r"leases\[0\], id is '../x': expected 32 hexadecimal digits"),
+        (("leases", 0, "state"), "expired", "state is 'expired': expected queued, placed"),
+        (("leases", 0, "gpu"), None, "is placed on None"),
+        (("leases", 0, "target"), "a/1", "is placed on a/0 with target a/1"),
+        (("leases", 0, "gpu"), "a/1", "a/1 is leased to more than it has"),
+        (("leases", 0, "memory"), -1, "memory is -1 bytes"),
+        (("leases", 0, "share"), "1", "share is '1': expected int or float"),
+        (("leases", 0), [], r"leases\[0\] has other fields"),
+        (("events", 0, "bytes"), 0.5, r"events\[0\], bytes is 0.5: expected int or null"),
+    ],
+)
+def test_a_damaged_state_is_refused(path, value, message):
+    broker = pool(b=(80,))
+    before = broker.dump()
+    with pytest.raises(DataError, match=message):
+        broker.load(spoil(path, value))
+    assert broker.dump() == before
