@@ -51,6 +51,7 @@ class Daemon:
 
     Args:
         options: of it.
+        program: the module that is a tenant's process.
 
     Attributes:
         address: how clients reach it; known after `start`.
@@ -59,8 +60,9 @@ class Daemon:
         UsageError, DeviceError, StorageError: something that it was told to use is not there; `start` raises them too.
     """
 
-    def __init__(self, options: PoolOptions) -> None:
+    def __init__(self, options: PoolOptions, *, program: str = "warpbus.pool.tenant") -> None:
         self._options = options
+        self._program = program
         self._tokens = Tokens() if options.tokens is None else Tokens.read(options.tokens)
         self._tls = options.tls()
         self._gpus = SharedGpus(options)
@@ -84,7 +86,7 @@ class Daemon:
             self._listening.append(_bind_unix(options.unix))
         self.address = str(options.address(tcp.getsockname()[1]))
         self._broker_at = await first_that_answers(options.peers, options.peer_token)
-        self.host = Host(options, self._gpus, self._audit, self.address, self)
+        self.host = Host(options, self._gpus, self._audit, self.address, self, self._program)
         if self._broker_at is not None:
             self._membership = Membership(self._broker_at, options.peer_token, self._life, self._gpus.gpus)
             await self._membership.report(self.host)

@@ -138,12 +138,15 @@ class Host:
         audit: gets a line when a process dies.
         address: of the daemon, as clients reach it.
         reports: see `Reports`.
+        program: see `TenantProcess`.
 
     Attributes:
         tenancies: the leases that live here, by id.
     """
 
-    def __init__(self, options: PoolOptions, gpus: SharedGpus, audit: AuditLog, address: str, reports: Reports) -> None:
+    def __init__(
+        self, options: PoolOptions, gpus: SharedGpus, audit: AuditLog, address: str, reports: Reports, program: str
+    ) -> None:
         self.name = options.name
         self.address = address
         self.tenancies: dict[str, Tenancy] = {}
@@ -153,7 +156,7 @@ class Host:
         self._gpus = gpus
         self._audit = audit
         self._gone: dict[str, Gone] = {}
-        self._spares = Spares(options.spare)
+        self._spares = Spares(options.spare, program)
         self._tasks: set[asyncio.Task[None]] = set()
         self._spares.fill()
 

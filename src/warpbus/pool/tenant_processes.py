@@ -45,20 +45,23 @@ _SECRETS = ("WARPBUS_POOL_TOKEN", "WARPBUS_API_KEY")
 class TenantProcess:
     """One process. It has to be made in the event loop, in a thread that lives as long as the daemon.
 
+    Args:
+        program: the module whose `main` it runs, with the descriptor of its end.
+
     Attributes:
         said: what it says, in order, and None once it is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, program: str) -> None:
         mine, other = control.pair()
         mine.setblocking(False)
-        program = (
+        code = (
             f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import end_with; "
-            f"end_with({os.getpid()}); from warpbus.pool.tenant import main; main({other.fileno()})"
+            f"end_with({os.getpid()}); from {program} import main; main({other.fileno()})"
         )
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
+                [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
                 env={name: value for name, value in os.environ.items() if name not in _SECRETS},
@@ -148,16 +151,18 @@ class Spares:
 
     Args:
         count: how many are kept ready.
+        program: see `TenantProcess`.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, program: str) -> None:
         self._count = count
+        self._program = program
         self._waiting: list[TenantProcess] = []
 
     def fill(self) -> None:
         """Start as many as are missing."""
         self._waiting = [each for each in self._waiting if each.alive]
-        self._waiting += [TenantProcess() for _ in range(self._count - len(self._waiting))]
+        self._waiting += [TenantProcess(self._program) for _ in range(self._count - len(self._waiting))]
 
     def take(self) -> TenantProcess:
         """A process, the one that has had the longest time to load. Call `fill` when it has got its work."""
@@ -165,7 +170,7 @@ class Spares:
             process = self._waiting.pop(0)
             if process.alive:
                 return process
-        return TenantProcess()
+        return TenantProcess(self._program)
 
     async def close(self) -> None:
         """End those that wait."""

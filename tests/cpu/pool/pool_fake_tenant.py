@@ -1,0 +1,109 @@
+"""A tenant's process without torch, so that it starts at once: it welcomes clients, moves and is saved, and holds nothing.
+
+The last digit of its lease's memory says what it does wrong.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+REFUSES_TO_MOVE, DIES_BEFORE, DIES_AFTER, NEVER_READY = 1, 2, 3, 4
+
+
+class _Torch(types.ModuleType):
+    """All that the pool's protocol wants of torch: names."""
+
+    dtype, layout, memory_format = (type(name, (), {"__init__": lambda self, _: None}) for name in ("dtype", "la", "me"))
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = self.dtype(name)
+        setattr(self, name, found)
+        return found
+
+
+def main(descriptor: int) -> None:
+    """Serve one lease."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = _Torch("torch")
+    from warpbus.pool import control
+    from warpbus.pool.address import address
+    from warpbus.pool.channel import Channel, connect, serve_tls
+    from warpbus.pool.frames import Kind
+    from warpbus.pool.wire import decode, encode
+
+    end = socket.socket(fileno=descriptor)
+    channels: list[Channel] = []
+    setup, _ = control.receive(end)
+    wrong = setup["memory"] % 10
+    connected = 0
+
+    def attend(sock: socket.socket, tls: bool) -> None:
+        nonlocal connected
+        files = (Path(setup["certificate"]), Path(setup["private_key"])) if tls else None
+        channel = Channel(sock) if files is None else serve_tls(sock, *files)
+        channels.append(channel)
+        hello = decode(channel.receive(10).payload)
+        if "ticket" in hello:
+            assert hello["ticket"] == setup["ticket"]
+            channel.send(Kind.STATE, 0, b"prepared")
+            if channel.receive(10) is not None:
+                control.send(end, {"event": "arrived"})
+            return
+        assert hello["key"] == setup["key"]
+        connected += 1
+        control.send(end, {"event": "clients", "connected": connected, "memory": 7})
+        facts = {"pid": os.getpid(), "gpu": setup["gpu"], "saved": setup["saved"] is not None}
+        channel.send(Kind.WELCOME, 0, encode(facts))
+        try:
+            while channel.receive() is not None:
+                pass
+        except OSError:
+            pass
+        except RuntimeError:  # it has gone
+            pass
+        connected -= 1
+        control.send(end, {"event": "clients", "connected": connected, "memory": 7})
+
+    def move(order: dict) -> None:
+        control.send(end, {"event": "progress", "phase": "copying", "done": 1, "total": 2})
+        if wrong == REFUSES_TO_MOVE:
+            control.send(end, {"event": "failed", "type": "DeviceError", "message": "it does not want to"})
+            return
+        channel = connect(address(order["to"]), order["door"])
+        channel.send(Kind.HELLO, 0, encode({"ticket": order["ticket"]}))
+        assert channel.receive(10).kind is Kind.STATE
+        if wrong == DIES_BEFORE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        channel.send(Kind.STATE, 1, b"commit")
+        if wrong == DIES_AFTER:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        control.send(end, {"event": "moved", "seconds": 0.5, "pause": 0.01, "bytes": 123})
+
+    if wrong == NEVER_READY:
+        control.send(end, {"event": "failed", "type": "DeviceError", "message": "the GPU is on fire"})
+    else:
+        control.send(end, {"event": "ready"})
+    while True:
+        try:
+            order, sockets = control.receive(end)
+        except RuntimeError:
+            os._exit(0)
+        if order["do"] == "client":
+            threading.Thread(target=attend, args=(sockets[0], order["tls"]), daemon=True).start()
+        elif order["do"] == "migrate":
+            threading.Thread(target=move, args=(order,), daemon=True).start()
+        elif order["do"] == "suspend":
+            Path(order["path"]).write_text("state")
+            control.send(end, {"event": "suspended", "seconds": 0.1, "bytes": 5})
+        elif order["do"] == "end":
+            for channel in channels:
+                channel.close()
+            os._exit(0)
