@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from warpbus.errors import DeviceError
-from warpbus.pool.geometry import Geometry
+from warpbus.pool.geometry import MAX_DIMENSIONS, Geometry
 from warpbus.pool.operators import operator as allowed
 from warpbus.pool.wire import decode, encode
 
@@ -19,6 +19,7 @@ NumberKind = Literal["int", "float", "bool"]
 NUMBER_KINDS: tuple[NumberKind, ...] = ("int", "float", "bool")
 MAX_TENSORS = 1 << 16
 MAX_DEPTH = 4
+MAX_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +133,9 @@ class Signature:
         try:
             operator, arguments, keywords, inputs, numbers, outputs = value
             signature = Signature(
-                operator=_text(operator),
+                operator=_name(operator),
                 arguments=tuple(_argument(argument) for argument in _list(arguments)),
-                keywords=tuple((_text(name), _argument(argument)) for name, argument in _list(keywords)),
+                keywords=tuple((_name(name), _argument(argument)) for name, argument in _list(keywords)),
                 inputs=tuple(_geometry(geometry) for geometry in _list(inputs)),
                 numbers=tuple(NUMBER_KINDS[NUMBER_KINDS.index(kind)] for kind in _list(numbers)),
                 outputs=None if outputs is None else tuple(_output(output) for output in _list(outputs)),
@@ -208,7 +209,7 @@ def _argument(value: Any, depth: int = 0) -> Argument:
             return Number(NUMBER_KINDS[NUMBER_KINDS.index(value["number"])], _whole(value["index"]))
         if set(value) == {"device"}:
             return Device()
-        raise ValueError(f"an argument with the keys {sorted(map(str, value))[:4]}")
+        raise ValueError(f"an argument with the keys {sorted(value)[:4]!r:.80}")
     if isinstance(value, bytes):
         raise ValueError("an argument of bytes")
     return value
@@ -222,6 +223,10 @@ def _geometry(value: Any) -> Geometry:
     dtype, shape, stride, offset = _list(value)
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a geometry without a dtype")
+    # Before anything is computed of them: products of very many sizes would take very long.
+    axes = max(len(_list(shape)), len(_list(stride)))
+    if axes > MAX_DIMENSIONS:
+        raise ValueError(f"a tensor of {axes} axes, above {MAX_DIMENSIONS}")
     geometry = Geometry(
         dtype, tuple(_whole(n) for n in _list(shape)), tuple(_whole(n) for n in _list(stride)), _whole(offset)
     )
@@ -250,9 +255,9 @@ def _list(value: Any) -> list[Any]:
     return list(value)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"expected text, found {type(value).__name__}")
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_NAME or not value.isprintable():
+        raise ValueError(f"expected the name of an operator or an argument, found {value!r:.40}")
     return value
 
 

@@ -272,7 +272,7 @@ class _Decoder:
         start = self._take(size)
         name = bytes(self._data[start : start + size])
         if name not in _DECODED_TORCH:
-            raise self._damaged(f"{name!r} is no dtype, layout or memory format that the pool knows", at)
+            raise self._damaged(f"{name[:40]!r} is no dtype, layout or memory format that the pool knows", at)
         return _DECODED_TORCH[name]
 
     @staticmethod
