@@ -109,16 +109,17 @@ class Checkpoint:
 
     def _call(self, name: str, pid: int, argument: object) -> None:
         status: list[int] = []
-        thread = threading.Thread(
-            target=lambda: status.append(getattr(self._driver, name)(ctypes.c_int(pid), argument)),
-            name=name,
-            daemon=True,
-        )
-        thread.start()
+        ended = threading.Event()  # join() of a thread, once interrupted, does not wait again
+
+        def call() -> None:
+            status.append(getattr(self._driver, name)(ctypes.c_int(pid), argument))
+            ended.set()
+
+        threading.Thread(target=call, name=name, daemon=True).start()
         try:
-            thread.join(self._seconds)
+            ended.wait(self._seconds)
         except BaseException:
-            thread.join(self._seconds)  # the driver does not stop halfway: Ctrl-C has to know how it ended
+            ended.wait(self._seconds)  # the driver does not stop halfway: what to undo is known at its end
             raise
         if not status:
             raise DeviceError(f"process {pid}: {name} has not returned within {self._seconds:g} s and may never do so")
