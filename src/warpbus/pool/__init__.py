@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from warpbus.pool.gpu import Gpu, Program, connect
+    from warpbus.pool.gpu import Gpu, connect
 
-__all__ = ["Gpu", "Program", "connect"]
+__all__ = ["Gpu", "connect"]
 
 
 def __getattr__(name: str) -> Any:

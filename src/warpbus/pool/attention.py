@@ -50,9 +50,9 @@ def scaled_dot_product_attention(
         found = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
-        return found[0]  # type: ignore[no-any-return]
+        return found[0]
     if backend == _Backend.FLASH and query.shape[-1] % 8 == 0 and not enable_gqa:
-        return _aten._scaled_dot_product_flash_attention(query, key, value, **_flash(options))[0]  # type: ignore[no-any-return]
+        return _aten._scaled_dot_product_flash_attention(query, key, value, **_flash(options))[0]
     if backend in (_Backend.EFFICIENT, _Backend.CUDNN) and not enable_gqa and _aligned(attn_mask):
         with_log = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         fused = (
@@ -60,9 +60,9 @@ def scaled_dot_product_attention(
             if backend == _Backend.EFFICIENT
             else _aten._scaled_dot_product_cudnn_attention
         )
-        return fused(query, key, value, attn_mask, with_log, **options)[0]  # type: ignore[no-any-return]
+        return fused(query, key, value, attn_mask, with_log, **options)[0]
     found = _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, enable_gqa=enable_gqa, **options)
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 def _flash(options: dict[str, Any]) -> dict[str, Any]:

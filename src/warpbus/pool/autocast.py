@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from warpbus.pool.tensors import NAME
 
 _KEY = "AutocastPrivateUse1"
-_EXCLUDED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_EXCLUDED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
 _IN_16_BITS = """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d.input conv_transpose3d.input _convolution

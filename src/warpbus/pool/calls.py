@@ -61,7 +61,7 @@ class Reading:
             return Device()
         if isinstance(value, torch.Generator):
             raise DeviceError(f"{self._operator}: a remote GPU has one generator of its own: use torch.manual_seed")
-        return value  # type: ignore[no-any-return]  # what else PyTorch's dispatcher gives is plain
+        return value  # what else PyTorch's dispatcher gives is plain
 
     def _number(self, value: Any) -> Number:
         self._numbers.append(NUMBER_KINDS[value.__class__])

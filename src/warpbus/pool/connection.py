@@ -95,7 +95,7 @@ class Connection:
 
     def ask(self, question: list[Value]) -> Value:
         """A question's answer, once everything sent before is executed."""
-        return self._answered(question, lambda frame: (True, decode(frame.payload)))  # type: ignore[no-any-return]
+        return self._answered(question, lambda frame: (True, decode(frame.payload)), lambda: None)
 
     def read(self, handle: int, offset: int, into: memoryview) -> None:
         """Fill `into` with bytes of a storage."""
@@ -125,7 +125,7 @@ class Connection:
         self,
         question: list[Value],
         take: Callable[[Frame], tuple[bool, Any]],
-        restart: Callable[[], None] | None = None,
+        restart: Callable[[], None],
     ) -> Any:
         self._question += 1
         payload = encode(question)

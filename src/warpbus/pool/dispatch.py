@@ -97,9 +97,9 @@ class Operator:
             results: list[Tensor | None] = []
             for output in kind.outputs:
                 if output.__class__ is New:
-                    remote = session.remote(output.nbytes)  # type: ignore[union-attr]
+                    remote = session.remote(output.nbytes)
                     operands.append(remote.handle)
-                    results.append(new_tensor(output, remote))  # type: ignore[arg-type]
+                    results.append(new_tensor(output, remote))
                 else:
                     results.append(None if output is None else call.tensors[output.index])  # type: ignore[union-attr]
             self._write(session, kind, operands)

@@ -8,11 +8,11 @@ gpu.migrate("host/1")
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from warpbus.errors import ConnectionLost, DeviceError, UsageError
+from warpbus.errors import ConnectionLost, DeviceError
 from warpbus.pool import address as addresses
 from warpbus.pool.address import Address
 from warpbus.pool.channel import Channel
@@ -21,9 +21,9 @@ from warpbus.pool.connection import PROTOCOL, Connection, exception
 from warpbus.pool.device import register
 from warpbus.pool.failures import Failure
 from warpbus.pool.frames import Kind
+from warpbus.pool.program import Program, recorded
 from warpbus.pool.quota import Quota
 from warpbus.pool.session import Session, Statistics, use
-from warpbus.pool.tensors import Remote
 from warpbus.pool.wire import Value, decode, encode
 
 TOKEN = "WARPBUS_POOL_TOKEN"
@@ -88,10 +88,11 @@ class Daemon:
         frame = self._channel.receive(timeout=30.0)
         if frame is None:
             raise ConnectionLost(f"{where} does not answer")
-        self.welcome: Any = decode(frame.payload)
+        value: Any = decode(frame.payload)
         if frame.kind is not Kind.WELCOME:
             self._channel.close()
-            raise exception(Failure(self.welcome["type"], self.welcome["message"], "", 0))
+            raise exception(Failure(value["type"], value["message"], "", 0))
+        self.host = str(value["host"])
 
     def ask(self, question: dict[str, Value]) -> Iterator[dict[str, Any]]:
         """The answers to a question, as they come."""
@@ -130,7 +131,6 @@ class Gpu:
         self.device = register()
         where = addresses.address(grant["address"]) if grant.get("address") else daemon.where
         self._connection = Connection(where, bytes.fromhex(self.lease), grant["key"])
-        self._programs = itertools.count(1)
         self._closed = False
         self.session = Session(self._connection, quota.memory, self._connection.welcome.device)
         try:
@@ -178,27 +178,9 @@ class Gpu:
                 progress(answer)
         raise ConnectionLost("the pool ended the talk before the move was done")
 
-    @contextmanager
-    def record(self) -> "Iterator[Program]":
-        """Operators in the block become a program in place of being executed, as a CUDA graph's are.
-
-        Nothing may be read in the block. Tensors made in it belong to the program.
-        """
-        session = self.session
-        program = Program(self, next(self._programs))
-        with session.lock:
-            if session.recording is not None:
-                raise UsageError("a recording is under way: programs do not nest")
-            session.flush()
-            session.recording = program.made
-            session.writer.record(program.number)
-        try:
-            yield program
-        finally:
-            with session.lock:
-                session.writer.stop()
-                session.recording = None
-                session.flush()
+    def record(self) -> AbstractContextManager[Program]:
+        """A program of the operators in a block; see `recorded`."""
+        return recorded(self.session)
 
     def close(self) -> None:
         """Give the lease back; tensors on it are gone."""
@@ -221,27 +203,3 @@ class Gpu:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Program:
-    """Operators recorded on tensors that stay where they are: one message runs them all."""
-
-    def __init__(self, gpu: Gpu, number: int) -> None:
-        self._gpu = gpu
-        self.number = number
-        self.made: list[Remote] = []
-
-    def run(self) -> None:
-        """Execute, with what the tensors contain now. Does not wait."""
-        session = self._gpu.session
-        with session.lock:
-            session.writer.run(self.number)
-            session.advance()
-
-    def drop(self) -> None:
-        """Forget it; its tensors stay while somebody has them."""
-        session = self._gpu.session
-        with session.lock:
-            session.writer.drop(self.number)
-            self.made.clear()
-            session.advance()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, UsageError
 from warpbus.pool.connection import Connection
 from warpbus.pool.instructions import MAX_WRITE, Writer
 from warpbus.pool.signature import Signature
@@ -53,8 +53,9 @@ class Session:
     writer: Writer = field(default_factory=Writer)
     generation: int = 0
     """Rises when numbers of definitions are used again: those of an earlier generation mean nothing any more."""
-    recording: list[Remote] | None = None
-    """What calls gave since a recording began; a program needs it as long as it lives."""
+    programs: int = 0
+    recording: bool = False
+    """Calls go into a program now, and are not executed: nothing can be read."""
 
     def remote(self, nbytes: int) -> Remote:
         """A new storage's handle; its bytes count from now on, and come with the call that gives it.
@@ -66,10 +67,7 @@ class Session:
             self._make_room(nbytes)
         self.used += nbytes
         self.peak = max(self.peak, self.used)
-        remote = Remote(nbytes, self.freed)
-        if self.recording is not None:
-            self.recording.append(remote)
-        return remote
+        return Remote(nbytes, self.freed)
 
     def allocate(self, nbytes: int) -> Remote:
         """A new storage of zeros."""
@@ -95,6 +93,8 @@ class Session:
 
     def advance(self) -> None:
         """After each instruction: send when enough has come together."""
+        if self.recording:
+            self._free()  # what goes now is free for the program's next call
         if self.writer.count >= _BATCH_INSTRUCTIONS or len(self.writer.buffer) >= _BATCH_BYTES:
             self.flush()
 
@@ -111,15 +111,13 @@ class Session:
     def ask(self, question: list[Value]) -> Value:
         """Send all instructions and a question; returns its answer, once all before it is done."""
         with self.lock:
-            self.flush()
-            self.statistics.round_trips += 1
+            self._waits()
             return self.connection.ask(question)
 
     def read(self, remote: Remote, offset: int, into: memoryview) -> None:
         """The bytes of a storage from `offset` on."""
         with self.lock:
-            self.flush()
-            self.statistics.round_trips += 1
+            self._waits()
             self.statistics.bytes_received += len(into)
             self.connection.read(remote.handle, offset, into)
 
@@ -129,6 +127,12 @@ class Session:
             for start in range(0, len(data), MAX_WRITE):
                 self.writer.write(remote.handle, offset + start, data[start : start + MAX_WRITE])
                 self.advance()
+
+    def _waits(self) -> None:
+        if self.recording:
+            raise UsageError("values cannot be read while a program is recorded: nothing is computed until it runs")
+        self.flush()
+        self.statistics.round_trips += 1
 
     def _free(self) -> None:
         freed = self.freed

@@ -59,7 +59,7 @@ def is_remote(tensor: Tensor) -> bool:
 def remote_of(tensor: Tensor) -> Remote:
     """What carries the bytes of a tensor of this device."""
     try:
-        return tensor.untyped_storage().remote  # type: ignore[attr-defined, no-any-return]
+        return tensor.untyped_storage().remote  # type: ignore[attr-defined]
     except AttributeError:
         raise DeviceError(
             f"a tensor of shape {list(tensor.shape)} on {tensor.device} has no bytes on any pool: "
@@ -69,7 +69,7 @@ def remote_of(tensor: Tensor) -> Remote:
 
 def geometry_of(tensor: Tensor) -> Geometry:
     """Where a tensor lies in its storage."""
-    return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def set_geometry(tensor: Tensor, storage: torch.UntypedStorage, geometry: Geometry) -> Tensor:

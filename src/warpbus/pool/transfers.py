@@ -50,16 +50,15 @@ def fill(target: Tensor, source: Tensor) -> None:
     """Write a CPU tensor into one of this device of the same sizes and dtype that has no gaps."""
     ordered = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="cpu")
     ordered.copy_(source)
-    data = memoryview(_bytes(ordered, target.numel()).numpy())
+    data = _bytes(ordered, target.numel())
     session, remote = current(), remote_of(target)
-    offset = target.storage_offset() * target.dtype.itemsize
-    if len(data) < _HASHED_BYTES or session.recording is not None:
+    offset = int(target.storage_offset()) * target.dtype.itemsize
+    if len(data) < _HASHED_BYTES or session.recording:
         session.write(remote, offset, data)
         return
     digest = hashlib.sha256(data).digest()
     with session.lock:
-        (there,) = session.ask(["known", [digest]])  # type: ignore[misc]
-        if there:
+        if session.ask(["known", [digest]]) == [True]:
             session.writer.known(remote.handle, offset, len(data), digest)
             session.advance()
         else:
@@ -72,8 +71,8 @@ def download(source: Tensor) -> Tensor:
         source = source.contiguous()
     target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
     if source.numel():
-        data = memoryview(_bytes(target, source.numel()).numpy())
-        current().read(remote_of(source), source.storage_offset() * source.dtype.itemsize, data)
+        offset = int(source.storage_offset()) * source.dtype.itemsize
+        current().read(remote_of(source), offset, _bytes(target, source.numel()))
     return target
 
 
@@ -105,8 +104,8 @@ class Copies:
         if not is_remote(source):
             return upload(_aten._to_copy.default(source, **options))
         if device is not None and device.type != NAME:
-            return _aten._to_copy.default(download(source), device=device, **options)  # type: ignore[no-any-return]
-        return self._convert(source, **options)  # type: ignore[no-any-return]
+            return _aten._to_copy.default(download(source), device=device, **options)
+        return self._convert(source, **options)
 
 
 def item(source: Tensor) -> bool | int | float | complex:
@@ -124,7 +123,7 @@ def equal(left: Tensor, right: Tensor) -> bool:
 def resize_(tensor: Tensor, size: Sequence[int], *, memory_format: Any = None) -> Tensor:
     """`aten::resize_`: a storage that is too small is replaced by a larger one with the same beginning."""
     geometry = Geometry(
-        tensor.dtype, tuple(size), contiguous(tensor.dtype, tuple(size)).stride, tensor.storage_offset()
+        tensor.dtype, tuple(size), contiguous(tensor.dtype, tuple(size)).stride, int(tensor.storage_offset())
     )
     storage, remote = tensor.untyped_storage(), remote_of(tensor)
     if geometry.extent > remote.nbytes:
@@ -158,7 +157,7 @@ def storage_bytes(session: Session, storage: torch.UntypedStorage) -> torch.Unty
     remote = storage.remote  # type: ignore[attr-defined]
     target = torch.empty(remote.nbytes, dtype=torch.uint8)
     if remote.nbytes:
-        session.read(remote, 0, memoryview(target.numpy()))
+        session.read(remote, 0, _bytes(target, remote.nbytes))
     return target.untyped_storage()
 
 
@@ -172,6 +171,6 @@ def _dense(tensor: Tensor) -> bool:
     return True
 
 
-def _bytes(tensor: Tensor, elements: int) -> Tensor:
-    """The memory of a dense CPU tensor as bytes."""
-    return tensor.as_strided((elements,), (1,)).view(torch.uint8)
+def _bytes(tensor: Tensor, elements: int) -> memoryview:
+    """The memory of a dense CPU tensor."""
+    return tensor.as_strided((elements,), (1,)).view(torch.uint8).numpy().data

@@ -1,0 +1,69 @@
+"""Programs: recorded once, run with what the tensors contain."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pool_direct import connected
+
+from warpbus.errors import UsageError
+from warpbus.pool.execution import Executor
+from warpbus.pool.program import recorded
+from warpbus.pool.session import Session
+
+REMOTE = "warpbus"
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[Session, Executor]]:
+    with connected() as found:
+        yield found
+
+
+def test_a_program_computes_with_what_is_there(both: tuple[Session, Executor]) -> None:
+    x, total = torch.ones(4, device=REMOTE), torch.zeros(4, device=REMOTE)
+    with recorded(both[0]) as program:
+        doubled = x * 2
+        total += doubled.square() + 1
+    assert total.tolist() == [0.0] * 4  # nothing was executed
+    program.run()
+    x.fill_(3)
+    program.run()
+    assert doubled.tolist() == [6.0] * 4
+    assert total.tolist() == [5.0 + 37.0] * 4
+
+
+def test_a_run_is_one_instruction(both: tuple[Session, Executor]) -> None:
+    session = both[0]
+    x = torch.ones(4, device=REMOTE)
+    with recorded(session) as program:
+        for _ in range(100):
+            x += 1
+    session.flush()
+    before = session.statistics.bytes_sent
+    program.run()
+    session.flush()
+    assert session.statistics.bytes_sent - before == 5
+    assert x.tolist() == [101.0] * 4
+
+
+def test_what_a_run_needs_between_is_not_kept(both: tuple[Session, Executor]) -> None:
+    session, executor = both
+    x = torch.ones(1000, dtype=torch.uint8, device=REMOTE)
+    with recorded(session) as program:
+        y = x
+        for _ in range(50):
+            y = y + 1
+    program.run()
+    assert y.tolist() == [51] * 1000
+    assert session.used == executor.storages.used == 2000
+
+
+def test_reading_while_recording_is_refused(both: tuple[Session, Executor]) -> None:
+    x = torch.ones(4, device=REMOTE)
+    with recorded(both[0]) as program, pytest.raises(UsageError, match="while a program is recorded"):
+        (x + 1).sum().item()
+    with recorded(both[0]), pytest.raises(UsageError, match="being recorded already"), recorded(both[0]):
+        pass
+    program.drop()
+    assert x.tolist() == [1.0] * 4
