@@ -357,7 +357,9 @@ class Broker:
             source=lease.gpu,
         )
 
-    def end_move(self, id: str, moved: bool, now: float, *, copied: int | None = None) -> Lease:
+    def end_move(
+        self, id: str, moved: bool, now: float, *, copied: int | None = None, pause: float | None = None
+    ) -> Lease:
         """A move has ended: the lease is on the target, or still where it was. The other side is free.
 
         Args:
@@ -365,6 +367,7 @@ class Broker:
             moved: whether it is on the target.
             now: the time; it counts as a sign of life, since the client may have had to wait.
             copied: bytes that the move copied, for the history.
+            pause: seconds for which it executed nothing, for the history.
 
         Raises:
             UsageError: there is no such lease, or it does not move.
@@ -372,7 +375,7 @@ class Broker:
         lease = self.lease(id)
         if lease.state != "moving":
             raise UsageError(f"lease {id} is {lease.state}, it does not move: there is no move to end")
-        return self._ledger.end_move(lease, moved, "the move failed", now, copied)
+        return self._ledger.end_move(lease, moved, "the move failed", now, copied=copied, pause=pause)
 
     def defragment(self) -> list[Move]:
         """The moves that would let the first lease of the queue in (`warpbus.pool.moves.make_room`)."""

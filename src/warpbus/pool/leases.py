@@ -108,6 +108,7 @@ class Event:
         seconds: how long it took: waiting for "placed", moving for "moved" and "not moved", the life of a lease at its
             end.
         bytes: copied by a move, where that is known.
+        pause: of a move, where that is known: seconds for which the lease executed nothing.
         text: the same for people.
     """
 
@@ -119,4 +120,5 @@ class Event:
     target: str | None = None
     seconds: float | None = None
     bytes: int | None = None
+    pause: float | None = None
     text: str = ""

@@ -143,7 +143,16 @@ class Ledger:
         )
         return self.put(after)
 
-    def end_move(self, lease: Lease, moved: bool, why: str, now: float, copied: int | None = None) -> Lease:
+    def end_move(
+        self,
+        lease: Lease,
+        moved: bool,
+        why: str,
+        now: float,
+        *,
+        copied: int | None = None,
+        pause: float | None = None,
+    ) -> Lease:
         """A lease that moves is at its target, or stays where it was, which `why` explains."""
         there = lease.target if moved else lease.gpu
         kind, reason = ("moved", f"moved from {lease.gpu}") if moved else ("not moved", f"stayed on {there}: {why}")
@@ -155,6 +164,7 @@ class Ledger:
             target=lease.target,
             seconds=now - lease.since,
             bytes=copied,
+            pause=pause,
             text=reason,
         )
         return self.put(
@@ -178,9 +188,10 @@ class Ledger:
         target: str | None = None,
         seconds: float | None = None,
         bytes: int | None = None,
+        pause: float | None = None,
         text: str,
     ) -> None:
         """Note what happened."""
         who, whose = (None, None) if lease is None else (lease.id, lease.tenant)
-        self.events.append(Event(now, kind, who, whose, source, target, seconds, bytes, text))
+        self.events.append(Event(now, kind, who, whose, source, target, seconds, bytes, pause, text))
         self.changes += 1

@@ -48,6 +48,7 @@ _EVENT: _Kinds = {
     "target": (str, NoneType),
     "seconds": (int, float, NoneType),
     "bytes": (int, NoneType),
+    "pause": (int, float, NoneType),
     "text": _TEXT,
 }
 

@@ -98,7 +98,7 @@ class Moving:
             here = replace(order, gpu=lease.target, ticket=ticket, saved=False)
             address = await (await self._machine(target)).receive(here)
             done |= await (await self._machine(source)).send(lease.id, address, ticket, tell)
-            await self._books.call("end_move", lease.id, True, copied=done["bytes"])
+            await self._books.call("end_move", lease.id, True, copied=done["bytes"], pause=done["pause"])
         except WarpbusError as error:
             await self._failed(lease, source, target, move, error)
         finally:

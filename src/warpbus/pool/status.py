@@ -19,7 +19,9 @@ Memory is in bytes, times are seconds since the epoch, durations seconds, shares
                 "priority": int,                                 with what waiting has added
                 "waited": float, "why": str}],
      "events": [{"time": float, "kind": str, "lease": str | null, "tenant": str | null, "source": str | null,
-                 "target": str | null, "seconds": float | null, "bytes": int | null, "text": str}]}
+                 "target": str | null, "seconds": float | null, "bytes": int | null,
+                 "pause": float | null,                          of a move: for how long the lease executed nothing
+                 "text": str}]}
 
 Leases that have ended are in the events alone, of which the last 1,000 are kept, the oldest first; their kinds are told
 by `warpbus.pool.leases.Event`.
