@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -71,12 +72,12 @@ def processes(as_json: Annotated[bool, typer.Option("--json", help="print the pr
             str(each.pid),
             ", ".join(map(str, each.gpus)) or "?",
             "?" if each.memory is None else gigabytes(each.memory),
-            each.tenant or "",
-            " ".join(f"{_SHORT[name]} {value}" for name, value in each.limits.items()),
+            escape(each.tenant or ""),
+            escape(" ".join(f"{_SHORT[name]} {value}" for name, value in each.limits.items())),
             "runs" if each.suspended is None else f"suspended since {each.suspended.astimezone():%H:%M}",
-            each.command,
+            escape(each.command),
         )
-    Console().print(table if found else "no process uses a GPU here", markup=False)
+    Console().print(table if found else "no process uses a GPU here")
 
 
 _SHORT = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "share %", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "memory"}

@@ -126,11 +126,11 @@ def test_processes(listed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     limits = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M"}
     listed += [
-        listing.GpuProcess(12, "python train.py [x]", (0,), 3 * GB, "alice", limits),
+        listing.GpuProcess(12, "python train.py [bold]", (0,), 3 * GB, "alice", limits),
         listing.GpuProcess(13, "app", (), None, None, {}),
     ]
     text = invoke("processes").stdout
-    assert "python train.py [x]" in text
+    assert "python train.py [bold]" in text
     assert "alice" in text
     assert "3.00 GB" in text
     assert "share % 25 memory 0=4096M" in text
