@@ -1,10 +1,12 @@
 """The processes of one job on `torch.distributed`: NCCL between GPUs, gloo between CPUs."""
 
 import os
+import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from hashlib import sha256
 
 import torch
 import torch.distributed
@@ -119,6 +121,14 @@ class Group:
         least = torch.tensor([value], dtype=torch.int64, device=self.device)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
         return int(least)
+
+    def alike(self) -> bool:
+        """Whether the processes' devices are of one kind, on which the same work gives the same bits; all call it."""
+        of_cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else of_cpu
+        digest = sha256(f"{kind}, torch {torch.__version__}".encode()).digest()[:16]
+        kinds = self.all_gather(torch.tensor(list(digest), dtype=torch.uint8, device=self.device))
+        return bool((kinds == kinds[0]).all())
 
     def barrier(self) -> None:
         """Wait until every process is here."""

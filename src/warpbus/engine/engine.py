@@ -105,8 +105,9 @@ class Engine:
             With any, a step waits for the tokens of the last.
         dormant: the model's weights, for an engine that can sleep.
 
-    Where several processes share the model (`Decoder.group`), each runs the same engine with the same requests, and the
-    tokens of the first one count.
+    Where several processes share the model (`Decoder.group`), each runs the same engine with the same requests. They
+    choose the same tokens by themselves where requests are greedy, or have seeds and the devices are of one kind; else
+    the first one's count, which takes an exchange a step.
 
     Raises:
         UsageError: a cache of 8 bits where no kernels read it.

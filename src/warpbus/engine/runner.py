@@ -17,6 +17,7 @@ from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
 from warpbus.engine.logprobs import Logprobs
 from warpbus.engine.sampler import Sampler
+from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Piece, Request
 from warpbus.engine.sequence import Sequence as Asked
 from warpbus.engine.sequence import TokenLogprob
@@ -99,6 +100,8 @@ class Runner:
         vocabulary = model.config.vocab_size
         self._sampler = Sampler(rows, vocabulary, self._device)
         self._arranged: list[Asked] | None = []
+        self._group = None if model.group is None or model.group.world == 1 else model.group
+        self._alike = self._group is None or self._group.alike()
 
     @torch.inference_mode()
     def launch(
@@ -205,8 +208,8 @@ class Runner:
         else:
             self._sampler.draw()
             tokens, best = self._sampler.choose(scores)
-            if self._model.group is not None:
-                self._model.group.broadcast(tokens)  # where nobody said a seed, each process drew by its own
+            if self._group is not None and not all(self._agreed(row.sequence.params) for row in rows):
+                self._group.broadcast(tokens)
             self._sampler.saw(tokens)
             logprobs = self._sampler.logprobs()
         if self._device.type != "cuda":
@@ -218,6 +221,10 @@ class Runner:
         arrived = torch.cuda.Event()
         arrived.record()
         return Chosen(rows, tokens, arriving[0], arriving[1], found, arrived)
+
+    def _agreed(self, params: SamplingParams) -> bool:
+        """All processes that share the model choose the same token: their scores are gathered, so the same bits."""
+        return params.greedy or (self._alike and params.seed is not None)
 
     @contextmanager
     def _computing(self, sequences: int) -> Iterator[None]:

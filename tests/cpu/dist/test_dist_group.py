@@ -19,7 +19,9 @@ with joined_group("cpu") as group:
     group.sum(tensor)
     group.barrier()
     with open(f"{sys.argv[1]}/{group.rank}", "w") as file:
-        file.write(f"{group.world} {group.device} {group.is_first} {tensor.tolist()}")
+        file.write(f"{group.world} {group.device} {group.is_first} {tensor.tolist()} {group.alike()}")
+        torch.backends.cpu.get_cpu_capability = lambda: str(group.rank // 2)
+        file.write(f" {group.alike()}")
 """
 
 
@@ -31,6 +33,7 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert group.sum(tensor) is tensor
         assert tensor.item() == 3.0
         group.barrier()
+        assert group.alike()
 
 
 def test_three_processes(tmp_path: Path) -> None:
@@ -40,7 +43,7 @@ def test_three_processes(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, str(program), str(tmp_path)], env=environment, capture_output=True, check=True)
     said = [(tmp_path / str(rank)).read_text(encoding="utf-8") for rank in range(3)]
-    assert said == [f"3 cpu {rank == 0} [6.0, 30.0]" for rank in range(3)]
+    assert said == [f"3 cpu {rank == 0} [6.0, 30.0] True False" for rank in range(3)]
 
 
 def test_each_process_takes_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

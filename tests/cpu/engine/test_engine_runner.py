@@ -63,6 +63,40 @@ def test_a_token_for_each_row_that_decodes_and_for_each_prompt_that_ends(model):
         assert_best(model, row.sequence.prompt, row.sequence.token_ids)
 
 
+class Others:
+    """Stands for a group of two processes, and counts what they exchange to agree on tokens."""
+
+    world = 2
+
+    def __init__(self, alike):
+        self.alike = lambda: alike
+        self.broadcasts = 0
+
+    def broadcast(self, tokens):
+        self.broadcasts += 1
+        return tokens
+
+
+@pytest.mark.parametrize(
+    ("params", "alike", "exchanged"),
+    [
+        ({"temperature": 0}, True, 0),
+        ({"temperature": 0, "repetition_penalty": 1.2}, False, 0),
+        ({"seed": 3}, True, 0),
+        ({"seed": 3}, False, 3),
+        ({}, True, 3),
+        ({}, False, 3),
+    ],
+)
+def test_processes_exchange_tokens_only_where_they_could_differ(model, monkeypatch, params, alike, exchanged):
+    others = Others(alike)
+    monkeypatch.setattr(model, "group", others)
+    driven = Driven(model, PROMPTS[:2], SamplingParams(**params))
+    for _ in range(3):
+        driven.launch()
+    assert others.broadcasts == exchanged
+
+
 def test_what_the_device_keeps_of_a_row(model):
     driven = Driven(model, PROMPTS[2:4])
     for _ in range(3):
