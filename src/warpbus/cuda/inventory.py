@@ -22,6 +22,12 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
+class _Utilization(ctypes.Structure):
+    """nvmlUtilization_t: percent of the last sample period, a second or less."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
 class _Process(ctypes.Structure):
     """nvmlProcessInfo_v2_t, which the functions of version 3 fill."""
 
@@ -43,6 +49,7 @@ class InstalledGpu:
         minor: of its file, /dev/nvidia<minor>.
         memory, free: bytes.
         mig: it is cut into instances (Multi-Instance GPU).
+        utilization: the part of its time, of late, in which any kernel ran; None where the driver does not say.
     """
 
     index: int
@@ -52,6 +59,7 @@ class InstalledGpu:
     memory: int
     free: int
     mig: bool = False
+    utilization: float | None = None
 
 
 class Inventory:
@@ -120,6 +128,8 @@ class Inventory:
         self._call("nvmlDeviceGetMinorNumber", device, ctypes.byref(minor))
         mode, pending = ctypes.c_uint(), ctypes.c_uint()
         no_mig = self._library.nvmlDeviceGetMigMode(device, ctypes.byref(mode), ctypes.byref(pending))
+        busy = _Utilization()
+        not_told = self._library.nvmlDeviceGetUtilizationRates(device, ctypes.byref(busy))
         return InstalledGpu(
             index=index,
             uuid=self._text("nvmlDeviceGetUUID", device),
@@ -128,6 +138,7 @@ class Inventory:
             memory=memory.total,
             free=memory.free,
             mig=not no_mig and bool(mode.value),
+            utilization=None if not_told else busy.gpu / 100,
         )
 
     def _device(self, index: int) -> ctypes.c_void_p:

@@ -343,8 +343,8 @@ class Daemon:
         for lease, tenancy in list(self.host.tenancies.items()):
             if tenancy.clients:
                 await self._desk.seen(lease, tenancy.memory)
-        for gpu, memory in self._gpus.memory_in_use().items():
-            await self._books.call("measured", gpu, utilization=None, memory=memory)
+        for name, gpu in self._gpus.measured().items():
+            await self._books.call("measured", name, utilization=gpu.utilization, memory=gpu.memory - gpu.free)
         await self._desk.tick()
 
     def _spawn(self, work: Any) -> "asyncio.Task[None]":

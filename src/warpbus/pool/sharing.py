@@ -84,8 +84,8 @@ class SharedGpus:
             return max(1, cores // (4 * len(self._installed)))
         return max(1, round(cores * share))
 
-    def memory_in_use(self) -> dict[str, int]:
-        """Bytes in use, by GPU, as the driver measures; nothing where it does not tell."""
+    def measured(self) -> dict[str, InstalledGpu]:
+        """What the driver measures now, by GPU; nothing where it does not tell."""
         if not self._installed:
             return {}
         try:
@@ -93,7 +93,7 @@ class SharedGpus:
         except DeviceError:
             return {}
         return {
-            gpu.name: found.memory - found.free
+            gpu.name: found
             for gpu, installed in zip(self.gpus, self._installed, strict=True)
             if (found := now.get(installed.uuid)) is not None
         }

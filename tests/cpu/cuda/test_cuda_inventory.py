@@ -46,6 +46,10 @@ class FakeNvml:
         value(mode).value = device.value - 1000
         return 3 if device.value == 1000 else 0  # the first does not know the question
 
+    def nvmlDeviceGetUtilizationRates(self, device, rates):  # noqa: N802
+        value(rates).gpu, value(rates).memory = 37, 99
+        return 3 if device.value == 1001 else 0  # instances are not asked so
+
     def nvmlDeviceGetUUID(self, device, text, size):  # noqa: N802
         text.value = f"GPU-{device.value}".encode()
         return 0
@@ -73,8 +77,8 @@ class FakeNvml:
 
 def test_gpus_are_described():
     first, second = Inventory(FakeNvml()).gpus()
-    assert first == InstalledGpu(0, "GPU-1000", "NVIDIA H100", 4, 80 * GB, 70 * GB, mig=False)
-    assert (second.index, second.uuid, second.minor, second.mig) == (1, "GPU-1001", 5, True)
+    assert first == InstalledGpu(0, "GPU-1000", "NVIDIA H100", 4, 80 * GB, 70 * GB, mig=False, utilization=0.37)
+    assert (second.index, second.uuid, second.minor, second.mig, second.utilization) == (1, "GPU-1001", 5, True, None)
     assert Inventory(FakeNvml()).gpu(1) == second
 
 
