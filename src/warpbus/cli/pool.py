@@ -2,7 +2,7 @@
 
 import typer
 
-from warpbus.cli import pool_leases, pool_processes, pool_serving
+from warpbus.cli import pool_dashboard, pool_leases, pool_processes, pool_serving
 
 pool = typer.Typer(no_args_is_help=True, help="Share GPUs, reach those of other machines, and move what runs on them.")
 pool.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(pool_processes.run)
@@ -13,6 +13,7 @@ pool.command()(pool_processes.resume)
 pool.command()(pool_serving.serve)
 pool.command()(pool_serving.token)
 pool.command()(pool_leases.status)
+pool.command()(pool_dashboard.dashboard)
 pool.command()(pool_leases.migrate)
 pool.command()(pool_leases.drain)
 pool.command()(pool_leases.undrain)

@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
     from warpbus.pool.steering import Steering
 
-_Address = Annotated[
+Address = Annotated[
     str | None, typer.Option("--address", help="of a daemon: warpbuss://host:7700; also WARPBUS_POOL", metavar="URL")
 ]
-_TokenFile = Annotated[
+TokenFile = Annotated[
     Path | None, typer.Option("--token-file", help="file with your token; also WARPBUS_POOL_TOKEN, the token itself")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 _Lease = Annotated[str, typer.Argument(help="id of the lease, or how it begins")]
-_HERE = "warpbus://localhost:7700"
+HERE = "warpbus://localhost:7700"
 _EVENTS = 8
 
 
 def status(
-    address: _Address = None,
-    token_file: _TokenFile = None,
+    address: Address = None,
+    token_file: TokenFile = None,
     once: Annotated[bool, typer.Option("--once", help="print the table once")] = False,
     as_json: _Json = False,
 ) -> None:
@@ -62,8 +62,8 @@ def status(
 def migrate(
     lease: _Lease,
     to: Annotated[str, typer.Option("--to", help="GPU, host/1, or a host")],
-    address: _Address = None,
-    token_file: _TokenFile = None,
+    address: Address = None,
+    token_file: TokenFile = None,
     as_json: _Json = False,
 ) -> None:
     """Move a lease to another GPU. Its client notices a pause."""
@@ -80,8 +80,8 @@ def migrate(
 
 def drain(
     host: Annotated[str, typer.Argument(help="name of the machine")],
-    address: _Address = None,
-    token_file: _TokenFile = None,
+    address: Address = None,
+    token_file: TokenFile = None,
     as_json: _Json = False,
 ) -> None:
     """Move all leases from a machine to others, and let no new ones onto it."""
@@ -98,23 +98,21 @@ def drain(
 
 def undrain(
     host: Annotated[str, typer.Argument(help="name of the machine")],
-    address: _Address = None,
-    token_file: _TokenFile = None,
+    address: Address = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Let leases onto a machine again."""
     _do({"do": "undrain", "host": host}, address, token_file)
     _say(f"{host} takes leases again")
 
 
-def release(lease: _Lease, address: _Address = None, token_file: _TokenFile = None) -> None:
+def release(lease: _Lease, address: Address = None, token_file: TokenFile = None) -> None:
     """End a lease and give its part of the GPU back. What it holds is gone."""
     done = _do({"do": "release"}, address, token_file, lease=lease)
     _say(f"released {done['released']}")
 
 
-def suspend_lease(
-    lease: _Lease, address: _Address = None, token_file: _TokenFile = None, as_json: _Json = False
-) -> None:
+def suspend_lease(lease: _Lease, address: Address = None, token_file: TokenFile = None, as_json: _Json = False) -> None:
     """Write what a lease holds to its machine's disk and give the GPU back, until it is resumed."""
     from warpbus.cuda.memory_size import gigabytes
 
@@ -128,8 +126,8 @@ def suspend_lease(
 def resume_lease(
     lease: _Lease,
     on: Annotated[str | None, typer.Option("--on", help="GPU of the machine that has it on its disk")] = None,
-    address: _Address = None,
-    token_file: _TokenFile = None,
+    address: Address = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Let a suspended lease go on; waits until there is room for it."""
     done = _do({"do": "resume", "on": on}, address, token_file, lease=lease)
@@ -143,7 +141,7 @@ def _steering(address: str | None, token_file: Path | None) -> Iterator[Steering
     from warpbus.pool.tokens import read_token
 
     token = read_token(token_file) if token_file is not None else os.environ.get("WARPBUS_POOL_TOKEN")
-    with Steering(read_address(address or os.environ.get("WARPBUS_POOL") or _HERE), token) as steering:
+    with Steering(read_address(address or os.environ.get("WARPBUS_POOL") or HERE), token) as steering:
         yield steering
 
 

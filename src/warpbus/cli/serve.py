@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -63,19 +63,9 @@ def serve(
 
     It answers this machine alone. For others: --host, --api-key, --ssl-certfile and --ssl-keyfile.
     """
-    try:
+    with serve_extra("serving"):
         from warpbus.server.listening import ModelToServe
         from warpbus.server.listening import serve as run
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in (
-            "fastapi",
-            "pydantic",
-            "prometheus_client",
-            "starlette",
-            "uvicorn",
-        ):
-            raise
-        raise UsageError(f"serving needs {error.name}, which is missing: pip install 'warpbus[serve]'") from None
     from warpbus.engine.options import ServiceOptions
     from warpbus.server import ServerOptions
 
@@ -88,7 +78,7 @@ def serve(
     options = ServerOptions(
         host=host,
         port=port,
-        api_keys=_keys(api_key or [], api_key_file),
+        api_keys=keys_of(api_key or [], api_key_file),
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         insecure=insecure,
@@ -130,7 +120,29 @@ def serve(
         run(wanted, options, service, progress=progress, ready=ready)
 
 
-def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
+@contextmanager
+def serve_extra(what: str) -> Iterator[None]:
+    """Around imports of the server: UsageError where packages of the extra `serve` are missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in (
+            "fastapi",
+            "pydantic",
+            "prometheus_client",
+            "starlette",
+            "uvicorn",
+        ):
+            raise
+        raise UsageError(f"{what} needs {error.name}, which is missing: pip install 'warpbus[serve]'") from None
+
+
+def keys_of(given: list[str], file: Path | None) -> tuple[str, ...]:
+    """The keys that are accepted: given, of a file, and of the environment.
+
+    Raises:
+        DataError: the file cannot be read, or has no key.
+    """
     found = list(given)
     if file is not None:
         try:

@@ -1,0 +1,97 @@
+"""`warpbus pool dashboard`: the pool in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from warpbus.cli.pool_leases import HERE, Address, TokenFile
+from warpbus.cli.serve import KEY_VARIABLE, keys_of, serve_extra
+
+if TYPE_CHECKING:
+    from warpbus.pool.address import Address as Where
+    from warpbus.pool.steering import Steering
+
+_SECONDS = 10.0
+
+
+def dashboard(
+    address: Address = None,
+    token_file: TokenFile = None,
+    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 7780,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help=f"one that browsers may look with; also {KEY_VARIABLE}")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="a file with an accepted key a line")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate; the page then comes over TLS")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="its PEM key")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="let other machines look without a key or without TLS")
+    ] = False,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="further name of this machine, on loopback")] = None,
+) -> None:
+    """Show the pool in a browser: its GPUs, leases, queue and events, and the last hour. It only shows.
+
+    It answers this machine alone. For others: --host, --api-key, --ssl-certfile and --ssl-keyfile.
+    """
+    with serve_extra("the dashboard"):
+        from warpbus.server.options import ServerOptions
+        from warpbus.server.pool_page import serve_pool_page
+    from warpbus.pool.address import address as read_address
+    from warpbus.pool.tokens import read_token
+
+    where = read_address(address or os.environ.get("WARPBUS_POOL") or HERE)
+    token = read_token(token_file) if token_file is not None else os.environ.get("WARPBUS_POOL_TOKEN")
+    options = ServerOptions(
+        host=host,
+        port=port,
+        api_keys=keys_of(api_key or [], api_key_file),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        insecure=insecure,
+        allowed_hosts=tuple(allowed_host or ()),
+    )
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    asker = _Asker(where, token)
+    asker.ask()  # a wrong address or token ends it here
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    serve_pool_page(
+        asker.status, options, ready=lambda url: console.print(f"[bold]ready[/] at {escape(url)}: look there")
+    )
+
+
+class _Asker:
+    """Asks a daemon for the pool's status over one connection, which it makes again where it was lost."""
+
+    def __init__(self, where: Where, token: str | None) -> None:
+        self._where = where
+        self._token = token
+        self._steering: Steering | None = None
+
+    async def status(self) -> dict[str, Any]:
+        """The pool's status, from a thread; the server asks once at a time."""
+        return await asyncio.to_thread(self.ask)
+
+    def ask(self) -> dict[str, Any]:
+        """The pool's status. WarpbusError where it does not answer."""
+        from warpbus.errors import WarpbusError
+        from warpbus.pool.steering import Steering
+
+        try:
+            if self._steering is None:
+                self._steering = Steering(self._where, self._token)
+            return self._steering.ask({"do": "status"}, timeout=_SECONDS)
+        except WarpbusError:
+            if self._steering is not None:
+                self._steering.close()
+                self._steering = None
+            raise
