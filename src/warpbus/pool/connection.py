@@ -214,9 +214,11 @@ class Connection:
         try:
             hello: dict[str, Value] = {
                 "protocol": PROTOCOL,
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),
                 "key": self._key,
                 "claim": claim,
+                # Failures of later batches are told again.
+                "acknowledged": self._kept[0][0] - 1 if self._kept else self._sent,
             }
             channel.send(Kind.HELLO, 0, encode(hello))
             frame = channel.receive(timeout=self._patience)

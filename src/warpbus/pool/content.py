@@ -21,6 +21,9 @@ from warpbus.errors import DeviceError
 LEAST = 1 << 20
 """Bytes of the smallest upload that is kept."""
 
+LIMIT = 64 << 30
+"""Bytes of uploads that are kept for a tenant."""
+
 _MAX_PROMISES = 4096
 _MAX_OPEN = 4
 _HOUR = 3600.0
@@ -31,7 +34,7 @@ class ContentStore:
 
     Args:
         directory: is made if it is not there, for its owner alone; it must be of no use to anybody else.
-        limit: bytes that are kept; the least recently used go first.
+        limit: bytes that are kept, but at most half of what the disk has free; the least recently used go first.
 
     Attributes:
         trouble: why uploads are not kept at present, or "".
@@ -40,9 +43,8 @@ class ContentStore:
         DeviceError: the directory cannot be made, or others may write there.
     """
 
-    def __init__(self, directory: Path, limit: int) -> None:
+    def __init__(self, directory: Path, limit: int = LIMIT) -> None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        self.limit = limit
         self.trouble = ""
         self._promised: OrderedDict[bytes, int] = OrderedDict()
         self._numbers = itertools.count()
@@ -52,6 +54,7 @@ class ContentStore:
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
                 raise DeviceError(f"{directory}: uploads can be kept only in a directory of mode 700 of one's own")
             self._directory = directory / boot
+            self.limit = min(limit, shutil.disk_usage(directory).free // 2)
             self._directory.mkdir(mode=0o700, exist_ok=True)
             for other in directory.iterdir():
                 if other != self._directory:

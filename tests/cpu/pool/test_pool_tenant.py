@@ -1,0 +1,338 @@
+"""The process of a lease, started as its daemon does, with clients that come, go, lie and say nothing."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+
+from warpbus.errors import ConnectionLost
+from warpbus.pool import control
+from warpbus.pool.channel import Channel
+from warpbus.pool.frames import Kind
+from warpbus.pool.geometry import contiguous
+from warpbus.pool.instructions import Writer, call_prefix, layout
+from warpbus.pool.signature import Input, New, Signature
+from warpbus.pool.wire import decode, encode
+
+KEY = bytes(range(32))
+HELLO = {"protocol": 1, "torch": str(torch.__version__), "key": KEY, "claim": False}
+SETUP = {
+    "do": "setup",
+    "lease": "ab" * 16,
+    "key": KEY,
+    "tenant": "somebody",
+    "gpu": "mill/0",
+    "name": "a CPU",
+    "device": "cpu",
+    "memory": 1 << 20,
+    "share": 1.0,
+    "mps": False,
+    "threads": 1,
+    "environment": {},
+    "certificate": None,
+    "private_key": None,
+    "ticket": None,
+    "saved": None,
+    "content": None,
+}
+VECTOR = contiguous(torch.float32, (4,))
+NEG = Signature("aten::neg", (Input(0),), (), (VECTOR,), (), (New(VECTOR, 16),))
+
+
+class Daemon:
+    """The other end of a tenant's process."""
+
+    def __init__(self, **changes):
+        self.end, other = control.pair()
+        with other:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"from warpbus.pool.tenant import main; main({other.fileno()})"],
+                pass_fds=[other.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.end.settimeout(30)
+        control.send(self.end, {**SETUP, **changes})
+
+    def hear(self, *events):
+        """What it says next that is one of these events."""
+        while True:
+            said, _ = control.receive(self.end)
+            if said["event"] in events:
+                return said
+
+    def socket(self):
+        """A connection that the process has got."""
+        mine, other = socket.socketpair()
+        with other:
+            control.send(self.end, {"do": "client", "tls": False}, other)
+        return mine
+
+    def client(self, **changes):
+        """One that has said HELLO, and the answer."""
+        channel = Channel(self.socket(), "the tenant")
+        channel.send(Kind.HELLO, 0, encode({**HELLO, **changes}))
+        return channel, channel.receive(20)
+
+    def close(self):
+        self.end.close()
+        assert self.process.wait(20) is not None
+
+
+@contextmanager
+def started(**changes):
+    daemon = Daemon(**changes)
+    try:
+        yield daemon
+    finally:
+        daemon.close()
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    with started() as daemon:
+        assert daemon.hear("ready", "failed")["event"] == "ready"
+        yield daemon
+
+
+def write(fill):
+    """A batch's payload."""
+    writer = Writer()
+    fill(writer)
+    return bytes(writer.take())
+
+
+def acknowledged(channel, number):
+    while (frame := channel.receive(20)).kind is not Kind.ACK or frame.number < number:
+        assert frame.kind is Kind.ACK
+    return frame.number
+
+
+def ask(channel, *question):
+    channel.send(Kind.ASK, 77, encode(list(question)))
+    while (frame := channel.receive(20)).number != 77:
+        assert frame.kind in (Kind.ACK, Kind.ERROR)
+    return frame.kind, bytes(frame.payload) if frame.kind is Kind.DATA else decode(frame.payload)
+
+
+def ended(channel):
+    with suppress(ConnectionLost):
+        while channel.receive(20) is not None:
+            pass
+        return False
+    return True
+
+
+def test_a_session(daemon):
+    channel, welcome = daemon.client()
+    said = decode(welcome.payload)
+    assert welcome.kind is Kind.WELCOME
+    assert said.items() >= {"device": "cpu", "name": "a CPU", "gpu": "mill/0", "memory": 1 << 20}.items()
+    start = said["executed"]
+    while not daemon.hear("clients")["connected"]:
+        pass
+
+    def first(writer):
+        writer.define(0, NEG.encode())
+        writer.new(1, 16)
+        writer.write(1, 0, torch.arange(4.0).numpy().tobytes())
+        writer.buffer += call_prefix(0) + layout(1, (), 1).pack(1, 2)
+
+    channel.send(Kind.BATCH, start + 1, write(first))
+    assert acknowledged(channel, start + 1) == start + 1
+    for number in range(start + 2, start + 50):
+        channel.send(Kind.BATCH, number, write(lambda writer: writer.seed(3)))
+    assert acknowledged(channel, start + 49) == start + 49
+    kind, data = ask(channel, "read", 2, 0, 16)
+    assert (kind, data) == (Kind.DATA, (-torch.arange(4.0)).numpy().tobytes())
+    assert ask(channel, "sync") == (Kind.ANSWER, None)
+    assert ask(channel, "usage")[1]["used"] == 32
+
+    channel.close()
+    while daemon.hear("clients")["connected"]:
+        pass
+    channel, welcome = daemon.client()
+    assert decode(welcome.payload)["executed"] == start + 49
+    channel.send(Kind.BATCH, start + 1, write(first))  # once more: it is skipped
+    assert acknowledged(channel, 0) == start + 49
+    assert ask(channel, "read", 2, 0, 16)[1] == data
+    channel.send(Kind.BATCH, start + 50, write(lambda writer: writer.free([1, 2])))
+    acknowledged(channel, start + 50)
+    channel.send(Kind.BYE)
+    while daemon.hear("clients")["connected"]:
+        pass
+    channel.close()
+
+
+def test_failures_are_told_and_told_again_to_who_has_not_heard(daemon):
+    channel, welcome = daemon.client()
+    start = decode(welcome.payload)["executed"]
+
+    def fails(writer):
+        writer.define(1, NEG.encode())
+        writer.buffer += call_prefix(1) + layout(1, (), 1).pack(999, 1000)
+
+    channel.send(Kind.BATCH, start + 1, write(fails))
+    frame = channel.receive(20)
+    failure = decode(frame.payload)
+    assert (frame.kind, frame.number, failure["batch"]) == (Kind.ERROR, 0, start + 1)
+    assert "999" in failure["message"]
+    assert ask(channel, "read", 1000, 0, 4) == (Kind.ERROR, failure)
+    kind, why = ask(channel, "read", 5, 0, 4)
+    assert (kind, why["type"]) == (Kind.ERROR, "DeviceError")
+    channel.close()
+    again, _ = daemon.client(acknowledged=start)
+    assert decode(again.receive(20).payload) == failure
+    again.send(Kind.BATCH, start + 2, write(lambda writer: writer.free([1000])))
+    acknowledged(again, start + 2)
+    again.close()
+    third, _ = daemon.client(acknowledged=start + 2)
+    assert ask(third, "sync")[0] is Kind.ANSWER
+    third.close()
+
+
+def test_a_gap_ends_the_connection_but_not_the_lease(daemon):
+    channel, welcome = daemon.client()
+    start = decode(welcome.payload)["executed"]
+    channel.send(Kind.BATCH, start + 2, b"")
+    frame = channel.receive(20)
+    assert frame.kind is Kind.ERROR
+    assert "missing" in decode(frame.payload)["message"]
+    assert channel.receive(20).kind is Kind.BYE
+    with pytest.raises(ConnectionLost):
+        channel.receive(20)
+    other, welcome = daemon.client()
+    assert decode(welcome.payload)["executed"] == start
+    other.send(Kind.BATCH, start + 1, b"\xff")
+    assert "no instruction" in decode(other.receive(20).payload)["message"]
+    other.close()
+    last, welcome = daemon.client()
+    assert decode(welcome.payload)["executed"] == start + 1
+    last.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": bytes(32)}, "not the key"),
+        ({"key": None}, "not the key"),
+        ({"protocol": 9}, "protocol 1"),
+        ({"ticket": b"x"}, "no lease is to move"),
+    ],
+)
+def test_strangers_are_refused(daemon, changes, message):
+    channel, answer = daemon.client(**changes)
+    assert answer.kind is Kind.REFUSED
+    assert message in decode(answer.payload)["message"]
+    channel.close()
+
+
+def test_silence_and_nonsense_hold_nobody_up(daemon):
+    silent = [daemon.socket() for _ in range(4)]
+    nonsense = daemon.socket()
+    nonsense.send(b"GET / HTTP/1.1\r\n\r\n")
+    channel, welcome = daemon.client()
+    assert welcome.kind is Kind.WELCOME
+    wrong, _ = daemon.client(key=bytes(32))  # it does not replace the client
+    wrong.close()
+    assert ask(channel, "sync")[0] is Kind.ANSWER
+    assert nonsense.recv(1) == b""
+    second, welcome = daemon.client()  # one with the key does
+    assert welcome.kind is Kind.WELCOME
+    assert ended(channel)
+    assert ask(second, "sync")[0] is Kind.ANSWER
+    for each in (*silent, nonsense):
+        each.close()
+    second.close()
+
+
+def test_the_end(tmp_path):
+    with started() as daemon:
+        daemon.hear("ready")
+        channel, _ = daemon.client()
+        control.send(daemon.end, {"do": "end", "reason": "it was released"})
+        assert channel.receive(20).kind is Kind.BYE
+        channel.close()
+        assert daemon.process.wait(20) == 0
+
+
+def test_a_lease_that_cannot_be_set_up():
+    with started(saved="/nowhere/state") as daemon:
+        said = daemon.hear("failed", "ready")
+        assert (said["event"], said["type"]) == ("failed", "StorageError")
+        assert daemon.process.wait(20) == 1
+
+
+def test_suspended_and_resumed(tmp_path):
+    path = tmp_path / "state"
+    with started() as daemon:
+        daemon.hear("ready")
+        channel, _ = daemon.client()
+
+        def first(writer):
+            writer.new(1, 16)
+            writer.write(1, 0, b"0123456789abcdef")
+
+        channel.send(Kind.BATCH, 1, write(first))
+        acknowledged(channel, 1)
+        control.send(daemon.end, {"do": "suspend", "path": str(path)})
+        assert daemon.hear("suspended", "failed")["event"] == "suspended"
+        channel.send(Kind.BATCH, 2, write(lambda writer: writer.free([1])))
+        channel.close()
+        late, answer = daemon.client()
+        assert answer.kind is Kind.REFUSED
+        assert "suspended" in decode(answer.payload)["message"]
+        late.close()
+    with started(saved=str(path)) as daemon:
+        daemon.hear("ready")
+        channel, welcome = daemon.client()
+        assert decode(welcome.payload)["executed"] == 1
+        assert ask(channel, "read", 1, 0, 16)[1] == b"0123456789abcdef"
+        channel.close()
+
+
+def test_memory_that_no_quota_counts_is_limited_too():
+    with started(memory=64 << 20) as daemon:
+        daemon.hear("ready")
+        channel, _ = daemon.client()
+        big = contiguous(torch.float32, (1,))
+        repeat = Signature(
+            "aten::repeat_interleave.self_int", (Input(0), 1 << 32), (), (big,), (), None
+        )  # 16 GiB, known only afterwards
+
+        def greedy(writer):
+            writer.define(0, repeat.encode())
+            writer.new(1, 4)
+            writer.buffer += call_prefix(0) + layout(1, (), repeat.results).pack(1, *range(10, 10 + repeat.results))
+
+        channel.send(Kind.BATCH, 1, write(greedy))
+        failure = decode(channel.receive(60).payload)
+        assert failure["type"] == "OutOfMemoryError"
+        assert ask(channel, "sync")[0] is Kind.ANSWER
+        channel.close()
+
+
+def test_the_process_ends_when_its_daemon_is_gone():
+    with started() as daemon:
+        daemon.hear("ready")
+        daemon.end.close()
+        assert daemon.process.wait(20) == 0
+
+
+def test_it_waits_without_working(daemon):
+    """An idle tenant costs no time of a processor."""
+    time.sleep(0.2)
+    before = _cpu_seconds(daemon.process.pid)
+    select.select([], [], [], 1.0)
+    assert _cpu_seconds(daemon.process.pid) - before < 0.3
+
+
+def _cpu_seconds(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
