@@ -125,7 +125,7 @@ def remembered(hour: list[tuple[str, int, float]], moves: list[dict[str, Any]]) 
         for which, (name, reserved, busy) in enumerate(hour):
             wave = 0.5 + 0.5 * math.sin(age / (90 + 40 * which)) * math.cos(age / 370)
             used = round(reserved * (0.45 + 0.5 * wave))
-            part = max(0.0, min(1.0, busy * (0.5 + 0.6 * wave) + 0.04 * math.sin(age * 1.7)))
+            part = max(0.0, min(1.0, busy * (0.5 + 0.6 * wave)))
             gpus.append({"name": name, "used": reserved, "measured_memory": used, "utilization": part})
         history.add({"now": now - age, "gpus": gpus, "events": [m for m in moves if m["time"] <= now - age]})
     return history
