@@ -126,6 +126,14 @@ class Blocks:
             heapq.heappush(self._free, self._evict())
         return max(self._users, default=SCRATCH) + 1
 
+    def keyed(self) -> dict[int, bytes]:
+        """The blocks that can be found, and their keys."""
+        return dict(self._key_of)
+
+    def rest_on(self, back: Callable[[int], int], backed: int) -> None:
+        """Note that another cache holds the same blocks from now on; as `back` and `backed` are described above."""
+        self._back, self.backed = back, backed
+
     def unback(self, backed: int) -> None:
         """Note that only so many of the first blocks have memory; those beyond are free."""
         self.backed = min(self.backed, backed)

@@ -318,11 +318,12 @@ class Engine:
             self.step()
         return [each.token_ids for each in requests]
 
-    def warm(self, rows: int | None = None) -> None:
+    def warm(self, rows: int | None = None, *, lengths: Sequence[int] = ()) -> None:
         """Compile and load the kernels and capture the first graphs, so that the first requests do not wait.
 
         Args:
             rows: capture graphs for up to so many sequences; by default a single one.
+            lengths: tokens of long sequences that are expected.
         """
         if self.device.type != "cuda":
             return
@@ -331,7 +332,7 @@ class Engine:
         self.add(request([0], tokens=2, params=SamplingParams(top_p=0.9, seed=0)))
         while self.has_work:
             self.step()
-        for longest in _WARM_LENGTHS if rows is not None else ():
+        for longest in (*(_WARM_LENGTHS if rows is not None else ()), *lengths):
             self._step.capture(rows or 1, min(longest, self.max_model_len))
         self.shrink()
 
@@ -415,6 +416,10 @@ class Engine:
         if blocks:
             twin._cache.store(blocks, self._cache.fetch(blocks))
         return len(blocks) * self._cache.block_bytes
+
+    def close(self) -> None:
+        """Give all memory back; for an engine that is not used any more."""
+        self._cache.close()
 
     def become(self, twin: "Engine") -> None:
         """Go on where a twin is, which has the content of all blocks that are used or filled; nothing is under way.

@@ -4,11 +4,14 @@ Knows nothing of tokens, text, sampling or requests: layers, blocks and bytes ar
 the business of `blocks` and `scheduler`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from warpbus.cuda.vmm import Arena
 from warpbus.engine.blocks import BLOCK
+from warpbus.engine.logits import to_device
 from warpbus.errors import DeviceError, UsageError
 from warpbus.models import ModelConfig
 
@@ -79,6 +82,16 @@ class KVCache:
         """Return the memory of all but the first `blocks` blocks, as far as it can be returned."""
         self._resize(min(blocks, self.backed))
 
+    def fetch(self, blocks: Sequence[int]) -> list[Tensor]:
+        """The content of some blocks, for `store`, in memory of torch's, from which it can go to any device."""
+        return [part.rows().index_select(0, to_device(blocks, torch.int64, part.data.device)) for part in self._parts]
+
+    def store(self, blocks: Sequence[int], contents: Sequence[Tensor]) -> None:
+        """Fill blocks, which have memory, with what another cache of the same kind held in as many."""
+        for part, content in zip(self._parts, contents, strict=True):
+            device = part.data.device
+            part.rows().index_copy_(0, to_device(blocks, torch.int64, device), content.to(device, non_blocking=True))
+
     def close(self) -> None:
         """Return all memory and addresses."""
         self.layers = []
@@ -104,6 +117,10 @@ class _Part:
         self.block_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
         self.arena = Arena(shape[0] * self.block_bytes, device)
         self.data = self.arena.tensor(shape, dtype)
+
+    def rows(self) -> Tensor:
+        """The same as int64 `[blocks, elements]`, in which copies are quick whatever the elements are."""
+        return self.data.view(len(self.data), -1).view(torch.int64)
 
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:

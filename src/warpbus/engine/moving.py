@@ -1,0 +1,167 @@
+"""Moving an engine with all its requests to another GPU of the same process, while it answers.
+
+    move = Move(engine, torch.device("cuda:1"))
+    move.prepare()                      # may run in a thread of its own
+    while not move.copy_ahead():        # between two steps
+        engine.step()
+    moved = move.finish()               # the pause; the same engine object goes on there
+    move.release()                      # what it had on the first GPU
+
+Weights never change: they are copied beforehand, and kernels are loaded and graphs captured. A block of the cache that
+is full never changes either, and is copied while the engine goes on. In the pause go the blocks that are not full yet,
+the last tokens and the tables; all else that a request is made of, its random numbers too, is on the host. So every
+answer is what it would have been.
+"""
+
+import copy
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from warpbus.engine.dormancy import Dormant
+from warpbus.engine.engine import Engine
+from warpbus.engine.sequence import Piece, Sequence
+from warpbus.errors import UsageError
+from warpbus.models import Decoder
+from warpbus.models.layers import Rotary
+
+BLOCKS_AT_ONCE = 32
+"""Of the cache, copied between two steps: of ChatGLM2-6B's shape in 16 bits they have 29 MB."""
+
+_GROWTH = 1024  # tokens that those that run may get until the move is over
+_LITTLE = 2  # blocks that are left when it is time for the pause
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a move took.
+
+    Attributes:
+        pieces: what the steps have brought that were under way when the pause began.
+        weights: bytes of the model, copied beforehand.
+        ahead: bytes of the cache that were copied while the engine answered.
+        paused: bytes of the cache that were copied in the pause.
+        preparing: seconds of `Move.prepare`.
+        pause: seconds in which nothing was computed, from the last result on one device until all is on the other.
+    """
+
+    pieces: list[tuple[Sequence, Piece]]
+    weights: int
+    ahead: int
+    paused: int
+    preparing: float
+    pause: float
+
+
+class Move:
+    """A move of an engine. Its methods are called in the order in which they stand here.
+
+    Args:
+        engine: goes on as usual until `finish`, and after it on the other device.
+        device: of the same type as the engine's.
+
+    Raises:
+        UsageError: the engine sleeps, is one of several that share a model, or the device is of another type.
+    """
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        if device.type != engine.device.type:
+            raise UsageError(f"an engine on {engine.device} cannot move to {device}: give another {engine.device.type}")
+        if engine.model.group is not None and engine.model.group.world > 1:
+            raise UsageError("an engine whose model is shared by several processes cannot move: move one that is whole")
+        if engine.asleep:
+            raise UsageError("an engine that sleeps cannot move: wake it first")
+        self._engine = engine
+        self._device = device
+        self._twin: Engine | None = None
+        self._copied: dict[int, bytes] = {}
+        self._weights = self._ahead = 0
+        self._preparing = 0.0
+
+    def prepare(self) -> None:
+        """Make a twin of the engine on the other device, warm, without a request. The engine may step meanwhile.
+
+        Raises:
+            DeviceError: the other device has not enough memory.
+        """
+        started = time.perf_counter()
+        engine = self._engine
+        with torch.no_grad(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            model, self._weights = _copied(engine.model, engine.device, self._device)
+            twin = engine.twin(model, dormant=Dormant(model) if engine.can_sleep else None)
+            # Those that run grow meanwhile.
+            longest = engine.longest
+            twin.warm(rows=engine.max_num_seqs, lengths=[longest, longest + _GROWTH] if longest else [])
+        self._twin = twin
+        self._preparing = time.perf_counter() - started
+
+    def copy_ahead(self, blocks: int = BLOCKS_AT_ONCE) -> bool:
+        """Copy some blocks that are full and not copied yet; whether so little is left that it is time to `finish`.
+
+        Raises:
+            DeviceError: the other device has not enough memory for the cache.
+        """
+        left = self._left()
+        chosen = left[:blocks]
+        self._ahead += self._copy(chosen)
+        return len(left) - len(chosen) <= _LITTLE
+
+    def finish(self) -> Moved:
+        """Let the steps that are under way end, copy the rest, and let the engine go on on the other device.
+
+        Raises:
+            DeviceError: the other device has not enough memory for the cache; the engine stays where it is.
+        """
+        engine, twin = self._engine, self._prepared()
+        pieces = engine.drain()
+        started = time.perf_counter()
+        left = {*self._left(), *(engine.used_blocks() - engine.filled_blocks().keys())}
+        paused = self._copy(sorted(left))
+        engine.become(twin)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return Moved(pieces, self._weights, self._ahead, paused, self._preparing, time.perf_counter() - started)
+
+    def release(self) -> None:
+        """Give back what the engine had before `finish`, or what was made ready if it did not come to that."""
+        if self._twin is not None:
+            self._twin.close()
+            self._twin = None
+
+    def _left(self) -> list[int]:
+        return [block for block, key in self._engine.filled_blocks().items() if self._copied.get(block) != key]
+
+    @torch.inference_mode()
+    def _copy(self, blocks: list[int]) -> int:
+        filled = self._engine.filled_blocks()
+        copied = 0
+        for start in range(0, len(blocks), BLOCKS_AT_ONCE):
+            some = blocks[start : start + BLOCKS_AT_ONCE]
+            copied += self._engine.copy_blocks(some, self._prepared())
+            self._copied.update((block, filled[block]) for block in some if block in filled)
+        return copied
+
+    def _prepared(self) -> Engine:
+        if self._twin is None:
+            raise UsageError("this move is not prepared, or over: call prepare first")
+        return self._twin
+
+
+def _copied(model: Decoder, source: torch.device, device: torch.device) -> tuple[Decoder, int]:
+    """A copy of a model on another device, and the bytes that were copied. What is not on `source` is shared."""
+    known: dict[int, object] = {id(model.rotary): Rotary(model.rotary.config), id(model.group): model.group}
+    nbytes = 0
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device != source:
+            known[id(tensor)] = tensor
+            continue
+        # By way of memory of torch's own: the other device cannot read an arena.
+        moved = tensor.detach().clone(memory_format=torch.preserve_format).to(device)
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        known[id(tensor)] = moved
+        nbytes += tensor.nbytes
+    return copy.deepcopy(model, known), nbytes
