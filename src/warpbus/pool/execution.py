@@ -244,8 +244,7 @@ class Executor:
             self._settle_dynamic(definition, handles, values, result)
         elif handles:
             fresh = definition.fresh(result, values)
-            for handle in handles:
-                self.storages.check_new(handle)
+            self.storages.check_all_new(handles)
             for handle, tensor, (place, nbytes) in zip(handles, fresh, definition.news, strict=True):
                 self.storages.hold(handle, tensor, nbytes, place)
 

@@ -152,10 +152,15 @@ class Programs:
         if program.graph is None:
             for handle in program.used:
                 self._storages.memory_of(handle)
-            if not (
-                program.ran and self._storages.device.type == "cuda" and not program.why and self._capture(program)
+            new = self._missing(program)
+            if (
+                not program.ran
+                or new
+                or self._storages.device.type != "cuda"
+                or program.why
+                or not self._capture(program)
             ):
-                self._run(program)
+                self._run(program, new)
         if program.graph is not None:
             program.graph.replay()
         for handle in (*program.made, *program.written):
@@ -230,26 +235,41 @@ class Programs:
         except KeyError:
             raise DeviceError(f"there is no program {number}: it was dropped, or never recorded") from None
 
-    def _run(self, program: Program) -> None:
+    def _missing(self, program: Program) -> dict[int, int]:
+        """Bytes of what the program makes and is not there yet, or not any more, by handle.
+
+        Raises:
+            DeviceError: what is there under one of its handles is something else.
+        """
+        live = self._storages.live
+        for handle, nbytes in program.made.items():
+            storage = live.get(handle)
+            if storage is None:
+                continue
+            if storage.failure is not None:
+                self._storages.free(handle)
+            elif storage.base is None or storage.nbytes != nbytes:
+                raise DeviceError(f"the handle {handle}, of {nbytes} bytes that a program makes, is in use for others")
+        new = {handle: nbytes for handle, nbytes in program.made.items() if handle not in live}
+        self._storages.check_all_new(new)
+        return new
+
+    def _run(self, program: Program, new: dict[int, int]) -> None:
         """Run it call by call."""
         storages = self._storages
-        for handle in program.made:
-            if handle in storages.live and storages.live[handle].failure is not None:
-                storages.free(handle)
-        new = {handle: nbytes for handle, nbytes in program.made.items() if handle not in storages.live}
-        storages.charge(sum(new.values()) + program.peak)
+        fresh = sum(new.values())
+        storages.charge(fresh + program.peak)
         try:
             memories = self._execute(program)
+            for handle in program.made.keys() - new.keys():
+                storages.raw(handle).copy_(storages.whole(memories[handle]))
         except Exception:
-            storages.used -= sum(new.values())
+            storages.used -= fresh
             raise
         finally:
             storages.used -= program.peak
-        for handle, memory in memories.items():
-            if handle in new:
-                storages.take(handle, memory)
-            else:
-                storages.raw(handle).copy_(storages.whole(memory))
+        for handle in new:
+            storages.take(handle, memories[handle])
 
     def _execute(self, program: Program) -> dict[int, Storage]:
         """Let its operators run, or be captured. What it made, apart from the storages."""

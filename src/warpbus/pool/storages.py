@@ -4,7 +4,7 @@ Knows nothing of operators. A storage is memory that is charged with the bytes i
 of it by geometry, which is checked once and then looked up.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -260,6 +260,15 @@ class Storages:
             raise DeviceError(f"the handle {handle} is in use: a client must not choose one twice")
         if not 0 <= handle < MAX_HANDLE or len(self.live) >= MAX_STORAGES:
             raise DeviceError(f"a storage more, with handle {handle}: a lease has at most {MAX_STORAGES}")
+
+    def check_all_new(self, handles: Collection[int]) -> None:
+        """The same of handles that come to stand for something together, or not at all."""
+        for handle in handles:
+            self.check_new(handle)
+        if len(set(handles)) != len(handles):
+            raise DeviceError(f"a handle stands twice among the results {[*handles]!r:.80}: each needs its own")
+        if len(self.live) + len(handles) > MAX_STORAGES:
+            raise DeviceError(f"{len(handles)} storages more: a lease has at most {MAX_STORAGES}")
 
     def memory_of(self, handle: int) -> Storage:
         """The storage of a handle, which has memory. Raises DeviceError if there is none or it was never computed."""

@@ -1,8 +1,10 @@
 """Damage to valid messages, as fuzzing wants it: bits, lengths, pieces of others, values in other values' places."""
 
+import faulthandler
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -139,3 +141,13 @@ def _changed(rng: random.Random, value: Any, at: int, corpus: Sequence[Any]) -> 
             items += ([changed], [], [item, item], [item, changed])[rng.choice((0, 0, 0, 1, 2, 3)) if here else 0]
         return type(value)(items), at
     return value, at
+
+
+@contextmanager
+def no_hang(seconds: float = 120) -> Iterator[None]:
+    """The process ends, and shows where it was, if this takes so long."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,15 +1,13 @@
 """Whatever comes over a connection: 130,000 damaged messages, which raise DeviceError at worst and cost no memory."""
 
-import faulthandler
 import random
 import socket
 import struct
 import tracemalloc
-from contextlib import contextmanager
 
 import pytest
 import torch
-from pool_mutations import mutate, mutate_value
+from pool_mutations import mutate, mutate_value, no_hang
 
 from warpbus.errors import ConnectionLost, DeviceError
 from warpbus.pool.channel import Channel
@@ -135,16 +133,6 @@ CHECKS = {
     "definition": (check_definition, mutate_value, [decode(each.encode()) for each in SIGNATURES], 15_000),
     "batch": (check_batch, mutate, batches(), 40_000),
 }
-
-
-@contextmanager
-def no_hang(seconds=120):
-    """The process ends, and shows where it was, if this takes so long."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def refusal(check, data):
