@@ -17,7 +17,9 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.step import Step
 from warpbus.errors import NumericError
+from warpbus.kernels.ops import workspace
 from warpbus.qtensor import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -292,6 +294,67 @@ def test_an_engine_that_is_warm_captures_nothing_more_for_ordinary_requests(mode
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 20), strict=True):
         assert_best(model, prompt, answer)
     assert set(engine._step._graphs._captured) == graphs
+
+
+class Litter:
+    """Something that the garbage collector alone finds, and an engine that goes with it."""
+
+    def __init__(self, engine):
+        self.itself = self
+        self.engine = engine
+
+
+def test_what_is_left_of_an_engine_does_not_disturb_the_captures_of_the_next(model, monkeypatch):
+    earlier = [Engine(model) for _ in range(3)]
+    for engine in earlier:
+        engine.decode(PROMPTS, 3)
+    del engine
+    compute = Step._compute
+
+    def littering(step, key):
+        if earlier and torch.cuda.is_current_stream_capturing():
+            Litter(earlier.pop())
+            kept = [[] for _ in range(3 * gc.get_threshold()[0])]  # more than it lets pass without a look
+            del kept
+        return compute(step, key)
+
+    monkeypatch.setattr(Step, "_compute", littering)
+    for prompt, answer in zip(PROMPTS, Engine(model).decode(PROMPTS, 20), strict=True):
+        assert_best(model, prompt, answer)
+    assert not earlier
+
+
+def test_an_engine_that_nobody_needs_leaves_no_memory(model):
+    Engine(model).decode(PROMPTS, 5)
+    start, mapped = used(), mapped_bytes(GPU)
+    gc.disable()
+    try:
+        for _ in range(3):
+            Engine(model).decode(PROMPTS, 5)
+            assert mapped_bytes(GPU) == mapped
+    finally:
+        gc.enable()
+    assert abs(used() - start) <= 32 * MiB
+
+
+def test_graphs_count_in_the_engines_own_memory(model):
+    Engine(model).decode(PROMPTS[:1], 2)
+    before = {device: reserve.numel() for device, reserve in workspace._reserves.items()}
+    engine = Engine(model, max_num_seqs=8)
+    prompts = drawn_prompts(8, 1900, 9)
+    for prompt, answer in zip(prompts, engine.decode(prompts, 20), strict=True):
+        assert_best(model, prompt, answer)
+    assert {device: reserve.numel() for device, reserve in workspace._reserves.items()} == before
+    assert not engine._step._counters.any()
+
+
+def test_an_engine_that_keeps_few_graphs_answers_as_others(model):
+    engine = Engine(model, max_num_seqs=8, most_graphs=2)
+    for rows in (8, 1, 3, 8, 2):
+        prompts = drawn_prompts(rows, 300, rows)
+        for prompt, answer in zip(prompts, engine.decode(prompts, 12), strict=True):
+            assert_best(model, prompt, answer)
+        assert len(engine._step._graphs._captured) <= 2
 
 
 def test_scores_that_are_none_are_an_error_of_which_the_engine_recovers():

@@ -57,7 +57,7 @@ print(json.dumps({"phases": phases, "tokens": [len(answer), len(long)], "plan": 
 
 
 @pytest.mark.parametrize(
-    ("limit", "context", "seqs"), [(4_800_000_000, 8320, 1), (6_000_000_000, 32768, 1), (6_000_000_000, 4096, 12)]
+    ("limit", "context", "seqs"), [(5_000_000_000, 8320, 1), (6_000_000_000, 28672, 1), (6_000_000_000, 4096, 12)]
 )
 def test_encoding_and_generating_stay_within_the_plan(limit, context, seqs):
     before = torch.cuda.mem_get_info()[0]
