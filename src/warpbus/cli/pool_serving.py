@@ -28,6 +28,7 @@ def serve(
     tokens: Annotated[Path | None, typer.Option(help="file with a token and its tenant a line")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="daemon of a pool to join: warpbuss://host:7700")] = None,
     peer_token_file: Annotated[Path | None, typer.Option(help="file with an admin's token for the peers")] = None,
+    authority: Annotated[Path | None, typer.Option(help="PEM file to check other daemons' certificates")] = None,
     cpu_memory: Annotated[str, typer.Option(help="what leases may have where there is no GPU: 8GB, 50%")] = "50%",
     gpu_memory_reserve: Annotated[str, typer.Option(help="of each GPU that leases may not have: 4GB, 10%")] = "10%",
     sharing: Annotated[str, typer.Option(help="how GPUs are shared: auto, mps or slices (of time)")] = "auto",
@@ -57,6 +58,7 @@ def serve(
         tokens=tokens,
         peers=tuple(peer or ()),
         peer_token=None if peer_token_file is None else read_token(peer_token_file),
+        authority=authority,
         cpu_memory=cpu_memory,
         gpu_memory_reserve=gpu_memory_reserve,
         sharing=sharing,  # type: ignore[arg-type]  # it is checked

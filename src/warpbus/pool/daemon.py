@@ -13,6 +13,7 @@ import secrets
 import socket
 import stat
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,8 @@ class Daemon:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._desk is not None:
+            await self._desk.close()
         await self.host.close()
         self._gpus.__exit__(None, None, None)
         self._audit.note("ended", host=self._options.name)
@@ -193,7 +196,9 @@ class Daemon:
 
     async def _begin(self, sock: socket.socket, peer: str, *, tls: bool) -> Conversation:
         timeout = self._options.handshake_timeout
-        return await Conversation.accept(sock, peer, self._tls if tls else None, timeout=timeout)
+        # The transport closes it when it has sent all, and nobody else before.
+        own = socket.socket(fileno=sock.detach())
+        return await Conversation.accept(own, peer, self._tls if tls else None, timeout=timeout)
 
     async def _converse(self, sock: socket.socket, peer: str, task: "asyncio.Task[None]", *, tls: bool) -> None:
         conversation = await self._begin(sock, peer, tls=tls)
@@ -261,7 +266,11 @@ class Daemon:
                 raise ConnectionLost(f"{asker.address} has hung up")
             error = work.exception()
             if error is None:
-                await conversation.send(Kind.ANSWER, number, work.result())
+                answer = work.result()
+                asked = question.get("do") in ("lease", "resume") and "for" not in question
+                if asked and answer["address"] == self.address:
+                    answer["address"] = ""  # the one that the client has used, which may be another name for it
+                await conversation.send(Kind.ANSWER, number, answer)
                 return
             if not isinstance(error, WarpbusError):
                 _log.error("a question was not answered", exc_info=error)
@@ -320,7 +329,7 @@ class Daemon:
         found = (await self._books.addresses()).get(name)
         if found is None:
             raise UnavailableError(f"host {name} is not in the pool now: wait until it joins again")
-        return Peer(name, read_address(found), self._options.peer_token)
+        return Peer(name, replace(read_address(found), ca=self._options.authority), self._options.peer_token)
 
     async def _tick(self) -> None:
         told = ""

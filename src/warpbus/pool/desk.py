@@ -3,12 +3,13 @@
     {"do": "lease", "memory": int, "share": float}       also "priority": int, "on": str | None, "movable": bool,
                                                          "near": the id of a lease | None
         {"queued": place in the queue, "why": str}...    {"lease": id, "key": bytes, "gpu": "host/0", "address": str}
+                                                         an empty address is that of the daemon that was asked
     {"do": "release", "lease"}                           {"released": id}
     {"do": "status"}                                     see `warpbus.pool.status`
     {"do": "migrate", "lease", "to"}
         {"phase": str, "done": int, "total": int}...     {"moved": gpu, "seconds", "pause", "bytes"}
     {"do": "drain" | "undrain", "host"}
-        {"phase"...}...                                  {"drained" | "undrained": host, "moves": int, "failed": {id: why}}
+        {"phase"...}...                                  {"drained" | "undrained": host, "moves": int, "failed"}
     {"do": "suspend", "lease"}  {"phase"...}...          {"suspended": id, "seconds", "bytes"}
     {"do": "resume", "lease", "on": str | None}          as "lease"
 
@@ -137,6 +138,12 @@ class Desk:
         await self._settle()
         if not self._background:
             self._spawn(self._make_room())
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     # Leases
 

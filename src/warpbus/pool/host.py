@@ -222,9 +222,15 @@ class Host:
             LeaseLostError: its process has died over it.
         """
         tenancy = self._living(lease)
-        done = await self._work(
-            tenancy, {"do": "migrate", "to": to, "ticket": ticket, "door": door(ticket)}, "moved", tell
-        )
+        authority = self._options.authority
+        question = {
+            "do": "migrate",
+            "to": to,
+            "ca": None if authority is None else str(authority),
+            "ticket": ticket,
+            "door": door(ticket),
+        }
+        done = await self._work(tenancy, question, "moved", tell)
         if self.tenancies.get(lease) is tenancy:  # it is not on another GPU of this machine
             self._remember(lease, Gone(time.monotonic(), tenancy.order.key, address=to))
         await self._end(tenancy, f"it has moved to {to}")
@@ -320,6 +326,7 @@ class Host:
             "private_key": None if key is None else str(key),
             "ticket": order.ticket,
             "saved": str(self._saved(order.lease) / "state") if order.saved else None,
+            "content": str(self._options.directory / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()),
         }
 
     async def _listen(self, tenancy: Tenancy) -> None:

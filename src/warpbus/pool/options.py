@@ -76,7 +76,7 @@ class PoolOptions:
     max_queued: int = 256
     max_asking: int = 64
     handshake_timeout: float = 10.0
-    idle_timeout: float = 600.0
+    idle_timeout: float = 86400.0
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

@@ -6,7 +6,7 @@ of their own callers on to it, and tell it each second what lives with them (`Me
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from warpbus.errors import ConnectionLost, UsageError
@@ -192,5 +192,5 @@ async def first_that_answers(peers: tuple[str, ...], token: str | None) -> Addre
             answer = await ask(to, token, {"do": "broker"})
         except ConnectionLost:
             continue
-        return to if answer["address"] is None else read_address(str(answer["address"]))
+        return to if answer["address"] is None else replace(read_address(str(answer["address"])), ca=to.ca)
     return None

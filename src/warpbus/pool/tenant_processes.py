@@ -8,7 +8,8 @@ The daemon says:
     {"do": "setup", ...}                                once, see `Host`; "ticket" if the lease moves here, "saved" if
                                                         it goes on from a file
     {"do": "client", "tls": bool}                       and a socket whose preamble was read
-    {"do": "migrate", "to": address, "ticket": bytes, "door": 16 bytes for the preamble}
+    {"do": "migrate", "to": address for clients, too, "ca": file to check its certificate with | None,
+     "ticket": bytes, "door": 16 bytes for the preamble}
     {"do": "suspend", "path": str}
     {"do": "end", "reason": str}                        for the clients; the process is to end
 

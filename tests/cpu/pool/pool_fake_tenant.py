@@ -1,4 +1,4 @@
-"""A tenant's process without torch, so that it starts at once: it welcomes clients, moves and is saved, and holds nothing.
+"""A tenant's process without torch, so that it starts at once: it welcomes clients, moves, is saved, and holds nothing.
 
 The last digit of its lease's memory says what it does wrong.
 """
@@ -18,7 +18,9 @@ REFUSES_TO_MOVE, DIES_BEFORE, DIES_AFTER, NEVER_READY = 1, 2, 3, 4
 class _Torch(types.ModuleType):
     """All that the pool's protocol wants of torch: names."""
 
-    dtype, layout, memory_format = (type(name, (), {"__init__": lambda self, _: None}) for name in ("dtype", "la", "me"))
+    dtype, layout, memory_format = (
+        type(name, (), {"__init__": lambda self, _: None}) for name in ("dtype", "la", "me")
+    )
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):

@@ -1,0 +1,408 @@
+"""A machine's daemon, with tenants' processes that hold nothing: connections, leases, their ends, and two daemons."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pool_fake_tenant as fake
+import pytest
+import trustme
+
+from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UsageError
+from warpbus.pool.address import address
+from warpbus.pool.channel import Channel, connect
+from warpbus.pool.daemon import Daemon
+from warpbus.pool.frames import Kind
+from warpbus.pool.options import PoolOptions
+from warpbus.pool.steering import Steering, sent_error
+from warpbus.pool.wire import decode, encode
+
+MEMORY = 10_000_000
+ADMIN, ANN, BOB = "admin-token-0123456", "ann-token-01234567", "bob-token-01234567"
+
+
+class Served:
+    """A daemon that runs in a thread of its own."""
+
+    def __init__(self, options: PoolOptions) -> None:
+        self.options = options
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.daemon = self.run(self._start())
+        self.address = address(self.daemon.address)
+
+    async def _start(self) -> Daemon:
+        daemon = Daemon(self.options, program="pool_fake_tenant")
+        await daemon.start()
+        return daemon
+
+    def run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def close(self) -> None:
+        self.run(self.daemon.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def steering(self, token: str | None = None) -> Steering:
+        return Steering(self.address, token)
+
+    def audit(self) -> list[dict]:
+        return [json.loads(line) for line in (self.options.directory / "audit.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def serving(directory: Path, **options):
+    given = {"name": "mill", "port": 0, "cpu_memory": "1GB", "spare": 2, "directory": directory} | options
+    served = Served(PoolOptions(**given))
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("mill")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def peers(served, tmp_path_factory):
+    """Another machine in the same pool."""
+    with serving(tmp_path_factory.mktemp("dam"), name="dam", peers=(str(served.address),)) as found:
+        yield found
+
+
+@pytest.fixture
+def steering(served):
+    with served.steering() as found:
+        yield found
+
+
+def lease(steering: Steering, wrong: int = 0, **options) -> dict:
+    return steering.ask({"do": "lease", "memory": MEMORY + wrong, "share": 0.1, **options}, timeout=60)
+
+
+def greet(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
+    channel = connect(where, bytes.fromhex(granted["lease"]))
+    channel.send(Kind.HELLO, 0, encode({"protocol": 1, "key": granted["key"], **hello}))
+    frame = channel.receive(30)
+    return channel, frame.kind, decode(frame.payload)
+
+
+def entry(steering: Steering, granted: dict) -> dict | None:
+    leases = steering.ask({"do": "status"})["leases"]
+    return next((each for each in leases if each["id"] == granted["lease"]), None)
+
+
+def until(condition, seconds: float = 30.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def test_a_client_gets_a_lease_and_reaches_its_process(served, steering):
+    assert steering.welcome["tenant"] == "local"
+    granted = lease(steering)
+    assert granted["gpu"] == "mill/0"
+    assert granted["address"] == ""  # the one that was asked
+    channel, kind, welcome = greet(served.address, granted)
+    assert kind is Kind.WELCOME
+    assert welcome["pid"] != os.getpid()
+    found = until(lambda: (e := entry(steering, granted)) and e["memory_used"] == 7 and e)
+    assert (found["state"], found["gpu"], found["tenant"]) == ("placed", "mill/0", "local")
+    assert steering.ask({"do": "release", "lease": granted["lease"]}) == {"released": granted["lease"]}
+    with pytest.raises(ConnectionLost):
+        channel.receive(10)
+    assert entry(steering, granted) is None
+
+
+def test_what_became_of_a_lease_is_told_to_who_has_its_key(served, steering):
+    granted = lease(steering)
+    steering.ask({"do": "release", "lease": granted["lease"]})
+    _, kind, said = greet(served.address, granted)
+    assert (kind, said["type"]) == (Kind.REFUSED, "LeaseLostError")
+    assert "it was released" in said["message"]
+    _, kind, said = greet(served.address, {**granted, "key": b"another"})
+    assert kind is Kind.REFUSED
+    assert "knows nothing of" in said["message"]
+
+
+def test_a_process_that_dies_takes_its_own_lease_alone(served, steering):
+    first, second = lease(steering), lease(steering)
+    channels = [greet(served.address, each) for each in (first, second)]
+    os.kill(channels[0][2]["pid"], signal.SIGKILL)
+    until(lambda: entry(steering, first) is None)
+    assert entry(steering, second)["state"] == "placed"
+    with pytest.raises(ConnectionLost):
+        channels[0][0].receive(10)
+    assert channels[1][0].receive(0.1) is None
+    _, kind, said = greet(served.address, first)
+    assert kind is Kind.REFUSED
+    assert isinstance(sent_error(said), LeaseLostError)
+    assert "killed by signal 9 (SIGKILL)" in said["message"]
+    assert any(line["what"] == "lost" and line["lease"] == first["lease"] for line in served.audit())
+    steering.ask({"do": "release", "lease": second["lease"]})
+
+
+def test_a_process_that_does_not_start_is_an_error_and_no_lease(steering):
+    with pytest.raises(DeviceError, match="the GPU is on fire"):
+        lease(steering, fake.NEVER_READY)
+    assert steering.ask({"do": "status"})["leases"] == []
+
+
+def test_who_waits_is_told_and_gets_the_room_that_is_freed(served, steering):
+    large = steering.ask({"do": "lease", "memory": 900_000_000, "share": 0.5}, timeout=60)
+    told, granted = [], []
+    with served.steering() as other:
+
+        def wait() -> None:
+            granted.append(other.ask({"do": "lease", "memory": 900_000_000, "share": 0.5}, told.append, timeout=60))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until(lambda: told)
+        assert told[0]["queued"] == 1
+        assert "0.10 GB" in told[0]["why"]
+        with served.steering() as third:  # hangs up, and so gives up its place
+            impatient = threading.Thread(
+                target=lambda: pytest.raises(
+                    ConnectionLost, third.ask, {"do": "lease", "memory": 900_000_000, "share": 0.5}
+                )
+            )
+            impatient.start()
+            until(lambda: len(steering.ask({"do": "status"})["queue"]) == 2)
+        impatient.join()
+        until(lambda: len(steering.ask({"do": "status"})["queue"]) == 1)
+        steering.ask({"do": "release", "lease": large["lease"]})
+        thread.join()
+        steering.ask({"do": "release", "lease": granted[0]["lease"]})
+
+
+def _ask_in_vain(steering: Steering) -> None:
+    with pytest.raises(ConnectionLost):
+        steering.ask({"do": "lease", "memory": 900_000_000, "share": 0.5})
+
+
+def test_a_lease_without_its_client_is_reclaimed(tmp_path):
+    with serving(tmp_path, grace=1.5) as short, short.steering() as steering:
+        kept, left = lease(steering), lease(steering)
+        channel, _, _ = greet(short.address, kept)
+        other, _, welcome = greet(short.address, left)
+        other.close()
+        until(lambda: entry(steering, left) is None)
+        assert entry(steering, kept)["state"] == "placed"
+        until(lambda: not Path(f"/proc/{welcome['pid']}").exists())
+        assert any(line["what"] == "reclaimed" and line["lease"] == left["lease"] for line in short.audit())
+        _, _, said = greet(short.address, left)
+        assert "not seen for" in said["message"]
+        channel.close()
+
+
+def test_suspended_and_resumed_after_a_restart(tmp_path):
+    with serving(tmp_path) as before, before.steering() as steering:
+        granted, lost = lease(steering), lease(steering)
+        done = steering.ask({"do": "suspend", "lease": granted["lease"]})
+        assert done == {"suspended": granted["lease"], "seconds": 0.1, "bytes": 5}
+        assert entry(steering, granted)["state"] == "suspended"
+    with serving(tmp_path) as after, after.steering() as steering:
+        assert entry(steering, lost) is None
+        again = steering.ask({"do": "resume", "lease": granted["lease"], "on": None}, timeout=60)
+        assert again == granted
+        assert greet(after.address, again)[2]["saved"] is True
+        assert list((tmp_path / "suspended").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {},
+        {"do": 5},
+        {"do": "dance"},
+        {"do": "lease"},
+        {"do": "lease", "memory": "8GB", "share": 0.5},
+        {"do": "lease", "memory": True, "share": 0.5},
+        {"do": "lease", "memory": 0, "share": 0.5},
+        {"do": "lease", "memory": 2**62, "share": 0.5},
+        {"do": "lease", "memory": 1000, "share": float("nan")},
+        {"do": "lease", "memory": 1000, "share": 0.5, "on": "nowhere/0"},
+        {"do": "release", "lease": "unknown"},
+        {"do": "migrate", "lease": b"", "to": 3},
+        {"do": "end", "lease": "../../etc", "why": ""},
+        {"do": "receive", "lease": "ff"},
+        {"do": "join", "host": "x", "gpus": 3},
+        {"do": "drain", "host": "nowhere"},
+    ],
+)
+def test_nonsense_is_answered_with_an_error(steering, question):
+    with pytest.raises((UsageError, DeviceError)):
+        steering.ask(question, timeout=30)
+    assert steering.ask({"do": "status"})["leases"] == []
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"WARPBUS1", b"WARPBUS1" + bytes(16) + b"\xff" * 400])
+def test_preambles_of_garbage(served, steering, sent):
+    with socket.create_connection((served.address.host, served.address.port)) as sock:
+        sock.sendall(sent)
+        sock.shutdown(socket.SHUT_WR)
+        sock.settimeout(30)
+        with suppress(ConnectionResetError):
+            assert len(sock.recv(1 << 16)) < 1000
+    assert steering.ask({"do": "status"})["queue"] == []
+
+
+def test_half_open_connections_do_not_keep_others_out(tmp_path):
+    with serving(tmp_path, max_unfinished=50, spare=0) as small, ExitStack() as stack:
+        for _ in range(400):
+            sock = stack.enter_context(socket.create_connection((small.address.host, small.address.port)))
+            sock.sendall(b"WARPB")
+        with small.steering() as steering:
+            assert steering.ask({"do": "status"})["leases"] == []
+        assert small.run(_count(small.daemon)) <= 55
+
+
+async def _count(daemon: Daemon) -> int:
+    return len(daemon._tasks)
+
+
+def test_silent_connections_are_closed(tmp_path):
+    with serving(tmp_path, handshake_timeout=0.3, spare=0) as quick:
+        for sent in (b"WARPB", b"WARPBUS1" + bytes(16)):
+            with socket.create_connection((quick.address.host, quick.address.port), timeout=30) as sock:
+                sock.sendall(sent)
+                assert sock.recv(1000) == b""
+
+
+def test_tokens_limits_and_tls(tmp_path):
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    certificate, key, trust = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    authority.cert_pem.write_to_path(trust)
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{ADMIN} ops admin\n{ANN} ann memory=15MB leases=2\n{BOB} bob\n")
+    tokens.chmod(0o600)
+    with serving(tmp_path, certificate=certificate, key=key, tokens=tokens, advertise="localhost") as secured:
+        assert secured.address.transport == "tls"
+        secured.address = address(f"{secured.address}?ca={trust}")
+        for wrong in (None, "nobodys-token-0123"):
+            with pytest.raises(UsageError, match="does not accept the token"):
+                secured.steering(wrong)
+        with secured.steering(ANN) as ann, secured.steering(BOB) as bob, secured.steering(ADMIN) as admin:
+            granted = lease(ann)
+            _, kind, _ = greet(secured.address, granted)
+            assert kind is Kind.WELCOME
+            with pytest.raises(UsageError, match="ann asks for"):
+                lease(ann)
+            for question in ({"do": "release"}, {"do": "migrate", "to": "mill/0"}, {"do": "suspend"}):
+                with pytest.raises(UsageError, match="another tenant"):
+                    bob.ask({**question, "lease": granted["lease"]})
+            for do in ("drain", "receive", "order", "join"):
+                with pytest.raises(UsageError, match="only an admin"):
+                    bob.ask({"do": do, "host": "mill", "lease": granted["lease"]})
+            with pytest.raises(UsageError, match="only an admin"):
+                bob.ask({"do": "release", "lease": granted["lease"], "for": {"tenant": "ann", "admin": True}})
+            admin.ask({"do": "release", "lease": granted["lease"]})
+        with pytest.raises(DeviceError, match="not trusted"):
+            Steering(address(secured.daemon.address), ANN)
+        said = (tmp_path / "audit.jsonl").read_text()
+        assert not any(secret in said for secret in (ADMIN, ANN, BOB, granted["key"].hex()))
+
+
+def test_beyond_this_machine_it_wants_tokens_and_tls():
+    with pytest.raises(UsageError, match="give --certificate, --key and --tokens"):
+        PoolOptions(host="0.0.0.0")
+
+
+def test_a_unix_socket_that_only_this_user_opens(tmp_path):
+    path = tmp_path / "pool.sock"
+    with serving(tmp_path, unix=path, spare=0):
+        assert path.stat().st_mode & 0o777 == 0o600
+        with Steering(address(f"warpbus+unix://{path}"), None) as steering:
+            granted = lease(steering)
+            assert greet(address(f"warpbus+unix://{path}"), granted)[1] is Kind.WELCOME
+    assert not path.exists()
+
+
+def test_a_lease_moves_to_another_machine(served, peers, steering):
+    granted = lease(steering, on="mill")
+    channel, _, before = greet(served.address, granted)
+    told = []
+    done = steering.ask({"do": "migrate", "lease": granted["lease"], "to": "dam/0"}, told.append, timeout=60)
+    assert (done["moved"], done["pause"], done["bytes"]) == ("dam/0", 0.01, 123)
+    assert {"phase": "copying", "done": 1, "total": 2} in told
+    assert entry(steering, granted)["gpu"] == "dam/0"
+    with pytest.raises(ConnectionLost):
+        channel.receive(10)
+    _, kind, said = greet(served.address, granted)  # it knows where it went
+    assert (kind, said) == (Kind.MOVED, {"address": peers.daemon.address, "final": True})
+    _, kind, after = greet(peers.address, granted)
+    assert (kind, after["gpu"]) == (Kind.WELCOME, "dam/0")
+    assert after["pid"] != before["pid"]
+    moved = [line for line in served.audit() if line["what"] == "migration" and line["lease"] == granted["lease"]]
+    assert [(line["source"], line["target"], line["moved"]) for line in moved] == [("mill/0", "dam/0", True)]
+    steering.ask({"do": "release", "lease": granted["lease"]})
+    until(lambda: not Path(f"/proc/{after['pid']}").exists())
+
+
+def test_a_move_that_is_refused_leaves_the_lease_where_it_lives(served, peers, steering):
+    granted = lease(steering, fake.REFUSES_TO_MOVE, on="mill")
+    with pytest.raises(DeviceError, match="it does not want to"):
+        steering.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)
+    assert entry(steering, granted)["gpu"] == "mill/0"
+    assert greet(served.address, granted)[1] is Kind.WELCOME
+    assert greet(peers.address, granted)[1] is Kind.REFUSED
+    steering.ask({"do": "release", "lease": granted["lease"]})
+
+
+def test_the_source_dies_when_the_target_lives(served, peers, steering):
+    granted = lease(steering, fake.DIES_AFTER, on="mill")
+    assert steering.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)["moved"] == "dam/0"
+    assert entry(steering, granted)["gpu"] == "dam/0"
+    assert greet(peers.address, granted)[1] is Kind.WELCOME
+    steering.ask({"do": "release", "lease": granted["lease"]})
+
+
+def test_the_source_dies_before_and_the_lease_is_lost_once(served, peers, steering):
+    served.run(_patience(served.daemon, 0.5))
+    granted = lease(steering, fake.DIES_BEFORE, on="mill")
+    with pytest.raises(LeaseLostError, match="died while it moved"):
+        steering.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)
+    assert entry(steering, granted) is None
+    for where in (served.address, peers.address):
+        assert greet(where, granted)[1] is Kind.REFUSED
+
+
+async def _patience(daemon: Daemon, seconds: float) -> None:
+    daemon._desk._moving._claim = seconds
+
+
+def test_a_machine_is_drained(served, peers, steering):
+    granted = [lease(steering, on="dam"), lease(steering, on="dam")]
+    assert all(each["address"] == peers.daemon.address for each in granted)
+    with peers.steering() as other:  # which hands it on to the one that has the broker
+        done = other.ask({"do": "drain", "host": "dam"}, timeout=60)
+        assert (done["drained"], done["moves"], done["failed"]) == ("dam", 2, {})
+        assert {entry(other, each)["gpu"] for each in granted} == {"mill/0"}
+        other.ask({"do": "undrain", "host": "dam"})
+    for each in granted:
+        steering.ask({"do": "release", "lease": each["lease"]})
+
+
+def test_a_process_that_dies_on_another_machine_is_heard_of(served, peers, steering):
+    granted = lease(steering, on="dam")
+    _, _, welcome = greet(peers.address, granted)
+    until(lambda: entry(steering, granted)["memory_used"] == 7)
+    os.kill(welcome["pid"], signal.SIGKILL)
+    until(lambda: entry(steering, granted) is None)
