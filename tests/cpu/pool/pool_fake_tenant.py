@@ -42,7 +42,10 @@ def main(descriptor: int) -> None:
 
     end = socket.socket(fileno=descriptor)
     channels: list[Channel] = []
-    setup, _ = control.receive(end)
+    try:
+        setup, _ = control.receive(end)
+    except RuntimeError:  # it was a spare one
+        return
     wrong = setup["memory"] % 10
     connected = 0
 

@@ -175,11 +175,7 @@ def test_who_waits_is_told_and_gets_the_room_that_is_freed(served, steering):
         assert told[0]["queued"] == 1
         assert "0.10 GB" in told[0]["why"]
         with served.steering() as third:  # hangs up, and so gives up its place
-            impatient = threading.Thread(
-                target=lambda: pytest.raises(
-                    ConnectionLost, third.ask, {"do": "lease", "memory": 900_000_000, "share": 0.5}
-                )
-            )
+            impatient = threading.Thread(target=_ask_in_vain, args=(third,))
             impatient.start()
             until(lambda: len(steering.ask({"do": "status"})["queue"]) == 2)
         impatient.join()
@@ -402,7 +398,9 @@ def test_a_machine_is_drained(served, peers, steering):
 
 def test_a_process_that_dies_on_another_machine_is_heard_of(served, peers, steering):
     granted = lease(steering, on="dam")
-    _, _, welcome = greet(peers.address, granted)
+    channel, _, welcome = greet(peers.address, granted)
     until(lambda: entry(steering, granted)["memory_used"] == 7)
     os.kill(welcome["pid"], signal.SIGKILL)
     until(lambda: entry(steering, granted) is None)
+    with pytest.raises(ConnectionLost):
+        channel.receive(10)
