@@ -5,10 +5,10 @@ call that fails poisons its new results and what other calls would have computed
 left it. Autograd never runs here: the client has it. Nothing is read back from the device but for an answer.
 """
 
+import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from struct import Struct
 from typing import Any
 
 import torch
@@ -179,10 +179,10 @@ class Executor:
             self.failures.extend(Failure.read(failure) for failure in state["failures"])
             self._generator().set_state(torch.frombuffer(bytearray(state["random"]), dtype=torch.uint8))
             self.executed, self.calls = int(state["executed"]), int(state["calls"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:
             raise DeviceError(f"what was to be a lease's state is none: {type(error).__name__}: {error}") from None
 
-    def _layout(self, number: int) -> Struct:
+    def _layout(self, number: int) -> struct.Struct:
         try:
             return self._definitions[number].layout
         except KeyError:

@@ -30,8 +30,8 @@ class Slices:
 
     def spend(self, seconds: float, now: float) -> None:
         """It was busy; that may be more than there was to spend, and is waited for afterwards."""
-        self._refill(now)
         self._tokens -= seconds
+        self._refill(now)  # it went on being filled meanwhile
 
     def _refill(self, now: float) -> None:
         self._tokens = min(self._most, self._tokens + (now - self._last) * self._share)
