@@ -12,6 +12,7 @@ from warpbus.bench.breakdown import Launch, breakdown, described
 from warpbus.bench.cases import Run, run
 from warpbus.bench.decode import DECODE
 from warpbus.bench.plain import PlainDecoder
+from warpbus.engine.plan import CONTEXT_BYTES
 from warpbus.errors import DeviceError, SchemeError, UsageError
 from warpbus.models import SHAPES, random_model
 from warpbus.qtensor import Scheme
@@ -117,10 +118,11 @@ def test_a_planned_model_is_laid_out_within_its_limit(monkeypatch):
     config, scheme = tiny("chatglm2-6b"), Scheme.parse("w4a16-g32")
     assert footprint._made(config, scheme, torch.float16, CPU, 0, 64)[1] is None
     assert enforced == []
-    model, plan = footprint._made(config, scheme, torch.float16, CPU, 640_000_000, 64)
+    limit = CONTEXT_BYTES + 80_000_000
+    model, plan = footprint._made(config, scheme, torch.float16, CPU, limit, 64)
     assert enforced == [plan]
     assert (plan.context, plan.pool_tokens) == (64, 64)
-    assert plan.total <= 640_000_000
+    assert plan.total <= limit
     assert model.config == config
 
 
