@@ -79,7 +79,7 @@ def move_engine(
     meanwhile = _times(engine, None, until=lambda: not preparing.is_alive())
     copying = _times(engine, None, until=move.copy_ahead)
     last = time.perf_counter()
-    moved = move.finish()
+    _, moved = move.finish()
     while not engine.step():  # until the first token is there
         pass
     gap = time.perf_counter() - last

@@ -4,7 +4,7 @@
     move.prepare()                      # may run in a thread of its own
     while not move.copy_ahead():        # between two steps
         engine.step()
-    moved = move.finish()               # the pause; the same engine object goes on there
+    pieces, moved = move.finish()       # the pause; the same engine object goes on there
     move.release()                      # what it had on the first GPU
 
 Weights never change: they are copied beforehand, and kernels are loaded and graphs captured. A block of the cache that
@@ -24,7 +24,7 @@ from torch import nn
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
 from warpbus.engine.sequence import Piece, Sequence
-from warpbus.errors import UsageError
+from warpbus.errors import DeviceError, UsageError
 from warpbus.models import Decoder
 from warpbus.models.layers import Rotary
 
@@ -40,7 +40,6 @@ class Moved:
     """What a move took.
 
     Attributes:
-        pieces: what the steps have brought that were under way when the pause began.
         weights: bytes of the model, copied beforehand.
         ahead: bytes of the cache that were copied while the engine answered.
         paused: bytes of the cache that were copied in the pause.
@@ -48,7 +47,6 @@ class Moved:
         pause: seconds in which nothing was computed, from the last result on one device until all is on the other.
     """
 
-    pieces: list[tuple[Sequence, Piece]]
     weights: int
     ahead: int
     paused: int
@@ -89,12 +87,17 @@ class Move:
         """
         started = time.perf_counter()
         engine = self._engine
-        with torch.no_grad(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            model, self._weights = _copied(engine.model, engine.device, self._device)
-            twin = engine.twin(model, dormant=Dormant(model) if engine.can_sleep else None)
-            # Those that run grow meanwhile.
-            longest = engine.longest
-            twin.warm(rows=engine.max_num_seqs, lengths=[longest, longest + _GROWTH] if longest else [])
+        try:
+            with torch.no_grad(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                model, self._weights = _copied(engine.model, engine.device, self._device)
+                twin = engine.twin(model, dormant=Dormant(model) if engine.can_sleep else None)
+                # Those that run grow meanwhile.
+                longest = engine.longest
+                twin.warm(rows=engine.max_num_seqs, lengths=[longest, longest + _GROWTH] if longest else [])
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                f"{self._device}: out of memory for a copy of the model: end what else uses this GPU, or choose another"
+            ) from error
         self._twin = twin
         self._preparing = time.perf_counter() - started
 
@@ -109,8 +112,11 @@ class Move:
         self._ahead += self._copy(chosen)
         return len(left) - len(chosen) <= _LITTLE
 
-    def finish(self) -> Moved:
+    def finish(self) -> tuple[list[tuple[Sequence, Piece]], Moved]:
         """Let the steps that are under way end, copy the rest, and let the engine go on on the other device.
+
+        Returns:
+            what the steps have brought that were under way, and what the move took.
 
         Raises:
             DeviceError: the other device has not enough memory for the cache; the engine stays where it is.
@@ -123,7 +129,8 @@ class Move:
         engine.become(twin)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return Moved(pieces, self._weights, self._ahead, paused, self._preparing, time.perf_counter() - started)
+        pause = time.perf_counter() - started
+        return pieces, Moved(self._weights, self._ahead, paused, self._preparing, pause)
 
     def release(self) -> None:
         """Give back what the engine had before `finish`, or what was made ready if it did not come to that."""

@@ -54,8 +54,8 @@ def moved(model, params, before, blocks=2, **options):
     step()
     while not move.copy_ahead(blocks):
         step()
-    done = move.finish()
-    for sequence, piece in done.pieces:
+    last, done = move.finish()
+    for sequence, piece in last:
         pieces.setdefault(sequence, []).append(piece)
     move.release()
     for sequence, more in finish(engine).items():

@@ -55,7 +55,7 @@ def move_while_it_answers(engine, device):
     assert not failed, failed
     while not move.copy_ahead():
         engine.step()
-    done = move.finish()
+    _, done = move.finish()
     move.release()
     return done
 
@@ -85,7 +85,7 @@ def test_answers_are_those_of_an_engine_that_stays(params, scheme, dtype, option
     move.prepare()
     while not move.copy_ahead():
         engine.step()
-    done = move.finish()
+    _, done = move.finish()
     move.release()
     assert engine.device == OTHER
     assert done.ahead > 0
