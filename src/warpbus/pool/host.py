@@ -324,6 +324,10 @@ class Host:
             "environment": self._gpus.environment(order.gpu, order.memory, order.share),
             "certificate": None if certificate is None else str(certificate),
             "private_key": None if key is None else str(key),
+            # Each tenant has its own: who knows a hash must not learn that somebody else has these bytes.
+            "content": str(
+                self._options.directory / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()[:32]
+            ),
             "ticket": order.ticket,
             "saved": str(self._saved(order.lease) / "state") if order.saved else None,
             "content": str(self._options.directory / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()),
@@ -334,6 +338,8 @@ class Host:
         while (said := await tenancy.process.said.get()) is not None:
             with suppress(UsageError):
                 self._heard(tenancy, said)
+            if said.get("event") in ("ready", "arrived"):
+                self._spawn(self._tell_neighbours(tenancy.order.gpu))
         how = await tenancy.process.end()
         lease = tenancy.order.lease
         why = tenancy.ending or f"its process {how}"
@@ -350,9 +356,19 @@ class Host:
             if lease not in self._gone:
                 self._remember(lease, Gone(time.monotonic(), tenancy.order.key, why))
         tenancy.ended.set()
+        self._spawn(self._tell_neighbours(tenancy.order.gpu))
         if tenancy.ending is None:
             self._audit.note("lost", tenant=tenancy.order.tenant, lease=lease, gpu=tenancy.order.gpu, why=why)
             self._reports.lost(lease, why, arriving=arriving)
+
+    async def _tell_neighbours(self, gpu: str) -> None:
+        """Where GPUs are shared by slices of time, tell the processes on one how many others are there."""
+        if self._gpus.device == "cpu" or self._gpus.mps:
+            return
+        there = [each for each in self.tenancies.values() if each.order.gpu == gpu and each.ending is None]
+        for each in there:
+            with suppress(DeviceError):
+                await each.process.tell({"do": "neighbours", "count": len(there) - 1})
 
     def _heard(self, tenancy: Tenancy, said: dict[str, Any]) -> None:
         event, lease = said.get("event"), tenancy.order.lease
@@ -368,6 +384,9 @@ class Host:
             self._gone.pop(lease, None)
             tenancy.order = replace(tenancy.order, ticket=None)
             self._reports.arrived(lease)
+        elif event == "failed" and self._arriving.get(lease) is tenancy:
+            self._spawn(self.call_off(lease, str(said.get("message"))))
+            self._reports.lost(lease, str(said.get("message")), arriving=True)
         elif tenancy.work is not None:
             tenancy.work.put_nowait(said)
 

@@ -19,10 +19,10 @@ from warpbus.cuda.memory_size import parse_memory
 from warpbus.errors import DeviceError, UsageError
 from warpbus.pool.leases import Gpu
 from warpbus.pool.options import PoolOptions
+from warpbus.pool.storages import allowance
 
-# What a tenant's process allocates beside the storages that its quota counts: workspaces of libraries, and results that
-# are not finished. MPS has to let it.
-_BESIDE_THE_QUOTA = 1 << 30
+# What libraries and CUDA itself have on a GPU for a process, beside what PyTorch allocates. MPS has to let it.
+_CONTEXT = 1 << 30
 
 
 class SharedGpus:
@@ -74,7 +74,7 @@ class SharedGpus:
             return {}
         index = next(each.index for each in self.gpus if each.name == gpu)
         if self._daemons:
-            return self._daemons[index].environment() | mps.limits(memory + _BESIDE_THE_QUOTA, share)
+            return self._daemons[index].environment() | mps.limits(memory + allowance(memory) + _CONTEXT, share)
         return {"CUDA_VISIBLE_DEVICES": self._installed[index].uuid}
 
     def threads(self, share: float) -> int:

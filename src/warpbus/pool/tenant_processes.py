@@ -11,6 +11,7 @@ The daemon says:
     {"do": "migrate", "to": address for clients, too, "ca": file to check its certificate with | None,
      "ticket": bytes, "door": 16 bytes for the preamble}
     {"do": "suspend", "path": str}
+    {"do": "neighbours", "count": int}                  other leases on its GPU, where time is shared in slices
     {"do": "end", "reason": str}                        for the clients; the process is to end
 
 and the process:
