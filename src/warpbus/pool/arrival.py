@@ -63,6 +63,8 @@ class Arrival:
                 self._known(handle)
                 self._storages.free(handle)
                 del self._received[handle]
+        elif what == "define" and len(values) == 1 and type(values[0]) is int:
+            self._executor.foresee(values[0], raw)
         elif what in ("state", "manifest") and len(values) == 1:
             check(values[0], raw, f"the lease's {what}")
             blob, most = (self._state, MAX_STATE) if what == "state" else (self._manifest, MAX_STORAGES * ENTRY.size)

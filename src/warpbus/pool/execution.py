@@ -7,7 +7,7 @@ left it. Autograd never runs here: the client has it. Nothing is read back from 
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -160,6 +160,19 @@ class Executor:
             "results": [[handle, *_outline(each.result)] for handle, each in live.items() if each.result is not None],
         }
 
+    @property
+    def definitions(self) -> Mapping[int, Definition]:
+        """Kinds of calls, by the number that the client calls them by."""
+        return self._definitions
+
+    def foresee(self, number: int, encoded: bytes | memoryview) -> None:
+        """Get ready for calls that the state which is to be restored will define: that takes longer than the state.
+
+        Raises:
+            DeviceError: that is no definition.
+        """
+        self._define(number, encoded)
+
     def restore(self, state: dict[str, Any]) -> None:
         """Become what another executor was, whose storages have been made here already.
 
@@ -168,7 +181,8 @@ class Executor:
         """
         try:
             for number, encoded in state["definitions"]:
-                self._define(number, encoded)
+                if number not in self._definitions or self._definitions[number].encoded != encoded:
+                    self._define(number, encoded)
             for handle, failure in state["poisoned"]:
                 self.storages.poison(handle, Failure.read(failure))
             for handle, value in state["values"]:

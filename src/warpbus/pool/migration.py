@@ -62,6 +62,9 @@ SILENCE = 600.0
 """Seconds after which a destination gives up a source that says nothing, or a client that does not claim it."""
 
 
+# Seconds between two batches, when there is nothing to do but to wait for the destination.
+_NAP = 0.01
+
 # Seconds: the client waits meanwhile to be told where the lease is.
 _CONFIRMATION = 2.0
 
@@ -179,6 +182,8 @@ class Source:
         self._shared = shared
         self._clock = clock
         self._precopy = Precopy(executor.storages, little)
+        self._foreseen: dict[int, bytes] = {}
+        self._awaited = 0  # answers that the destination is ready for what was defined
         self._number = 0
         self._began = 0.0
 
@@ -209,9 +214,11 @@ class Source:
         self._expect(SourceState.COPYING)
         with self._staying():
             self._tell_storages()
-            self._outgoing.send(self._precopy.ahead(budget))
+            self._tell_definitions()
             precopy = self._precopy
-            return Progress(precopy.sent, self._executor.storages.used, precopy.rounds, precopy.settled)
+            self._outgoing.send(precopy.ahead(budget))
+            settled = precopy.settled if self._is_ready(_NAP if precopy.settled else 0.0) else ""
+            return Progress(precopy.sent, self._executor.storages.used, precopy.rounds, settled)
 
     def finish(self) -> Report:
         """Stop the lease, copy the rest, and hand it over. After this it is MOVED."""
@@ -258,6 +265,37 @@ class Source:
         for start in range(0, len(fresh), MOST_PIECES):
             self._say("create", *(number for pair in fresh[start : start + MOST_PIECES] for number in pair))
 
+    def _tell_definitions(self) -> None:
+        """The destination prepares calls while the lease executes: PyTorch may take seconds to learn what they give."""
+        found = {number: each.encoded for number, each in self._executor.definitions.items()}
+        fresh = [number for number, encoded in found.items() if self._foreseen.get(number) is not encoded]
+        for number in fresh:
+            self._say("define", number, raw=[memoryview(found[number])])
+        if fresh:
+            self._foreseen.update({number: found[number] for number in fresh})
+            self._say("ready")
+            self._awaited += 1
+
+    def _is_ready(self, timeout: float) -> bool:
+        """Whether the destination has prepared what it was told, or has within so many seconds."""
+        while self._awaited:
+            frame = self._channel.receive(timeout)
+            if frame is None:
+                return False
+            _raise_refusal(frame)
+            self._heard(frame, "ready")
+        return True
+
+    def _heard(self, frame: Frame, *expected: str) -> tuple[str, list[Value]] | None:
+        """What a frame says; None if it is that the destination is ready, and something else is expected."""
+        what, values, _ = parcels.heard(frame)
+        if what == "ready" and self._awaited:
+            self._awaited -= 1
+            return (what, values) if what in expected else None
+        if what not in expected:
+            raise parcels.malformed(f"{what[:40]!a} where {' or '.join(expected)} was expected")
+        return what, values
+
     def _blob(self, what: str, data: bytes) -> int:
         view = memoryview(data)
         for start in range(0, len(data), CHUNK):
@@ -280,11 +318,9 @@ class Source:
                 _raise_refusal(frame)
 
     def _hear(self, *expected: str) -> tuple[str, list[Value]]:
-        frame = self._frame()
-        what, values, _ = parcels.heard(frame)
-        if what not in expected:
-            raise parcels.malformed(f"{what[:40]!a} where {' or '.join(expected)} was expected")
-        return what, values
+        while (said := self._heard(self._frame(), *expected)) is None:
+            pass
+        return said
 
     def _frame(self) -> Frame:
         frame = self._channel.receive(self._timeout)
@@ -437,6 +473,8 @@ class Destination:
         elif what == "copy":
             why = self._arrival.copy(values)
             self._answer("cannot", why) if why else self._answer("copied")
+        elif what == "ready":
+            self._answer("ready")
         elif what == "end":
             self._arrival.end(values, raw)
             self._answer("prepared", self._executor.executed)

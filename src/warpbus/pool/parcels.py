@@ -7,14 +7,16 @@ raw bytes. From the source, where S stands for a storage's handle:
     create    S, nbytes...                           make these
     bytes     crc32, (S, version, offset, length)... raw: the bytes of these pieces
     copy      segments, (S, version, offset, length, segment, place)...   copy these pieces from the GPU's memory
+    define    number                                 raw: a definition of the executor's: get ready for it
+    ready                                            say so when all this is done
     state     crc32                                  raw: the next bytes of the executor's state
     manifest  crc32                                  raw: the next entries (S, nbytes, version as u64) of what there is
     end       executed, bytes of the state, entries of the manifest       that was all: check it
     commit                                           it is yours
     cancel                                           the lease goes on here
 
-and from the destination `copied` (after `copy`), `cannot` why (instead), `prepared` executed (after `end`), `living`
-(after `commit`). Why it refuses anything else comes as an ERROR frame.
+and from the destination `ready`, `copied` (after `copy`), `cannot` why (instead), `prepared` executed (after `end`),
+`living` (after `commit`). Why it refuses anything else comes as an ERROR frame.
 """
 
 import struct

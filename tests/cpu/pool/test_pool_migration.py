@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,11 +36,17 @@ class Lease:
     def __init__(self, memory: int = QUOTA, *, largest: int = 3000) -> None:
         self.storages = Storages(CPU, memory)
         self.executed = 0
+        self.definitions: dict[int, SimpleNamespace] = {}
+        self.foreseen: dict[int, bytes] = {}
         self._largest = largest
+
+    def foresee(self, number: int, encoded: memoryview) -> None:
+        self.foreseen[number] = bytes(encoded)
 
     def execute(self, number: int) -> None:
         assert number == self.executed + 1
         self.executed = number
+        self.definitions[number % 20] = SimpleNamespace(encoded=b"%d" % number)
         rng, storages = random.Random(number), self.storages
         for part in range(4):
             live = sorted(storages.sizes())
@@ -87,6 +94,7 @@ class Wire:
     breaks: Callable[["Wire", str, int, str], None] = lambda *_: None
     frames: list[str] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
+    busy: bool = False  # the destination gets to nothing
 
     def __post_init__(self) -> None:
         self.ends = {name: End(sock, self, name) for name, sock in zip("sd", socket.socketpair(), strict=True)}
@@ -101,7 +109,7 @@ class Wire:
                     return
                 assert hello is not None
                 self.destination.admit(end, decode(hello.payload))  # type: ignore[arg-type]
-            while not end.closed and self.destination.fileno() is not None and end.pending():
+            while not (self.busy or end.closed) and self.destination.fileno() is not None and end.pending():
                 self.destination.step(0.0)
         except KilledError:
             self.kill("d")
@@ -206,6 +214,36 @@ def test_a_lease_moves_with_all_that_it_holds() -> None:
     assert outcome.report.confirmed
     assert outcome.report.ahead > 0
     assert outcome.report.path == "sockets"
+
+
+def test_calls_are_prepared_before_the_pause() -> None:
+    here, there = Lease(), Lease()
+    here.execute(1)
+    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
+    source = Source(here, Wire(destination).ends["s"], ticket=TICKET)
+    source.begin()
+    assert source.copy_ahead().settled
+    assert there.foreseen == {1: b"1"}
+    for number in range(2, 22):
+        here.execute(number)  # the last of them defines the first one's anew
+    while not source.copy_ahead().settled:
+        pass
+    assert there.foreseen == {number % 20: b"%d" % number for number in range(2, 22)}
+    source.finish()
+    assert destination.state is DestinationState.LIVING
+
+
+def test_who_is_not_ready_keeps_the_lease_executing() -> None:
+    here = Lease()
+    here.execute(1)
+    wire = Wire(Destination(Lease(), ticket=TICKET, reads=lambda _: None))
+    source = Source(here, wire.ends["s"], ticket=TICKET)
+    source.begin()
+    wire.busy = True
+    assert [source.copy_ahead().settled for _ in range(3)] == [""] * 3
+    wire.busy = False
+    assert source.copy_ahead().settled
+    source.finish()
 
 
 FRAMES = move().frames
