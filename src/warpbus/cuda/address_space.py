@@ -7,8 +7,10 @@ import weakref
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from warpbus.cuda.devices import free_memory
+from warpbus.cuda.dlpack import bytes_at
 from warpbus.errors import DeviceError
 
 PIECE = 64 * 2**20
@@ -26,12 +28,10 @@ class AddressSpace(Protocol):
 
     Attributes:
         device: the CPU, or a GPU with its index.
-        address: of the first byte.
         reserved, mapped, page: bytes.
     """
 
     device: torch.device
-    address: int
     reserved: int
     page: int
 
@@ -46,6 +46,9 @@ class AddressSpace(Protocol):
 
     def export(self) -> list[int]:
         """A file descriptor for each piece that is mapped."""
+
+    def tensor(self, offset: int, size: int) -> Tensor:
+        """The bytes from `offset` on, uint8 `[size]`, which keeps the memory."""
 
 
 class Driver(Protocol):
@@ -117,6 +120,9 @@ class DeviceSpace:
             raise
         return descriptors
 
+    def tensor(self, offset: int, size: int) -> Tensor:
+        return bytes_at(self.address + offset, size, self.device, self)
+
     def _map(self, start: int, end: int) -> None:
         before, place = len(self.pieces), start
         try:
@@ -172,6 +178,44 @@ class HostSpace:
 
     def export(self) -> list[int]:
         raise DeviceError("cpu: memory of the CPU is not exported: only that of GPUs is")
+
+    def tensor(self, offset: int, size: int) -> Tensor:
+        return bytes_at(self.address + offset, size, self.device, self)
+
+
+class WholeSpace:
+    """Memory of a lent device, whose addresses are not known here: all of it is there from the beginning, zeroed."""
+
+    page = 1
+
+    def __init__(self, reserve: int, device: torch.device) -> None:
+        self.device = device
+        self.reserved = reserve
+        try:
+            self._memory = torch.zeros(reserve, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"{device}: {error}: ask for less, or lease more") from error
+
+    @property
+    def mapped(self) -> int:
+        return len(self._memory)
+
+    def grow(self, size: int) -> None:
+        """All is there, unless it was given back."""
+        raise DeviceError(f"{self.device}: memory that was given back does not come again: make another arena")
+
+    def shrink(self, size: int) -> None:
+        """It goes as a whole, with the last tensor over it."""
+        if not size:
+            self._memory = self._memory.new_empty(0)
+
+    def export(self) -> list[int]:
+        raise DeviceError(
+            f"{self.device}: memory of a lent device is not exported: only that of this machine's GPUs is"
+        )
+
+    def tensor(self, offset: int, size: int) -> Tensor:
+        return self._memory[offset : offset + size]
 
 
 def rounded_up(size: int, unit: int) -> int:

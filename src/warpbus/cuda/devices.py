@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from warpbus.cuda.lent import REMOTE, is_gpu, lent
 from warpbus.errors import DeviceError, UsageError
 
 _in_thread = threading.local()
@@ -17,7 +18,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
     Raises:
         UsageError: not a name that Warpbus knows.
-        DeviceError: a GPU that is not there.
+        DeviceError: a GPU that is not there, or a remote one that is not connected.
     """
     if device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -25,8 +26,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = torch.device("meta")
+    if str(device).partition(":")[0] == REMOTE:
+        return _resolve_remote(device, found)
     if found.type not in ("cpu", "cuda"):
-        raise UsageError(f"device is {str(device)!r}: give auto, cpu, cuda or cuda:N")
+        raise UsageError(
+            f"device is {str(device)!r}: give auto, cpu, cuda or cuda:N, or {REMOTE} where a remote GPU is connected"
+        )
     if found.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -36,6 +41,19 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if index >= count:
         raise DeviceError(f"device {device}: this machine has {count} GPU(s), cuda:0 to cuda:{count - 1}: choose one")
     return torch.device("cuda", index)
+
+
+def _resolve_remote(device: str | torch.device, found: torch.device) -> torch.device:
+    behind = lent(found)
+    if behind is None:
+        raise DeviceError(
+            f"device {device}: no remote GPU is connected: connect first, by "
+            "gpu = warpbus.pool.connect('warpbus://host:7700', memory='8GB')"
+        )
+    if found.index:
+        raise DeviceError(f"device {device}: a process has one remote GPU: give {REMOTE} or {REMOTE}:0")
+    behind.check()
+    return torch.device(REMOTE, 0)
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -51,17 +69,24 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def default_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """What a checkpoint stored as `stored` is computed in: float32 on the CPU, its own 16 bits on a GPU."""
-    return stored if device.type == "cuda" and stored in DTYPES.values() else torch.float32
+    """What a checkpoint stored as `stored` is computed in: float32 on the CPU, its own 16 bits on a GPU.
+
+    On a lent device it is what is behind that counts.
+    """
+    return stored if is_gpu(device) and stored in DTYPES.values() else torch.float32
 
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that this process can still have on a device; `None` where the system does not say.
 
-    Of main memory it is what the kernel calls available, or what is left up to the limit of a container (cgroup).
+    Of main memory it is what the kernel calls available, or what is left up to the limit of a container (cgroup); of a
+    lent device, what the lease has left.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    behind = lent(device)
+    if behind is not None:
+        return behind.free_memory()
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -26,6 +26,7 @@ from types import ModuleType
 
 import torch
 
+from warpbus.cuda.lent import lent
 from warpbus.errors import DeviceError
 
 # Every unit compiles for these in the tests, on machines without a GPU too.
@@ -67,10 +68,22 @@ class Cubin:
     remarks: tuple[str, ...]
 
 
-@functools.cache
 def architecture(device: int | torch.device) -> str:
-    """The architecture that code for a GPU is compiled for, with the instructions of its own generation: "sm_90a"."""
-    major, minor = torch.cuda.get_device_capability(device)
+    """The architecture that code for a GPU is compiled for, with the instructions of its own generation: "sm_90a".
+
+    Of a lent device it is that of the GPU behind it.
+    """
+    behind = lent(device) if isinstance(device, torch.device) else None
+    capability = None if behind is None else behind.capability()
+    return _own_architecture(device) if capability is None else _named(*capability)
+
+
+@functools.cache
+def _own_architecture(device: int | torch.device) -> str:
+    return _named(*torch.cuda.get_device_capability(device))
+
+
+def _named(major: int, minor: int) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 

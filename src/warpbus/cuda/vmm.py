@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from warpbus.cuda.address_space import AddressSpace, DeviceSpace, HostSpace, rounded_up
-from warpbus.cuda.dlpack import bytes_at
+from warpbus.cuda.address_space import AddressSpace, DeviceSpace, HostSpace, WholeSpace, rounded_up
+from warpbus.cuda.lent import lent
 from warpbus.cuda.virtual_memory import VirtualMemory
 from warpbus.errors import UsageError
 
@@ -24,14 +24,14 @@ class Arena:
     On a GPU memory comes in pieces of at most 64 MiB (`address_space.PIECE`): of what one `resize` adds, all but the
     last are of that size. Growing disturbs no kernel that runs. Shrinking waits for the GPU and unmaps whole pieces:
     of what lies beyond `size`, less than one piece stays. On the CPU memory is taken when it is first written to, and
-    goes by pages.
+    goes by pages. On a lent device there is no reserving: all of it is taken at once, and stays until `resize(0)`.
 
-    New memory's content is undefined on GPUs (it may be what another arena held), zero on the CPU. Not to be resized
-    from two threads at once, nor on a GPU while a graph is being captured.
+    New memory's content is undefined on GPUs (it may be what another arena held), else zero. Not to be resized from two
+    threads at once, nor on a GPU while a graph is being captured.
 
     Args:
         reserve: bytes, rounded up to pages. Addresses cost nothing: a terabyte will do.
-        device: the CPU or a GPU.
+        device: the CPU, a GPU, or a lent device (`warpbus.cuda.lent`).
 
     Attributes:
         reserved: bytes of addresses.
@@ -86,8 +86,7 @@ class Arena:
             raise UsageError(f"{size:,} bytes from {offset:,} on: the arena ends at {self.reserved:,}, reserve more")
         if offset % dtype.itemsize:
             raise UsageError(f"offset {offset} does not fit {dtype}: give a multiple of {dtype.itemsize}")
-        flat = bytes_at(self._space.address + offset, size, self.device, self._space)
-        return flat.view(dtype).view(tuple(shape))
+        return self._space.tensor(offset, size).view(dtype).view(tuple(shape))
 
     def export(self) -> list[int]:
         """File descriptors of the pieces that are mapped, in order, by which another process maps the same memory.
@@ -112,6 +111,8 @@ def mapped_bytes(device: torch.device) -> int:
 
 
 def _space(reserve: int, device: torch.device) -> AddressSpace:
+    if lent(device) is not None:
+        return WholeSpace(reserve, device)
     if device.type != "cuda":
         return HostSpace(reserve)
     indexed = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from warpbus.cuda.devices import free_memory
+from warpbus.cuda.lent import is_gpu, lent
 from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK, Blocks
 from warpbus.engine.dormancy import Dormant
@@ -49,6 +50,7 @@ PREFILL_TOKENS = 2048
 _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prompts are read with
 _WARM_LENGTHS = (512, 1024)  # tokens: sequences for which graphs are captured ahead
 _KEPT_FREE = 0.1  # of the memory that is free when the engine starts: for activations and whoever else needs some
+_KEPT_FREE_LENT = 0.25  # the same on a lent device, where the cache takes its memory at once and for good
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Engine:
         kv_dtype: see `KV_DTYPES`; other than "auto" on a GPU alone.
         prefill_tokens: of prompts, read in a step.
         cache_tokens: the most that the cache holds. None: what all sequences need, or what the memory that is free now
-            allows. The cache takes no more of it than it needs.
+            allows. The cache takes no more of it than it needs, but for a lent device: there it takes all at once, up
+            to three quarters of what the lease has left.
         mixed_rows: the most tokens of a step in which some decode and prompts are read.
         most_graphs: CUDA graphs that are kept, those used last; None: all.
         prefix_caching: prompts that begin alike share what is computed of them.
@@ -325,7 +328,7 @@ class Engine:
             rows: capture graphs for up to so many sequences; by default a single one.
             lengths: tokens of long sequences that are expected.
         """
-        if self.device.type != "cuda":
+        if not is_gpu(self.device):
             return
         for length in (*_WARM_PROMPTS, self._prefill_tokens):
             self.decode([[0] * max(1, min(length, self.max_model_len - 2))], 2)
@@ -453,12 +456,17 @@ class Engine:
     def _able_to_sleep(self) -> Dormant:
         if self._dormant is None:
             raise UsageError(
-                "this engine cannot sleep: its weights are laid out within a planned memory: leave that out"
+                "this engine cannot sleep: its weights are laid out within a planned memory, or on a lent GPU: leave "
+                "that out, or give the lease back"
             )
         return self._dormant
 
     def _runs_ahead(self) -> bool:
-        """A step can be launched before the tokens of the last one are read."""
+        """A step can be launched before the tokens of the last one are read.
+
+        On a lent device it could, too, but gains nothing by it: a question is answered after all that was sent before
+        it, so that tokens that are read after the next launch come once that step is done.
+        """
         return (
             self.device.type == "cuda"
             and not self._step.host_embedding
@@ -539,7 +547,8 @@ class Engine:
         if free is None:
             return self.max_num_seqs * each
         block = BLOCK * token_bytes(config, self.dtype, kv_dtype)
-        return min(self.max_num_seqs * each, int(free * (1 - _KEPT_FREE)) // block - 1)
+        kept = _KEPT_FREE if lent(self.device) is None else _KEPT_FREE_LENT
+        return min(self.max_num_seqs * each, int(free * (1 - kept)) // block - 1)
 
 
 def _back(cache: KVCache, group: Group | None, blocks: int) -> int:

@@ -84,7 +84,8 @@ class LLM:
 
     Args:
         model: a model directory (Hugging Face layout), quantized by Warpbus or not.
-        device: "auto" (a GPU if PyTorch sees one), "cpu", "cuda" or "cuda:N".
+        device: "auto" (a GPU if PyTorch sees one), "cpu", "cuda" or "cuda:N", or the device of a remote GPU that is
+            connected (`warpbus.pool.connect(...).device`).
         dtype: of activations and of what is not quantized: "float32", "float16", "bfloat16", or "auto", which is
             float32 on the CPU and the checkpoint's own on a GPU.
         max_model_len: the longest prompt with its answer, in tokens; what the model allows by default.

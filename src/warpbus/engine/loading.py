@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from warpbus.cuda.devices import default_dtype, resolve_dtype
+from warpbus.cuda.lent import lent
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK
@@ -53,6 +54,11 @@ def open_model(model: str | Path, device: torch.device, options: ServiceOptions)
         raise UsageError(f"max_model_len is {length:,}: give 2 to {config.max_context:,}, the model's context")
     plan = None
     if options.memory is not None:
+        if lent(device) is not None:
+            raise UsageError(
+                f"memory is {options.memory!r}, but {device} is leased with a memory of its own: leave it out, and "
+                "give warpbus.pool.connect() that much"
+            )
         if device.type != "cuda":
             raise UsageError(f"memory is {options.memory!r}, which plans a GPU's: the device is {device}: leave it out")
         plan = plan_memory(
@@ -80,7 +86,8 @@ def build_engine(
         options: what it was opened with, and the rest.
         group: the processes that share the model; each calls this.
         progress: called while the weights are read; see `warpbus.models.Progress`.
-        can_sleep: the engine can `sleep`, unless its memory is planned: a plan leaves no room to move the weights in.
+        can_sleep: the engine can `sleep`, unless its memory is planned, which leaves no room to move the weights in, or
+            its device lent.
 
     Raises:
         UsageError: an option does not fit the model.
@@ -88,6 +95,8 @@ def build_engine(
         CheckpointError: the checkpoint is damaged or not understood.
     """
     plan = opened.plan
+    # Graphs keep memory: where it is counted, there are few of them.
+    counted = plan is not None or lent(opened.device) is not None
     if plan is not None:
         enforce(plan, opened.device)
     decoder = load_model(
@@ -106,11 +115,11 @@ def build_engine(
         kv_dtype=options.kv_dtype if plan is None else plan.kv_dtype,
         prefill_tokens=options.prefill_tokens or (None if plan is None else plan.prefill_tokens),
         cache_tokens=_cache_tokens(opened, options) if plan is None else plan.pool_tokens,
-        mixed_rows=MIXED_ROWS if plan is None else PLANNED_ROWS,
-        most_graphs=None if plan is None else PLANNED_GRAPHS,
+        mixed_rows=PLANNED_ROWS if counted else MIXED_ROWS,
+        most_graphs=PLANNED_GRAPHS if counted else None,
         prefix_caching=options.prefix_caching,
         speculation=options.speculation,
-        dormant=Dormant(decoder) if can_sleep and plan is None else None,
+        dormant=Dormant(decoder) if can_sleep and not counted else None,
     )
 
 

@@ -55,7 +55,7 @@ def to_device(
 ) -> Tensor:
     """Values of the host as a tensor of the device, on a GPU without waiting for it."""
     host = torch.as_tensor(values, dtype=dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 class Penalties:

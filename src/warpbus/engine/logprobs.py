@@ -3,7 +3,6 @@
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from warpbus.engine.sequence import TokenLogprob
@@ -37,10 +36,14 @@ class Logprobs:
         chosen = (scores.gather(1, tokens[:, None]) - norm)[:, 0]
         return cls(tuple(rows), tuple(counts), tokens, chosen, best.indices, best.values - norm)
 
-    def to_host(self) -> "Logprobs":
-        """A copy on the host, on its way: wait for the device before `read`."""
-        tensors = (self.tokens, self.chosen, self.top_tokens, self.top)
-        return Logprobs(self.rows, self.counts, *(_to_host(tensor) for tensor in tensors))
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """`tokens`, `chosen`, `top_tokens` and `top`."""
+        return self.tokens, self.chosen, self.top_tokens, self.top
+
+    def having(self, tensors: Rows[Tensor]) -> "Logprobs":
+        """The same with other `tensors`: copies on the host."""
+        return Logprobs(self.rows, self.counts, *tensors)
 
     def read(self) -> dict[int, TokenLogprob]:
         """By the row of the batch."""
@@ -57,9 +60,3 @@ class Logprobs:
             row: TokenLogprob(token, chosen, tuple(zip(top_tokens[:count], top[:count], strict=True)))
             for row, count, token, chosen, top_tokens, top in values
         }
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

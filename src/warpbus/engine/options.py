@@ -91,6 +91,8 @@ class ServiceOptions:
         first = resolve_device(self.device)
         if first.type == "cpu" or count == 1:
             return [first] * count
+        if first.type != "cuda":
+            raise UsageError(f"device {self.device}: tensor_parallel is {count}, and a remote GPU is one: leave it out")
         if ":" in self.device:
             raise UsageError(f"device {self.device}: {count} processes cannot share one GPU: give cuda or auto")
         there = torch.cuda.device_count()

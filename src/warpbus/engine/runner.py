@@ -16,6 +16,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
 from warpbus.engine.logprobs import Logprobs
+from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Piece, Request
@@ -55,10 +56,8 @@ class Chosen:
 
     rows: list[Row]
     tokens: Tensor
-    _tokens: Tensor
-    _best: Tensor
+    _found: Readback
     _logprobs: Logprobs | None
-    _arrived: torch.cuda.Event | None
 
     def read(self) -> list[tuple[Row, int, TokenLogprob | None]]:
         """The tokens. Waits for the step.
@@ -66,16 +65,15 @@ class Chosen:
         Raises:
             NumericError: the scores of a row are NaN or infinite.
         """
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        tokens, finite = self._tokens.tolist(), self._best.isfinite().tolist()
+        chosen, best, *rest = self._found.read()
+        tokens, finite = chosen.tolist(), best.isfinite().tolist()
         if not all(finite):
             prompt = self.rows[finite.index(False)].sequence.index
             raise NumericError(
                 f"prompt {prompt}: the model's scores hold NaN or infinity: the checkpoint is damaged, "
                 "or its numbers do not fit the dtype (try dtype='bfloat16' or 'float32')"
             )
-        logprobs = {} if self._logprobs is None else self._logprobs.read()
+        logprobs = {} if self._logprobs is None else self._logprobs.having(rest).read()
         return [(row, token, logprobs.get(at)) for at, (row, token) in enumerate(zip(self.rows, tokens, strict=True))]
 
 
@@ -204,7 +202,8 @@ class Runner:
 
     def _choose(self, rows: list[Row], scores: Tensor | None) -> Chosen:
         if scores is None:
-            tokens, best, logprobs = torch.zeros(0, dtype=torch.int64), torch.zeros(0), None
+            tokens, best = torch.zeros(0, dtype=torch.int64, device=self._device), torch.zeros(0, device=self._device)
+            logprobs = None
         else:
             self._sampler.draw()
             tokens, best = self._sampler.choose(scores)
@@ -212,15 +211,8 @@ class Runner:
                 self._group.broadcast(tokens)
             self._sampler.saw(tokens)
             logprobs = self._sampler.logprobs()
-        if self._device.type != "cuda":
-            return Chosen(rows, tokens, tokens, best, logprobs, None)
-        arriving = [torch.empty(len(rows), dtype=each.dtype, pin_memory=True) for each in (tokens, best)]
-        for host, each in zip(arriving, (tokens, best), strict=True):
-            host.copy_(each, non_blocking=True)
-        found = None if logprobs is None else logprobs.to_host()
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return Chosen(rows, tokens, arriving[0], arriving[1], found, arrived)
+        found = Readback([tokens, best, *(() if logprobs is None else logprobs.tensors)])
+        return Chosen(rows, tokens, found, logprobs)
 
     def _agreed(self, params: SamplingParams) -> bool:
         """All processes that share the model choose the same token: their scores are gathered, so the same bits."""

@@ -1,6 +1,7 @@
 """What the device keeps of every sequence, and the step over it: from tokens to scores of the next ones.
 
-On a GPU a step is a CUDA graph, captured once for a number of rows and a bound of their positions, and launched as one.
+On a GPU a step is a CUDA graph, captured once for a number of rows and a bound of their positions, and launched as one;
+on a GPU that is lent from elsewhere a recorded program, which is a graph there.
 A row is a token: the last one of a sequence, a guess that follows it, or one of a prompt. Knows nothing of requests,
 sampling or text; `runner` says which rows there are.
 """
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.cuda.capture import capture
+from warpbus.cuda.lent import LentDevice, Recorded
+from warpbus.cuda.lent import lent as lent_device
 from warpbus.engine.attention import StepAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
@@ -134,7 +137,10 @@ class Step:
         self._scores = torch.empty(chosen, model.config.vocab_size, dtype=dtype, device=device)
         # Graphs run one after another: their kernels share counters, for a row's every KV head.
         self._counters = torch.zeros(rows * model.config.num_kv_heads, dtype=torch.int32, device=device)
-        self._graphs = _Graphs(device, most_graphs) if graphs else None
+        behind = lent_device(device)
+        self._graphs: _Graphs | _Programs | None = None
+        if graphs:
+            self._graphs = _Graphs(device, most_graphs) if behind is None else _Programs(behind, most_graphs)
 
     def scores(self, slots: Sequence[int], longest: int) -> Tensor:
         """Append the last token of some sequences to them; the scores of the next, `[sequences, vocabulary]`.
@@ -219,7 +225,7 @@ class Step:
         for key in sorted(keys, reverse=True):
             self._replay(self._graphs, key)
 
-    def _replay(self, graphs: "_Graphs", key: Key) -> None:
+    def _replay(self, graphs: "_Graphs | _Programs", key: Key) -> None:
         def work() -> None:
             with lent(self._counters):
                 scores = self._compute(key)
@@ -298,3 +304,32 @@ class _Graphs:
         with capture(graph, pool=self._memory, stream=self._stream):
             work()
         return graph
+
+
+class _Programs:
+    """The same on a lent device, by programs: a run is one short message, and the pool's side makes a graph of it.
+
+    Args:
+        most: programs that are kept; None: all.
+    """
+
+    def __init__(self, device: LentDevice, most: int | None) -> None:
+        self._recorded: dict[Key, Recorded] = {}  # what was used last comes last
+        self._device = device
+        self._most = most
+
+    def run(self, key: Key, work: Callable[[], object]) -> None:
+        """Run `work`, recorded under `key`. To run it twice is to run it once."""
+        program = self._recorded.pop(key, None)
+        if program is not None:
+            program.run()
+        else:
+            if self._most is not None and len(self._recorded) >= self._most:
+                self._recorded.pop(next(iter(self._recorded))).drop()
+            work()  # asks whatever has to be asked about its operators: in a program nothing can be
+            with self._device.record() as program:
+                work()
+            # The first run there is an ordinary one, and the second captures: let it be done by now.
+            program.run()
+            program.run()
+        self._recorded[key] = program

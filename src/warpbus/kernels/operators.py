@@ -40,7 +40,7 @@ def autocast(tensor: Tensor) -> Tensor:
     """The tensor in the dtype of an enclosing `torch.autocast`, or as it is."""
     device = tensor.device.type
     # torch knows autocast for devices that compute; "meta" is none of them.
-    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
 

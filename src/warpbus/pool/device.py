@@ -12,9 +12,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import backend_registration
 
+from warpbus.cuda.lent import lend
 from warpbus.errors import DeviceError
 from warpbus.pool import attention, autocast, transfers
 from warpbus.pool.dispatch import Operator
+from warpbus.pool.lending import Lease
 from warpbus.pool.operators import ATEN, overloads, warpbus_operators
 from warpbus.pool.session import current
 from warpbus.pool.tensors import META, NAME
@@ -91,6 +93,7 @@ def register() -> torch.device:
     rest.fallback(_refuse, _KEY)
     _keep(rest, *libraries.values())
     _teach_storages()
+    lend(NAME, Lease())
     return torch.device(NAME, 0)
 
 

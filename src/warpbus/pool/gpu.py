@@ -132,7 +132,8 @@ class Gpu:
         where = addresses.address(grant["address"]) if grant.get("address") else daemon.where
         self._connection = Connection(where, bytes.fromhex(self.lease), grant["key"])
         self._closed = False
-        self.session = Session(self._connection, quota.memory, self._connection.welcome.device)
+        welcome = self._connection.welcome
+        self.session = Session(self._connection, quota.memory, welcome.device, welcome.capability)
         try:
             use(self.session)
         except DeviceError:

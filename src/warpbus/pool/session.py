@@ -40,11 +40,13 @@ class Session:
         memory: quota in bytes. The client counts with the tenant, byte for byte, because every allocation and every
             release is an instruction of the client's own: what does not fit is refused here, at the line that asks.
         kind: "cuda" or "cpu", the type of the device behind.
+        capability: the compute capability of a GPU behind.
     """
 
     connection: Connection
     memory: int
     kind: str
+    capability: tuple[int, int] | None = None
     used: int = 0
     peak: int = 0
     statistics: Statistics = field(default_factory=Statistics)

@@ -17,8 +17,8 @@ from warpbus.pool.wire import Value, decode, encode
 class Direct:
     """In place of a `Connection`; what it hands over are bytes, as there."""
 
-    def __init__(self, memory: int) -> None:
-        self.executor = Executor(torch.device("cpu"), Quota(memory, 1.0))
+    def __init__(self, memory: int, device: str) -> None:
+        self.executor = Executor(torch.device(device), Quota(memory, 1.0))
         self.sent = 0
 
     def send(self, payload: bytearray) -> None:
@@ -50,11 +50,16 @@ class Direct:
 
 
 @contextmanager
-def connected(memory: int = 1 << 28) -> Iterator[tuple[Session, Executor]]:
-    """A session with a tenant of its own, for the time of a block."""
+def connected(
+    memory: int = 1 << 28, device: str = "cpu", capability: tuple[int, int] | None = None
+) -> Iterator[tuple[Session, Executor]]:
+    """A session with a tenant of its own, for the time of a block.
+
+    With a `capability` the client believes that a GPU is behind, whatever the tenant has.
+    """
     register()
-    connection = Direct(memory)
-    session = Session(connection, memory, "cpu")  # type: ignore[arg-type]
+    connection = Direct(memory, device)
+    session = Session(connection, memory, device, capability)  # type: ignore[arg-type]
     use(session)
     try:
         yield session, connection.executor

@@ -9,6 +9,7 @@ import torch
 
 import warpbus.demo
 from warpbus.engine.grammar import GrammarCompiler
+from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sampling_params import Grammar, SamplingParams
 from warpbus.engine.sequence import Sequence
@@ -97,7 +98,7 @@ def test_waits_for_nothing(tokenizer):
         sampler.draw()
         tokens, _ = sampler.choose(logits)
         sampler.saw(tokens)
-        sampler.logprobs().to_host()
+        Readback(sampler.logprobs().tensors)
 
     step(each, None)
     torch.cuda.set_sync_debug_mode("error")

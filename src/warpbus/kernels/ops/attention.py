@@ -9,6 +9,7 @@ from torch import Tensor
 
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import Kernel, runs_on
+from warpbus.cuda.lent import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
@@ -98,11 +99,11 @@ def decode_attention(
 def has_kernel(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> bool:
     """Whether `decode_attention` has a kernel for such queries on a device.
 
-    It has on GPUs since Ampere, for float16 and bfloat16, where `head_dim` is a multiple of 16 up to 256 and up to 64
-    queries share a KV head (32 where `head_dim` is over 128).
+    It has on GPUs since Ampere, also on one behind a lent device, for float16 and bfloat16, where `head_dim` is a
+    multiple of 16 up to 256 and up to 64 queries share a KV head (32 where `head_dim` is over 128).
     """
     return (
-        device.type == "cuda"
+        is_gpu(device)
         and dtype in HALVES
         and 0 < head_dim <= _HEAD_DIMS[-1]
         and head_dim % 16 == 0

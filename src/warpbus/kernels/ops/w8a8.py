@@ -157,14 +157,14 @@ def _check_rows(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], codes: to
 
 def check_device(name: str, codes: torch.dtype, device: torch.device) -> None:
     """Raises DeviceError if a GPU has no instructions for these codes."""
-    if not _reaches(device, _NEEDS[codes]):
+    if not _reaches(architecture(device), _NEEDS[codes]):
         here = architecture(device)
         raise DeviceError(f"{name}: {codes} needs {_NEEDS[codes]} or later, {device} is {here}: use torch.int8")
 
 
 @functools.cache
-def _reaches(device: torch.device, arch: str) -> bool:
-    return runs_on(architecture(device), arch)
+def _reaches(here: str, needs: str) -> bool:
+    return runs_on(here, needs)
 
 
 # ---- Rounding to codes ----

@@ -1,0 +1,59 @@
+"""Devices of PyTorch that stand for something elsewhere: what the room that lends one has to say of it.
+
+Whoever computes asks here what is behind such a device; who lends it and how it is reached is not its business.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+REMOTE = "warpbus"
+"""The device type under which a pool lends a GPU."""
+
+
+class Recorded(Protocol):
+    """Operators that were recorded on tensors that stay where they are."""
+
+    def run(self) -> None:
+        """Execute them, with what the tensors contain now; does not wait."""
+
+    def drop(self) -> None:
+        """Forget them."""
+
+
+class LentDevice(Protocol):
+    """What is known of a lent device."""
+
+    def check(self) -> None:
+        """Raises DeviceError, which says what to do, if nothing is behind it."""
+
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability of the GPU behind it; None: a CPU is behind it."""
+
+    def free_memory(self) -> int:
+        """Bytes that can still be allocated on it."""
+
+    def record(self) -> AbstractContextManager[Recorded]:
+        """Operators in the block are recorded and not executed; nothing can be read in it."""
+
+
+_lent: dict[str, LentDevice] = {}
+
+
+def lend(kind: str, device: LentDevice) -> None:
+    """Let a device type stand for something elsewhere."""
+    _lent[kind] = device
+
+
+def lent(device: torch.device) -> LentDevice | None:
+    """What a device stands for; None if it is itself: the CPU, a GPU of this machine."""
+    return _lent.get(device.type)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a GPU computes there: one of this machine, or one behind a lent device."""
+    if device.type == "cuda":
+        return True
+    behind = _lent.get(device.type)
+    return behind is not None and behind.capability() is not None

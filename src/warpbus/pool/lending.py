@@ -1,0 +1,25 @@
+"""`warpbus:0` as the rooms below see it: what is behind it, what the lease has left, how operators are recorded."""
+
+from contextlib import AbstractContextManager
+
+from warpbus.cuda.lent import Recorded
+from warpbus.pool.program import recorded
+from warpbus.pool.session import current
+
+
+class Lease:
+    """The session that is connected, whichever it is; see `warpbus.cuda.lent.LentDevice`."""
+
+    def check(self) -> None:
+        current()
+
+    def capability(self) -> tuple[int, int] | None:
+        return current().capability
+
+    def free_memory(self) -> int:
+        session = current()
+        session.flush()  # with what was let go of
+        return session.memory - session.used
+
+    def record(self) -> AbstractContextManager[Recorded]:
+        return recorded(current())
