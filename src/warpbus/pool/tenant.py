@@ -29,10 +29,12 @@ from warpbus.pool.execution import Executor
 from warpbus.pool.failures import Failure, PoisonedError
 from warpbus.pool.frames import Frame, Kind
 from warpbus.pool.greeting import Greeter, refuse
+from warpbus.pool.inference import infer
 from warpbus.pool.meter import Meter, Slices
 from warpbus.pool.migration import Destination, DestinationState
 from warpbus.pool.moving_out import migrate, save
 from warpbus.pool.quota import Quota
+from warpbus.pool.signature import Signature
 from warpbus.pool.sockets import Tls
 from warpbus.pool.storages import allowance
 from warpbus.pool.suspension import resume
@@ -321,6 +323,11 @@ class Tenant:
                     channel.receive(until - time.monotonic())
 
 
+def _warm() -> None:
+    """Have PyTorch load what it asks for a call's results: a second or more, which no lease has to wait for."""
+    infer(Signature("aten::ones", ((1,),), (), (), ()))
+
+
 def main(descriptor: int) -> NoReturn:
     """The main program of the process.
 
@@ -330,6 +337,7 @@ def main(descriptor: int) -> NoReturn:
     end = socket.socket(fileno=descriptor)
     code = 0
     try:
+        _warm()
         setup, _ = control.receive(end)
         tenant = _set_up(end, setup)
         if tenant is None:
