@@ -81,10 +81,16 @@ async def _serve(options: PoolOptions) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ending.set)
+    end = asyncio.create_task(ending.wait())
     try:
-        await daemon.start()
+        start = asyncio.create_task(daemon.start())
+        await asyncio.wait((start, end), return_when=asyncio.FIRST_COMPLETED)
+        if end.done():
+            start.cancel()
+            return
+        await start
         _greet(daemon.address, options)
-        await ending.wait()
+        await end
     finally:
         await daemon.close()
 

@@ -29,7 +29,7 @@ from warpbus.pool.desk import Asker, Desk
 from warpbus.pool.frames import Kind
 from warpbus.pool.host import Host
 from warpbus.pool.options import PoolOptions
-from warpbus.pool.peers import Membership, Peer, first_that_answers, obey, read_report
+from warpbus.pool.peers import Membership, Peer, find_broker, obey, read_report
 from warpbus.pool.sharing import SharedGpus
 from warpbus.pool.sockets import name_of
 from warpbus.pool.steering import PROTOCOL, Tell, need
@@ -72,10 +72,12 @@ class Daemon:
         self._listening: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfinished: dict[asyncio.Task[None], None] = {}
+        self.host: Host
         self._books: OwnBooks | None = None
         self._membership: Membership | None = None
         self._desk: Desk | None = None
         self._broker_at: Address | None = None
+        self._serving = False
 
     async def start(self) -> None:
         """Listen, join the pool or begin one, and answer."""
@@ -86,20 +88,24 @@ class Daemon:
         if options.unix is not None:
             self._listening.append(_bind_unix(options.unix))
         self.address = str(options.address(tcp.getsockname()[1]))
-        self._broker_at = await first_that_answers(options.peers, options.peer_token)
         self.host = Host(options, self._gpus, self._audit, self.address, self, self._program)
+        self._serving = True
+        self._audit.note("started", address=self.address, host=options.name)
+        for listening in self._listening:
+            self._spawn(self._accept(listening))
+        if options.peers:
+            peers = tuple(map(read_address, options.peers))
+            self._broker_at = await find_broker(options.name, peers, options.peer_token)
         if self._broker_at is not None:
-            self._membership = Membership(self._broker_at, options.peer_token, self._life, self._gpus.gpus)
-            await self._membership.report(self.host)
+            membership = Membership(self._broker_at, options.peer_token, self._life, self._gpus.gpus)
+            await membership.report(self.host)
+            self._membership = membership
         else:
             broker = Broker(grace=options.grace, limits=self._tokens.limits(), max_queued=options.max_queued)
             path = options.directory / "pool.json"
             self._books = OwnBooks(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
             self._desk = Desk(self._books, self._machine, self._audit, most=options.max_asking)
-        for listening in self._listening:
-            self._spawn(self._accept(listening))
         self._spawn(self._tick())
-        self._audit.note("started", address=self.address, host=options.name)
 
     async def close(self) -> None:
         """Take no more connections, end all leases, and tell their clients why."""
@@ -112,7 +118,10 @@ class Daemon:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._desk is not None:
             await self._desk.close()
-        await self.host.close()
+        if self._membership is not None:
+            self._membership.close()
+        if self._serving:
+            await self.host.close()
         self._gpus.__exit__(None, None, None)
         self._audit.note("ended", host=self._options.name)
         self._audit.close()
@@ -167,8 +176,8 @@ class Daemon:
                 await self._converse(sock, peer, task, tls=tls)
             elif door is not None:
                 self._unfinished.pop(task, None)
-                if await self.host.hand_over(door, sock, tls=tls):
-                    self._audit.note("connection", address=peer, lease=door.hex())
+                if (lease := await self.host.hand_over(door, sock, tls=tls)) is not None:
+                    self._audit.note("connection", address=peer, lease=lease)
                 else:
                     await self._say_what_became(door.hex(), sock, peer, tls=tls)
         except (OSError, TimeoutError, ConnectionLost):
@@ -288,14 +297,17 @@ class Daemon:
         if (do in _ADMINS or "for" in question) and not asker.tenant.admin:
             raise UsageError(f"{do}: only an admin may ask that: use an admin's token")
         if do == "broker":
-            return {"address": None if self._broker_at is None else str(self._broker_at)}
+            known = self._desk is not None or self._membership is not None
+            at = None if self._broker_at is None else str(self._broker_at)
+            return {"known": known, "address": at, "host": self._options.name}
         if (answer := await obey(self.host, question, tell)) is not None:
             if do == "receive":
                 self._audit.note("received", tenant=need(question, "tenant", str), lease=need(question, "lease", str))
             return answer
         if self._membership is not None:
             return await self._membership.answer(question, asker, tell)
-        assert self._desk is not None
+        if self._desk is None:
+            raise UnavailableError(f"{self._options.name} has not found its pool yet: ask again later")
         if do == "join":
             return await self._join(question)
         if "for" in question:

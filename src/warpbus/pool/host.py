@@ -266,8 +266,8 @@ class Host:
         """Remove what was saved of a lease."""
         await asyncio.to_thread(shutil.rmtree, self._saved(lease), ignore_errors=True)
 
-    async def hand_over(self, door: bytes, sock: socket.socket, *, tls: bool) -> bool:
-        """Give a socket to the process that it asks for. False if there is none.
+    async def hand_over(self, door: bytes, sock: socket.socket, *, tls: bool) -> str | None:
+        """Give a socket to the process that it asks for. Returns the lease; None if there is no such process.
 
         Args:
             door: the 16 bytes of a lease; or of `door`, where the lease comes from another process.
@@ -279,14 +279,14 @@ class Host:
         # A client that lost the process that the lease moves from may claim it at the other one.
         tenancy = next(iter(visited), None) or self.tenancies.get(lease) or self._arriving.get(lease)
         if tenancy is None or tenancy.ending is not None:
-            return False
+            return None
         try:
             await asyncio.shield(tenancy.ready)
             await tenancy.process.tell({"do": "client", "tls": tls}, sock.fileno())
         except DeviceError:
-            return False
+            return None
         sock.close()
-        return True
+        return tenancy.order.lease
 
     def gone(self, lease: str) -> Gone | None:
         """What became of a lease that was here; None if nothing is known of it."""
@@ -324,12 +324,9 @@ class Host:
             "environment": self._gpus.environment(order.gpu, order.memory, order.share),
             "certificate": None if certificate is None else str(certificate),
             "private_key": None if key is None else str(key),
-            # Each tenant has its own: who knows a hash must not learn that somebody else has these bytes.
-            "content": str(
-                self._options.directory / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()[:32]
-            ),
             "ticket": order.ticket,
             "saved": str(self._saved(order.lease) / "state") if order.saved else None,
+            # Each tenant has its own: who knows a hash must not learn that somebody else has these bytes.
             "content": str(self._options.directory / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()),
         }
 
@@ -402,6 +399,7 @@ class Host:
         if tenancy.work is not None:
             raise UsageError(f"lease {lease} is being moved or suspended already: wait until that is done")
         tenancy.work = asyncio.Queue()
+        told: dict[str, Any] = {}
         try:
             await tenancy.process.tell(order)
             while True:
@@ -413,7 +411,10 @@ class Host:
                     raise sent_error(said)
                 if said.get("event") == end:
                     return {name: value for name, value in said.items() if name != "event"}
-                tell({name: said.get(name) for name in ("phase", "done", "total")})
+                news = {name: said.get(name) for name in ("phase", "done", "total")}
+                if news != told:
+                    told = news
+                    tell(news)
         except TimeoutError:
             raise ConnectionLost(
                 f"the process of lease {lease} says nothing of its move for {_SECONDS_OF_SILENCE:g} s: see its status"

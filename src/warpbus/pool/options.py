@@ -31,8 +31,8 @@ class PoolOptions:
         unix: a socket in the file system where it listens too, which only this user can open.
         certificate, key: PEM files, with which it speaks TLS.
         tokens: file of tokens, see `Tokens.read`; None lets in everybody who reaches it.
-        peers: addresses of other daemons. This one joins the pool of the first that answers; where none does, the pool
-            begins here.
+        peers: addresses of daemons, of whose pool this machine becomes a part as soon as one of them is there. Without
+            any, the pool begins here: this machine has its broker.
         peer_token: an admin's, for the peers.
         authority: PEM file that the certificates of other daemons are checked with; None is the system's.
         directory: where it keeps what has to survive a restart.

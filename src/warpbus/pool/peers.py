@@ -5,6 +5,7 @@ of their own callers on to it, and tell it each second what lives with them (`Me
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -19,6 +20,10 @@ from warpbus.pool.steering import Steering, Tell, need
 
 # A process may have to be started for an answer.
 _SECONDS = 240.0
+_SECONDS_FOR_A_REPORT = 10.0
+_PAUSE = 0.5
+
+_log = logging.getLogger(__name__)
 
 
 async def ask(to: Address, token: str | None, question: Mapping[str, Any], tell: Tell | None = None) -> dict[str, Any]:
@@ -119,6 +124,7 @@ class Membership:
         self._life = life
         self._gpus = gpus
         self._news: list[dict[str, Any]] = []
+        self._steering: Steering | None = None
 
     async def answer(self, question: Mapping[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
         """What the broker's daemon answers."""
@@ -132,6 +138,22 @@ class Membership:
     def arrived(self, lease: str) -> None:
         """To be told with the next report."""
         self._news.append({"arrived": lease})
+
+    async def _told(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask over the connection that is kept for reports."""
+        if self._steering is None:
+            self._steering = await asyncio.to_thread(Steering, self._to, self._token)
+        try:
+            return await asyncio.to_thread(self._steering.ask, question, timeout=_SECONDS_FOR_A_REPORT)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._steering is not None:
+            self._steering.close()
+            self._steering = None
 
     async def report(self, host: Host) -> None:
         """Say what lives here, and end what ended there.
@@ -149,7 +171,7 @@ class Membership:
             "leases": [[lease, each.clients > 0, each.memory] for lease, each in host.tenancies.items()],
             "news": list(news),
         }
-        answer = await ask(self._to, self._token, question)
+        answer = await self._told(question)
         del news[: len(question["news"])]
         for lease in answer["end"]:
             await host.end(str(lease), "it has ended in the pool: it was not heard of for too long")
@@ -180,17 +202,37 @@ def read_report(question: Mapping[str, Any]) -> Report:
     return Report(gpus, str(read_address(need(question, "address", str))), leases, news)
 
 
-async def first_that_answers(peers: tuple[str, ...], token: str | None) -> Address | None:
-    """The address of the daemon that has the broker, as the first of the peers that is there tells; None without any.
+async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) -> Address | None:
+    """Where the broker of the pool is that the peers belong to; waits until one of them is there.
+
+    Where all peers wait as well, because each was told of the others, the one whose name comes first has the broker.
+
+    Args:
+        name: of this machine.
+        peers: of which one at least has to answer.
+        token: an admin's there.
+
+    Returns:
+        Its address, or None if this machine is the one.
 
     Raises:
         WarpbusError: a peer does not let this machine in.
     """
-    for text in peers:
-        to = read_address(text)
-        try:
-            answer = await ask(to, token, {"do": "broker"})
-        except ConnectionLost:
-            continue
-        return to if answer["address"] is None else replace(read_address(str(answer["address"])), ca=to.ca)
-    return None
+    told = False
+    while True:
+        waiting = []
+        for to in peers:
+            try:
+                answer = await ask(to, token, {"do": "broker"})
+            except ConnectionLost:
+                continue
+            if answer["known"]:
+                at = to if answer["address"] is None else read_address(str(answer["address"]))
+                return replace(at, ca=to.ca)
+            waiting.append(str(answer["host"]))
+        if len(waiting) == len(peers) and name < min(waiting):
+            return None
+        if not told:
+            _log.warning("%s waits for one of its peers: %s", name, ", ".join(map(str, peers)))
+            told = True
+        await asyncio.sleep(_PAUSE)
