@@ -443,6 +443,10 @@ class Destination:
         """What to wait on for the source's next frame."""
         return None if self._channel is None else self._channel.fileno()
 
+    def pending(self) -> bool:
+        """Whether a frame, or a part of one, has been read already: then there may be nothing to wait for."""
+        return self._channel is not None and self._channel.pending()
+
     def close(self) -> None:
         """Give it up, unless it lives."""
         if self.state not in ENDS:

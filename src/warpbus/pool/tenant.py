@@ -28,13 +28,14 @@ from warpbus.pool.content import ContentStore
 from warpbus.pool.execution import Executor
 from warpbus.pool.failures import Failure, PoisonedError
 from warpbus.pool.frames import Frame, Kind
+from warpbus.pool.geometry import contiguous
 from warpbus.pool.greeting import Greeter, refuse
 from warpbus.pool.inference import infer
 from warpbus.pool.meter import Meter, Slices
 from warpbus.pool.migration import Destination, DestinationState
 from warpbus.pool.moving_out import migrate, save
 from warpbus.pool.quota import Quota
-from warpbus.pool.signature import Signature
+from warpbus.pool.signature import Input, Signature
 from warpbus.pool.sockets import Tls
 from warpbus.pool.storages import allowance
 from warpbus.pool.suspension import resume
@@ -115,6 +116,7 @@ class Tenant:
         pause = self._pause()
         talking = self.channel is not None and not pause
         busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
+        busy = busy or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
         for other in (self._end, self._greeter):
             waiting.register(other, select.POLLIN)
@@ -325,7 +327,8 @@ class Tenant:
 
 def _warm() -> None:
     """Have PyTorch load what it asks for a call's results: a second or more, which no lease has to wait for."""
-    infer(Signature("aten::ones", ((1,),), (), (), ()))
+    x = contiguous(torch.float32, (2,))
+    infer(Signature("aten::native_layer_norm", (Input(0), (2,), Input(1), None, 1e-5), (), (x, x), ()))
 
 
 def main(descriptor: int) -> NoReturn:
