@@ -127,6 +127,10 @@ class Keeper:
         else:
             outbox.put(Stop())
 
+    def moved(self, device: torch.device) -> None:
+        """The only process has moved: if it has to be started again, it is there."""
+        self._devices = [device]
+
     def kill(self) -> None:
         """End the processes at once. `Ended` follows."""
         self._ending.set()

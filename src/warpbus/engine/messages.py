@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from warpbus.dist import Group
 from warpbus.dist.outcome import Failure
 from warpbus.engine.engine import Stats
+from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.sequence import Piece, Sequence
@@ -44,6 +45,14 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class MoveTo:
+    """To the engine: go on on another GPU; `Reply` has the same number."""
+
+    number: int
+    device: str
+
+
+@dataclass(frozen=True)
 class Stop:
     """To the engine: leave."""
 
@@ -53,7 +62,7 @@ class Shrink:
     """To the engine: nobody has wanted anything for a while; it may give back what it keeps for later."""
 
 
-Command = Add | Abort | Ask | Stop | Shrink
+Command = Add | Abort | Ask | MoveTo | Stop | Shrink
 
 
 @dataclass(frozen=True)
@@ -88,10 +97,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Reply:
-    """From the engine: the answer to `Ask`."""
+    """From the engine: the answer to `Ask` or `MoveTo`."""
 
     number: int
-    answer: Stats | Failure | None
+    answer: Stats | Moved | Failure | None
 
 
 Event = Loading | Ready | Step | Refused | Reply

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,12 +15,26 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from warpbus.cuda.devices import resolve_device
 from warpbus.dist.outcome import Failure
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
 from warpbus.engine.engine import Stats
 from warpbus.engine.keeper import Died, Ended, Keeper, Outbox, Report, Up
 from warpbus.engine.loading import load_engine
-from warpbus.engine.messages import Abort, Add, Ask, LoadEngine, Loading, Query, Refused, Reply, Step
+from warpbus.engine.messages import (
+    Abort,
+    Add,
+    Ask,
+    Command,
+    LoadEngine,
+    Loading,
+    MoveTo,
+    Query,
+    Refused,
+    Reply,
+    Step,
+)
+from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
@@ -229,6 +243,23 @@ class Service:
         """
         await asyncio.shield(asyncio.ensure_future(self._wake()))
 
+    async def move(self, device: str) -> Moved:
+        """Go on on another GPU of this machine; requests are answered meanwhile, but for a pause.
+
+        Args:
+            device: "cuda:1".
+
+        Returns:
+            what was copied, and how long nothing was computed.
+
+        Raises:
+            UsageError: the engine cannot move there, as one that sleeps or has several GPUs.
+            DeviceError: there is no such GPU, or not enough memory; the engine stays where it is.
+            EngineDiedError, UnavailableError: as `stats`.
+        """
+        # A caller that goes away must not leave it halfway.
+        return await asyncio.shield(asyncio.ensure_future(self._move(device)))
+
     async def close(self, *, drain: float = 0.0) -> None:
         """Take no more requests, let those that run finish for `drain` seconds, end the others, and the processes.
 
@@ -282,10 +313,14 @@ class Service:
         return min(_LATEST_RETRY, max(1.0, waiting * passed / len(self._ends)))
 
     async def _ask(self, query: Query) -> Any:
+        return await self._answer_to(partial(Ask, query=query))
+
+    async def _answer_to(self, question: Callable[[int], Command]) -> Any:
+        """What the engine replies to a question, which gets a number."""
         outbox = self._reachable()
         number = next(self._numbers)
         reply = self._queries[number] = self._loop.create_future()
-        outbox.put(Ask(number, query))
+        outbox.put(question(number))
         try:
             return await reply
         finally:
@@ -313,6 +348,21 @@ class Service:
             if self._state == "asleep":
                 await self._ask("wake")
                 self._state, self._reason = "ready", ""
+
+    async def _move(self, device: str) -> Moved:
+        async with self._one_at_a_time:
+            self._reachable()
+            if self.options.cluster is not None or self.options.tensor_parallel > 1:
+                raise UsageError(
+                    "move: the engine is in several processes, or in a cluster: only one by itself can move"
+                )
+            if self._state == "asleep":
+                raise UsageError("move: the model sleeps: wake it first")
+            target = resolve_device(device)
+            moved: Moved = await self._answer_to(partial(MoveTo, device=str(target)))
+            assert self._keeper is not None
+            self._keeper.moved(target)
+            return moved
 
     def _leave(self, number: int) -> None:
         """A consumer has left, perhaps in a thread of the garbage collector's choice."""

@@ -22,6 +22,7 @@ from warpbus.engine.messages import (
     Event,
     LoadEngine,
     Loading,
+    MoveTo,
     Ready,
     Refused,
     Reply,
@@ -32,7 +33,8 @@ from warpbus.engine.messages import (
 )
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import Grammar
-from warpbus.engine.sequence import Sequence
+from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.serving_move import PAUSE, ServedMove
 from warpbus.errors import ContextLengthError, UsageError, WarpbusError
 from warpbus.models import Progress
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
@@ -75,7 +77,7 @@ def serve(
     if group.is_first:
         line([Ready(engine.max_model_len)])
     turns = _Turns(engine, group, line, requests)
-    while turns.turn(lockstep.share(line, wait=not engine.has_work)):
+    while turns.turn(lockstep.share(line, turns.patience)):
         pass
 
 
@@ -112,13 +114,13 @@ class _Lockstep:
         if self._others:
             torch.distributed.barrier(self._talk)
 
-    def share(self, line: Line, *, wait: bool) -> list[Command]:
-        """The commands that have come; `wait` for some if there is nothing else to do."""
+    def share(self, line: Line, patience: float) -> list[Command]:
+        """The commands that have come; waits up to so many seconds for some."""
         commands: list[Command] = []
         if self._first:
-            said: list[list[Command]] = line.heard(_SECONDS_OF_SILENCE if wait else 0.0)
+            said: list[list[Command]] = line.heard(patience)
             commands = [command for several in said for command in several]
-            if wait and not commands:
+            if patience >= _SECONDS_OF_SILENCE and not commands:
                 commands = [Shrink()]
         return self._agreed(commands) if self._others else commands
 
@@ -176,7 +178,15 @@ class _Turns:
         self._sequences: dict[int, Sequence] = {}
         self._asked: list[Ask] = []
         self._asleep = False
+        self._move: ServedMove | None = None
         self._said: list[Event] = []
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which there is nothing to do if nobody says anything."""
+        if self._engine.has_work:
+            return 0.0
+        return _SECONDS_OF_SILENCE if self._move is None else PAUSE
 
     def turn(self, commands: list[Command]) -> bool:
         """Do what is to be done; False after the last turn."""
@@ -188,13 +198,17 @@ class _Turns:
                     self._abort(command.number)
                 case Ask():
                     self._asked.append(command)
+                case MoveTo():
+                    self._begin_move(command)
                 case Shrink():
                     if not self._asleep:
                         self._engine.shrink()
                 case Stop():
                     return False
         if self._engine.has_work:
-            self._step()
+            self._tell(self._engine.step())
+        if self._move is not None:
+            self._go_on_moving(self._move)
         for ask in self._asked[:]:
             # What waits for a pause gets it: the service adds nothing meanwhile.
             if ask.query == "stats" or not self._engine.has_work:
@@ -219,8 +233,29 @@ class _Turns:
         if sequence is not None:  # else it has ended meanwhile
             self._engine.abort(sequence)
 
-    def _step(self) -> None:
-        pieces = [(sequence.index, piece) for sequence, piece in self._engine.step()]
+    def _begin_move(self, command: MoveTo) -> None:
+        try:
+            if self._move is not None:
+                raise UsageError("the engine is on its way to another GPU already: try again when it is there")
+            self._move = ServedMove(command.number, self._engine, command.device)
+        except WarpbusError as error:
+            self._said.append(Reply(command.number, Failure.of(error)))
+
+    def _go_on_moving(self, move: ServedMove) -> None:
+        try:
+            finished = move.turn()
+        except WarpbusError as error:
+            self._move = None
+            self._said.append(Reply(move.number, Failure.of(error)))
+            return
+        if finished is not None:
+            self._move = None
+            self._tell(finished[0])
+            self._said.append(Reply(move.number, finished[1]))
+
+    def _tell(self, came: list[tuple[Sequence, Piece]]) -> None:
+        """Tell what steps brought."""
+        pieces = [(sequence.index, piece) for sequence, piece in came]
         for number, piece in pieces:
             if piece.finish_reason is not None:
                 self._sequences.pop(number, None)

@@ -1,8 +1,9 @@
-"""The routes beside generation: which models there are, tokens and text, health, metrics, sleep."""
+"""The routes beside generation: which models there are, tokens and text, health, metrics, sleep, moves."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -96,6 +97,13 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
     async def wake_up(model: str | None = None) -> dict[str, bool]:
         """Get the GPUs' memory back."""
         return await _change(models, model, asleep=False)
+
+    @app.post("/move")
+    async def move(device: str, model: str | None = None) -> dict[str, dict[str, Any]]:
+        """Have a model, or all of them, go on on another GPU of this machine, while they answer. Seconds and bytes."""
+        chosen = _chosen(models, model)
+        moved = await asyncio.gather(*[one.service.move(device) for one in chosen])
+        return {one.name: asdict(each) for one, each in zip(chosen, moved, strict=True)}
 
     @app.get("/is_sleeping")
     async def is_sleeping(model: str | None = None) -> dict[str, bool]:

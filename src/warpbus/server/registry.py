@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 from warpbus.engine import Piece, SamplingParams
 from warpbus.engine.engine import Stats
+from warpbus.engine.moving import Moved
 from warpbus.errors import RequestError
 from warpbus.models.templates import Template
 from warpbus.models.templates.tools import ToolDialect, find_dialect
@@ -72,6 +73,9 @@ class Service(Protocol):
 
     async def wake(self) -> None:
         """Get it back."""
+
+    async def move(self, device: str) -> Moved:
+        """Go on on another GPU."""
 
     async def close(self, *, drain: float = 0.0) -> None:
         """End the processes."""

@@ -12,6 +12,7 @@ import openai
 
 from warpbus.engine import Piece, TokenLogprob
 from warpbus.engine.engine import Stats
+from warpbus.engine.moving import Moved
 from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
 from warpbus.models.templates import RoleTokenTemplate
 from warpbus.server.app import create_app
@@ -167,6 +168,11 @@ class FakeService:
 
     async def wake(self):
         self.state = "ready"
+
+    async def move(self, device):
+        if device != "cuda:1":
+            raise UsageError(f"device is {device!r}: give auto, cpu, cuda or cuda:N")
+        return Moved(weights=1000, ahead=200, paused=10, preparing=3.5, pause=0.02)
 
     async def close(self, *, drain=0.0):
         self.closed = True

@@ -72,6 +72,15 @@ def test_sleeping_models_do_not_answer(http, served):
     assert http.post("/v1/completions", json={"model": "parrot", "prompt": "a"}).status_code == 200
 
 
+def test_a_model_moves_to_another_gpu(http):
+    moved = http.post("/move", params={"device": "cuda:1", "model": "parrot"}).json()
+    assert moved == {"parrot": {"weights": 1000, "ahead": 200, "paused": 10, "preparing": 3.5, "pause": 0.02}}
+    assert set(http.post("/move", params={"device": "cuda:1"}).json()) >= {"parrot", "glm-4"}
+    refused = http.post("/move", params={"device": "moon"})
+    assert (refused.status_code, "device is 'moon'" in refused.json()["error"]["message"]) == (400, True)
+    assert http.post("/move").status_code == 400
+
+
 def test_the_version(http):
     import warpbus
 

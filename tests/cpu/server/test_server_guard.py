@@ -62,6 +62,7 @@ def test_each_key_is_let_in(guarded, good):
         ("GET", "/openapi.json"),
         ("POST", "/sleep"),
         ("POST", "/wake_up"),
+        ("POST", "/move?device=cuda:1"),
         ("GET", "/is_sleeping"),
         ("GET", "/nothing"),
         ("GET", "/health/"),
