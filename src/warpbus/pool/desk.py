@@ -132,6 +132,8 @@ class Desk:
 
     async def tick(self) -> None:
         """What time brings: leases end whose clients or hosts have gone, and others get their room."""
+        for busy in list(self._busy):  # its client waits for it, too
+            await self.seen(busy, None)
         for lease in await self._books.tick():
             self._audit.note("reclaimed", tenant=lease.tenant, lease=lease.id, why=lease.reason)
             self._spawn(self._leave(lease))

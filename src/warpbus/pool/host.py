@@ -158,6 +158,7 @@ class Host:
         self._gone: dict[str, Gone] = {}
         self._spares = Spares(options.spare, program)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
         self._spares.fill()
 
     async def receive(self, order: Order) -> str:
@@ -173,6 +174,8 @@ class Host:
         gpu = next((each for each in self._gpus.gpus if each.name == order.gpu), None)
         if gpu is None:
             raise UsageError(f"{self.name} has no GPU {order.gpu}: its GPUs are {self._names()}: choose one of them")
+        if self._endings:  # what they have counts as free already
+            await asyncio.wait(self._endings)
         process = self._spares.take()
         tenancy = places[order.lease] = Tenancy(order, process, asyncio.get_running_loop().create_future())
         self._spawn(self._listen(tenancy))
@@ -233,7 +236,9 @@ class Host:
         done = await self._work(tenancy, question, "moved", tell)
         if self.tenancies.get(lease) is tenancy:  # it is not on another GPU of this machine
             self._remember(lease, Gone(time.monotonic(), tenancy.order.key, address=to))
-        await self._end(tenancy, f"it has moved to {to}")
+        ending = self._spawn(self._end(tenancy, f"it has moved to {to}"))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
         return done
 
     async def save(self, lease: str, tell: Tell) -> dict[str, Any]:
@@ -433,10 +438,11 @@ class Host:
     def _names(self) -> str:
         return ", ".join(gpu.name for gpu in self._gpus.gpus)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def door(ticket: bytes) -> bytes:
