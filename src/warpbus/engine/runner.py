@@ -198,7 +198,9 @@ class Runner:
         config, table = self._model.config, self._step.table
         context = PieceAttention(config, table, self._cache, positions.int(), stored, stretches)
         hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
-        return [self._model.scores(hidden[to_device(rows.chosen, torch.int64, self._device)])] if rows.chosen else []
+        if not rows.chosen:
+            return []
+        return [self._model.scores(hidden.index_select(0, to_device(rows.chosen, torch.int64, self._device)))]
 
     def _choose(self, rows: list[Row], scores: Tensor | None) -> Chosen:
         if scores is None:

@@ -1,0 +1,104 @@
+"""`LLM` on `warpbus:0`: what is uploaded and allocated, what a GPU behind gets, what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pool_direct import connected
+
+import warpbus
+from warpbus.engine import LLM, SamplingParams
+from warpbus.engine.loading import build_engine, open_model
+from warpbus.engine.options import ServiceOptions
+from warpbus.errors import DeviceError, UsageError
+from warpbus.kernels.ops.packed import PackedWeight
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+HOPPER = (9, 0)
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in 4 bits."""
+    output = tmp_path_factory.mktemp("pool") / "w4"
+    warpbus.quantize(tiny_model, output, scheme="w4a16-g32", algorithm="rtn", device="cpu")
+    return output
+
+
+def test_weights_are_uploaded_once(tiny_model: Path) -> None:
+    with connected() as (session, executor):
+        llm = LLM(tiny_model, device="warpbus")
+        held = sum(each.nbytes for each in llm.model.parameters())
+        sent = session.statistics.bytes_sent
+        assert held <= sent < held + 200_000
+        assert session.used == executor.storages.used
+
+
+@pytest.mark.parametrize("scheme", ["plain", "w4"])
+def test_what_a_gpu_behind_gets(scheme: str, tiny_model: Path, quantized: Path) -> None:
+    """Packed weights, fused operators, steps that are programs: with the references of a CPU in place of kernels."""
+    model = tiny_model if scheme == "plain" else quantized
+    with connected(capability=HOPPER) as (session, executor):
+        opened = open_model(model, torch.device("warpbus", 0), ServiceOptions(dtype="float16", max_num_seqs=4))
+        engine = build_engine(opened, ServiceOptions(dtype="float16", max_num_seqs=4))
+        layer = engine.model.layers[0]
+        assert isinstance(getattr(layer.mlp.down, "form", None), PackedWeight) == (scheme == "w4")
+        prompts = [[5, 6, 7], list(range(30, 50))]
+        found = engine.decode(prompts, 8)
+        usage = executor.usage()
+        assert usage["programs"] == 2  # with prompts, and without
+        before, operators = session.statistics.round_trips, session.statistics.operators
+        assert engine.decode(prompts, 8) == found
+        assert session.statistics.round_trips - before == 8
+        assert session.statistics.operators - operators < 8 * 20
+        assert executor.usage()["programs"] == 2
+        used = session.used
+        session.flush()
+        assert executor.storages.used <= used
+    here = LLM(model, device="cpu", dtype="float16", max_num_seqs=4)
+    assert here.engine.decode(prompts, 8) == found
+
+
+def test_programs_are_few(tiny_model: Path) -> None:
+    options = ServiceOptions(dtype="float16", max_num_seqs=32)
+    with connected(capability=HOPPER) as (_, executor):
+        engine = build_engine(open_model(tiny_model, torch.device("warpbus", 0), options), options)
+        for count in range(1, 33):
+            engine.decode([[5]] * count, 2)
+        assert executor.usage()["programs"] <= 16
+
+
+def test_the_cache_keeps_to_the_lease(tiny_model: Path) -> None:
+    with connected(2_500_000) as (session, executor):
+        llm = LLM(tiny_model, device="warpbus:0")
+        stats = llm.engine.stats()
+        assert 0 < stats.blocks < 16 * 512 // 32
+        assert stats.cache_bytes < 0.75 * 2_500_000
+        assert llm.generate("床前明月光", GREEDY)[0].token_ids
+        llm.engine.shrink()  # what a lent device has been asked for stays
+        assert llm.engine.stats().cache_bytes == stats.cache_bytes
+        assert executor.storages.peak <= session.memory
+        llm.engine.close()
+        before = session.used
+        del llm
+        session.flush()
+        assert session.used < before - stats.cache_bytes
+
+
+def test_refusals(tiny_model: Path) -> None:
+    with connected() as (_, _):
+        with pytest.raises(UsageError, match=r"memory is '6GB', but warpbus:0 is leased with a memory of its own"):
+            LLM(tiny_model, device="warpbus:0", memory="6GB")
+        with pytest.raises(UsageError, match="kv_dtype is 'int8'"):
+            LLM(tiny_model, device="warpbus:0", kv_dtype="int8")
+        with pytest.raises(DeviceError, match="give warpbus or warpbus:0"):
+            LLM(tiny_model, device="warpbus:1")
+        with pytest.raises(UsageError, match="tensor_parallel is 2, and a remote GPU is one"):
+            ServiceOptions(device="warpbus", tensor_parallel=2).devices()
+        llm = LLM(tiny_model, device="warpbus:0")
+        with pytest.raises(UsageError, match="this engine cannot sleep"):
+            llm.engine.sleep()
+    with pytest.raises(DeviceError, match="no remote GPU is connected"):
+        LLM(tiny_model, device="warpbus:0")
+    with connected(500_000), pytest.raises((DeviceError, torch.OutOfMemoryError)):
+        LLM(tiny_model, device="warpbus:0")
