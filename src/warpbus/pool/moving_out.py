@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from warpbus.errors import WarpbusError
+from warpbus.errors import DeviceError, WarpbusError
 from warpbus.pool.address import address
 from warpbus.pool.channel import connect
 from warpbus.pool.execution import Executor
@@ -21,7 +21,7 @@ class Leaving(Protocol):
     """The process (`warpbus.pool.tenant.Tenant`)."""
 
     executor: Executor
-    over: str
+    over: DeviceError | None
 
     def tell(self, **what: Value) -> None:
         """Tell the daemon something."""
@@ -73,5 +73,5 @@ def save(tenant: Leaving, path: Path) -> Iterator[None]:
     except WarpbusError as error:
         tenant.tell(event="failed", type=type(error).__name__, message=str(error))
         return
-    tenant.over = SUSPENDED
+    tenant.over = DeviceError(SUSPENDED)
     tenant.tell(event="suspended", seconds=time.perf_counter() - began, bytes=nbytes)

@@ -60,14 +60,14 @@ class Tenant:
         executor: see there.
         channel: to the client, if one is connected.
         moved: the address that the lease has moved to, or "".
-        over: why nothing is executed here any more, or "".
+        over: why nothing is executed here any more, or None.
     """
 
     def __init__(self, end: socket.socket, setup: dict[str, Any], executor: Executor) -> None:
         self.executor = executor
         self.channel: Channel | None = None
         self.moved = ""
-        self.over = ""
+        self.over: DeviceError | None = None
         self._end = end
         self._setup = setup
         certificate, key = setup["certificate"], setup["private_key"]
@@ -183,8 +183,8 @@ class Tenant:
             with suppress(ConnectionLost):
                 channel.send(Kind.MOVED, 0, encode({"address": self.moved, "final": True}))
             channel.close()
-        elif self.over:
-            refuse(channel, DeviceError(self.over))
+        elif self.over is not None:
+            refuse(channel, self.over)
         elif destination is None:
             self._welcome(channel, hello)
         elif hello.get("claim") is True:
@@ -231,9 +231,10 @@ class Tenant:
             self._claims.clear()
         elif state is DestinationState.DISCARDED:
             self._destination = None
-            self.over = f"this lease is lost: it was being moved, and did not arrive: {destination.reason}"
+            why = f"this lease is lost: it was being moved, and did not arrive: {destination.reason}"
+            self.over = LeaseLostError(why)
             for channel, _ in self._claims:
-                refuse(channel, LeaseLostError(self.over))
+                refuse(channel, self.over)
             self._claims.clear()
             self.tell(event="failed", type="DeviceError", message=destination.reason)
 

@@ -1,0 +1,114 @@
+"""The other end of a tenant's process: what a daemon says to it, and clients frame by frame."""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+
+import torch
+
+from warpbus.errors import ConnectionLost
+from warpbus.pool import control
+from warpbus.pool.channel import Channel
+from warpbus.pool.frames import Kind
+from warpbus.pool.instructions import Writer
+from warpbus.pool.wire import decode, encode
+
+KEY = bytes(range(32))
+HELLO = {"protocol": 1, "torch": str(torch.__version__), "key": KEY, "claim": False}
+SETUP = {
+    "do": "setup",
+    "lease": "ab" * 16,
+    "key": KEY,
+    "tenant": "somebody",
+    "gpu": "mill/0",
+    "name": "a CPU",
+    "device": "cpu",
+    "memory": 1 << 20,
+    "share": 1.0,
+    "mps": False,
+    "threads": 1,
+    "environment": {},
+    "certificate": None,
+    "private_key": None,
+    "ticket": None,
+    "saved": None,
+    "content": None,
+}
+
+
+class Daemon:
+    """The other end of a tenant's process."""
+
+    def __init__(self, **changes):
+        self.end, other = control.pair()
+        with other:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"from warpbus.pool.tenant import main; main({other.fileno()})"],
+                pass_fds=[other.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.end.settimeout(30)
+        control.send(self.end, {**SETUP, **changes})
+
+    def hear(self, *events):
+        """What it says next that is one of these events."""
+        while True:
+            said, _ = control.receive(self.end)
+            if said["event"] in events:
+                return said
+
+    def socket(self):
+        """A connection that the process has got."""
+        mine, other = socket.socketpair()
+        with other:
+            control.send(self.end, {"do": "client", "tls": False}, other)
+        return mine
+
+    def client(self, **changes):
+        """One that has said HELLO, and the answer."""
+        channel = Channel(self.socket(), "the tenant")
+        channel.send(Kind.HELLO, 0, encode({**HELLO, **changes}))
+        return channel, channel.receive(20)
+
+    def close(self):
+        self.end.close()
+        assert self.process.wait(20) is not None
+
+
+@contextmanager
+def started(**changes):
+    daemon = Daemon(**changes)
+    try:
+        yield daemon
+    finally:
+        daemon.close()
+
+
+def write(fill):
+    """A batch's payload."""
+    writer = Writer()
+    fill(writer)
+    return bytes(writer.take())
+
+
+def acknowledged(channel, number):
+    while (frame := channel.receive(20)).kind is not Kind.ACK or frame.number < number:
+        assert frame.kind is Kind.ACK
+    return frame.number
+
+
+def ask(channel, *question):
+    channel.send(Kind.ASK, 77, encode(list(question)))
+    while (frame := channel.receive(20)).number != 77:
+        assert frame.kind in (Kind.ACK, Kind.ERROR)
+    return frame.kind, bytes(frame.payload) if frame.kind is Kind.DATA else decode(frame.payload)
+
+
+def ended(channel):
+    with suppress(ConnectionLost):
+        while channel.receive(20) is not None:
+            pass
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""A lease that moves from one process to another while its client goes on, and moves that do not come about."""
+
+import socket
+import threading
+from contextlib import contextmanager
+
+import torch
+from pool_tenants import acknowledged, ask, ended, started, write
+
+from warpbus.errors import ConnectionLost
+from warpbus.pool import control
+from warpbus.pool.channel import read_preamble
+from warpbus.pool.frames import Kind
+from warpbus.pool.geometry import contiguous
+from warpbus.pool.instructions import call_prefix, layout
+from warpbus.pool.signature import Input, Same, Signature
+from warpbus.pool.wire import decode
+
+TICKET, DOOR = b"t" * 32, b"d" * 16
+VECTOR = contiguous(torch.float32, (1024,))
+ADD = Signature("aten::add_.Tensor", (Input(0), Input(1)), (), (VECTOR, VECTOR), (), (Same(0),))
+
+
+def start(writer):
+    writer.define(0, ADD.encode())
+    for handle in (1, 2):
+        writer.new(handle, 4096)
+    writer.write(2, 0, torch.ones(1024).numpy().tobytes())
+
+
+def count(writer):
+    writer.buffer += call_prefix(0) + layout(2, (), 0).pack(1, 2)
+
+
+@contextmanager
+def door(path, daemon):
+    """Where the destination's machine listens. Its address, and what it was asked for."""
+    asked = []
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+
+    def hand_over():
+        try:
+            while True:
+                sock, _ = listener.accept()
+                asked.append(read_preamble(sock))
+                control.send(daemon.end, {"do": "client", "tls": False}, sock)
+                sock.close()
+        except (OSError, ConnectionLost):
+            pass
+
+    thread = threading.Thread(target=hand_over)
+    thread.start()
+    try:
+        yield f"warpbus+unix://{path}", asked
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def move(daemon, to, ticket=TICKET):
+    control.send(daemon.end, {"do": "migrate", "to": to, "ca": None, "ticket": ticket, "door": DOOR})
+
+
+def test_a_lease_moves(tmp_path):
+    ready = {"ticket": TICKET, "gpu": "mill/1"}
+    with started() as old, started(**ready) as new, started(**ready, memory=4096) as small:
+        for each in (old, new, small):
+            assert each.hear("ready", "failed")["event"] == "ready"
+        channel, _ = old.client()
+        early, answer = new.client()
+        assert (answer.kind, decode(answer.payload)["type"]) == (Kind.REFUSED, "ConnectionLost")
+        early.close()
+        channel.send(Kind.BATCH, 1, write(start))
+        for number in range(2, 12):
+            channel.send(Kind.BATCH, number, write(count))
+        acknowledged(channel, 11)
+
+        # Nobody is there, the ticket is wrong, it does not fit: the lease stays each time.
+        with door(tmp_path / "small", small) as (to, _):
+            for where, ticket in ((f"{to}-nobody", TICKET), (to, b"x" * 32), (to, TICKET)):
+                move(old, where, ticket)
+                assert old.hear("moved", "failed")["event"] == "failed"
+        channel.send(Kind.BATCH, 12, write(count))
+        acknowledged(channel, 12)
+
+        number, moved = 12, []
+        with door(tmp_path / "new", new) as (to, asked):
+            move(old, to)
+            while not moved or not moved[-1]["final"]:
+                frame = channel.receive(0.02)
+                if frame is None:
+                    number += 1
+                    channel.send(Kind.BATCH, number, write(count))
+                elif frame.kind is Kind.MOVED:
+                    moved.append(decode(frame.payload))
+            assert old.hear("moved", "failed")["event"] == "moved"
+        assert moved == [{"address": to, "final": False}, {"address": to, "final": True}]
+        assert new.hear("arrived")
+        assert asked == [DOOR]
+        late, answer = old.client()
+        assert (answer.kind, decode(answer.payload)) == (Kind.MOVED, moved[-1])
+        late.close()
+        control.send(old.end, {"do": "end", "reason": "it has moved"})
+        channel.close()
+
+        channel, welcome = new.client()
+        welcome = decode(welcome.payload)
+        assert (welcome["gpu"], 12 <= welcome["executed"] <= number) == ("mill/1", True)
+        for again in range(max(welcome["executed"] - 2, 1), number + 1):
+            channel.send(Kind.BATCH, again, write(count))
+        acknowledged(channel, number)
+        total = torch.frombuffer(bytearray(ask(channel, "read", 1, 0, 4096)[1]), dtype=torch.float32)
+        assert total.tolist() == [number - 1] * 1024
+        channel.close()
+
+
+def test_a_client_claims_its_lease_when_the_source_has_died(tmp_path):
+    with started(ticket=TICKET) as new, door(tmp_path / "door", new) as (to, _):
+        new.hear("ready")
+        with started() as old:
+            old.hear("ready")
+            channel, _ = old.client()
+            channel.send(Kind.BATCH, 1, write(start))
+            acknowledged(channel, 1)
+            move(old, to)
+            while channel.receive(20).kind is not Kind.MOVED:
+                pass
+            old.process.kill()
+            old.process.wait()
+        assert ended(channel)
+        channel, answer = new.client(claim=True)
+        said = decode(answer.payload)
+        if answer.kind is Kind.WELCOME:  # all was there
+            assert new.hear("arrived")
+            channel.send(Kind.BATCH, 2, write(count))
+            acknowledged(channel, 2)
+            assert ask(channel, "read", 1, 0, 4)[1] == torch.ones(1).numpy().tobytes()
+        else:
+            assert (answer.kind, said["type"]) == (Kind.REFUSED, "LeaseLostError")
+            assert new.hear("failed")
+        channel.close()
