@@ -4,6 +4,7 @@ The source is trusted as little as a client: sizes are compared with the quota b
 lie inside its storage, and the lease is only taken on if its manifest says that nothing is missing or left over.
 """
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -122,11 +123,10 @@ class Arrival:
         self._received.clear()
 
     def close(self) -> None:
-        """Let go of the source's memory."""
-        if self._reading is not None:
-            # The source has ended, or ends: its memory goes with it.
-            with suppress(DeviceError):
-                self._reading.close()
+        """Let go of the source's memory, in a thread: the lease need not wait for that."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            threading.Thread(target=_close, args=(reading,), name="warpbus-arrival", daemon=True).start()
 
     @torch.inference_mode()  # as the storages' tensors were made
     def _bytes(self, crc: Value, pieces: list[Piece], raw: memoryview) -> None:
@@ -156,6 +156,12 @@ class Arrival:
         if handle not in self._received:
             raise malformed(f"storage {handle}, which it has not made")
         return self._received[handle]
+
+
+def _close(reading: Reading) -> None:
+    # The source has ended, or ends: its memory goes with it.
+    with suppress(DeviceError):
+        reading.close()
 
 
 def _segment(value: Value) -> tuple[bytes, int]:
