@@ -13,7 +13,8 @@ from torch._ops import OpOverload
 from warpbus.pool.tensors import NAME
 
 _KEY = "AutocastPrivateUse1"
-_EXCLUDED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+_AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_EXCLUDED = torch._C.DispatchKeySet(_AUTOCAST)
 
 _IN_16_BITS = """
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d.input conv_transpose3d.input _convolution
@@ -31,8 +32,10 @@ _IN_32_BITS = """
 """
 
 
-def register(library: torch.library.Library) -> None:
-    """Add the kernels of both lists to a library of "aten"."""
+def register(library: torch.library.Library, rest: torch.library.Library) -> None:
+    """Add the kernels of both lists to a library of "aten", and to one of fallbacks that all others need none."""
+    if not torch._C._dispatch_has_backend_fallback(_AUTOCAST):  # newer versions of PyTorch have it
+        rest.fallback(torch.library.fallthrough_kernel, _KEY)
     for names, high in ((_IN_16_BITS, False), (_IN_32_BITS, True)):
         for name in names.split():
             packet, _, overload = name.partition(".")

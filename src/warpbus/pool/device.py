@@ -88,9 +88,9 @@ def register() -> torch.device:
             libraries[namespace].impl(name, Operator(overload, transfers.upload), _KEY)
     for key in (_KEY, "AutogradPrivateUse1"):
         libraries["aten"].impl("scaled_dot_product_attention", attention.scaled_dot_product_attention, key)
-    autocast.register(libraries["aten"])
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(_refuse, _KEY)
+    autocast.register(libraries["aten"], rest)
     _keep(rest, *libraries.values())
     _teach_storages()
     lend(NAME, Lease())
