@@ -14,6 +14,7 @@ from torch import Tensor
 
 from warpbus.errors import DeviceError
 from warpbus.pool.geometry import Geometry, contiguous
+from warpbus.pool.indices import guarded
 from warpbus.pool.inference import flat, infer
 from warpbus.pool.instructions import layout
 from warpbus.pool.operators import operator
@@ -69,7 +70,7 @@ class Definition:
         self.charge = sum(nbytes for _, nbytes in self.news)
         self.written = signature.written
         function = operator(signature.operator)
-        self.function: Callable[..., Any] = function._op
+        self.function = guarded(function) if storages.device.type == "cpu" else function._op
         self._zero = signature.operator.partition(".")[0] in _UNWRITTEN
         self._device = storages.device
         self._fill(signature)

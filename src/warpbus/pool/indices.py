@@ -1,0 +1,73 @@
+"""Operators whose CPU kernels follow an index tensor wherever it points. Here it is looked at before they run.
+
+They were found by giving operators that take integers such as lie far outside; the others refuse those by themselves.
+A GPU's kernel that leaves its tensors meets nothing but the tenant's own process; on a CPU that process is one of the
+machine's, and what it would read or write there is more than tensors.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+_Named = dict[str, Any]
+
+# Where gradients of pooling go: places in the last axes of `self`.
+_POOLED_AXES = {
+    "max_pool2d_with_indices_backward": 2,
+    "max_pool3d_with_indices_backward": 3,
+    "adaptive_max_pool2d_backward": 2,
+    "adaptive_max_pool3d_backward": 3,
+}
+_UNCHECKED = frozenset(
+    {"_ctc_loss", "_ctc_loss_backward", "_embedding_bag_backward", "_embedding_bag_per_sample_weights_backward"}
+    | {"segment_reduce", "_segment_reduce_backward"}
+)
+
+
+def guarded(call: OpOverload) -> Callable[..., Any]:
+    """What calls an operator on a CPU.
+
+    It raises IndexError where an index lies outside, and NotImplementedError for an operator that nobody looks after.
+    """
+    name = call._overloadpacket.__name__
+    if name in _UNCHECKED:
+
+        def refuse(*arguments: Any, **keywords: Any) -> Any:
+            raise NotImplementedError(
+                f"{name} does not run on a CPU of a pool, where it does not check its indices: use a GPU, or compute "
+                "it on the client"
+            )
+
+        return refuse
+    if name in _POOLED_AXES:
+        axes = _POOLED_AXES[name]
+        return _checked(call, lambda named: _inside(name, named["indices"], math.prod(named["self"].shape[-axes:])))
+    if name == "nll_loss2d_backward":
+        return _checked(call, _check_classes)
+    return call._op
+
+
+def _checked(call: OpOverload, check: Callable[[_Named], None]) -> Callable[..., Any]:
+    names = [argument.name for argument in call._schema.arguments]
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        check({**dict(zip(names, arguments, strict=False)), **keywords})
+        return call._op(*arguments, **keywords)
+
+    return run
+
+
+def _check_classes(named: _Named) -> None:
+    target = named["target"]
+    _inside("nll_loss2d_backward", target[target != named["ignore_index"]], named["self"].shape[1])
+
+
+def _inside(name: str, indices: Tensor, end: int) -> None:
+    if not indices.numel():
+        return
+    least, most = (int(each) for each in indices.aminmax())
+    if least < 0 or most >= end:
+        raise IndexError(f"{name}: indices from {least} to {most}, expected 0 to {end - 1}")
