@@ -27,6 +27,7 @@ def serve(
     key: Annotated[Path | None, typer.Option(help="its PEM key")] = None,
     tokens: Annotated[Path | None, typer.Option(help="file with a token and its tenant a line")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="daemon of a pool to join: warpbuss://host:7700")] = None,
+    cluster: Annotated[str | None, typer.Option(help="address of Ray, such as auto, that connects the pool")] = None,
     peer_token_file: Annotated[Path | None, typer.Option(help="file with an admin's token for the peers")] = None,
     authority: Annotated[Path | None, typer.Option(help="PEM file to check other daemons' certificates")] = None,
     cpu_memory: Annotated[str, typer.Option(help="what leases may have where there is no GPU: 8GB, 50%")] = "50%",
@@ -34,7 +35,9 @@ def serve(
     sharing: Annotated[str, typer.Option(help="how GPUs are shared: auto, mps or slices (of time)")] = "auto",
     spare: Annotated[int, typer.Option(help="processes that wait, with torch loaded, for a lease")] = 1,
     grace: Annotated[float, typer.Option(help="seconds without its client until a lease is reclaimed")] = 60.0,
-    directory: Annotated[Path | None, typer.Option(help="for what has to survive a restart")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="for what has to survive a restart; else in ~/.local/state")
+    ] = None,
     audit_log: Annotated[Path | None, typer.Option(help="file; else audit.jsonl in --directory")] = None,
     max_connections: Annotated[int, typer.Option(help="open at the same time")] = 1024,
     max_queued: Annotated[int, typer.Option(help="the most leases that wait for a GPU")] = 256,
@@ -47,7 +50,7 @@ def serve(
     from warpbus.pool.options import PoolOptions
     from warpbus.pool.tokens import read_token
 
-    given: dict[str, Any] = {"name": name, "directory": directory}
+    given: dict[str, Any] = {"name": name}
     options = PoolOptions(
         host=host,
         port=port,
@@ -59,11 +62,13 @@ def serve(
         peers=tuple(peer or ()),
         peer_token=None if peer_token_file is None else read_token(peer_token_file),
         authority=authority,
+        cluster=cluster,
         cpu_memory=cpu_memory,
         gpu_memory_reserve=gpu_memory_reserve,
         sharing=sharing,  # type: ignore[arg-type]  # it is checked
         spare=spare,
         grace=grace,
+        directory=directory,
         audit=audit_log,
         max_connections=max_connections,
         max_queued=max_queued,

@@ -77,8 +77,9 @@ class AuditLog:
             older = self._path if number == 1 else self._numbered(number - 1)
             if older.exists():
                 older.replace(self._numbered(number))
-        os.close(self._file)
+        before = self._file
         self._open()
+        os.close(before)
 
     def _numbered(self, number: int) -> Path:
         assert self._path is not None

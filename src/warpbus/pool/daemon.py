@@ -7,27 +7,37 @@ the one that came first has to go.
 """
 
 import asyncio
+import fcntl
 import logging
 import os
 import secrets
 import socket
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UnavailableError, UsageError, WarpbusError
+from warpbus.errors import (
+    ConnectionLost,
+    DeviceError,
+    LeaseLostError,
+    StorageError,
+    UnavailableError,
+    UsageError,
+    WarpbusError,
+)
 from warpbus.pool.address import Address
 from warpbus.pool.address import address as read_address
 from warpbus.pool.audit import AuditLog
-from warpbus.pool.books import OwnBooks
+from warpbus.pool.books import Books, OwnBooks, SharedBooks
 from warpbus.pool.broker import Broker
 from warpbus.pool.channel import LEASE_BYTES, MAGIC
 from warpbus.pool.conversation import Conversation, error_value, hang_up
 from warpbus.pool.desk import Asker, Desk
 from warpbus.pool.frames import Kind
 from warpbus.pool.host import Host
+from warpbus.pool.membership import RayMembership
 from warpbus.pool.options import PoolOptions
 from warpbus.pool.peers import Membership, Peer, find_broker, obey, read_report
 from warpbus.pool.sharing import SharedGpus
@@ -67,13 +77,16 @@ class Daemon:
         self._tokens = Tokens() if options.tokens is None else Tokens.read(options.tokens)
         self._tls = options.tls()
         self._gpus = SharedGpus(options)
-        self._audit = AuditLog(options.audit or options.directory / "audit.jsonl")
+        self._lock = _alone_in(options.home)
+        self._audit = AuditLog(options.audit or options.home / "audit.jsonl")
         self._life = secrets.token_hex(8)
         self._listening: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfinished: dict[asyncio.Task[None], None] = {}
         self.host: Host
-        self._books: OwnBooks | None = None
+        self._books: Books | None = None
+        self._own: OwnBooks | None = None
+        self._stack = ExitStack()
         self._membership: Membership | None = None
         self._desk: Desk | None = None
         self._broker_at: Address | None = None
@@ -82,7 +95,7 @@ class Daemon:
     async def start(self) -> None:
         """Listen, join the pool or begin one, and answer."""
         options = self._options
-        self._gpus.__enter__()
+        self._stack.enter_context(self._gpus)
         tcp = _bind(options.host, options.port)
         self._listening.append(tcp)
         if options.unix is not None:
@@ -96,15 +109,19 @@ class Daemon:
         if options.peers:
             peers = tuple(map(read_address, options.peers))
             self._broker_at = await find_broker(options.name, peers, options.peer_token)
-        if self._broker_at is not None:
+        if options.cluster is not None:
+            self._books = await self._shared_books(options.cluster)
+            self._desk = Desk(self._books, self._machine, self._audit, most=options.max_asking)
+        elif self._broker_at is not None:
             membership = Membership(self._broker_at, options.peer_token, self._life, self._gpus.gpus)
             await membership.report(self.host)
             self._membership = membership
         else:
             broker = Broker(grace=options.grace, limits=self._tokens.limits(), max_queued=options.max_queued)
-            path = options.directory / "pool.json"
-            self._books = OwnBooks(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
-            self._desk = Desk(self._books, self._machine, self._audit, most=options.max_asking)
+            path = options.home / "pool.json"
+            own = OwnBooks(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
+            self._books = self._own = own
+            self._desk = Desk(own, self._machine, self._audit, most=options.max_asking)
         self._spawn(self._tick())
 
     async def close(self) -> None:
@@ -122,9 +139,17 @@ class Daemon:
             self._membership.close()
         if self._serving:
             await self.host.close()
-        self._gpus.__exit__(None, None, None)
+        self._stack.close()
         self._audit.note("ended", host=self._options.name)
         self._audit.close()
+        os.close(self._lock)
+
+    async def _shared_books(self, cluster: str) -> SharedBooks:
+        limits = self._tokens.limits()
+        membership = RayMembership(address=cluster, grace=self._options.grace, limits=limits)
+        await asyncio.to_thread(self._stack.enter_context, membership)
+        await asyncio.to_thread(membership.offer, self._options.name, self._gpus.gpus, self.address)
+        return SharedBooks(membership)
 
     # What happened to leases here
 
@@ -318,11 +343,12 @@ class Daemon:
 
     async def _join(self, question: dict[str, Any]) -> dict[str, Any]:
         """Another machine says what it has and what happened there."""
-        assert self._books is not None
         assert self._desk is not None
+        if self._own is None:
+            raise UsageError("join: this pool is one of --cluster: start the other daemon with --cluster too")
         host = need(question, "host", str)
         gpus, address, leases, news = read_report(question)
-        end = self._books.join(host, gpus, address, need(question, "life", str), {lease for lease, _, _ in leases})
+        end = self._own.join(host, gpus, address, need(question, "life", str), {lease for lease, _, _ in leases})
         for lease, connected, memory in leases:
             if connected and lease not in end:
                 await self._desk.seen(lease, memory)
@@ -390,6 +416,21 @@ async def _preamble(sock: socket.socket) -> bytes | None:
         if not data or not MAGIC.startswith(found[: len(MAGIC)]):
             return None
     return found[len(MAGIC) :]
+
+
+def _alone_in(directory: Path) -> int:
+    """Make a daemon's directory. Returns the descriptor that keeps other daemons out of it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError(f"--directory {directory}: cannot be used ({error}); give another one") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UsageError(f"--directory {directory}: another daemon uses it; give another one") from None
+    return lock
 
 
 def _bind(host: str, port: int) -> socket.socket:

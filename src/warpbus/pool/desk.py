@@ -232,7 +232,8 @@ class Desk:
     async def _lose(self, host: str, lease: str, why: str) -> None:
         with suppress(UsageError):
             entry = await self._books.call("lease", lease)
-            if entry.gpu is not None and _host(entry.gpu) == host and lease not in self._busy:
+            moves = entry.state == "moving"  # another daemon of a cluster sees to it
+            if entry.gpu is not None and _host(entry.gpu) == host and lease not in self._busy and not moves:
                 await self._books.call("lose", lease, why)
         await self._settle()
 

@@ -332,7 +332,7 @@ class Host:
             "ticket": order.ticket,
             "saved": str(self._saved(order.lease) / "state") if order.saved else None,
             # Each tenant has its own: who knows a hash must not learn that somebody else has these bytes.
-            "content": str(self._options.directory / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()),
+            "content": str(self._options.home / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()),
         }
 
     async def _listen(self, tenancy: Tenancy) -> None:
@@ -433,7 +433,7 @@ class Host:
         self._gone[lease] = gone
 
     def _saved(self, lease: str) -> Path:
-        return self._options.directory / "suspended" / lease
+        return self._options.home / "suspended" / lease
 
     def _names(self) -> str:
         return ", ".join(gpu.name for gpu in self._gpus.gpus)

@@ -21,6 +21,8 @@ from warpbus.pool.steering import Tell
 
 # A client that has lost the source asks the target, which it was told of, for its lease.
 _SECONDS_TO_CLAIM = 60.0
+# How often the target is asked, whose word may go to another daemon.
+_PAUSE = 0.5
 
 
 @dataclass
@@ -110,12 +112,12 @@ class Moving:
     async def _failed(self, lease: Lease, source: str, target: str, move: _Move, error: WarpbusError) -> None:
         """Find out where the lease lives; raises `error`, or that the lease is lost, unless it is the target."""
         if move.source_died or isinstance(error, LeaseLostError | ConnectionLost):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._claim):
-                    while not move.arrived and not move.target_died:
-                        move.news.clear()
-                        await move.news.wait()
-        if move.arrived:
+            end = time.monotonic() + self._claim
+            while not (move.target_died or await self._has_arrived(lease, target, move)) and time.monotonic() < end:
+                move.news.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(move.news.wait(), _PAUSE)
+        if await self._has_arrived(lease, target, move):
             await self._books.call("end_move", lease.id, True)
             return
         why = f"{type(error).__name__}: {error}"
@@ -128,6 +130,13 @@ class Moving:
             await self._books.call("lose", lease.id, why)
             raise LeaseLostError(why) from None
         raise error
+
+    async def _has_arrived(self, lease: Lease, target: str, move: _Move) -> bool:
+        if not move.arrived:
+            with suppress(WarpbusError):  # it cannot be asked now
+                order = await (await self._machine(target)).order(lease.id)
+                move.arrived = order is not None and order.gpu == lease.target
+        return move.arrived
 
     def _note(self, lease: Lease, who: str, **details: Any) -> None:
         self._audit.note(

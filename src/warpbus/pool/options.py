@@ -35,8 +35,9 @@ class PoolOptions:
             any, the pool begins here: this machine has its broker.
         peer_token: an admin's, for the peers.
         authority: PEM file that the certificates of other daemons are checked with; None is the system's.
-        directory: where it keeps what has to survive a restart.
-        audit: file of the audit log; None is in `directory`.
+        directory: where it keeps what has to survive a restart; None is ~/.local/state/warpbus/pool/NAME.
+        audit: file of the audit log; None is audit.jsonl in `directory`.
+        cluster: Ray's address, "auto" or ray://HOST:PORT, if Ray knows the machines of the pool and keeps its broker.
         spare: processes that have loaded torch and wait for a lease.
         grace: seconds without its client after which a lease is reclaimed.
         sharing: how a GPU is shared: "mps", "slices" of time, or "auto": MPS where there is one.
@@ -64,8 +65,9 @@ class PoolOptions:
     peers: tuple[str, ...] = ()
     peer_token: str | None = field(default=None, repr=False)
     authority: Path | None = None
-    directory: Path = Path.home() / ".local" / "state" / "warpbus" / "pool"
+    directory: Path | None = None
     audit: Path | None = None
+    cluster: str | None = None
     spare: int = 1
     grace: float = 60.0
     sharing: Sharing = "auto"
@@ -93,11 +95,18 @@ class PoolOptions:
             raise UsageError(f"--sharing is {self.sharing!r}: give auto, mps or slices")
         if (self.certificate is None) != (self.key is None):
             raise UsageError("--certificate and --key go together: give both")
+        if self.cluster is not None and self.peers:
+            raise UsageError("--cluster and --peer: two ways to find other machines: give one of them")
         if not self.loopback and (self.certificate is None or self.tokens is None):
             raise UsageError(
                 f"--host {self.host} can be reached from other machines: give --certificate, --key and --tokens, "
                 "or listen at 127.0.0.1"
             )
+
+    @property
+    def home(self) -> Path:
+        """`directory`, or what it is by default."""
+        return self.directory or Path.home() / ".local" / "state" / "warpbus" / "pool" / self.name
 
     @property
     def loopback(self) -> bool:

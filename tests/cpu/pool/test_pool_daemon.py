@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pool_fake_tenant as fake
@@ -30,8 +31,9 @@ ADMIN, ANN, BOB = "admin-token-0123456", "ann-token-01234567", "bob-token-012345
 class Served:
     """A daemon that runs in a thread of its own."""
 
-    def __init__(self, options: PoolOptions) -> None:
+    def __init__(self, options: PoolOptions, gpus: int) -> None:
         self.options = options
+        self._gpus = gpus
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -40,6 +42,8 @@ class Served:
 
     async def _start(self) -> Daemon:
         daemon = Daemon(self.options, program="pool_fake_tenant")
+        first = daemon._gpus.gpus[0]  # a machine without GPUs has one
+        daemon._gpus.gpus = [replace(first, name=f"{first.host}/{index}", index=index) for index in range(self._gpus)]
         await daemon.start()
         return daemon
 
@@ -59,9 +63,9 @@ class Served:
 
 
 @contextmanager
-def serving(directory: Path, **options):
+def serving(directory: Path, gpus: int = 1, **options):
     given = {"name": "mill", "port": 0, "cpu_memory": "1GB", "spare": 2, "directory": directory} | options
-    served = Served(PoolOptions(**given))
+    served = Served(PoolOptions(**given), gpus)
     try:
         yield served
     finally:
@@ -404,3 +408,61 @@ def test_a_process_that_dies_on_another_machine_is_heard_of(served, peers, steer
     until(lambda: entry(steering, granted) is None)
     with pytest.raises(ConnectionLost):
         channel.receive(10)
+
+
+@pytest.mark.parametrize("wrong", [0, fake.DIES_AFTER])
+def test_a_lease_moves_within_a_machine(tmp_path, wrong):
+    with serving(tmp_path, gpus=2) as two, two.steering() as steering:
+        granted = lease(steering, wrong)
+        _, _, before = greet(two.address, granted)
+        target = "mill/1" if granted["gpu"] == "mill/0" else "mill/0"
+        done = steering.ask({"do": "migrate", "lease": granted["lease"], "to": target}, timeout=60)
+        assert done["moved"] == target
+        _, kind, after = greet(two.address, granted)
+        assert (kind, after["gpu"]) == (Kind.WELCOME, target)
+        assert after["pid"] != before["pid"]
+        until(lambda: not Path(f"/proc/{before['pid']}").exists())
+        assert entry(steering, granted)["gpu"] == target
+        steering.ask({"do": "release", "lease": granted["lease"]})
+        until(lambda: not Path(f"/proc/{after['pid']}").exists())
+
+
+def test_a_move_within_a_machine_that_is_refused(tmp_path):
+    with serving(tmp_path, gpus=2) as two, two.steering() as steering:
+        granted = lease(steering, fake.REFUSES_TO_MOVE, on="mill/0")
+        with pytest.raises(DeviceError, match="it does not want to"):
+            steering.ask({"do": "migrate", "lease": granted["lease"], "to": "mill/1"}, timeout=60)
+        assert greet(two.address, granted)[2]["gpu"] == "mill/0"
+        assert len(two.daemon.host.tenancies) == 1
+
+
+def test_a_directory_has_one_daemon(tmp_path):
+    with serving(tmp_path, spare=0), pytest.raises(UsageError, match="another daemon uses it"):
+        Daemon(PoolOptions(directory=tmp_path))
+
+
+def test_daemons_that_know_each_other_find_one_broker(tmp_path):
+    ports = [_free_port(), _free_port()]
+    found = []
+
+    def start(name: str, mine: int, other: int) -> None:
+        options = {"name": name, "port": mine, "peers": (f"warpbus://127.0.0.1:{other}",), "spare": 0}
+        found.append(stack.enter_context(serving(tmp_path / name, **options)))
+
+    with ExitStack() as stack:
+        threads = [
+            threading.Thread(target=start, args=("a", *ports)),
+            threading.Thread(target=start, args=("b", *ports[::-1])),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for served in found:
+            with served.steering() as steering:
+                assert {gpu["name"] for gpu in steering.ask({"do": "status"})["gpus"]} == {"a/0", "b/0"}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
