@@ -62,10 +62,13 @@ class Move:
         device: of the same type as the engine's.
 
     Raises:
-        UsageError: the engine sleeps, is one of several that share a model, or the device is of another type.
+        UsageError: the engine sleeps, is on a lent GPU, is one of several that share a model, or the device is of
+            another type.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
+        if engine.device.type not in ("cpu", "cuda"):
+            raise UsageError(f"an engine on {engine.device} moves with its lease: have the pool move that")
         if device.type != engine.device.type:
             raise UsageError(f"an engine on {engine.device} cannot move to {device}: give another {engine.device.type}")
         if engine.model.group is not None and engine.model.group.world > 1:
@@ -122,6 +125,8 @@ class Move:
             DeviceError: the other device has not enough memory for the cache; the engine stays where it is.
         """
         engine, twin = self._engine, self._prepared()
+        # What can fail comes before anything is different.
+        self._ahead += self._copy(self._left())
         pieces = engine.drain()
         started = time.perf_counter()
         left = {*self._left(), *(engine.used_blocks() - engine.filled_blocks().keys())}
@@ -145,9 +150,16 @@ class Move:
     def _copy(self, blocks: list[int]) -> int:
         filled = self._engine.filled_blocks()
         copied = 0
-        for start in range(0, len(blocks), BLOCKS_AT_ONCE):
+        # Once also for none: then it is room for them that is made.
+        for start in range(0, max(1, len(blocks)), BLOCKS_AT_ONCE):
             some = blocks[start : start + BLOCKS_AT_ONCE]
-            copied += self._engine.copy_blocks(some, self._prepared())
+            try:
+                copied += self._engine.copy_blocks(some, self._prepared())
+            except torch.OutOfMemoryError as error:
+                raise DeviceError(
+                    f"out of memory for {len(some)} blocks of the cache on their way from {self._engine.device} to "
+                    f"{self._device}: end what else uses these GPUs"
+                ) from error
             self._copied.update((block, filled[block]) for block in some if block in filled)
         return copied
 

@@ -9,7 +9,7 @@ from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.moving import Move
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.errors import UsageError
+from warpbus.errors import DeviceError, UsageError
 from warpbus.models import random_model
 from warpbus.qtensor import Scheme
 
@@ -187,3 +187,22 @@ def test_a_move_that_is_given_up_changes_nothing(model):
 def test_another_kind_of_device_is_refused(model):
     with pytest.raises(UsageError, match="cannot move to cuda"):
         Move(Engine(model), torch.device("cuda:1"))
+
+
+def test_without_room_for_the_cache_nothing_is_lost(model, monkeypatch):
+    """Also not what the steps under way bring."""
+    engine = Engine(model)
+    asked = requests(GREEDY)
+    for each in asked:
+        engine.add(each)
+    engine.step()
+    move = Move(engine, CPU)
+    move.prepare()
+    monkeypatch.setattr(move._twin._cache, "back", lambda blocks: 1)
+    monkeypatch.setattr(engine, "drain", lambda: pytest.fail("steps were read"))
+    for attempt in (move.copy_ahead, move.finish):
+        with pytest.raises(DeviceError, match="out of memory for the cache"):
+            attempt()
+    move.release()
+    finish(engine)
+    assert [each.token_ids for each in asked] == stayed(model, GREEDY)
