@@ -5,6 +5,9 @@ freed while it was recorded is memory of a run only. The first run is an ordinar
 they need. On CUDA the second is captured as a graph (capturing executes nothing) and from then on a run is one launch.
 A program that cannot be captured, and any on a CPU, is run call by call; `usage` says so. It is captured again when
 memory that it has the address of went away, so also after a migration.
+
+Graphs run one after another, so they share the memory of a run: nothing in it lasts, since what stays is copied to its
+storage.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capture import capture
 from warpbus.errors import DeviceError
+from warpbus.kernels.ops.workspace import lent
 from warpbus.pool.definitions import Definition
 from warpbus.pool.failures import Failure
 from warpbus.pool.storages import Storage, Storages
@@ -22,6 +27,7 @@ from warpbus.pool.wire import Value
 MAX_PROGRAMS = 1024
 MAX_STEPS = 1 << 20
 
+_COUNTERS = 1 << 14  # of kernels, see `workspace`
 
 Step = tuple[Definition, tuple[Any, ...]] | int
 """A call and its operands, or the handle of a result that no later call needs."""
@@ -39,7 +45,7 @@ class Program:
         gone: what is to be freed with the program: of `made` and `kept` what the client has let go of.
         used: storages that it reads or writes, and has not made.
         written: those of them that it writes.
-        peak: bytes of `inner` that are there at one time, at most.
+        peak: bytes of a run that are there at one time, at most: of `inner`, and of what is about to be copied.
         ran: it was run here before.
         why: it is not captured, or "".
         graph: once it is captured.
@@ -71,8 +77,9 @@ class Program:
             definition, operands = step
             self.used.update(operands[: len(definition.places)])
             self.written.update(operands[index] for index in definition.written)
-            now += sum(self.inner.get(handle, 0) for handle in operands[definition.carried :])
-            self.peak = max(self.peak, now)
+            results = operands[definition.carried :]
+            now += sum(self.inner.get(handle, 0) for handle in results)
+            self.peak = max(self.peak, now + sum(self.made.get(handle, 0) for handle in results))
         self.used -= self.made.keys() | self.inner.keys()
         self.written &= self.used
 
@@ -95,6 +102,9 @@ class Programs:
         self.at = ""
         self._storages = storages
         self._programs: dict[int, Program] = {}
+        self._memory: Any = None  # of graphs, and the bytes of it that are charged
+        self._held = 0
+        self._counters: Tensor | None = None
 
     def record(self, number: int) -> None:
         """Begin to record a program."""
@@ -260,9 +270,7 @@ class Programs:
         fresh = sum(new.values())
         storages.charge(fresh + program.peak)
         try:
-            memories = self._execute(program)
-            for handle in program.made.keys() - new.keys():
-                storages.raw(handle).copy_(storages.whole(memories[handle]))
+            memories = self._execute(program, new)
         except Exception:
             storages.used -= fresh
             raise
@@ -271,8 +279,8 @@ class Programs:
         for handle in new:
             storages.take(handle, memories[handle])
 
-    def _execute(self, program: Program) -> dict[int, Storage]:
-        """Let its operators run, or be captured. What it made, apart from the storages."""
+    def _execute(self, program: Program, new: dict[int, int]) -> dict[int, Storage]:
+        """Let its operators run, or be captured. Returns what is `new`; what it makes else is copied to its storage."""
         storages = self._storages
         memories: dict[int, Storage] = {}
         for step in program.steps:
@@ -287,9 +295,7 @@ class Programs:
                 raise DeviceError(f"{self.at} cannot be in a program: what it gives is known only after it ran")
             values: list[Any] = []
             for place, handle in zip(definition.places, operands, strict=False):
-                memory = memories.get(handle) or storages.memory_of(handle)
-                tensor = memory.views.get(place)
-                values.append(storages.view(memory, place) if tensor is None else tensor)
+                values.append(storages.at(memories.get(handle) or storages.memory_of(handle), place))
             values += operands[len(values) : definition.carried]
             result = definition.run(values)
             definition.check_written(values)
@@ -297,23 +303,30 @@ class Programs:
             for handle, tensor, (place, nbytes) in zip(
                 operands[definition.carried :], fresh, definition.news, strict=True
             ):
-                memories[handle] = Storage(nbytes, tensor, {place: tensor}, 0)
+                if handle in program.made and handle not in new:
+                    storages.at(storages.memory_of(handle), place).copy_(tensor)
+                else:
+                    memories[handle] = Storage(nbytes, tensor, {place: tensor}, 0)
         return memories
 
     def _capture(self, program: Program) -> bool:
         """Make a graph of it, if that can be done."""
         storages = self._storages
-        storages.charge(program.peak)
+        more = max(0, program.peak - self._held)
+        storages.charge(more)
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        if self._counters is None:
+            self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=storages.device)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                memories = self._execute(program)
+            with capture(graph, pool=self._memory), lent(self._counters):
+                self._execute(program, {})
         except Exception as error:  # CUDA's, torch's, or an operator's own: the run without a graph tells which
-            storages.used -= program.peak
+            storages.used -= more
             program.why = f"{self.at}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             return False
-        for handle, memory in memories.items():
-            storages.take(handle, memory)
+        self._held += more
         program.graph = graph
         program.bases = {handle: storages.live[handle].base for handle in (*program.used, *program.made)}
         for handle in program.bases:
@@ -334,7 +347,9 @@ class Programs:
         if program.graph is not None:
             self._storages.synchronize()
             program.graph, program.bases = None, {}
-            self._storages.used -= program.peak
+            if not any(each.graph for each in self._programs.values()):
+                self._storages.used -= self._held
+                self._memory, self._held = None, 0
 
 
 def _packed(steps: list[Step]) -> list[Value]:

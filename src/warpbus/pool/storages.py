@@ -149,10 +149,7 @@ class Storages:
         self.live[handle] = Storage(0, None, {}, 0, value=value)
 
     def take(self, handle: int, storage: Storage) -> None:
-        """Have a storage under a handle that was made apart from them and is charged already, perhaps as another's."""
-        old = self.live.get(handle)
-        if old is not None:
-            self._let_go(old)
+        """Have a storage under a new handle that was made apart from the others, and is charged already."""
         self._add(handle, storage)
 
     def free(self, handle: int) -> None:
@@ -178,10 +175,7 @@ class Storages:
         Raises:
             DeviceError: there is no such storage, it was never computed, or the tensor does not lie inside it.
         """
-        storage = self.memory_of(handle)
-        place = self.place(geometry)
-        found = storage.views.get(place)
-        return self.view(storage, place) if found is None else found
+        return self.at(self.memory_of(handle), self.place(geometry))
 
     def place(self, geometry: Geometry) -> Place:
         """The one place that equal geometries have."""
@@ -189,6 +183,11 @@ class Storages:
         if place is None:
             place = self._places[geometry] = Place(geometry)
         return place
+
+    def at(self, storage: Storage, place: Place) -> Tensor:
+        """The tensor at a place of a storage that need not have a handle."""
+        found = storage.views.get(place)
+        return self.view(storage, place) if found is None else found
 
     def view(self, storage: Storage, place: Place) -> Tensor:
         """The tensor at a place that has not been looked up yet."""
