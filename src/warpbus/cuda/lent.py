@@ -3,10 +3,12 @@
 Whoever computes asks here what is behind such a device; who lends it and how it is reached is not its business.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 REMOTE = "warpbus"
 """The device type under which a pool lends a GPU."""
@@ -33,6 +35,10 @@ class LentDevice(Protocol):
 
     def free_memory(self) -> int:
         """Bytes that can still be allocated on it."""
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Ask for the values of a tensor that is not written any more; the call waits for them, and gives them as a
+        tensor of the CPU. What the device is given to do in between, it does meanwhile."""
 
     def record(self) -> AbstractContextManager[Recorded]:
         """Operators in the block are recorded and not executed; nothing can be read in it."""

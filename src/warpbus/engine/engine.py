@@ -462,13 +462,9 @@ class Engine:
         return self._dormant
 
     def _runs_ahead(self) -> bool:
-        """A step can be launched before the tokens of the last one are read.
-
-        On a lent device it could, too, but gains nothing by it: a question is answered after all that was sent before
-        it, so that tokens that are read after the next launch come once that step is done.
-        """
+        """A step can be launched before the tokens of the last one are read."""
         return (
-            self.device.type == "cuda"
+            is_gpu(self.device)
             and not self._step.host_embedding
             and not self._speculation
             and all(_is_plain(row.sequence) for row in self._rows.values())

@@ -1,6 +1,7 @@
 """What a step chose, on its way to the host: small tensors, all in one copy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -10,9 +11,10 @@ from warpbus.cuda.lent import lent
 
 
 class Readback:
-    """Tensors on their way from the device; on a GPU of this machine without waiting for it.
+    """Tensors on their way from the device, which is not waited for.
 
-    On a lent device the way is a question and its answer: one for all, asked when they are read.
+    From a lent device they come as the answer to one question for all. It is asked here and not when they are read:
+    questions are answered after all that was sent before them, so that one asked later would wait for the next step.
 
     Args:
         tensors: at least one, all on one device, of elements of 4 or 8 bytes.
@@ -20,25 +22,25 @@ class Readback:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
-        self._arrived: torch.cuda.Event | None = None
+        self._wait: Callable[[], Tensor] | None = None
         device = tensors[0].device
+        behind = lent(device)
         if device.type == "cuda":
             joined = self._joined()
-            self._host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
-            self._host.copy_(joined, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-        elif lent(device) is not None:
-            self._host = self._joined()
+            host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+            host.copy_(joined, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._wait = partial(_after, arrived, host)
+        elif behind is not None:
+            self._wait = behind.fetch(self._joined())
 
     def read(self) -> list[Tensor]:
         """The tensors on the host. Waits for the device."""
-        if self._tensors[0].device.type == "cpu":
+        if self._wait is None:
             return self._tensors
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        host = self._wait()
         parts, begin = [], 0
-        host = self._host.cpu()
         for tensor in self._tensors:
             words = prod(tensor.shape) * tensor.element_size() // host.element_size()
             part = host[begin : begin + words].clone()  # elements of 8 bytes may lie between two words
@@ -48,3 +50,8 @@ class Readback:
 
     def _joined(self) -> Tensor:
         return torch.cat([tensor.contiguous().view(-1).view(torch.int32) for tensor in self._tensors])
+
+
+def _after(event: torch.cuda.Event, host: Tensor) -> Tensor:
+    event.synchronize()
+    return host

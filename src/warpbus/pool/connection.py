@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -27,6 +28,7 @@ PATIENCE_SECONDS = 30.0
 
 _KEPT_BYTES = 256 << 20
 _LOOKED_EVERY = 8
+_ANSWERS = (Kind.ANSWER, Kind.DATA, Kind.ERROR)
 _RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 _BUILTIN: dict[str, type[Exception]] = {
@@ -54,6 +56,36 @@ class _Moving(NamedTuple):
     final: bool
 
 
+class Reading:
+    """A question for bytes of a storage that was asked and is not waited for: others may follow it.
+
+    It may be asked again after a reconnection, when what was sent after it has been executed: what it asks for must
+    not be written any more. One that nobody holds any more is forgotten.
+    """
+
+    def __init__(self, number: int, question: list[Value], nbytes: int) -> None:
+        self.number = number
+        self.payload = encode(question)
+        self.data = bytearray(nbytes)
+        self.filled = 0
+        self.failure: Failure | None = None
+
+    @property
+    def arrived(self) -> bool:
+        return self.filled == len(self.data) or self.failure is not None
+
+    def take(self, frame: Frame) -> None:
+        """A part of its answer."""
+        if frame.kind is Kind.ERROR:
+            self.failure = Failure.read(decode(frame.payload))
+            return
+        end = self.filled + len(frame.payload)
+        if end > len(self.data):
+            raise ConnectionLost("the pool sent more bytes than were asked for")
+        self.data[self.filled : end] = frame.payload
+        self.filled = end
+
+
 class Connection:
     """Not for several threads at once.
 
@@ -73,6 +105,7 @@ class Connection:
         self._kept_bytes = 0
         self._sent = 0
         self._question = 0
+        self._readings: WeakValueDictionary[int, Reading] = WeakValueDictionary()
         self._moving: _Moving | None = None
         self._failures: deque[Failure] = deque()
         self.reconnections = 0
@@ -115,6 +148,30 @@ class Connection:
 
         self._answered(["read", handle, offset, len(into)], take, restart)
 
+    def ask_for(self, handle: int, offset: int, nbytes: int) -> Reading:
+        """Ask for bytes of a storage, as they are after everything sent before; `wait_for` gives them."""
+        self._question += 1
+        reading = Reading(self._question, ["read", handle, offset, nbytes], nbytes)
+        self._readings[reading.number] = reading
+        try:
+            self._channel.send(Kind.ASK, reading.number, reading.payload)
+        except ConnectionLost as lost:
+            self._reconnect(lost)
+        return reading
+
+    def wait_for(self, reading: Reading) -> bytearray:
+        """The bytes that were asked for."""
+        while not reading.arrived:
+            try:
+                self._take(self._channel.receive())
+            except ConnectionLost as lost:
+                self._reconnect(lost)
+        if reading.failure is not None:
+            self._failures.clear()  # what led to this one, most likely
+            raise exception(reading.failure)
+        self._raise()
+        return reading.data
+
     def close(self) -> None:
         """Say that the connection ends as it was meant, and end it."""
         with suppress(ConnectionLost):
@@ -128,18 +185,16 @@ class Connection:
         restart: Callable[[], None],
     ) -> Any:
         self._question += 1
-        payload = encode(question)
+        number, payload = self._question, encode(question)
         while True:
             try:
                 restart()
-                self._channel.send(Kind.ASK, self._question, payload)
+                self._channel.send(Kind.ASK, number, payload)
                 while True:
                     frame = self._channel.receive()
-                    if frame is None or frame.kind not in (Kind.ANSWER, Kind.DATA, Kind.ERROR) or not frame.number:
+                    if frame is None or frame.kind not in _ANSWERS or frame.number != number:
                         self._take(frame)
                         continue
-                    if frame.number != self._question:
-                        continue  # of a question that was interrupted
                     if frame.kind is Kind.ERROR:
                         self._failures.clear()  # what led to this one, most likely
                         raise exception(Failure.read(decode(frame.payload)))
@@ -155,8 +210,13 @@ class Connection:
             self._take(self._channel.receive())
 
     def _take(self, frame: Frame | None) -> None:
-        """A frame that answers no question."""
+        """A frame that does not answer the question that is waited for."""
         if frame is None:
+            return
+        if frame.kind in _ANSWERS and frame.number:
+            reading = self._readings.get(frame.number)
+            if reading is not None:  # else of a question that was interrupted
+                reading.take(frame)
             return
         if frame.kind is Kind.ACK:
             while self._kept and self._kept[0][0] <= frame.number:
@@ -169,7 +229,7 @@ class Connection:
                 raise ConnectionLost(f"the lease has moved to {self._moving.address}")
         elif frame.kind is Kind.BYE:
             raise ConnectionLost("the pool has ended the connection")
-        elif frame.kind is not Kind.ANSWER and frame.kind is not Kind.DATA:
+        else:
             raise ConnectionLost(f"the pool sent a {frame.kind.name} frame in the middle of a session")
 
     def _raise(self) -> None:
@@ -249,6 +309,10 @@ class Connection:
             self._kept_bytes -= len(self._kept.popleft()[1])
         for number, payload in self._kept:
             self._channel.send(Kind.BATCH, number, payload)
+        for number, reading in sorted(self._readings.items()):
+            if not reading.arrived:
+                reading.filled = 0
+                self._channel.send(Kind.ASK, number, reading.payload)
 
 
 def exception(failure: Failure) -> Exception:

@@ -1,10 +1,14 @@
 """`warpbus:0` as the rooms below see it: what is behind it, what the lease has left, how operators are recorded."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+
+from torch import Tensor
 
 from warpbus.cuda.lent import Recorded
 from warpbus.pool.program import recorded
 from warpbus.pool.session import current
+from warpbus.pool.transfers import fetch
 
 
 class Lease:
@@ -20,6 +24,9 @@ class Lease:
         session = current()
         session.flush()  # with what was let go of
         return session.memory - session.used
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return fetch(tensor)
 
     def record(self) -> AbstractContextManager[Recorded]:
         return recorded(current())

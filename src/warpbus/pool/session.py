@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from warpbus.errors import DeviceError, UsageError
-from warpbus.pool.connection import Connection
+from warpbus.pool.connection import Connection, Reading
 from warpbus.pool.instructions import MAX_WRITE, Writer
 from warpbus.pool.signature import Signature
 from warpbus.pool.tensors import Remote
@@ -122,6 +122,18 @@ class Session:
             self._waits()
             self.statistics.bytes_received += len(into)
             self.connection.read(remote.handle, offset, into)
+
+    def ask_for(self, remote: Remote, offset: int, nbytes: int) -> Reading:
+        """Ask for bytes of a storage that is not written any more, and go on."""
+        with self.lock:
+            self._waits()
+            self.statistics.bytes_received += nbytes
+            return self.connection.ask_for(remote.handle, offset, nbytes)
+
+    def wait_for(self, reading: Reading) -> bytearray:
+        """What was asked for. What was sent since goes on meanwhile."""
+        with self.lock:
+            return self.connection.wait_for(reading)
 
     def write(self, remote: Remote, offset: int, data: memoryview) -> None:
         """Put bytes into a storage, in pieces of `MAX_WRITE`."""

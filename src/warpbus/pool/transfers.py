@@ -1,7 +1,7 @@
 """Between this process's memory and the remote GPU: uploads, reads, copies; and what sets a tensor's place."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,26 @@ def download(source: Tensor) -> Tensor:
         offset = int(source.storage_offset()) * source.dtype.itemsize
         current().read(remote_of(source), offset, _bytes(target, source.numel()))
     return target
+
+
+def fetch(source: Tensor) -> Callable[[], Tensor]:
+    """As `download`, asked now and waited for by the call: what is sent in between runs meanwhile.
+
+    The tensor must not be written any more.
+    """
+    if not _dense(source):
+        source = source.contiguous()
+    session, elements = current(), source.numel()
+    offset, nbytes = int(source.storage_offset()) * source.dtype.itemsize, elements * source.dtype.itemsize
+    reading = session.ask_for(remote_of(source), offset, nbytes) if elements else None
+
+    def arrived() -> Tensor:
+        target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
+        if reading is not None:
+            _bytes(target, elements)[:] = session.wait_for(reading)
+        return target
+
+    return arrived
 
 
 class Copies:

@@ -48,6 +48,14 @@ class Direct:
             raise exception(error.failure) from None
         assert filled == len(into)
 
+    def ask_for(self, handle: int, offset: int, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        self.read(handle, offset, memoryview(data))
+        return data
+
+    def wait_for(self, reading: bytearray) -> bytearray:
+        return reading
+
 
 @contextmanager
 def connected(

@@ -1,0 +1,69 @@
+"""Questions that are asked ahead, of a tenant's process: answers in any order, lost connections, errors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pool_tenants import KEY, started
+
+from warpbus.pool import connection as connections
+from warpbus.pool.address import address
+from warpbus.pool.channel import Channel
+from warpbus.pool.connection import Connection
+from warpbus.pool.device import register
+from warpbus.pool.session import Session, use
+from warpbus.pool.transfers import fetch
+
+REMOTE = "warpbus"
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    register()
+    with started() as daemon, pytest.MonkeyPatch.context() as patch:
+        assert daemon.hear("ready", "failed")["event"] == "ready"
+        patch.setattr(connections, "connect", lambda where, lease: Channel(daemon.socket(), "the tenant"))
+        connection = Connection(address("warpbus://localhost:1"), bytes(16), KEY)
+        session = Session(connection, 1 << 20, "cpu")
+        use(session)
+        try:
+            yield session
+        finally:
+            use(None)
+            connection.close()
+
+
+def test_answers_come_in_any_order(session: Session) -> None:
+    x = torch.arange(6.0, device=REMOTE)
+    asked = [fetch(x * count) for count in range(5)]
+    assert (x + 1).sum().item() == 21.0
+    del asked[3]  # nobody wants it any more
+    assert torch.equal(asked[2](), torch.arange(6.0) * 2)
+    assert fetch(x.view(2, 3).t())().tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert fetch(x[:0])().numel() == 0
+    assert [reading().tolist() for reading in asked] == [(torch.arange(6.0) * n).tolist() for n in (0, 1, 2, 4)]
+
+
+def test_what_was_asked_is_asked_again_on_another_connection(session: Session) -> None:
+    connection: Any = session.connection
+    x = torch.arange(4.0, device=REMOTE)
+    first = fetch(x + 1)
+    connection._channel.close()
+    second = fetch(x + 2)
+    assert second().tolist() == [2, 3, 4, 5]
+    assert first().tolist() == [1, 2, 3, 4]
+    third = fetch(x + 3)
+    connection._channel.close()
+    assert third().tolist() == [3, 4, 5, 6]
+    assert connection.reconnections == 2
+
+
+def test_an_error_comes_with_its_answer(session: Session) -> None:
+    table = torch.ones(3, 2, device=REMOTE)
+    wrong = fetch(torch.nn.functional.embedding(torch.tensor([9]).to(REMOTE), table))
+    right = fetch(table * 2)
+    with pytest.raises(IndexError):
+        wrong()
+    assert right().sum() == 12
+    assert table.sum().item() == 6
