@@ -114,7 +114,7 @@ class Daemon:
             self._desk = Desk(self._books, self._machine, self._audit, most=options.max_asking)
         elif self._broker_at is not None:
             membership = Membership(self._broker_at, options.peer_token, self._life, self._gpus.gpus)
-            await membership.report(self.host)
+            await membership.report(self.host, [])
             self._membership = membership
         else:
             broker = Broker(grace=options.grace, limits=self._tokens.limits(), max_queued=options.max_queued)
@@ -347,8 +347,10 @@ class Daemon:
         if self._own is None:
             raise UsageError("join: this pool is one of --cluster: start the other daemon with --cluster too")
         host = need(question, "host", str)
-        gpus, address, leases, news = read_report(question)
+        measured, gpus, address, leases, news = read_report(question)
         end = self._own.join(host, gpus, address, need(question, "life", str), {lease for lease, _, _ in leases})
+        for gpu, part, used in measured:
+            await self._own.call("measured", gpu, utilization=part, memory=used)
         for lease, connected, memory in leases:
             if connected and lease not in end:
                 await self._desk.seen(lease, memory)
@@ -375,7 +377,7 @@ class Daemon:
             await asyncio.sleep(_TICK)
             try:
                 if self._membership is not None:
-                    await self._membership.report(self.host)
+                    await self._membership.report(self.host, self._measured())
                 else:
                     await self._look_after()
                 told = ""
@@ -390,9 +392,14 @@ class Daemon:
         for lease, tenancy in list(self.host.tenancies.items()):
             if tenancy.clients:
                 await self._desk.seen(lease, tenancy.memory)
-        for name, gpu in self._gpus.measured().items():
-            await self._books.call("measured", name, utilization=gpu.utilization, memory=gpu.memory - gpu.free)
+        for name, part, memory in self._measured():
+            await self._books.call("measured", name, utilization=part, memory=memory)
         await self._desk.tick()
+
+    def _measured(self) -> list[list[Any]]:
+        """Of each GPU its name, the part of its time that it computes, and bytes in use."""
+        found = self._gpus.measured().items()
+        return [[name, gpu.utilization, gpu.memory - gpu.free] for name, gpu in found]
 
     def _spawn(self, work: Any) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)

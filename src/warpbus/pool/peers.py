@@ -155,8 +155,12 @@ class Membership:
             self._steering.close()
             self._steering = None
 
-    async def report(self, host: Host) -> None:
+    async def report(self, host: Host, measured: list[list[Any]]) -> None:
         """Say what lives here, and end what ended there.
+
+        Args:
+            host: this machine's leases.
+            measured: of each GPU its name, the part of its time that it computes or None, and bytes in use.
 
         Raises:
             WarpbusError: it was not heard, or not understood; the news stay for the next report.
@@ -170,6 +174,7 @@ class Membership:
             "gpus": [{**asdict(gpu), "links": list(gpu.links)} for gpu in self._gpus],
             "leases": [[lease, each.clients > 0, each.memory] for lease, each in host.tenancies.items()],
             "news": list(news),
+            "measured": measured,
         }
         answer = await self._told(question)
         del news[: len(question["news"])]
@@ -180,6 +185,7 @@ class Membership:
 class Report(NamedTuple):
     """What `Membership.report` says: leases are their ids, whether a client is connected, and bytes in use."""
 
+    measured: list[tuple[str, float | None, int]]
     gpus: list[Gpu]
     address: str
     leases: list[tuple[str, bool, int | None]]
@@ -195,11 +201,12 @@ def read_report(question: Mapping[str, Any]) -> Report:
                 need({"do": "join", name: getattr(gpu, name)}, name, kind)
         leases = [(str(lease), bool(connected), memory) for lease, connected, memory in need(question, "leases", list)]
         news = [dict(each) for each in need(question, "news", list)]
+        measured = [(str(gpu), part, int(memory)) for gpu, part, memory in need(question, "measured", list)]
     except (TypeError, KeyError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"join: the report is malformed ({error}): is the other machine's Warpbus older?") from None
-    return Report(gpus, str(read_address(need(question, "address", str))), leases, news)
+    return Report(measured, gpus, str(read_address(need(question, "address", str))), leases, news)
 
 
 async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) -> Address | None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import threading
@@ -17,9 +18,9 @@ import trustme
 
 from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UsageError
 from warpbus.pool.address import address
-from warpbus.pool.channel import Channel, connect
+from warpbus.pool.channel import MAGIC, Channel, connect
 from warpbus.pool.daemon import Daemon
-from warpbus.pool.frames import Kind
+from warpbus.pool.frames import Kind, pack_header
 from warpbus.pool.options import PoolOptions
 from warpbus.pool.steering import Steering, sent_error
 from warpbus.pool.wire import decode, encode
@@ -259,6 +260,30 @@ def test_preambles_of_garbage(served, steering, sent):
         with suppress(ConnectionResetError):
             assert len(sock.recv(1 << 16)) < 1000
     assert steering.ask({"do": "status"})["queue"] == []
+
+
+def test_mutated_conversations_do_not_stop_it(served, steering):
+    """Every byte after the preamble may be another one."""
+    questions = [
+        {"do": "status"},
+        {"do": "lease", "memory": 5, "share": 0.5, "on": "no/0"},
+        {"do": "release", "lease": "ab"},
+    ]
+    frames = [(Kind.HELLO, {"protocol": 1, "token": None}), *((Kind.ASK, question) for question in questions)]
+    good = b"".join(pack_header(kind, 1, len(encode(value))) + encode(value) for kind, value in frames)
+    chance = random.Random(7)
+    for _ in range(150):
+        bad = bytearray(good)
+        for _ in range(chance.choice((1, 1, 2, 8))):
+            bad[chance.randrange(len(bad))] = chance.randrange(256)
+        with socket.create_connection((served.address.host, served.address.port), timeout=30) as sock:
+            sock.sendall(MAGIC + bytes(16) + bad[: chance.randrange(len(bad))])
+            sock.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionResetError):
+                while sock.recv(1 << 16):
+                    pass
+    assert steering.ask({"do": "status"})["queue"] == []
+    assert served.run(_count(served.daemon)) < 20
 
 
 def test_half_open_connections_do_not_keep_others_out(tmp_path):

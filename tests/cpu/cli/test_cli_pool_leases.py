@@ -1,0 +1,110 @@
+"""`warpbus pool serve` and the verbs that ask it. Its leases are tested in tests/cpu/pool."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from warpbus.cli import app
+from warpbus.cli.pool_leases import pool_table
+from warpbus.errors import ConnectionLost, UsageError
+from warpbus.pool.broker import Broker
+from warpbus.pool.leases import Gpu
+from warpbus.pool.quota import Quota
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """Of a machine that serves a pool, and ends in order."""
+    directory = tmp_path_factory.mktemp("mill")
+    command = [sys.executable, "-m", "warpbus", "pool", "serve", "--port", "0", "--name", "mill", "--spare", "0"]
+    command += ["--directory", str(directory), "--cpu-memory", "1GB"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    found = re.search(r"warpbus://\S+", line)
+    assert found, line
+    yield found[0]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert json.loads((directory / "pool.json").read_text())
+
+
+def invoke(*arguments, **environment):
+    return CliRunner().invoke(app, ["pool", *arguments], env=environment)
+
+
+def test_status_as_json_and_as_a_table(address):
+    told = json.loads(invoke("status", "--json", "--address", address).stdout)
+    assert [gpu["name"] for gpu in told["gpus"]] == ["mill/0"]
+    assert told["gpus"][0]["memory"] == GB
+    shown = invoke("status", WARPBUS_POOL=address).stdout
+    assert "mill/0" in shown
+    assert "mill joined" in shown
+
+
+def test_verbs_say_what_they_did_or_why_not(address):
+    assert "mill takes no leases any more, 0 were moved" in invoke("drain", "mill", "--address", address).stdout
+    assert "mill takes leases again" in invoke("undrain", "mill", "--address", address).stdout
+    for verb in (
+        ["release", "abcd"],
+        ["migrate", "abcd", "--to", "mill/0"],
+        ["suspend-lease", "ab"],
+        ["resume-lease", "ab"],
+    ):
+        outcome = invoke(*verb, "--address", address)
+        assert isinstance(outcome.exception, UsageError)
+        assert "there is none" in str(outcome.exception)
+    assert "has no host nowhere" in str(invoke("drain", "nowhere", "--address", address).exception)
+
+
+def test_nobody_there():
+    outcome = invoke("status", "--address", "warpbus://127.0.0.1:9")
+    assert isinstance(outcome.exception, ConnectionLost)
+
+
+def test_serve_refuses_what_would_be_open_to_everybody(tmp_path):
+    for arguments, what in (
+        (["--host", "0.0.0.0"], "give --certificate, --key and --tokens"),
+        (["--sharing", "fair"], "give auto, mps or slices"),
+        (["--certificate", "x"], "go together"),
+        (["--name", "a/b"], "--name is 'a/b'"),
+        (["--peer-token-file", str(tmp_path / "none")], "cannot be read"),
+        (["--cluster", "auto", "--peer", "warpbus://localhost"], "give one of them"),
+    ):
+        outcome = invoke("serve", "--directory", str(tmp_path), *arguments)
+        assert isinstance(outcome.exception, UsageError)
+        assert what in str(outcome.exception)
+
+
+def test_sharing_by_mps_needs_mps(tmp_path):
+    outcome = invoke("serve", "--directory", str(tmp_path), "--sharing", "mps", CUDA_VISIBLE_DEVICES="")
+    assert isinstance(outcome.exception, UsageError)
+    assert "give slices" in str(outcome.exception)
+
+
+def test_a_token_is_printed():
+    assert re.fullmatch(r"[\w-]{43}\n", invoke("token").stdout)
+
+
+def test_the_table_shows_all_that_the_pool_has():
+    broker = Broker()
+    broker.join("mill", [Gpu("mill/0", "mill", 0, "H[200]", 100 * GB), Gpu("mill/1", "mill", 1, "H200", 100 * GB)], 0.0)
+    first = broker.request("ann", Quota(60 * GB, 0.5), now=10.0)
+    broker.seen(first.id, 12.0, memory_used=30 * GB)
+    broker.request("bob", Quota(100 * GB, 1.0), now=20.0)
+    broker.request("eve", Quota(70 * GB, 0.25), now=30.0)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(pool_table(broker.status(150.0)))
+    shown = console.export_text()
+    assert re.search(r"mill/0\s+H\[200\]\s+██████░░░░\s+60.0 GB of 100.0 GB\s+█████░░░░░\s+0.50\s+1", shown)
+    assert re.search(rf"{first.id[:8]}\s+ann\s+mill/0\s+30.0 GB of 60.0 GB\s+0.50\s+placed\s+2 min", shown)
+    assert re.search(r"eve\s+70.0 GB\s+0.25\s+2 min\s+\S+", shown)
+    assert "2 min ago" in shown
