@@ -53,7 +53,8 @@ def scaled_dot_product_attention(
         return found[0]
     if backend == _Backend.FLASH and query.shape[-1] % 8 == 0 and not enable_gqa:
         return _aten._scaled_dot_product_flash_attention(query, key, value, **_flash(options))[0]
-    if backend in (_Backend.EFFICIENT, _Backend.CUDNN) and not enable_gqa and _aligned(attn_mask):
+    # With dropout these two give their random state as tensors of the CPU, which cannot be elsewhere.
+    if backend in (_Backend.EFFICIENT, _Backend.CUDNN) and not (enable_gqa or dropout_p) and _aligned(attn_mask):
         with_log = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         fused = (
             _aten._scaled_dot_product_efficient_attention

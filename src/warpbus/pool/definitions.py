@@ -114,7 +114,7 @@ class Definition:
                 known.append(tensor)
         return fresh
 
-    def conformed(self, tensor: Tensor | None, geometry: Geometry, nbytes: int, known: Values) -> Tensor:
+    def conformed(self, tensor: Tensor | int | None, geometry: Geometry, nbytes: int, known: Values) -> Tensor:
         """A result where it was announced: itself, or a copy. What is `known` it must not be."""
         if not isinstance(tensor, Tensor) or tensor.shape != geometry.shape or tensor.dtype is not geometry.dtype:
             given = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"

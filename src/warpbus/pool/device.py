@@ -16,6 +16,7 @@ from warpbus.cuda.lent import lend
 from warpbus.errors import DeviceError
 from warpbus.pool import attention, autocast, transfers
 from warpbus.pool.dispatch import Operator
+from warpbus.pool.inference import gives_tensors
 from warpbus.pool.lending import Lease
 from warpbus.pool.operators import ATEN, overloads, warpbus_operators
 from warpbus.pool.session import current
@@ -98,11 +99,11 @@ def register() -> torch.device:
 
 
 def _runs_remotely(overload: OpOverload) -> bool:
-    name, returns = overload.name(), overload._schema.returns
+    name = overload.name()
     if name in _SPECIAL or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
         return False
     # Several lists in a result would need their lengths sent along; no operator on the list has that.
-    return len(returns) <= 1 or all(str(result.type) == "Tensor" for result in returns)
+    return len(overload._schema.returns) <= 1 or gives_tensors(overload)
 
 
 def _register_views(library: torch.library.Library) -> None:

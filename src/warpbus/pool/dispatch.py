@@ -15,14 +15,11 @@ from torch._ops import OpOverload
 from warpbus.errors import DeviceError
 from warpbus.pool.calls import NUMBER_KINDS, Reading, Wrapped, goes_along, number_positions
 from warpbus.pool.geometry import Geometry
-from warpbus.pool.inference import gives_tensors, infer
+from warpbus.pool.inference import MEASURED, gives_tensors, infer
 from warpbus.pool.instructions import call_prefix, layout
 from warpbus.pool.session import Session, current
-from warpbus.pool.signature import New, Signature
+from warpbus.pool.signature import Fixed, New, Output, Same, Signature
 from warpbus.pool.tensors import NAME, Remote, new_tensor
-
-# The shapes that meta tensors promise for these are those of one version of PyTorch; the tenant's may have another.
-_MEASURED = frozenset(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 
 # Where PyTorch takes tensors of the CPU beside those of a GPU.
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
@@ -63,7 +60,7 @@ class Operator:
     def __init__(self, overload: OpOverload, upload: Callable[[Tensor], Tensor]) -> None:
         self.overload = overload
         packet = overload._overloadpacket.__name__
-        self._measured = packet in _MEASURED
+        self._measured = packet in MEASURED
         self._indexed = packet in _INDEXED
         self._upload = upload
         self._is_number = number_positions(overload)
@@ -94,14 +91,14 @@ class Operator:
                     return self._ask(session, call, key, args, kwargs)
             session.statistics.operators += 1
             operands = [*call.handles, *call.numbers]
-            results: list[Tensor | None] = []
+            results: list[Tensor | int | None] = []
             for output in kind.outputs:
                 if output.__class__ is New:
                     remote = session.remote(output.nbytes)
                     operands.append(remote.handle)
                     results.append(new_tensor(output, remote))
                 else:
-                    results.append(None if output is None else call.tensors[output.index])  # type: ignore[union-attr]
+                    results.append(_given(output, call.tensors))
             self._write(session, kind, operands)
         return results[0] if self._single else self._shaped(results)
 
@@ -174,19 +171,21 @@ class Operator:
         outputs = [_described(item) for item in answer]
         if self._measured:
             self._kinds[key] = _Kind(session, replace(self._signature(args, kwargs), outputs=tuple(outputs)))
-        results: list[Tensor | None] = []
+        results: list[Tensor | int | None] = []
         for output, remote in zip(outputs, remotes, strict=True):
-            if output is not None:
+            if isinstance(output, New):
                 remote.nbytes = output.nbytes
                 session.count(output.nbytes)
-            results.append(None if output is None else new_tensor(output, remote))
+                results.append(new_tensor(output, remote))
+            else:
+                results.append(_given(output, call.tensors))
         return results[0] if self._single else self._shaped(results)
 
     def _write(self, session: Session, kind: _Kind, operands: list[Any]) -> None:
         session.writer.call(kind.prefix, kind.pack(*operands))
         session.advance()
 
-    def _shaped(self, results: list[Tensor | None]) -> Any:
+    def _shaped(self, results: list[Tensor | int | None]) -> Any:
         """Results as the operator's schema has them."""
         if not self._returns:
             return None
@@ -214,9 +213,18 @@ def _number(value: Tensor) -> int | float | bool | None:
     return number if number.__class__ in NUMBER_KINDS else None
 
 
-def _described(item: Any) -> New | None:
+def _given(output: Output, inputs: list[Tensor]) -> Tensor | int | None:
+    """A result that is not new."""
+    if isinstance(output, Same):
+        return inputs[output.index]
+    return output.value if isinstance(output, Fixed) else None
+
+
+def _described(item: Any) -> New | Fixed | None:
     """A result by the tenant's description."""
     if item is None:
         return None
+    if isinstance(item, int):
+        return Fixed(item)
     dtype, shape, stride, nbytes = item
     return New(Geometry(dtype, tuple(shape), tuple(stride)), nbytes)

@@ -11,9 +11,13 @@ from torch import Tensor
 from warpbus.errors import DeviceError
 from warpbus.pool.geometry import Geometry
 from warpbus.pool.operators import operator
-from warpbus.pool.signature import Argument, Device, Input, New, Number, Output, Same, Signature
+from warpbus.pool.signature import Argument, Device, Fixed, Input, New, Number, Output, Same, Signature
 
 _UNKNOWN_BEFORE = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
+MEASURED = frozenset(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
+"""What meta tensors promise of these is what the kernels of one version of PyTorch gave on one GPU."""
+
 _SAMPLES = {"int": 1, "float": 1.0, "bool": True}
 """Numbers that stand for those of a call: none of them decides about a shape."""
 
@@ -26,9 +30,11 @@ def infer(signature: Signature) -> tuple[Output, ...] | None:
 
     Raises:
         Exception: what PyTorch raises for such arguments, as it would where the tensors are.
-        NotImplementedError: the operator has no implementation for meta tensors.
+        NotImplementedError: meta tensors cannot tell, but the results are the same at every call.
     """
     call = operator(signature.operator)
+    if call._overloadpacket.__name__ in MEASURED:
+        raise NotImplementedError(f"{signature.operator}: only a call can tell what it gives")
     if not _UNKNOWN_BEFORE.isdisjoint(call.tags) or not gives_tensors(call):
         return None
     tensors = [torch.empty_strided(g.shape, g.stride, dtype=g.dtype, device="meta") for g in signature.inputs]
@@ -43,8 +49,11 @@ def infer(signature: Signature) -> tuple[Output, ...] | None:
 
 
 def gives_tensors(call: torch._ops.OpOverload) -> bool:
-    """Whether all results of an operator are tensors or lists of tensors."""
-    return all("Tensor" in str(result.type) for result in call._schema.returns)
+    """Whether an operator gives tensors, or a list of them; beside tensors there may be lengths."""
+    kinds = [str(result.type) for result in call._schema.returns]
+    if len(kinds) == 1:
+        return kinds[0] in ("Tensor", "List[Tensor]")
+    return set(kinds) <= {"Tensor", "int", "SymInt"} and set(kinds) != {"int"}
 
 
 def outputs_of(result: Any, inputs: list[Tensor]) -> tuple[Output, ...]:
@@ -53,19 +62,21 @@ def outputs_of(result: Any, inputs: list[Tensor]) -> tuple[Output, ...]:
     return tuple(_output(tensor, places) for tensor in flat(result))
 
 
-def flat(result: Any) -> list[Tensor | None]:
-    """The tensors of an operator's result, lists flattened."""
-    if result is None or isinstance(result, Tensor):
+def flat(result: Any) -> list[Tensor | int | None]:
+    """The tensors of an operator's result, and lengths, lists flattened."""
+    if result is None or isinstance(result, Tensor | int):
         return [] if result is None else [result]
-    found: list[Tensor | None] = []
+    found: list[Tensor | int | None] = []
     for item in result:
         found.extend([None] if item is None else flat(item))
     return found
 
 
-def _output(tensor: Tensor | None, places: dict[int, int]) -> Output:
+def _output(tensor: Tensor | int | None, places: dict[int, int]) -> Output:
     if tensor is None:
         return None
+    if isinstance(tensor, int):
+        return Fixed(tensor)
     if id(tensor) in places:
         return Same(places[id(tensor)])
     geometry = Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride())

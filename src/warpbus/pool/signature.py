@@ -63,7 +63,14 @@ class Same:
     index: int
 
 
-Output: TypeAlias = New | Same | None
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A result that is no tensor and follows from the kind of call: some kernels give lengths back."""
+
+    value: int
+
+
+Output: TypeAlias = New | Same | Fixed | None
 
 
 @dataclass(frozen=True)
@@ -237,6 +244,8 @@ def _geometry(value: Any) -> Geometry:
 def _plain_output(output: Output) -> Any:
     if isinstance(output, New):
         return [*_flat(output.geometry), output.nbytes]
+    if isinstance(output, Fixed):
+        return {"fixed": output.value}
     return output.index if isinstance(output, Same) else None
 
 
@@ -245,6 +254,8 @@ def _output(value: Any) -> Output:
         return None
     if isinstance(value, int):
         return Same(_whole(value))
+    if isinstance(value, dict) and set(value) == {"fixed"}:
+        return Fixed(_whole(value["fixed"]))
     *geometry, nbytes = _list(value)
     return New(_geometry(geometry), _whole(nbytes))
 
