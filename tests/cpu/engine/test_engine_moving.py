@@ -25,7 +25,7 @@ def model():
     return random_model(SMALL, None, "cpu", torch.float32)
 
 
-def requests(params, tokens=40):
+def requests(params, tokens=35):
     return [request(prompt, tokens=tokens, params=params) for prompt in LONG]
 
 
@@ -65,7 +65,7 @@ def moved(model, params, before, blocks=2, **options):
     return [each.token_ids for each in asked], done, engine
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALIZED], ids=["greedy", "seeded", "penalized"])
+@pytest.mark.parametrize("params", [SEEDED, PENALIZED], ids=["seeded", "penalized"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,7 +80,7 @@ def moved(model, params, before, blocks=2, **options):
 )
 def test_answers_are_those_of_an_engine_that_stays(model, params, options):
     expected = stayed(model, params, **options)
-    for before in (2, 25):
+    for before in (2, 20):
         answers, done, _ = moved(model, params, before, **options)
         assert answers == expected
         assert done.weights == sum(each.nbytes for each in model.parameters())
