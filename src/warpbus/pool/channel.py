@@ -247,8 +247,8 @@ def connect(
     if lease is not None and len(lease) != LEASE_BYTES:
         raise UsageError(f"the id of a lease has {LEASE_BYTES} bytes, not {len(lease)}: take it as the pool gave it")
     peer = f"the pool at {address}"
-    deadline = time.monotonic() + timeout
     context = client_context(tls or Tls(address.ca)) if address.transport == "tls" else None
+    deadline = time.monotonic() + timeout
     sock = connected(address, peer, deadline)
     try:
         sock.settimeout(left(deadline))

@@ -14,9 +14,9 @@ from warpbus.pool.address import Address, is_loopback
 
 _UNIX_BUFFER = 4 * 2**20  # TCP's buffers are left to the kernel, which lets them grow where that helps
 
-# Seconds idle until the first probe, between probes, and how many: a peer that vanished is noticed after 25 s. There are
-# no probes while data is unacknowledged, and the kernel would send that again for a quarter of an hour. The last, in
-# milliseconds, is for that; but it also ends connections whose peer lives and reads nothing, as a busy one may for long.
+# Seconds idle until the first probe, between probes, and how many: a peer that vanished is noticed after 25 s. While
+# data is unacknowledged there are no probes, and the kernel would send that again for a quarter of an hour. The last,
+# in milliseconds, is for that; it also ends connections whose peer lives and reads nothing, as a busy one may for long.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 300_000}
 
 
