@@ -59,6 +59,7 @@ class Staging:
         if ahead is not None:
             yield self._left(ahead)
 
+    @torch.inference_mode()  # as the storages' tensors are made
     def write(self, parts: Sequence[tuple[Tensor, memoryview]]) -> None:
         """Fill tensors with bytes, `CHUNK` of them together at most. On a GPU it is done when its stream gets there."""
         if self.device.type != "cuda":
@@ -75,6 +76,7 @@ class Staging:
                 at = end
             buffer.used.record()
 
+    @torch.inference_mode()
     def _leave(self, label: Label, tensors: Sequence[Tensor]) -> _Leaving[Label]:
         buffer, at = self._next(), 0
         with torch.cuda.device(self.device):
