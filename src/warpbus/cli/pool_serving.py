@@ -83,9 +83,7 @@ async def _serve(options: PoolOptions) -> None:
 
     daemon = Daemon(options)
     ending = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ending.set)
+    _listen_to_signals(ending)
     end = asyncio.create_task(ending.wait())
     try:
         start = asyncio.create_task(daemon.start())
@@ -94,10 +92,16 @@ async def _serve(options: PoolOptions) -> None:
             start.cancel()
             return
         await start
+        _listen_to_signals(ending)  # Ray has put itself in their place
         _greet(daemon.address, options)
         await end
     finally:
         await daemon.close()
+
+
+def _listen_to_signals(ending: asyncio.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ending.set)
 
 
 def _greet(address: str, options: PoolOptions) -> None:

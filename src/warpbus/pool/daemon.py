@@ -149,7 +149,12 @@ class Daemon:
         membership = RayMembership(address=cluster, grace=self._options.grace, limits=limits)
         await asyncio.to_thread(self._stack.enter_context, membership)
         await asyncio.to_thread(membership.offer, self._options.name, self._gpus.gpus, self.address)
+        self._stack.callback(self._withdraw, membership)
         return SharedBooks(membership)
+
+    def _withdraw(self, membership: RayMembership) -> None:
+        with suppress(WarpbusError):  # the broker may be gone, too
+            membership.withdraw(self._options.name)
 
     # What happened to leases here
 
