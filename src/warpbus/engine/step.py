@@ -154,7 +154,7 @@ class Step:
         count = len(slots)
         if self._graphs is None:
             self._show(slots, count)
-            return self._compute((count, longest, "own"))
+            return self._compute((count, self._blockwise(longest), "own"))
         key = batch_bucket(count), length_bucket(longest, self._capacity), "own"
         self._show(slots, key[0])
         self._replay(self._graphs, key)
@@ -185,7 +185,7 @@ class Step:
         longest, use = max(rows.positions) + 1, "mixed" if prompts else "said"
         if self._graphs is None:
             self._show(rows.slots, count)
-            return self._compute((count, longest, use))[:chosen]
+            return self._compute((count, self._blockwise(longest), use))[:chosen]
         bucket = next(size for size in _MIXED_BUCKETS if size >= count) if prompts else batch_bucket(count)
         self._show(rows.slots, bucket)
         self._replay(self._graphs, (bucket, length_bucket(longest, self._capacity), use))
@@ -240,6 +240,11 @@ class Step:
             fresh = torch.tensor(shown, pin_memory=self._slots.is_cuda)
             self._slots[:rows].copy_(fresh, non_blocking=True)
             self._shown = shown
+
+    def _blockwise(self, longest: int) -> int:
+        """A bound of the positions without a graph: whole blocks are read anyway, and a remote device learns of calls
+        of another kind where it changes."""
+        return min(-(-longest // BLOCK) * BLOCK, self._capacity)
 
     def _embed(self, tokens: Sequence[int]) -> None:
         rows = F.embedding(torch.tensor(tokens), self._model.embedding.weight)[:, None].to(self._embedded.dtype)
