@@ -22,6 +22,10 @@ MAX_DEPTH = 4
 MAX_NAME = 200
 
 
+# The one allowed operator that writes what its schema does not say.
+_UNDECLARED = {"aten::native_batch_norm": ("running_mean", "running_var")}
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """The `index`-th tensor of a call stands here."""
@@ -103,12 +107,14 @@ class Signature:
 
     @cached_property
     def written(self) -> tuple[int, ...]:
-        """Indices of the inputs that the operator writes, by its schema."""
+        """Indices of the inputs that the operator writes, by its schema, or in spite of it."""
         schema = allowed(self.operator)._schema.arguments
+        undeclared = _UNDECLARED.get(self.operator, ())
         keywords = dict(self.keywords)
         found: set[int] = set()
         for position, argument in enumerate(schema):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            declared = argument.alias_info is not None and argument.alias_info.is_write
+            if not declared and argument.name not in undeclared:
                 continue
             if position < len(self.arguments):
                 _inputs(self.arguments[position], found)

@@ -2,6 +2,7 @@
 
 import random
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,10 @@ from warpbus.pool.channel import Channel
 from warpbus.pool.execution import Executor
 from warpbus.pool.failures import PoisonedError
 from warpbus.pool.frames import Frame, Kind
+from warpbus.pool.geometry import contiguous
+from warpbus.pool.instructions import Writer, call_prefix
 from warpbus.pool.migration import ENDS, Destination, DestinationState, Report, Source, SourceState
+from warpbus.pool.signature import Input, New, Signature
 from warpbus.pool.staging import CHUNK
 from warpbus.pool.storages import Storages
 from warpbus.pool.wire import Value, decode, encode
@@ -590,3 +594,33 @@ def test_an_executor_goes_on_elsewhere_as_if_nothing_had_been() -> None:
     assert contents(there) == contents(worked(14))
     with pytest.raises(PoisonedError):
         there.storages.read(CUT_SHORT, 0, 1)
+
+
+def test_running_statistics_that_pytorch_does_not_declare_as_written_arrive() -> None:
+    batch_of, channels = contiguous(torch.float32, (4, 3)), contiguous(torch.float32, (3,))
+    norm = Signature(
+        "aten::native_batch_norm",
+        (Input(0), None, None, Input(1), Input(2), True, 0.5, 1e-5),
+        (),
+        (batch_of, channels, channels),
+        (),
+        (New(batch_of, 48), New(channels, 12), New(channels, 12)),
+    )
+    assert norm.written == (1, 2)
+    writer = Writer()
+    for handle, nbytes in ((1, 48), (2, 12), (3, 12)):
+        writer.new(handle, nbytes)
+    writer.write(1, 0, torch.arange(12.0).numpy().tobytes())
+    writer.define(0, norm.encode())
+    here, there = lease(CPU), lease(CPU)
+    here.execute(1, memoryview(bytes(writer.take())))
+    source, _, thread = pair(here, there)
+    source.begin()
+    while not source.copy_ahead().settled:
+        pass
+    writer.call(call_prefix(0), struct.pack("<6Q", 1, 2, 3, 10, 11, 12))
+    assert here.execute(2, memoryview(bytes(writer.take()))) == []
+    source.finish()
+    thread.join()
+    assert torch.frombuffer(bytearray(contents(there)[2]), dtype=torch.float32).tolist() == [2.25, 2.75, 3.25]
+    assert contents(there) == contents(here)
