@@ -21,6 +21,7 @@ LESS_IS_BETTER = {
     "memory": True,
     "energy": True,
     "perplexity": True,
+    "count": True,
     "throughput": False,
     "bandwidth": False,
     "speed": False,

@@ -31,8 +31,8 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
     """
     shared, _ = shared_and_varying(records)
     heading = Text(f"{title}, {records[0].device}", style="bold", overflow="fold")
-    # What has another unit is another table: its numbers cannot be compared. So is another variant of ours or another
-    # kind of load, lest the rows get too wide.
+    # What has another unit is another table: its numbers cannot be compared. So is another variant of ours, another
+    # kind of load or another part, lest the rows get too wide.
     tables: list[RenderableType] = []
     for kind in dict.fromkeys(_kind(record) for record in records):
         rows = [record for record in records if _kind(record) == kind]
@@ -49,8 +49,8 @@ def table(records: Sequence[Record], title: str, means: dict[str, float], notes:
     return Group(heading, *tables, *below)
 
 
-def _kind(record: Record) -> tuple[str, Parameter | None, Parameter | None]:
-    return record.unit, record.case.get("variant"), record.case.get("load")
+def _kind(record: Record) -> tuple[Parameter | None, ...]:
+    return record.unit, *(record.case.get(name) for name in ("variant", "load", "part"))
 
 
 def _listed(parameters: dict[str, Parameter]) -> list[Text]:

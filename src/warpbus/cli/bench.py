@@ -64,6 +64,11 @@ Url = Annotated[str | None, typer.Option(help="measure the server that runs ther
 Serve = Annotated[
     str | None, typer.Option(help="serve this model directory, or demo, and measure that", show_default=False)
 ]
+Parts = Annotated[
+    list[str] | None,
+    typer.Option("--part", help="measure this (a wrong name lists them); can be given more than once"),
+]
+Gigabits = Annotated[str, typer.Option("--gigabits", help="rates of the links between network namespaces, in Gbit/s")]
 WithPeer = Annotated[bool, typer.Option("--peer/--no-peer", help="also measure transformers, which takes a minute")]
 Directory = Annotated[
     Path | None, typer.Option(help="where the models are written meanwhile; default: the system's", show_default=False)
@@ -263,6 +268,31 @@ def measure_parallel(
     _show(benchmark, settings, records, output, plot, as_json)
 
 
+def measure_pool(
+    context: typer.Context,
+    part: Parts = None,
+    gigabits: Gigabits = "1,10",
+    shape: ServedShape = None,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a GPU that is reached over a pool."""
+    from warpbus.bench import Run, run
+    from warpbus.bench.pool import Work, pool_benchmark
+    from warpbus.bench.serving import parse_numbers
+    from warpbus.cuda.devices import resolve_device
+
+    work = Work(parts=tuple(part or ()), gigabits=parse_numbers("gigabits", gigabits), shape=shape)
+    settings = Run(resolve_device(device), _command(context), quick=quick)
+    with progress_bar() as show:
+        benchmark = pool_benchmark(work, show)
+        records = run(benchmark, settings)
+    _show(benchmark, settings, records, output, plot, as_json)
+
+
 def _show(
     benchmark: "Benchmark",
     settings: "Run",
@@ -376,6 +406,20 @@ bench.command(
         """
     ),
 )(measure_parallel)
+
+
+bench.command(
+    "pool",
+    help=_paragraphs(
+        """A GPU that is reached over a pool, beside this machine's own: operators, steps, shares, moves.
+
+        Daemons and clients are processes of this machine. Parts: operators (what one costs the client, and a read),
+        transfers, training (a step of a GPT), decode (a token of our engine), links (the same between network
+        namespaces at 1 and 10 Gbit/s, which needs root), shares (two tenants who want all; needs a GPU) and migration
+        (how long a move stops its client). Without a GPU: small sizes.
+        """
+    ),
+)(measure_pool)
 
 
 def _command(context: typer.Context) -> str:

@@ -1,0 +1,373 @@
+"""`pool`: what a GPU costs that is reached over a pool, how shares are kept, and how long a move stops its client."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
+from warpbus.bench.pool_plot import pool_figure
+from warpbus.bench.pool_processes import Place, daemon, do, echo, link, tenants, why_no_links
+from warpbus.bench.pool_training import SMALL_GPT, GptShape
+from warpbus.bench.records import Parameter
+from warpbus.bench.serving import SMALL
+from warpbus.errors import DeviceError, UsageError
+from warpbus.models import SHAPES
+
+PARTS = ("operators", "transfers", "training", "decode", "links", "shares", "migration")
+"""What is measured, by name."""
+
+TARGET_US = 15.0
+"""Microseconds of the client's CPU that an operator may cost."""
+
+LOOPBACK = "loopback"
+_SHARES = (0.25, 0.75)
+_GIGABITS = (1.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        rounds: of each case; more of it go first and are not counted.
+        nbytes: of an upload or download.
+        gpt, steps: what is trained, and steps of a round.
+        shape, scheme, prompt, tokens: of the model that decodes.
+        side, seconds: matrices that tenants multiply, and for how long.
+        states: bytes that are moved.
+        memory: of a tenant that multiplies.
+    """
+
+    rounds: int
+    nbytes: int
+    gpt: GptShape
+    steps: int
+    shape: str
+    scheme: str
+    prompt: int
+    tokens: int
+    side: int
+    seconds: float
+    states: tuple[int, ...]
+    memory: int
+
+
+FULL = Effort(
+    rounds=5,
+    nbytes=256 << 20,
+    gpt=GptShape(),
+    steps=10,
+    shape="chatglm2-6b",
+    scheme="w4a16-g128",
+    prompt=128,
+    tokens=128,
+    side=4096,
+    seconds=10.0,
+    states=(64 << 20, 256 << 20, 1 << 30, 4 << 30),
+    memory=2 * 10**9,
+)
+QUICK = replace(FULL, rounds=2, steps=5, tokens=32, seconds=5.0, states=(64 << 20, 1 << 30))
+LITTLE = Effort(
+    rounds=3,
+    nbytes=32 << 20,
+    gpt=SMALL_GPT,
+    steps=5,
+    shape=SMALL,
+    scheme="w4a16-g128",
+    prompt=32,
+    tokens=16,
+    side=512,
+    seconds=5.0,
+    states=(16 << 20, 64 << 20, 256 << 20),
+    memory=10**8,
+)
+"""On the CPU."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured.
+
+    Attributes:
+        parts: of `PARTS`; empty is all.
+        gigabits: rates of the links between namespaces.
+        shape: of the model that decodes; one of `SHAPES`, or `SMALL`.
+    """
+
+    parts: tuple[str, ...] = ()
+    gigabits: tuple[float, ...] = _GIGABITS
+    shape: str | None = None
+
+
+def pool_benchmark(work: Work, progress: Progress = lambda what, done, total: None) -> Benchmark:
+    """The benchmark of some work; `progress` is told of each case.
+
+    Raises:
+        UsageError: a part or shape that there is not.
+    """
+    for part in work.parts:
+        if part not in PARTS:
+            raise UsageError(f"--part {part}: there is no such part: choose among {', '.join(PARTS)}")
+    if work.shape not in (None, SMALL, *SHAPES):
+        raise UsageError(f"--shape {work.shape}: there is no such shape: choose among {SMALL}, {', '.join(SHAPES)}")
+    return Benchmark(
+        "pool",
+        "A GPU that is reached over a pool, beside this machine's own",
+        lambda run: _cases(run, work, progress),
+        Plot(x=None, figure=pool_figure),
+        takes=(),
+    )
+
+
+def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
+    effort = (QUICK if run.quick else FULL) if run.on_gpu else LITTLE
+    measured = _Measured(run, replace(effort, shape=work.shape or effort.shape), work)
+    steps: dict[str, Callable[[], list[Result]]] = {
+        "operators": measured.operators,
+        "transfers": measured.transfers,
+        "training": measured.training,
+        "decode": measured.decode,
+        "links": measured.links,
+        "shares": measured.shares,
+        "migration": measured.migration,
+    }
+    wanted = [name for name in PARTS if not work.parts or name in work.parts]
+
+    def one(place: int, name: str) -> list[Result]:
+        progress(name, place, len(wanted))
+        found = steps[name]()
+        progress(name, place + 1, len(wanted))
+        return [replace(row, parameters={"part": name, **row.parameters}) for row in found]
+
+    return [partial(one, place, name) for place, name in enumerate(wanted)]
+
+
+class _Measured:
+    """Each method measures a part and gives its rows."""
+
+    def __init__(self, run: Run, effort: Effort, work: Work) -> None:
+        self.run, self.effort, self.work = run, effort, work
+        self.here = f"torch on {'this GPU' if run.on_gpu else 'this CPU'}"
+
+    @contextmanager
+    def on_loopback(self, *flags: str) -> Iterator[Place]:
+        """A daemon on this machine."""
+        with daemon("--spare", "1", *flags) as address:
+            yield Place(address)
+
+    def operators(self) -> list[Result]:
+        """What an operator costs the client that it does not read, and a read."""
+        with self.on_loopback() as place, echo() as port:
+            found = do("operators", place, device=str(self.run.device), rounds=self.effort.rounds)
+            plain = do("transfers", place, nbytes=1 << 20, rounds=self.effort.rounds, echo=port)["echo"]
+        rows = [
+            _row(
+                {"of": "operator", "operator": name},
+                ("time", "us"),
+                _scaled(seconds, 1e6),
+                (self.here, torch.__version__, _scaled(found["local"][name], 1e6)),
+                ("the target", "of the client's CPU time", [TARGET_US]),
+            )
+            for name, seconds in found["remote"].items()
+        ]
+        read = ("8 bytes and back over TCP", "loopback", _scaled(plain, 1e6))
+        return [*rows, _row({"of": "read", "link": LOOPBACK}, ("time", "us"), _scaled(found["read"], 1e6), read)]
+
+    def transfers(self) -> list[Result]:
+        """Bytes a second of large tensors."""
+        with self.on_loopback() as place, echo() as port:
+            found = do("transfers", place, nbytes=self.effort.nbytes, rounds=self.effort.rounds, echo=port)
+        plain = ("the same bytes over TCP", "loopback", self._rate(found["socket"]))
+        return [self._transfer(name, LOOPBACK, found[name], plain) for name in ("upload", "upload again", "download")]
+
+    def _transfer(
+        self,
+        of: str,
+        where: str,
+        seconds: Sequence[float],
+        peer: tuple[str, str, Sequence[float]],
+        floor: float | None = None,
+    ) -> Result:
+        case: dict[str, Parameter] = {"of": of, "link": where, "megabytes": self.effort.nbytes >> 20}
+        return _row(case, ("bandwidth", "GB/s"), self._rate(seconds), peer, floor=floor)
+
+    def _rate(self, seconds: Sequence[float]) -> list[float]:
+        return [self.effort.nbytes / each / 1e9 for each in seconds]
+
+    def training(self) -> list[Result]:
+        """A training step, and what it sends."""
+        with self.on_loopback() as place:
+            found = self._train(place, str(self.run.device))
+        counted, gpt = found["counted"], self.effort.gpt
+        tokens = 8.0 * gpt.batch * (gpt.context + 1)
+        self.run.note(
+            f"a training step: {found['parameters'] / 1e6:.1f} M parameters, {gpt.batch} x {gpt.context} tokens, "
+            f"{counted['operators']:.0f} operators in {counted['batches']:.0f} batches; the losses of both sides are "
+            f"{_agreement(found['losses'])}"
+        )
+        case: dict[str, Parameter] = {"parameters": found["parameters"], "link": LOOPBACK}
+        return [
+            self._step(found, found["seconds"]["local"], LOOPBACK),
+            _row({"of": "round trips a step", **case}, ("count", "round trips"), [counted["round_trips"]], _ASKED),
+            _row(
+                {"of": "bytes sent a step", **case},
+                ("count", "bytes"),
+                [counted["bytes_sent"]],
+                ("its tokens", "8 bytes each", [tokens]),
+            ),
+        ]
+
+    def _train(self, place: Place, device: str | None) -> dict[str, Any]:
+        effort = self.effort
+        return do("training", place, device=device, shape=asdict(effort.gpt), steps=effort.steps, rounds=effort.rounds)
+
+    def _step(self, found: Mapping[str, Any], local: Sequence[float], where: str) -> Result:
+        return _row(
+            {"of": "training step", "link": where, "parameters": found["parameters"]},
+            ("latency", "ms"),
+            _scaled(found["seconds"]["remote"], 1e3),
+            (self.here, torch.__version__, _scaled(local, 1e3)),
+        )
+
+    def decode(self) -> list[Result]:
+        """A token of our engine."""
+        with self.on_loopback() as place:
+            found = self._generate(place, str(self.run.device))
+        counted = found["counted"]
+        self.run.note(
+            f"a token: {counted['round_trips']:.2f} round trips, {counted['bytes_sent']:.0f} bytes sent, "
+            f"{counted['operators']:.0f} operators named by the client"
+        )
+        return [self._token(found, found["seconds"]["local"], LOOPBACK)]
+
+    def _generate(self, place: Place, device: str | None) -> dict[str, Any]:
+        effort = self.effort
+        wanted = {name: getattr(effort, name) for name in ("shape", "scheme", "prompt", "tokens", "rounds")}
+        return do("decode", place, device=device, **wanted, half=self.run.on_gpu)
+
+    def _token(self, found: Mapping[str, Any], local: Sequence[float], where: str) -> Result:
+        return _row(
+            {"of": "decode step", "link": where, "shape": self.effort.shape, "scheme": self.effort.scheme},
+            ("latency", "ms"),
+            _scaled(found["seconds"]["remote"], 1e3),
+            (f"warpbus on {'this GPU' if self.run.on_gpu else 'this CPU'}", torch.__version__, _scaled(local, 1e3)),
+        )
+
+    def links(self) -> list[Result]:
+        """The same over links as slow as networks."""
+        reason = why_no_links()
+        if reason is not None:
+            self.run.note(f"links were left out: {reason}")
+            return []
+        rows: list[Result] = []
+        with self.on_loopback() as place:
+            step = self._train(place, str(self.run.device))["seconds"]["local"]
+            token = self._generate(place, str(self.run.device))["seconds"]["local"]
+        for gigabits in self.work.gigabits:
+            where = f"{gigabits:g} Gbit/s"
+            limit = gigabits / 8
+            with link(gigabits, "--spare", "1") as far:
+                moved = do("transfers", far, nbytes=self.effort.nbytes, rounds=self.effort.rounds, echo=None)
+                for name in ("upload", "download"):
+                    rows.append(self._transfer(name, where, moved[name], ("the link", where, [limit]), limit))
+                rows.append(self._step(self._train(far, None), step, where))
+                rows.append(self._token(self._generate(far, None), token, where))
+        self.run.note("links are shaped by tc between network namespaces, with TLS; latency is the machine's own")
+        return rows
+
+    def shares(self) -> list[Result]:
+        """What two tenants get that both want all of a GPU."""
+        if not self.run.on_gpu:
+            self.run.note("shares were left out: on a CPU a share is a number of threads")
+            return []
+        rows: list[Result] = []
+        for sharing in ("mps", "slices"):
+            try:
+                with self.on_loopback("--sharing", sharing) as place:
+                    rows += self._shared(place, sharing)
+            except DeviceError as error:
+                self.run.note(f"shares by {sharing} were left out: {error}")
+        return rows
+
+    def _shared(self, place: Place, sharing: str) -> list[Result]:
+        effort = self.effort
+        wanted = {"memory": effort.memory, "side": effort.side, "dtype": "bfloat16", "seconds": effort.seconds}
+        parts: dict[float, list[float]] = {share: [] for share in _SHARES}
+        for _ in range(effort.rounds):
+            got = [each["products"] for each in tenants(place, _SHARES, **wanted)]
+            for share, products in zip(_SHARES, got, strict=True):
+                parts[share].append(100 * products / sum(got))
+        [alone] = tenants(place, (1.0,), **wanted)
+        rate = 2 * effort.side**3 / 1e12
+        self.run.note(
+            f"shares by {sharing}: together {rate * sum(got):.0f} TFLOP/s, one alone with all of the GPU "
+            f"{rate * alone['products']:.0f}"
+        )
+        return [
+            _row(
+                {"of": "share", "sharing": sharing, "granted": share},
+                ("speed", "% of what both get"),
+                found,
+                ("granted", "of the GPU", [100 * share]),
+            )
+            for share, found in parts.items()
+        ]
+
+    def migration(self) -> list[Result]:
+        """How long moves stop a client, by the size of its state."""
+        rows: list[Result] = []
+        with self._two_gpus() as (place, targets):
+            for nbytes in self.effort.states:
+                for writing in (False, True):
+                    wanted = {"targets": targets, "nbytes": nbytes, "writing": writing}
+                    moves = do("migration", place, rounds=self.effort.rounds, **wanted)["moves"]
+                    case: dict[str, Parameter] = {"client": "writes all" if writing else "writes 4 KB"}
+                    whole = ("the whole move", "the copy ahead with it", [1e3 * each["seconds"] for each in moves])
+                    for of, name in (("pause", "pause"), ("client's longest wait", "wait")):
+                        found = [1e3 * each[name] for each in moves]
+                        rows.append(
+                            _row({"of": of, **case, "megabytes": nbytes >> 20}, ("latency", "ms"), found, whole)
+                        )
+        return rows
+
+    @contextmanager
+    def _two_gpus(self) -> Iterator[tuple[Place, list[str]]]:
+        """Two GPUs of one daemon; where there is one, or none, two daemons of one pool."""
+        if self.run.on_gpu and torch.cuda.device_count() > 1:
+            with self.on_loopback("--name", "bench") as place:
+                yield place, ["bench/1", "bench/0"]
+            return
+        with self.on_loopback("--name", "near") as place, daemon("--name", "far", "--peer", place.address):
+            yield place, ["far/0", "near/0"]
+
+
+_ASKED = ("reads that the step asks for", "its loss", [1.0])
+
+
+def _row(
+    parameters: Mapping[str, Parameter],
+    metric: tuple[str, str],
+    ours: Sequence[float],
+    *peers: tuple[str, str, Sequence[float]],
+    floor: float | None = None,
+) -> Result:
+    return Result({**parameters, "timed": "clock"}, metric[0], metric[1], ours, peers, floor)
+
+
+def _scaled(seconds: Sequence[float], scale: float) -> list[float]:
+    return [scale * each for each in seconds]
+
+
+def _agreement(losses: Mapping[str, Sequence[float]]) -> str:
+    """How far the losses of both sides are apart, in words."""
+    apart = max(abs(a - b) for a, b in zip(losses["remote"], losses["local"], strict=True))
+    return (
+        "equal"
+        if apart == 0
+        else f"apart by {apart:.1g} at most (their median is {statistics.median(losses['local']):.3f})"
+    )

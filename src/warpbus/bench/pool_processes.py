@@ -1,0 +1,213 @@
+"""The processes of a measured pool: daemons, clients, and networks as slow as wanted between them."""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from warpbus.errors import DeviceError
+
+_SECONDS_TO_STOP = 30.0
+_SECONDS_OF_A_JOB = 900.0
+_BURST_SECONDS = 0.001  # of a shaped link: at its rate, the bytes that may come at once
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where processes run, and how a client there reaches a daemon.
+
+    Attributes:
+        prefix: of each command, which brings it into a network namespace.
+        address: of the daemon, as clients write it.
+        environment: of the clients.
+    """
+
+    address: str
+    prefix: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def daemon(*flags: str, prefix: Sequence[str] = ()) -> Iterator[str]:
+    """`warpbus pool serve` on a free port, with these flags; gives its address, and ends it at last.
+
+    Raises:
+        DeviceError: it does not start; the message is its own.
+    """
+    with tempfile.TemporaryDirectory(prefix="warpbus-bench-") as directory:
+        command = [*prefix, sys.executable, "-m", "warpbus", "pool", "serve", "--port", "0", "--directory", directory]
+        with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+            assert process.stderr is not None
+            try:
+                said = ""
+                for line in process.stderr:
+                    ready = re.match(r"ready: \S+ at (\S+)", line)
+                    if ready:
+                        break
+                    said = line.strip() or said
+                else:
+                    raise DeviceError(f"bench pool: the pool's daemon did not start: {said or 'it said nothing'}")
+                # Else what it says later would fill the pipe, and stop it.
+                threading.Thread(target=process.stderr.read, daemon=True).start()
+                yield ready[1]
+            finally:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(_SECONDS_TO_STOP)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def do(job: str, place: Place, **arguments: Any) -> dict[str, Any]:
+    """What a job of `pool_client` gives.
+
+    Raises:
+        DeviceError: it failed; the message is the last line that it said.
+    """
+    with _client(job, place, arguments) as process:
+        return _answer(job, process)
+
+
+def tenants(place: Place, shares: Sequence[float], **arguments: Any) -> list[dict[str, Any]]:
+    """What several tenants give that begin at the same moment, in the order of their shares.
+
+    Raises:
+        DeviceError: one of them failed.
+    """
+    processes = [_client("tenant", place, {**arguments, "share": share}) for share in shares]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline().strip() != "ready":
+                _answer("tenant", process)
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        return [_answer("tenant", process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def echo() -> Iterator[int]:
+    """The port of a process that takes bytes over a plain socket; see `pool_client.echo_server`."""
+    command = [sys.executable, "-m", "warpbus.bench.pool_client", "echo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(json.loads(process.stdout.readline())["port"])
+        finally:
+            process.kill()
+
+
+def _client(job: str, place: Place, arguments: dict[str, Any]) -> subprocess.Popen[str]:
+    asked = json.dumps({"address": place.address, **arguments})
+    return subprocess.Popen(
+        [*place.prefix, sys.executable, "-m", "warpbus.bench.pool_client", job, asked],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **place.environment},
+    )
+
+
+def _answer(job: str, process: subprocess.Popen[str]) -> dict[str, Any]:
+    try:
+        said, complaint = process.communicate(timeout=_SECONDS_OF_A_JOB)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise DeviceError(f"bench pool: {job} did not end within {_SECONDS_OF_A_JOB:.0f} s") from None
+    if process.returncode:
+        lines = complaint.strip().splitlines() or [f"it ended with {process.returncode}"]
+        raise DeviceError(f"bench pool: {job} failed: {lines[-1]}")
+    found: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
+    return found
+
+
+# Links
+
+_SERVER, _CLIENT = "10.199.77.1", "10.199.77.2"
+
+
+def why_no_links() -> str | None:
+    """Why no networks can be made here, or None where they can."""
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    missing = [name for name in ("ip", "tc", "openssl") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} is not installed"
+    probe = f"wb{os.getpid()}p"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode:
+        return f"network namespaces cannot be made ({made.stderr.strip()})"
+    subprocess.run(["ip", "netns", "delete", probe], check=True)
+    return None
+
+
+@contextmanager
+def link(gigabits: float, *flags: str) -> Iterator[Place]:
+    """A daemon with these flags behind a link of so many Gbit/s: TLS and a token, as between machines.
+
+    Both ends are network namespaces, and a token bucket filter shapes what each sends (tc-tbf(8)).
+
+    Raises:
+        DeviceError: a command failed, or the daemon does not start.
+    """
+    server, client = (f"wb{os.getpid()}{end}" for end in "sc")
+    burst = max(64 << 10, round(gigabits * 1e9 / 8 * _BURST_SECONDS))
+    with tempfile.TemporaryDirectory(prefix="warpbus-bench-") as directory:
+        made = []
+        try:
+            for name in (server, client):
+                _run("ip", "netns", "add", name)
+                made.append(name)
+            _run("ip", "-n", server, "link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", client)
+            for name, address in ((server, _SERVER), (client, _CLIENT)):
+                _run("ip", "-n", name, "address", "add", f"{address}/30", "dev", "link0")
+                for device in ("lo", "link0"):
+                    _run("ip", "-n", name, "link", "set", device, "up")
+                shape = ("rate", f"{round(gigabits * 1e9)}bit", "burst", str(burst), "latency", "50ms")
+                _run("tc", "-n", name, "qdisc", "add", "dev", "link0", "root", "tbf", *shape)
+            certificate, key, tokens = (Path(directory) / name for name in ("cert.pem", "key.pem", "tokens"))
+            _certify(certificate, key)
+            token = secrets.token_hex(16)
+            tokens.write_text(f"{token} bench\n", encoding="utf-8")
+            tokens.chmod(0o600)
+            guarded = ("--certificate", str(certificate), "--key", str(key), "--tokens", str(tokens))
+            inside = ("ip", "netns", "exec")
+            with daemon("--host", _SERVER, *guarded, *flags, prefix=(*inside, server)) as address:
+                yield Place(f"{address}?ca={certificate}", (*inside, client), {"WARPBUS_POOL_TOKEN": token})
+        finally:
+            for name in made:
+                subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _certify(certificate: Path, key: Path) -> None:
+    """A certificate of the server's address that nobody else has signed, for a day."""
+    _run(
+        *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+        *("-days", "1", "-subj", "/CN=bench", "-addext", f"subjectAltName=IP:{_SERVER}"),
+        *("-out", str(certificate), "-keyout", str(key)),
+    )
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise DeviceError(f"bench pool: {' '.join(command[:4])} failed: {said}")
