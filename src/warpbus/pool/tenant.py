@@ -367,6 +367,8 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> Tenant | None:
         device = torch.device(setup["device"])
         if device.type == "cpu":
             _limit_memory(setup["memory"] + allowance(setup["memory"]))
+        else:
+            _check_gpu(device, setup["environment"].get("CUDA_VISIBLE_DEVICES", ""))
         content = None if setup.get("content") is None else ContentStore(Path(setup["content"]))
         executor = Executor(device, Quota(setup["memory"], setup["share"]), content)
         if setup["saved"] is not None:
@@ -374,8 +376,16 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> Tenant | None:
         return Tenant(end, setup, executor)
     except (WarpbusError, RuntimeError, KeyError) as error:  # torch's are RuntimeErrors
         kind = type(error).__name__ if isinstance(error, WarpbusError) else "DeviceError"
-        control.send(end, {"event": "failed", "type": kind, "message": f"{error}"})
+        control.send(end, {"event": "failed", "type": kind, "message": str(error).partition("\n")[0]})
         return None
+
+
+def _check_gpu(device: torch.device, wanted: str) -> None:
+    """Raises DeviceError unless this process sees the GPU of that UUID: whatever has asked the driver for GPUs before
+    the environment was set would have made it see all."""
+    found = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    if wanted.startswith("GPU-") and found != wanted:
+        raise DeviceError(f"the lease's process got {found}, and was to get {wanted}: start another")
 
 
 def _limit_memory(nbytes: int) -> None:
