@@ -44,8 +44,9 @@ def serve(
 ) -> None:
     """Offer this machine's GPUs, or its CPU, to a pool.
 
-    It answers this machine alone. For others: --host, --certificate, --key and --tokens. It ends on Ctrl-C or SIGTERM,
-    and with it all leases that it has: move them away before (warpbus pool drain).
+    It answers this machine alone. For others: --host, --certificate, --key and --tokens.
+
+    It ends on Ctrl-C or SIGTERM, and with it all leases that it has: move them away before (warpbus pool drain).
     """
     from warpbus.pool.options import PoolOptions
     from warpbus.pool.tokens import read_token
