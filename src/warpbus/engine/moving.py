@@ -62,8 +62,8 @@ class Move:
         device: of the same type as the engine's.
 
     Raises:
-        UsageError: the engine sleeps, is on a lent GPU, is one of several that share a model, or the device is of
-            another type.
+        UsageError: the engine sleeps, is on a lent GPU, is one of several that share a model, or is there already, or
+            the device is of another type.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -71,6 +71,8 @@ class Move:
             raise UsageError(f"an engine on {engine.device} moves with its lease: have the pool move that")
         if device.type != engine.device.type:
             raise UsageError(f"an engine on {engine.device} cannot move to {device}: give another {engine.device.type}")
+        if device == engine.device and device.type == "cuda":
+            raise UsageError(f"the engine is on {device} already: give another GPU")
         if engine.model.group is not None and engine.model.group.world > 1:
             raise UsageError("an engine whose model is shared by several processes cannot move: move one that is whole")
         if engine.asleep:
