@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import Parameter
 
 from warpbus.errors import DeviceError
 from warpbus.pool.calls import NUMBER_KINDS, Reading, Wrapped, goes_along, number_positions
@@ -28,19 +29,21 @@ _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_
 class _Kind:
     """Calls of one key."""
 
-    __slots__ = ("generation", "outputs", "pack", "prefix")
+    __slots__ = ("generation", "only", "outputs", "pack", "prefix")
 
     def __init__(self, session: Session, signature: Signature) -> None:
         self.prefix = call_prefix(session.define(signature))
         self.generation = session.generation
         self.pack = layout(len(signature.inputs), signature.numbers, signature.results).pack
         self.outputs = signature.outputs or ()
+        first = self.outputs[0] if len(self.outputs) == 1 else None
+        self.only = first if isinstance(first, New) else None
 
 
 class _Call:
-    """One call, taken apart."""
+    """One call, taken apart: its key, and what its key leaves out."""
 
-    __slots__ = ("args", "handles", "key", "kwargs", "numbers", "tensors")
+    __slots__ = ("handles", "key", "numbers", "tensors")
 
     def __init__(self) -> None:
         self.key: list[Any] = []
@@ -78,28 +81,45 @@ class Operator:
             if self._session is not session:
                 self._session, self._kinds = session, {}
             call = _Call()
+            key, handles, tensors = call.key, call.handles, call.tensors
             for value, is_number in zip(args, self._positions, strict=False):
-                self._take(call, value, is_number)
+                if value.__class__ is Tensor or value.__class__ is Parameter:  # most are: written out for speed
+                    try:
+                        handles.append(value.untyped_storage().remote.handle)
+                    except AttributeError:
+                        self._take_foreign(call, value)
+                    else:
+                        tensors.append(value)
+                        key += (value.dtype, value.shape, value.stride(), value.storage_offset())
+                else:
+                    self._take(call, value, is_number)
             for name, value in kwargs.items():
-                call.key.append(name)
+                key.append(name)
                 self._take(call, value, self._is_number[name])
-            key = tuple(call.key)
-            kind = self._kinds.get(key)
+            whole = tuple(key)
+            kind = self._kinds.get(whole)
             if kind is None or kind.generation != session.generation:
-                kind = self._learn(session, key, args, kwargs)
+                kind = self._learn(session, whole, args, kwargs)
                 if kind is None:
-                    return self._ask(session, call, key, args, kwargs)
+                    return self._ask(session, call, whole, args, kwargs)
             session.statistics.operators += 1
-            operands = [*call.handles, *call.numbers]
+            if kind.only is not None:
+                remote = session.remote(kind.only.nbytes)
+                result = new_tensor(kind.only, remote)
+                session.writer.call(kind.prefix, kind.pack(*handles, *call.numbers, remote.handle))
+                session.advance()
+                return result if self._single else self._shaped([result])
             results: list[Tensor | int | None] = []
+            made: list[int] = []
             for output in kind.outputs:
-                if output.__class__ is New:
+                if isinstance(output, New):
                     remote = session.remote(output.nbytes)
-                    operands.append(remote.handle)
+                    made.append(remote.handle)
                     results.append(new_tensor(output, remote))
                 else:
-                    results.append(_given(output, call.tensors))
-            self._write(session, kind, operands)
+                    results.append(_given(output, tensors))
+            session.writer.call(kind.prefix, kind.pack(*handles, *call.numbers, *made))
+            session.advance()
         return results[0] if self._single else self._shaped(results)
 
     def _take(self, call: _Call, value: Any, is_number: bool) -> None:
@@ -111,7 +131,7 @@ class Operator:
                 self._take_foreign(call, value)
                 return
             call.tensors.append(value)
-            call.key.append((value.dtype, value.shape, value.stride(), value.storage_offset()))
+            call.key += (value.dtype, value.shape, value.stride(), value.storage_offset())
         elif goes_along(value, is_number):
             call.numbers.append(value)
             call.key.append(value.__class__)
@@ -164,7 +184,8 @@ class Operator:
             kind = self._kinds[key, "asked"] = _Kind(session, self._signature(args, kwargs))
         session.statistics.operators += 1
         remotes = [Remote(0, session.freed) for _ in self._returns]
-        self._write(session, kind, [*call.handles, *call.numbers, *(remote.handle for remote in remotes)])
+        operands = (*call.handles, *call.numbers, *(remote.handle for remote in remotes))
+        session.writer.call(kind.prefix, kind.pack(*operands))
         answer: Any = session.ask(["describe", [remote.handle for remote in remotes]])
         if not self._tensors:
             return answer[0]
@@ -180,10 +201,6 @@ class Operator:
             else:
                 results.append(_given(output, call.tensors))
         return results[0] if self._single else self._shaped(results)
-
-    def _write(self, session: Session, kind: _Kind, operands: list[Any]) -> None:
-        session.writer.call(kind.prefix, kind.pack(*operands))
-        session.advance()
 
     def _shaped(self, results: list[Tensor | int | None]) -> Any:
         """Results as the operator's schema has them."""
