@@ -85,7 +85,7 @@ class Operator:
             for value, is_number in zip(args, self._positions, strict=False):
                 if value.__class__ is Tensor or value.__class__ is Parameter:  # most are: written out for speed
                     try:
-                        handles.append(value.untyped_storage().remote.handle)
+                        handles.append(value.untyped_storage().remote.handle)  # type: ignore[attr-defined]
                     except AttributeError:
                         self._take_foreign(call, value)
                     else:
