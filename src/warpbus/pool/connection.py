@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -266,7 +267,8 @@ class Connection:
         """Where the lease may be: the copy only if the source does not answer, and then for good."""
         if self._moving is None:
             return [(self._where, False)]
-        target = address(self._moving.address)
+        # Other machines know nothing of the files of this one.
+        target = replace(address(self._moving.address), ca=self._where.ca)
         return [(target, False)] if self._moving.final else [(self._where, False), (target, True)]
 
     def _open(self, where: Address, *, claim: bool) -> tuple[Channel, Welcome]:

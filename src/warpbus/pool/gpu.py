@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -129,7 +130,8 @@ class Gpu:
         self.lease: str = grant["lease"]
         self.quota = quota
         self.device = register()
-        where = addresses.address(grant["address"]) if grant.get("address") else daemon.where
+        other = grant.get("address")  # of another machine, which knows nothing of the files of this one
+        where = replace(addresses.address(other), ca=daemon.where.ca) if other else daemon.where
         self._connection = Connection(where, bytes.fromhex(self.lease), grant["key"])
         self._closed = False
         welcome = self._connection.welcome
