@@ -27,6 +27,7 @@ LIMIT = 64 << 30
 _MAX_PROMISES = 4096
 _MAX_OPEN = 4
 _HOUR = 3600.0
+_MOMENT = 5.0
 
 
 class ContentStore:
@@ -47,6 +48,7 @@ class ContentStore:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         self.trouble = ""
         self._promised: OrderedDict[bytes, int] = OrderedDict()
+        self._last_promise = 0.0
         self._numbers = itertools.count()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,9 +79,15 @@ class ContentStore:
         with suppress(OSError):
             os.utime(descriptor)
         self._promised[sha256] = descriptor
+        self._last_promise = time.monotonic()
         if len(self._promised) > _MAX_PROMISES:
             os.close(self._promised.popitem(last=False)[1])
         return True
+
+    @property
+    def awaited(self) -> bool:
+        """Somebody was promised a content a moment ago and will take it, here, any moment."""
+        return bool(self._promised) and time.monotonic() - self._last_promise < _MOMENT
 
     def take(self, sha256: bytes) -> memoryview | None:
         """The content, if it is here; promised or not."""

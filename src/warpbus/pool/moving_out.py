@@ -16,6 +16,9 @@ from warpbus.pool.wire import Value
 
 SUSPENDED = "the lease is suspended: resume it with `warpbus pool resume-lease`"
 
+_TOLD_EVERY = 0.1
+_NAP = 0.001
+
 
 class Leaving(Protocol):
     """The process (`warpbus.pool.tenant.Tenant`)."""
@@ -41,11 +44,17 @@ def migrate(tenant: Leaving, to: str, tls: Tls | None, ticket: bytes, door: byte
     try:
         source = Source(tenant.executor, connect(address(to), door, tls), ticket=ticket)
         source.begin()
+        told = -_TOLD_EVERY
+        content = tenant.executor.content
         while True:
             progress = source.copy_ahead()
-            tenant.tell(event="progress", phase="copying ahead", done=progress.copied, total=progress.total)
+            if time.monotonic() - told >= _TOLD_EVERY:
+                told = time.monotonic()
+                tenant.tell(event="progress", phase="copying ahead", done=progress.copied, total=progress.total)
             if progress.settled:
-                break
+                if content is None or not content.awaited:
+                    break
+                time.sleep(_NAP)  # the destination may not have it
             yield
         tenant.tell(event="progress", phase="copying the rest", done=progress.copied, total=progress.total)
         tenant.warn_client(to, final=False)

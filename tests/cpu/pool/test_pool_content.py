@@ -201,6 +201,18 @@ def test_a_client_cannot_say_what_a_hash_is_of(tmp_path):
     assert executor.storages.used == 0  # what was to be filled was not, and can only be freed
 
 
+def test_a_promise_is_awaited_for_a_moment(store, monkeypatch):
+    kept(store, DATA)
+    assert not store.awaited
+    store.promise(HASH)
+    assert store.awaited
+    store.take(HASH)
+    assert not store.awaited
+    store.promise(HASH)
+    monkeypatch.setattr("warpbus.pool.content._MOMENT", 0.0)
+    assert not store.awaited
+
+
 def test_no_promise_is_kept_for_ever(store, monkeypatch):
     monkeypatch.setattr("warpbus.pool.content._MAX_PROMISES", 2)
     hashes = [kept(store, bytes([n]) * LEAST) for n in range(3)]
