@@ -19,6 +19,9 @@ from warpbus.pool.precopy import MOST_PIECES, Piece
 from warpbus.pool.staging import Staging
 from warpbus.pool.wire import Value
 
+# At 2 GB/s, and at 100.
+_BUDGETS = {"sockets": 16 * 2**20, "GPU to GPU": 256 * 2**20}
+
 
 class Lying(Protocol):
     """Where storages are (`warpbus.pool.storages.Storages`)."""
@@ -69,6 +72,7 @@ class Outgoing:
 
     Attributes:
         path: "GPU to GPU" or "sockets".
+        budget: bytes that go in a few milliseconds, or little more.
     """
 
     def __init__(
@@ -87,6 +91,10 @@ class Outgoing:
     @property
     def path(self) -> str:
         return "sockets" if self._shared is None else "GPU to GPU"
+
+    @property
+    def budget(self) -> int:
+        return _BUDGETS[self.path]
 
     def send(self, parcels: Iterator[list[Piece]]) -> None:
         """Send pieces of storages."""

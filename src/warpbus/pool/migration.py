@@ -52,9 +52,6 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1
 
-BUDGET = 16 * 2**20
-"""Bytes that are copied ahead between two batches, by default."""
-
 ANSWER = 60.0
 """Seconds in which the destination has to answer."""
 
@@ -209,14 +206,17 @@ class Source:
             self._outgoing = Outgoing(storages, self._say, self._hear, shared if answer.get("reads") is True else None)
             self.state = SourceState.COPYING
 
-    def copy_ahead(self, budget: int = BUDGET) -> Progress:
-        """Copy about `budget` bytes of what is not written at the moment, and at least a piece of a storage."""
+    def copy_ahead(self, budget: int | None = None) -> Progress:
+        """Copy about `budget` bytes of what is not written at the moment, and at least a piece of a storage.
+
+        None is what keeps the next batch waiting for a few milliseconds.
+        """
         self._expect(SourceState.COPYING)
         with self._staying():
             self._tell_storages()
             self._tell_definitions()
             precopy = self._precopy
-            self._outgoing.send(precopy.ahead(budget))
+            self._outgoing.send(precopy.ahead(self._outgoing.budget if budget is None else budget))
             settled = precopy.settled if self._is_ready(_NAP if precopy.settled else 0.0) else ""
             return Progress(precopy.sent, self._executor.storages.used, precopy.rounds, settled)
 

@@ -92,7 +92,7 @@ def test_a_lease_moves_to_another_gpu(tmp_path: Path, visible: str, directly: bo
     channel = Channel(listening.accept()[0])
     source = Source(here, channel, ticket=TICKET, shared=sharing if directly else lambda _: None)
     source.begin()
-    while not source.copy_ahead(256 * 2**20).settled:
+    while not source.copy_ahead().settled:
         if here.executed < 30:
             execute(here, here.executed + 1)
     report = source.finish()
