@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from warpbus.pool.session import Session, current
 
 _aten = torch.ops.aten
+_ALIGNMENT = 16  # elements
 
 
 class _Backend(IntEnum):
@@ -41,6 +43,12 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """PyTorch's function of this name, of the same arguments and result."""
     backend = _choose(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if enable_gqa and backend != _Backend.FLASH and current().kind == "cuda":
+        # Flash attention alone has groups of queries. The others take keys and values once for each query: that is
+        # little beside the scores of all heads, which attention by single operators would write out.
+        groups = query.shape[-3] // key.shape[-3]
+        key, value, enable_gqa = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3), False
+        backend = _choose(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         # The fused kernels add their mask.
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -51,10 +59,12 @@ def scaled_dot_product_attention(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
         return found[0]
-    if backend == _Backend.FLASH and query.shape[-1] % 8 == 0 and not enable_gqa:
+    if backend == _Backend.FLASH and query.shape[-1] % 8 == 0:
         return _aten._scaled_dot_product_flash_attention(query, key, value, **_flash(options))[0]
     # With dropout these two give their random state as tensors of the CPU, which cannot be elsewhere.
-    if backend in (_Backend.EFFICIENT, _Backend.CUDNN) and not (enable_gqa or dropout_p) and _aligned(attn_mask):
+    if backend in (_Backend.EFFICIENT, _Backend.CUDNN) and not dropout_p:
+        if attn_mask is not None:
+            attn_mask = _aligned(attn_mask)
         with_log = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         fused = (
             _aten._scaled_dot_product_efficient_attention
@@ -70,9 +80,12 @@ def _flash(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "return_debug_mask": False}
 
 
-def _aligned(mask: Tensor | None) -> bool:
-    """The efficient kernel reads its mask 16 bytes at a time; PyTorch pads others, which is the slow way here."""
-    return mask is None or (mask.shape[-1] % 8 == 0 and mask.stride(-1) == 1)
+def _aligned(mask: Tensor) -> Tensor:
+    """The fused kernels read their mask 16 bytes at a time: its rows begin at multiples of so many elements."""
+    columns = mask.shape[-1]
+    if mask.stride(-1) == 1 and all(step % _ALIGNMENT == 0 for step in mask.stride()[:-1]):
+        return mask
+    return F.pad(mask, (0, -columns % _ALIGNMENT))[..., :columns]
 
 
 def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *options: Any) -> int:
