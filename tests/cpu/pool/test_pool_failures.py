@@ -1,0 +1,50 @@
+"""Errors as a client gets to know them."""
+
+import pytest
+import torch
+
+from warpbus import errors
+from warpbus.errors import DeviceError, TensorError
+from warpbus.pool import wire
+from warpbus.pool.failures import Failure
+
+
+class OddError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (ValueError("no"), "ValueError"),
+        (IndexError("no"), "IndexError"),
+        (NotImplementedError("no"), "NotImplementedError"),
+        (torch.OutOfMemoryError("no"), "OutOfMemoryError"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "OutOfMemoryError"),
+        (torch.linalg.LinAlgError("no"), "RuntimeError"),
+        (KeyError("no"), "RuntimeError"),
+        (OddError("no"), "RuntimeError"),
+        (DeviceError("no"), "DeviceError"),
+        (TensorError("no"), "TensorError"),
+    ],
+)
+def test_the_kind_of_an_error_goes_over(error, name):
+    failure = Failure.of(error, "aten::add", 4)
+    assert failure == Failure(name, str(error), "aten::add", 4)
+    assert Failure.read(wire.decode(wire.encode(failure.plain()))) == failure
+
+
+def test_messages_end_somewhere():
+    assert len(Failure.of(ValueError("x" * 10**6), "", 0).message) < 20_000
+
+
+@pytest.mark.parametrize(
+    "value", [None, {}, {"type": "ValueError"}, {"type": 1, "message": "", "operator": "", "batch": 0}]
+)
+def test_what_is_no_failure(value):
+    with pytest.raises(DeviceError):
+        Failure.read(value)
+
+
+def test_no_error_of_ours_hides_another_name():
+    assert not {"RuntimeError", "ValueError", "OutOfMemoryError"} & set(vars(errors))
