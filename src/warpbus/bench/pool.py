@@ -41,6 +41,7 @@ class Effort:
         side, seconds: matrices that tenants multiply, and for how long.
         states: bytes that are moved.
         memory: of a tenant that multiplies.
+        moves: of each state, to and fro.
     """
 
     rounds: int
@@ -55,6 +56,7 @@ class Effort:
     seconds: float
     states: tuple[int, ...]
     memory: int
+    moves: int
 
 
 FULL = Effort(
@@ -66,12 +68,13 @@ FULL = Effort(
     scheme="w4a16-g128",
     prompt=128,
     tokens=128,
-    side=4096,
+    side=8192,
     seconds=10.0,
     states=(64 << 20, 256 << 20, 1 << 30, 4 << 30),
     memory=2 * 10**9,
+    moves=3,
 )
-QUICK = replace(FULL, rounds=2, steps=5, tokens=32, seconds=5.0, states=(64 << 20, 1 << 30))
+QUICK = replace(FULL, rounds=2, steps=5, tokens=32, seconds=5.0, states=(64 << 20, 1 << 30), moves=2)
 LITTLE = Effort(
     rounds=3,
     nbytes=32 << 20,
@@ -85,6 +88,7 @@ LITTLE = Effort(
     seconds=5.0,
     states=(16 << 20, 64 << 20, 256 << 20),
     memory=10**8,
+    moves=3,
 )
 """On the CPU."""
 
@@ -325,7 +329,7 @@ class _Measured:
             for nbytes in self.effort.states:
                 for writing in (False, True):
                     wanted = {"targets": targets, "nbytes": nbytes, "writing": writing}
-                    moves = do("migration", place, rounds=self.effort.rounds, **wanted)["moves"]
+                    moves = do("migration", place, rounds=self.effort.moves, **wanted)["moves"]
                     case: dict[str, Parameter] = {"client": "writes all" if writing else "writes 4 KB"}
                     whole = ("the whole move", "the copy ahead with it", [1e3 * each["seconds"] for each in moves])
                     for of, name in (("pause", "pause"), ("client's longest wait", "wait")):
