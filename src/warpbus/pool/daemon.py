@@ -219,17 +219,21 @@ class Daemon:
     async def _say_what_became(self, lease: str, sock: socket.socket, peer: str, *, tls: bool) -> None:
         conversation = await self._begin(sock, peer, tls=tls)
         kind, _, hello = await conversation.receive(self._options.handshake_timeout)
-        gone = self.host.gone(lease)
         key = hello.get("key") if isinstance(hello, dict) and kind is Kind.HELLO else None
-        if gone is not None and isinstance(key, bytes) and secrets.compare_digest(key, gone.key):
-            if gone.address is not None:
-                await hang_up(conversation, Kind.MOVED, {"address": gone.address, "final": True})
-                return
-            error = LeaseLostError(f"lease {lease} has ended: {gone.why}")
+        key = key if isinstance(key, bytes) else b""
+        gone, saved = self.host.gone(lease), self.host.saved(lease)
+        error: WarpbusError
+        if saved is not None and secrets.compare_digest(key, saved.key):
+            # For the client no reason to give up: it tries again for a while.
+            error = ConnectionLost(f"lease {lease} is suspended: warpbus pool resume-lease {lease} lets it go on")
+        elif gone is None or not secrets.compare_digest(key, gone.key):
+            what = "knows nothing of it: it ended long ago, or never was"
+            error = LeaseLostError(f"lease {lease}: {self._options.name} {what}")
+        elif gone.address is not None:
+            await hang_up(conversation, Kind.MOVED, {"address": gone.address, "final": True})
+            return
         else:
-            error = LeaseLostError(
-                f"{self._options.name} knows nothing of lease {lease}: it ended long ago, or never was"
-            )
+            error = LeaseLostError(f"lease {lease} has ended: {gone.why}")
         self._audit.note("refused", address=peer, lease=lease, why=str(error))
         await hang_up(conversation, Kind.REFUSED, error_value(error))
 

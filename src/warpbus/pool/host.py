@@ -177,6 +177,8 @@ class Host:
         if self._endings:  # what they have counts as free already
             await asyncio.wait(self._endings)
         process = self._spares.take()
+        if order.ticket is None:
+            self._gone.pop(order.lease, None)
         tenancy = places[order.lease] = Tenancy(order, process, asyncio.get_running_loop().create_future())
         self._spawn(self._listen(tenancy))
         try:
@@ -204,9 +206,12 @@ class Host:
             await self._end(tenancy, why)
 
     async def order(self, lease: str) -> Order | None:
-        """What a lease that is here, or was saved here, was started for; None if it is not here."""
-        if (tenancy := self.tenancies.get(lease)) is not None:
-            return tenancy.order
+        """What a lease that lives here, or was saved here, was started for; None if it is not here."""
+        tenancy = self.tenancies.get(lease)
+        return self.saved(lease) if tenancy is None or tenancy.ending is not None else tenancy.order
+
+    def saved(self, lease: str) -> Order | None:
+        """What a lease that was saved here was started for; None if there is none."""
         try:
             question = wire.decode((self._saved(lease) / "order").read_bytes())
         except OSError:
@@ -282,8 +287,9 @@ class Host:
         lease = door.hex()
         visited = [each for each in self._arriving.values() if _is_door(each.order, door)]
         # A client that lost the process that the lease moves from may claim it at the other one.
-        tenancy = next(iter(visited), None) or self.tenancies.get(lease) or self._arriving.get(lease)
-        if tenancy is None or tenancy.ending is not None:
+        found = [*visited, self.tenancies.get(lease), self._arriving.get(lease)]
+        tenancy = next((each for each in found if each is not None and each.ending is None), None)
+        if tenancy is None:
             return None
         try:
             await asyncio.shield(tenancy.ready)

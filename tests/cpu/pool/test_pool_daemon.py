@@ -16,7 +16,7 @@ import pool_fake_tenant as fake
 import pytest
 import trustme
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UsageError
+from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UnavailableError, UsageError
 from warpbus.pool.address import address
 from warpbus.pool.channel import MAGIC, Channel, connect
 from warpbus.pool.daemon import Daemon
@@ -216,6 +216,9 @@ def test_suspended_and_resumed_after_a_restart(tmp_path):
         done = steering.ask({"do": "suspend", "lease": granted["lease"]})
         assert done == {"suspended": granted["lease"], "seconds": 0.1, "bytes": 5}
         assert entry(steering, granted)["state"] == "suspended"
+        _, kind, said = greet(before.address, granted)
+        assert (kind, said["type"]) == (Kind.REFUSED, "ConnectionLost")  # it may be tried again
+        assert "is suspended" in said["message"]
     with serving(tmp_path) as after, after.steering() as steering:
         assert entry(steering, lost) is None
         again = steering.ask({"do": "resume", "lease": granted["lease"], "on": None}, timeout=60)
@@ -459,6 +462,28 @@ def test_a_move_within_a_machine_that_is_refused(tmp_path):
             steering.ask({"do": "migrate", "lease": granted["lease"], "to": "mill/1"}, timeout=60)
         assert greet(two.address, granted)[2]["gpu"] == "mill/0"
         assert len(two.daemon.host.tenancies) == 1
+
+
+def test_the_broker_is_started_again_and_others_keep_their_leases(tmp_path):
+    port = _free_port()
+    with serving(tmp_path / "mill", port=port, spare=0) as before, before.steering() as steering, ExitStack() as stack:
+        dam = stack.enter_context(serving(tmp_path / "dam", name="dam", peers=(str(before.address),)))
+        granted = lease(steering, on="dam")
+        channel, _, welcome = greet(dam.address, granted)
+        before.close()
+        before.close = lambda: None
+        assert channel.receive(0.1) is None
+        with serving(tmp_path / "mill", port=port, spare=0) as after, after.steering() as again:
+            until(lambda: (found := entry(again, granted)) and found["memory_used"] == 7)
+            assert greet(dam.address, granted)[2]["pid"] == welcome["pid"]
+            until(lambda: _try(again, granted))
+            assert not dam.daemon.host.tenancies
+
+
+def _try(steering: Steering, granted: dict) -> bool:
+    with suppress(UnavailableError):  # the other machine has not reported yet
+        return bool(steering.ask({"do": "release", "lease": granted["lease"]}, timeout=60))
+    return False
 
 
 def test_a_directory_has_one_daemon(tmp_path):
