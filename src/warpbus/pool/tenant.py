@@ -46,6 +46,7 @@ PROTOCOL = 1
 _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
 _LINGER = 2.0
+_SECONDS_TO_HEAR = 10.0
 
 
 class Tenant:
@@ -83,13 +84,30 @@ class Tenant:
         self._owed = 0
         self._told: tuple[int, int] | None = None
         self._next_tick = 0.0
+        self._ends: float | None = None
 
     def serve(self) -> None:
         """Do all this until the daemon says that it is the end. Raises ConnectionLost when the daemon is gone."""
         self.tell(event="ready")
-        while self._turn():
-            pass
+        going = True
+        while going:
+            try:
+                going = self._turn()
+            except WarpbusError:
+                raise
+            except RuntimeError as error:
+                if self.over is not None:
+                    raise
+                self._lose(error)
         self._say_goodbye()
+
+    def _lose(self, error: RuntimeError) -> None:
+        """The GPU has failed this process, as after a wrong access to memory: nothing on it can be used any more. The
+        client is given a moment to come and hear of it."""
+        self.over = LeaseLostError(f"this lease is lost, its GPU has failed: {str(error).partition(chr(10))[0]}")
+        self._work, self._slices, self._meter = None, None, Meter(torch.device("cpu"))
+        self._ends = time.monotonic() + _SECONDS_TO_HEAR
+        self.hang_up()
 
     def tell(self, **what: Value) -> None:
         """Tell the daemon something."""
@@ -139,7 +157,7 @@ class Tenant:
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK
             self._tell_clients()
-        return True
+        return self._ends is None or time.monotonic() < self._ends
 
     def _obey(self) -> bool:
         """Do what the daemon says. False if that is to end."""

@@ -2,17 +2,21 @@
 
 import os
 import select
+import threading
 import time
 
 import pytest
 import torch
-from pool_tenants import acknowledged, ask, ended, started, write
+from pool_tenants import SETUP, Daemon, acknowledged, ask, ended, started, write
 
 from warpbus.pool import control
+from warpbus.pool.execution import Executor
 from warpbus.pool.frames import Kind
 from warpbus.pool.geometry import contiguous
 from warpbus.pool.instructions import call_prefix, layout
+from warpbus.pool.quota import Quota
 from warpbus.pool.signature import Input, New, Signature
+from warpbus.pool.tenant import Tenant
 from warpbus.pool.wire import decode
 
 VECTOR = contiguous(torch.float32, (4,))
@@ -205,6 +209,30 @@ def test_memory_that_no_quota_counts_is_limited_too(daemon):
     assert decode(channel.receive(60).payload)["type"] == "OutOfMemoryError"
     assert ask(channel, "sync")[0] is Kind.ANSWER
     channel.close()
+
+
+def test_a_gpu_that_has_failed(monkeypatch):
+    def fails():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    monkeypatch.setattr("warpbus.pool.tenant._SECONDS_TO_HEAR", 0.5)
+    daemon = Daemon.__new__(Daemon)
+    daemon.end, other = control.pair()
+    tenant = Tenant(other, SETUP, Executor(torch.device("cpu"), Quota(1 << 20, 1.0)))
+    serving = threading.Thread(target=tenant.serve)
+    serving.start()
+    channel, _ = daemon.client()
+    tenant._meter.end = fails
+    channel.send(Kind.BATCH, 1, b"")
+    assert ended(channel)
+    channel, answer = daemon.client()
+    said = decode(answer.payload)
+    assert (answer.kind, said["type"]) == (Kind.REFUSED, "LeaseLostError")
+    assert said["message"].endswith("CUDA error: an illegal memory access was encountered")
+    serving.join(20)
+    assert not serving.is_alive()
+    daemon.end.close()
+    other.close()
 
 
 def test_it_waits_without_working(daemon):
