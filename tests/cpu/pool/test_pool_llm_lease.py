@@ -1,6 +1,8 @@
 """`LLM` on `warpbus:0`: what is uploaded and allocated, what a GPU behind gets, what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +62,31 @@ def test_what_a_gpu_behind_gets(scheme: str, tiny_model: Path, quantized: Path) 
         assert executor.storages.used <= used
     here = LLM(model, device="cpu", dtype="float16", max_num_seqs=4)
     assert here.engine.decode(prompts, 8) == found
+
+
+@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"speculation": 3}], ids=str)
+def test_options_of_an_engine_on_a_gpu(options: dict[str, Any], tiny_model: Path) -> None:
+    """The cache in 8 bits, and guesses; tokens are those of a cache in 16 bits on the CPU, one by one."""
+    plain = ServiceOptions(dtype="float16", max_num_seqs=2)
+    prompts = [[5, 6, 7], [8, 9, 10, 11] * 9]
+    here = build_engine(open_model(tiny_model, torch.device("cpu"), plain), plain)
+    asked = replace(plain, **options)
+    with connected(capability=HOPPER):
+        engine = build_engine(open_model(tiny_model, torch.device("warpbus", 0), asked), asked)
+        assert engine.decode(prompts, 6) == here.decode(prompts, 6)
+
+
+@pytest.mark.parametrize("capability", [None, HOPPER])
+def test_weights_and_activations_of_8_bits(
+    capability: tuple[int, int] | None, tiny_model: Path, tmp_path: Path
+) -> None:
+    warpbus.quantize(tiny_model, tmp_path / "w8", scheme="w8a8-int8", algorithm="rtn", device="cpu")
+    dtype = "float32" if capability is None else "float16"
+    expected = LLM(tmp_path / "w8", device="cpu", dtype=dtype, max_num_seqs=2).engine.decode([[5, 6, 7]], 8)
+    with connected(capability=capability):
+        options = ServiceOptions(dtype=dtype, max_num_seqs=2)
+        engine = build_engine(open_model(tmp_path / "w8", torch.device("warpbus", 0), options), options)
+        assert engine.decode([[5, 6, 7]], 8) == expected
 
 
 def test_programs_are_few(tiny_model: Path) -> None:
