@@ -13,6 +13,7 @@ from warpbus.errors import DeviceError, UsageError
 _LIBRARY = "libnvidia-ml.so.1"
 _NAME = 96  # bytes; no name or UUID is longer
 _INSUFFICIENT_SIZE = 7  # nvmlReturn_t
+_NVLINK = 2  # nvmlGpuP2PCapsIndex_t
 _UNKNOWN = 2**64 - 1  # bytes that a process has, where the driver does not say
 
 
@@ -109,6 +110,13 @@ class Inventory:
             for each in self._running(name, device):
                 found[each.pid] = None if each.memory == _UNKNOWN else each.memory
         return found
+
+    def linked(self, first: InstalledGpu, second: InstalledGpu) -> bool:
+        """Whether two GPUs reach each other's memory over NVLink."""
+        status = ctypes.c_int()
+        devices = self._device(first.index), self._device(second.index)
+        not_told = self._library.nvmlDeviceGetP2PStatus(*devices, ctypes.c_int(_NVLINK), ctypes.byref(status))
+        return not not_told and status.value == 0
 
     def _running(self, name: str, device: ctypes.c_void_p) -> list[_Process]:
         room = 64

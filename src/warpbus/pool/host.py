@@ -50,12 +50,12 @@ class Order:
     """
 
     lease: str
-    key: bytes
+    key: bytes = field(repr=False)
     tenant: str
     gpu: str
     memory: int
     share: float
-    ticket: bytes | None = None
+    ticket: bytes | None = field(default=None, repr=False)
     saved: bool = False
 
     def question(self) -> dict[str, Any]:

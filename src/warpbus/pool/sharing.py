@@ -48,7 +48,7 @@ class SharedGpus:
         self.mps = why is None and options.sharing != "slices"
         if self._installed:
             self.device = "cuda"
-            self.gpus = [_offered(options, index, gpu) for index, gpu in enumerate(self._installed)]
+            self.gpus = [_offered(options, self._installed, index) for index in range(len(self._installed))]
         else:
             self.device = "cpu"
             memory = parse_memory(options.cpu_memory, free_memory(torch.device("cpu")))
@@ -112,15 +112,15 @@ def _visible() -> list[InstalledGpu]:
     return chosen
 
 
-def _offered(options: PoolOptions, index: int, gpu: InstalledGpu) -> Gpu:
+def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) -> Gpu:
+    gpu, inventory = installed[index], Inventory()
     memory = gpu.memory - parse_memory(options.gpu_memory_reserve, gpu.memory)
     if memory <= 0:
         raise UsageError(f"--gpu-memory-reserve {options.gpu_memory_reserve}: nothing is left of {gpu.name}: give less")
-    count = torch.cuda.device_count()
     links = tuple(
-        f"{options.name}/{other}"
-        for other in range(count)
-        if index < count and other != index and torch.cuda.can_device_access_peer(index, other)
+        f"{options.name}/{number}"
+        for number, other in enumerate(installed)
+        if number != index and inventory.linked(gpu, other)
     )
     return Gpu(f"{options.name}/{index}", options.name, index, gpu.name, memory, links)
 

@@ -21,6 +21,7 @@ class FakeNvml:
     def __init__(self, processes=(), mps=(), room_wanted=0):
         self.processes, self.mps = list(processes), list(mps)
         self.room_wanted = room_wanted
+        self.nvlink = True
         self.asked = []
 
     def nvmlInit_v2(self):  # noqa: N802
@@ -53,6 +54,11 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, device, text, size):  # noqa: N802
         text.value = f"GPU-{device.value}".encode()
         return 0
+
+    def nvmlDeviceGetP2PStatus(self, first, second, index, status):  # noqa: N802
+        assert (first.value, second.value, index.value) == (1000, 1001, 2)  # over NVLink?
+        value(status).value = 0 if self.nvlink else 5
+        return 3 if self.nvlink is None else 0
 
     def nvmlDeviceGetName(self, device, text, size):  # noqa: N802
         text.value = b"NVIDIA H100"
@@ -98,6 +104,13 @@ def test_more_processes_than_there_was_room_for():
     inventory = Inventory(library)
     assert len(inventory.processes(inventory.gpu(0))) == 100
     assert library.asked == [64, 128, 64, 128]
+
+
+def test_gpus_that_are_linked():
+    library = FakeNvml()
+    inventory = Inventory(library)
+    for library.nvlink, linked in ((True, True), (False, False), (None, False)):
+        assert inventory.linked(*inventory.gpus()) is linked
 
 
 def test_the_library_fails():
