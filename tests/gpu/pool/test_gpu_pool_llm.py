@@ -34,8 +34,11 @@ def poet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def remote() -> Iterator[tuple[Session, Executor]]:
     capability = torch.cuda.get_device_capability()
-    with connected(4 * 10**9, device="cuda", capability=capability) as found:
-        yield found
+    try:
+        with connected(4 * 10**9, device="cuda", capability=capability) as found:
+            yield found
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)  # a tenant limits its process
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
