@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch._C import _acc
 
+from warpbus.cuda.lent import REMOTE
 from warpbus.errors import DeviceError
 from warpbus.pool.geometry import Geometry
 from warpbus.pool.signature import New
 
-NAME = "warpbus"
+NAME = REMOTE
 
 # The kernels of the meta device compute views and set geometry without touching memory, for any device's tensors.
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
