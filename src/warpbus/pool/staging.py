@@ -27,10 +27,32 @@ class _Buffer:
 
 
 @dataclass(frozen=True)
-class _Leaving(Generic[Label]):
+class _Turn(Generic[Label]):
     label: Label
     sizes: list[int]
     buffer: _Buffer
+
+
+class Leaving:
+    """Bytes on their way from a GPU, which goes on with what comes after them."""
+
+    @torch.inference_mode()
+    def __init__(self, source: Tensor) -> None:
+        self._memory = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(source.device):
+            self._memory.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether they are here. Raises what the GPU met on the way."""
+        return self._event.query()
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes, once they are here."""
+        return self._memory.numpy().data
 
 
 class Staging:
@@ -51,7 +73,7 @@ class Staging:
             for label, tensors in parcels:
                 yield label, [tensor.numpy().data for tensor in tensors]
             return
-        ahead: _Leaving[Label] | None = None
+        ahead: _Turn[Label] | None = None
         for label, tensors in parcels:
             ahead, ready = self._leave(label, tensors), ahead
             if ready is not None:
@@ -77,17 +99,17 @@ class Staging:
             buffer.used.record()
 
     @torch.inference_mode()
-    def _leave(self, label: Label, tensors: Sequence[Tensor]) -> _Leaving[Label]:
+    def _leave(self, label: Label, tensors: Sequence[Tensor]) -> _Turn[Label]:
         buffer, at = self._next(), 0
         with torch.cuda.device(self.device):
             for tensor in tensors:
                 buffer.memory[at : at + len(tensor)].copy_(tensor, non_blocking=True)
                 at += len(tensor)
             buffer.used.record()
-        return _Leaving(label, [len(tensor) for tensor in tensors], buffer)
+        return _Turn(label, [len(tensor) for tensor in tensors], buffer)
 
     @staticmethod
-    def _left(leaving: _Leaving[Label]) -> tuple[Label, list[memoryview]]:
+    def _left(leaving: _Turn[Label]) -> tuple[Label, list[memoryview]]:
         leaving.buffer.used.synchronize()
         view, at, parts = leaving.buffer.memory.numpy().data, 0, []
         for size in leaving.sizes:

@@ -14,7 +14,7 @@ from torch import Tensor
 from warpbus.errors import DeviceError
 from warpbus.pool.failures import Failure, PoisonedError
 from warpbus.pool.geometry import Geometry, contiguous
-from warpbus.pool.staging import CHUNK, Staging
+from warpbus.pool.staging import CHUNK, Leaving, Staging
 from warpbus.pool.wire import Value
 
 MAX_STORAGES = 1 << 20
@@ -231,6 +231,10 @@ class Storages:
         source = self._slice(handle, offset, nbytes)
         for _, (part,) in self._staging.read((None, [piece]) for piece in source.split(CHUNK)):
             yield part
+
+    def leave(self, handle: int, offset: int, nbytes: int) -> Leaving:
+        """The same of a GPU, as they are now, without waiting for them."""
+        return Leaving(self._slice(handle, offset, nbytes))
 
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
         """Overwrite bytes of a storage; on a GPU it is done when its stream gets there."""

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,7 @@ from warpbus.pool.moving_out import migrate, save
 from warpbus.pool.quota import Quota
 from warpbus.pool.signature import Input, Signature
 from warpbus.pool.sockets import Tls
+from warpbus.pool.staging import Leaving
 from warpbus.pool.storages import allowance
 from warpbus.pool.suspension import resume
 from warpbus.pool.wire import Value, decode, encode
@@ -45,6 +47,7 @@ PROTOCOL = 1
 
 _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
+_SMALL = 1 << 20  # bytes of an answer that is waited for beside other work
 _LINGER = 2.0
 _SECONDS_TO_HEAR = 10.0
 
@@ -72,12 +75,14 @@ class Tenant:
         self._end = end
         self._setup = setup
         certificate, key = setup["certificate"], setup["private_key"]
+        self._on_gpu = executor.device.type == "cuda"
         self._greeter = Greeter(certificate and Path(certificate), key and Path(key))
         self._work: Iterator[None] | None = None
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
         self._destination: Destination | None = None
         if setup["ticket"] is not None:
             self._destination = Destination(executor, ticket=setup["ticket"])
+        self._leaving: deque[tuple[int, Leaving]] = deque()  # answers that are not here yet, by the question's number
         self._meter = Meter(executor.device)
         self._slices: Slices | None = None
         self._billed = 0.0
@@ -127,6 +132,7 @@ class Tenant:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+            self._leaving.clear()
             self._tell_clients()
 
     def _turn(self) -> bool:
@@ -134,7 +140,7 @@ class Tenant:
         pause = self._pause()
         talking = self.channel is not None and not pause
         busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
-        busy = busy or (self._destination is not None and self._destination.pending())
+        busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
         for other in (self._end, self._greeter):
             waiting.register(other, select.POLLIN)
@@ -152,6 +158,8 @@ class Tenant:
             self._receive_lease(self._destination)
         if self._work is not None and next(self._work, True):
             self._work = None
+        if self._leaving:
+            self._deliver()
         if talking:
             self._converse()
         if time.monotonic() >= self._next_tick:
@@ -215,6 +223,7 @@ class Tenant:
         if self.channel is not None:
             self.channel.close()
         self.channel, self._owed = channel, 0
+        self._leaving.clear()
         device, setup = self.executor.device, self._setup
         said: dict[str, Value] = {
             "protocol": PROTOCOL,
@@ -294,6 +303,11 @@ class Tenant:
     def _answer(self, channel: Channel, frame: Frame) -> None:
         question: Any = decode(frame.payload)
         try:
+            match question:
+                case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL and self._on_gpu:
+                    # The GPU goes on with what the client has sent meanwhile.
+                    self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
+                    return
             for part in self.executor.answer(question if isinstance(question, list) else [question]):
                 if isinstance(part, memoryview):
                     channel.send(Kind.DATA, frame.number, part)
@@ -305,6 +319,23 @@ class Tenant:
             channel.send(Kind.ERROR, frame.number, encode(error.failure.plain()))
         except Exception as error:  # CUDA's, too: what was launched before may come to light here
             channel.send(Kind.ERROR, frame.number, encode(Failure.of(error, "", self.executor.executed).plain()))
+
+    def _deliver(self) -> None:
+        """Send the answers that have arrived from the GPU."""
+        while self._leaving and self.channel is not None:
+            number, leaving = self._leaving[0]
+            try:
+                if not leaving.arrived:
+                    return
+                self.channel.send(Kind.DATA, number, leaving.data)
+            except ConnectionLost:
+                self.hang_up()
+                return
+            except Exception as error:  # CUDA's: what was launched before comes to light here
+                failure = Failure.of(error, "", self.executor.executed)
+                with suppress(ConnectionLost):
+                    self.channel.send(Kind.ERROR, number, encode(failure.plain()))
+            self._leaving.popleft()
 
     def _report(self, failures: list[Failure]) -> None:
         for failure in failures:
