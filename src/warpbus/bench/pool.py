@@ -256,7 +256,7 @@ class _Measured:
 
     def _token(self, found: Mapping[str, Any], local: Sequence[float], where: str) -> Result:
         return _row(
-            {"of": "decode step", "link": where, "shape": self.effort.shape, "scheme": self.effort.scheme},
+            {"of": "decode step", "link": where, "model": self.effort.shape, "scheme": self.effort.scheme},
             ("latency", "ms"),
             _scaled(found["seconds"]["remote"], 1e3),
             (f"warpbus on {'this GPU' if self.run.on_gpu else 'this CPU'}", torch.__version__, _scaled(local, 1e3)),

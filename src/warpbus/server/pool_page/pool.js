@@ -12,8 +12,8 @@ import { TABLES } from "./strings.js";
 import { TablesView } from "./tables.js";
 import { meet } from "./tenants.js";
 
-const EVERY = 2000; // ms
-const RETRY = 5000; // ms, while there is no answer
+const EVERY = 400; // ms for each second between the server's samples, which are 5 s apart: 2 s
+const RETRY = 1000; // the same, while there is no answer
 const THEMES = ["auto", "light", "dark"];
 const RANGES = [600, 1800, 3600]; // seconds
 
@@ -54,7 +54,7 @@ async function ask() {
     asking = false;
   }
   show();
-  if (!document.hidden && problem?.kind !== "unauthorized") timer = setTimeout(ask, problem ? RETRY : EVERY);
+  if (!document.hidden && problem?.kind !== "unauthorized") timer = setTimeout(ask, samples.seconds * (problem ? RETRY : EVERY));
 }
 
 /** Says to a screen reader what changed since the last status: moves, and GPUs that were lost. */
