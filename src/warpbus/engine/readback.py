@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.lent import lent
+from warpbus.errors import DeviceError
 
 
 class Readback:
@@ -36,10 +37,20 @@ class Readback:
             self._wait = behind.fetch(self._joined())
 
     def read(self) -> list[Tensor]:
-        """The tensors on the host. Waits for the device."""
+        """The tensors on the host. Waits for the device.
+
+        Raises:
+            DeviceError: a lent device had no memory for the step.
+        """
         if self._wait is None:
             return self._tensors
-        host = self._wait()
+        try:
+            host = self._wait()
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                f"{self._tensors[0].device}: {error}: lower max_num_seqs or max_model_len, quantize the model, or "
+                "lease more"
+            ) from error
         parts, begin = [], 0
         for tensor in self._tensors:
             words = prod(tensor.shape) * tensor.element_size() // host.element_size()

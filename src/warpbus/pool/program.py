@@ -40,6 +40,8 @@ def recorded(session: Session) -> Iterator[Program]:
     Nothing can be read in the block. Tensors made in it that somebody still has at its end get their values at each
     run, in the same place; the others are memory of a run alone. What the program reads has to stay alive.
 
+    A block that ends with an exception leaves no program.
+
     Raises:
         UsageError: one is being recorded already.
     """
@@ -50,10 +52,14 @@ def recorded(session: Session) -> Iterator[Program]:
         program = Program(session)
         session.writer.record(program.number)
         session.recording = True
+    complete = False
     try:
         yield program
+        complete = True
     finally:
         with session.lock:
             session.flush()  # with what the block has let go of: it is memory of a run
             session.writer.stop()
             session.recording = False
+            if not complete:
+                program.drop()

@@ -88,5 +88,5 @@ def test_an_arena_has_all_its_memory_at_once(lend: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("device", ["warpbus", "warpbus:0", "warpbus:3"])
 def test_a_remote_gpu_has_to_be_connected(device: str) -> None:
-    with pytest.raises(DeviceError, match="no remote GPU is connected|a process has one remote GPU"):
+    with pytest.raises(DeviceError, match=r"no remote GPU is connected|a process has one remote GPU"):
         resolve_device(device)

@@ -10,6 +10,7 @@ from pool_direct import connected
 
 import warpbus
 from warpbus.engine import LLM, SamplingParams
+from warpbus.engine.engine import request
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
 from warpbus.errors import DeviceError, UsageError
@@ -113,6 +114,28 @@ def test_the_cache_keeps_to_the_lease(tiny_model: Path) -> None:
         del llm
         session.flush()
         assert session.used < before - stats.cache_bytes
+
+
+@pytest.mark.parametrize("room", [100, 20_000])
+@pytest.mark.parametrize("capability", [None, HOPPER])
+def test_an_engine_survives_a_lease_that_is_full(
+    capability: tuple[int, int] | None, room: int, tiny_model: Path
+) -> None:
+    with connected(capability=capability) as (session, executor):
+        dtype = "float32" if capability is None else "float16"
+        options = ServiceOptions(dtype=dtype, max_num_seqs=2)
+        engine = build_engine(open_model(tiny_model, torch.device("warpbus", 0), options), options)
+        asked, plenty = request(list(range(5, 45)), tokens=4), session.memory
+        session.flush()
+        session.memory = session.used + room
+        engine.add(asked)
+        with pytest.raises(DeviceError, match="out of memory with 1 sequences"):
+            engine.step()
+        session.memory = plenty
+        while engine.has_work:
+            engine.step()
+        assert engine.decode([list(range(5, 45))], 4) == [asked.token_ids]
+        assert executor.usage()["programs"] == (0 if capability is None else 3)
 
 
 def test_refusals(tiny_model: Path) -> None:

@@ -67,3 +67,13 @@ def test_reading_while_recording_is_refused(both: tuple[Session, Executor]) -> N
         pass
     program.drop()
     assert x.tolist() == [1.0] * 4
+
+
+def test_a_block_that_fails_leaves_no_program(both: tuple[Session, Executor]) -> None:
+    session, executor = both
+    x = torch.ones(4, device=REMOTE)
+    with pytest.raises(ZeroDivisionError), recorded(session):
+        x += 1 // 0
+    session.flush()
+    assert executor.usage()["programs"] == 0
+    assert (x + 1).tolist() == [2.0] * 4
