@@ -101,7 +101,7 @@ class Connection:
         self._where = where
         self._lease = lease
         self._key = key
-        self._patience = patience
+        self.patience = patience
         self._kept: deque[tuple[int, bytearray]] = deque()
         self._kept_bytes = 0
         self._sent = 0
@@ -245,7 +245,7 @@ class Connection:
             LeaseLostError: it is gone, or cannot be reached within the patience.
         """
         self._channel.close()
-        until = time.monotonic() + self._patience
+        until = time.monotonic() + self.patience
         attempt = 0
         last: Exception = lost
         while True:
@@ -283,7 +283,7 @@ class Connection:
                 "acknowledged": self._kept[0][0] - 1 if self._kept else self._sent,
             }
             channel.send(Kind.HELLO, 0, encode(hello))
-            frame = channel.receive(timeout=self._patience)
+            frame = channel.receive(timeout=self.patience)
             if frame is None:
                 raise ConnectionLost(f"{where} does not answer")
             if frame.kind is Kind.MOVED:

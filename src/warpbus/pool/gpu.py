@@ -5,27 +5,23 @@ model.to(gpu.device)
 gpu.migrate("host/1")
 """
 
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from warpbus.errors import ConnectionLost, DeviceError
+import torch
+
+from warpbus.errors import DeviceError, WarpbusError
 from warpbus.pool import address as addresses
-from warpbus.pool.address import Address
-from warpbus.pool.channel import Channel
-from warpbus.pool.channel import connect as open_channel
-from warpbus.pool.connection import PROTOCOL, Connection, exception
+from warpbus.pool.connection import Connection
 from warpbus.pool.device import register
-from warpbus.pool.failures import Failure
-from warpbus.pool.frames import Kind
 from warpbus.pool.program import Program, recorded
 from warpbus.pool.quota import Quota
 from warpbus.pool.session import Session, Statistics, use
-from warpbus.pool.wire import Value, decode, encode
+from warpbus.pool.steering import Steering
 
 TOKEN = "WARPBUS_POOL_TOKEN"
 
@@ -57,8 +53,8 @@ def connect(
         DeviceError: the pool refuses, or this process has a remote GPU already.
     """
     quota = Quota.parse(memory, share)
-    daemon = Daemon(addresses.address(where), token or os.environ.get(TOKEN))
-    asked: dict[str, Value] = {
+    steering = Steering(addresses.address(where), token or os.environ.get(TOKEN))
+    asked = {
         "do": "lease",
         "memory": quota.memory,
         "share": quota.share,
@@ -67,53 +63,11 @@ def connect(
         "movable": True,
     }
     try:
-        for answer in daemon.ask(asked):
-            if "lease" in answer:
-                return Gpu(daemon, answer, quota)
-            if queued is not None:
-                queued(answer["queued"], answer["why"])
+        granted = steering.ask(asked, None if queued is None else lambda said: queued(said["queued"], said["why"]))
+        return Gpu(steering, granted, quota)
     except BaseException:
-        daemon.close()
+        steering.close()
         raise
-    raise ConnectionLost(f"{where} ended the talk without a lease")
-
-
-class Daemon:
-    """A control connection to a machine's daemon."""
-
-    def __init__(self, where: Address, token: str | None) -> None:
-        self.where = where
-        self._channel: Channel = open_channel(where)
-        self._asked = itertools.count(1)
-        self._channel.send(Kind.HELLO, 0, encode({"protocol": PROTOCOL, "token": token}))
-        frame = self._channel.receive(timeout=30.0)
-        if frame is None:
-            raise ConnectionLost(f"{where} does not answer")
-        value: Any = decode(frame.payload)
-        if frame.kind is not Kind.WELCOME:
-            self._channel.close()
-            raise exception(Failure(value["type"], value["message"], "", 0))
-        self.host = str(value["host"])
-
-    def ask(self, question: dict[str, Value]) -> Iterator[dict[str, Any]]:
-        """The answers to a question, as they come."""
-        number = next(self._asked)
-        self._channel.send(Kind.ASK, number, encode(question))
-        while True:
-            frame = self._channel.receive()
-            if frame is None or frame.number != number:
-                continue
-            value: Any = decode(frame.payload)
-            if frame.kind is Kind.ERROR:
-                raise exception(Failure(value["type"], value["message"], "", 0))
-            yield value
-
-    def answer(self, question: dict[str, Value]) -> dict[str, Any]:
-        """The first answer."""
-        return next(self.ask(question))
-
-    def close(self) -> None:
-        self._channel.close()
 
 
 class Gpu:
@@ -125,13 +79,16 @@ class Gpu:
         lease: its id, as `warpbus pool status` shows it.
     """
 
-    def __init__(self, daemon: Daemon, grant: dict[str, Any], quota: Quota) -> None:
-        self._daemon = daemon
+    def __init__(self, steering: Steering, grant: dict[str, Any], quota: Quota) -> None:
+        self._steering = steering
         self.lease: str = grant["lease"]
         self.quota = quota
         self.device = register()
+        # Gradients are computed in the thread that asks for them: those that PyTorch has for devices are counted at the
+        # first backward pass of a process, which may be over. A remote GPU has no use for a thread of its own.
+        torch.autograd.set_multithreading_enabled(False)
         other = grant.get("address")  # of another machine, which knows nothing of the files of this one
-        where = replace(addresses.address(other), ca=daemon.where.ca) if other else daemon.where
+        where = replace(addresses.address(other), ca=steering.to.ca) if other else steering.to
         self._connection = Connection(where, bytes.fromhex(self.lease), grant["key"])
         self._closed = False
         welcome = self._connection.welcome
@@ -154,6 +111,20 @@ class Gpu:
         return self._connection.welcome.name
 
     @property
+    def patience(self) -> float:
+        """Seconds for which a lost connection is tried again before the lease counts as lost."""
+        return self._connection.patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self._connection.patience = seconds
+
+    @property
+    def reconnections(self) -> int:
+        """How often the connection was made again, moves included."""
+        return self._connection.reconnections
+
+    @property
     def statistics(self) -> Statistics:
         """Operators, batches, round trips and bytes since the connection was made."""
         return self.session.statistics
@@ -173,13 +144,9 @@ class Gpu:
             `moved` (where to), `seconds`, `pause` (seconds without execution) and `bytes`.
         """
         self.session.flush()
-        for answer in self._daemon.ask({"do": "migrate", "lease": self.lease, "to": to}):
-            if "moved" in answer:
-                self.synchronize()  # follows the lease
-                return answer
-            if progress is not None:
-                progress(answer)
-        raise ConnectionLost("the pool ended the talk before the move was done")
+        moved = self._steering.ask({"do": "migrate", "lease": self.lease, "to": to}, progress)
+        self.synchronize()  # follows the lease
+        return moved
 
     def record(self) -> AbstractContextManager[Program]:
         """A program of the operators in a block; see `recorded`."""
@@ -195,9 +162,8 @@ class Gpu:
         self._release()
 
     def _release(self) -> None:
-        with suppress(ConnectionLost):  # the pool takes it back by itself when its client is gone
-            self._daemon.answer({"do": "release", "lease": self.lease})
-        self._daemon.close()
+        with self._steering, suppress(WarpbusError):  # what a client leaves behind is reclaimed in any case
+            self._steering.ask({"do": "release", "lease": self.lease})
 
     def __enter__(self) -> Self:
         return self

@@ -32,6 +32,7 @@ class Steering:
         token: the tenant's; None where the pool wants none.
 
     Attributes:
+        to: the daemon.
         welcome: "tenant", "admin" and "host", as the daemon says.
 
     Raises:
@@ -41,6 +42,7 @@ class Steering:
     """
 
     def __init__(self, to: Address, token: str | None) -> None:
+        self.to = to
         self._channel = connect(to, None, None, _SECONDS)
         self._number = 0
         try:
