@@ -55,7 +55,12 @@ def to_device(
 ) -> Tensor:
     """Values of the host as a tensor of the device, on a GPU without waiting for it."""
     host = torch.as_tensor(values, dtype=dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return pinned(host).to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def pinned(host: Tensor) -> Tensor:
+    """A copy in pinned memory; `Tensor.pin_memory` asks another device for it where a remote one is connected too."""
+    return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
 
 
 class Penalties:

@@ -19,7 +19,7 @@ from warpbus.cuda.lent import lent as lent_device
 from warpbus.engine.attention import StepAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.logits import to_device
+from warpbus.engine.logits import pinned, to_device
 from warpbus.kernels.ops.workspace import lent
 from warpbus.models import Decoder
 
@@ -176,7 +176,7 @@ class Step:
         count, chosen = len(rows.tokens), len(rows.chosen)
         said = torch.tensor([rows.tokens, rows.positions, rows.stored, rows.chosen + [0] * (count - chosen)])
         if self._said.is_cuda:
-            said = said.pin_memory()
+            said = pinned(said)
         # What fills up stands at position 0 of nobody's sequence, whose block is nobody's.
         self._said.zero_()
         self._said[:, :count].copy_(said, non_blocking=True)
@@ -249,7 +249,7 @@ class Step:
     def _embed(self, tokens: Sequence[int]) -> None:
         rows = F.embedding(torch.tensor(tokens), self._model.embedding.weight)[:, None].to(self._embedded.dtype)
         if self._embedded.is_cuda:
-            rows = rows.pin_memory()
+            rows = pinned(rows)
         self._embedded[: len(tokens)].copy_(rows, non_blocking=True)
 
     def _compute(self, key: Key) -> Tensor:
