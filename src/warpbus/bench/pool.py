@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
-from warpbus.bench.pool_plot import pool_figure
+from warpbus.bench.pool_plot import WAIT, pool_figure
 from warpbus.bench.pool_processes import Place, daemon, do, echo, link, tenants, why_no_links
 from warpbus.bench.pool_training import SMALL_GPT, GptShape
 from warpbus.bench.records import Parameter
@@ -332,7 +332,7 @@ class _Measured:
                     moves = do("migration", place, rounds=self.effort.moves, **wanted)["moves"]
                     case: dict[str, Parameter] = {"client": "writes all" if writing else "writes 4 KB"}
                     whole = ("the whole move", "the copy ahead with it", [1e3 * each["seconds"] for each in moves])
-                    for of, name in (("pause", "pause"), ("client's longest wait", "wait")):
+                    for of, name in (("pause", "pause"), (WAIT, "wait")):
                         found = [1e3 * each[name] for each in moves]
                         rows.append(
                             _row({"of": of, **case, "megabytes": nbytes >> 20}, ("latency", "ms"), found, whole)

@@ -8,22 +8,25 @@ from matplotlib.figure import Figure
 from warpbus.bench.records import Record
 
 _OURS, _PEER, _LIMIT = "#0072B2", "#009E73", "#7f7f7f"
-_STYLES = {"writes 4 KB": ("o-", "#0072B2"), "writes all": ("s--", "#D55E00")}
+_CLIENTS = {"writes 4 KB": "#0072B2", "writes all": "#D55E00"}
+
+WAIT = "client's longest wait"
+"""What a row is of that has the longest time for which a moving lease let its client wait."""
 
 
 def pool_figure(records: Sequence[Record]) -> Figure:
     """A panel for each kind of thing that was measured."""
     panels: list[tuple[Callable[[Axes, Sequence[Record]], None], list[Record]]] = [
-        (_operators, [record for record in records if record.case["of"] in ("operator", "read")]),
+        (_operators, [record for record in records if record.case["of"] == "operator"]),
         (_slower, [record for record in records if record.case["of"] in ("training step", "decode step")]),
         (_transfers, [record for record in records if record.metric == "bandwidth"]),
         (_shares, [record for record in records if record.case["of"] == "share"]),
-        (_pauses, [record for record in records if record.case["of"] == "pause"]),
+        (_pauses, [record for record in records if record.case["of"] in ("pause", WAIT)]),
     ]
-    shown = [(draw, each) for draw, each in panels if each] or [(_slower, list(records))]
-    columns = min(3, len(shown))
-    rows = -(-len(shown) // columns)
-    drawn = Figure(figsize=(1.0 + 5.0 * columns, 4.4 * rows), layout="constrained")
+    shown = [(draw, each) for draw, each in panels if each]
+    columns = max(1, 2 if len(shown) == 4 else min(3, len(shown)))
+    rows = max(1, -(-len(shown) // columns))
+    drawn = Figure(figsize=(1.0 + 5.6 * columns, 0.6 + 4.2 * rows), layout="constrained")
     axes = drawn.subplots(rows, columns, squeeze=False).ravel()
     for spare in axes[len(shown) :]:
         spare.remove()
@@ -36,70 +39,72 @@ def pool_figure(records: Sequence[Record]) -> Figure:
 
 
 def _operators(axis: Axes, records: Sequence[Record]) -> None:
-    """Bars of the client's time, with that of torch on this machine beside them."""
-    ours = {str(record.case.get("operator", "read")): record.ours for record in records}
-    local = {
-        str(record.case["operator"]): record.peer.value
-        for record in records
-        if "operator" in record.case and record.peer.name != "the target"
-    }
-    places = range(len(ours))
-    axis.barh([place - 0.2 for place in places], list(ours.values()), 0.4, color=_OURS, label="over the pool")
-    there = [(place + 0.2, local[name]) for place, name in enumerate(ours) if name in local]
-    axis.barh([place for place, _ in there], [value for _, value in there], 0.4, color=_PEER, label="torch here")
-    for record in records:
-        if record.peer.name == "the target":
-            axis.axvline(record.peer.value, ls=":", color=_LIMIT, label="target of an operator")
-            break
-    axis.set_yticks(list(places), list(ours))
-    axis.invert_yaxis()
+    """The client's time, and that of torch on this machine beside it."""
+    ours = {str(record.case["operator"]): record.ours for record in records}
+    local = {str(each.case["operator"]): each.peer.value for each in records if each.peer.name != "the target"}
+    _pairs(axis, list(ours), list(ours.values()), [local[name] for name in ours], ("over the pool", "torch here"))
+    for target in {record.peer.value for record in records if record.peer.name == "the target"}:
+        axis.axvline(target, ls=":", color=_LIMIT, label="target")
     axis.set_xlabel("us of the client, less is better")
-    axis.legend(fontsize=8, frameon=False)
+    _legend(axis)
 
 
 def _slower(axis: Axes, records: Sequence[Record]) -> None:
     """How many times as long a step takes over each link."""
-    names = [f"{record.case['of']}\n{record.case.get('link', '')}" for record in records]
-    axis.bar(range(len(records)), [1 / record.ratio for record in records], 0.6, color=_OURS)
-    axis.axhline(1.0, color=_PEER, lw=1.5)
-    axis.set_xticks(range(len(records)), names, fontsize=8, rotation=20, ha="right")
-    axis.set_ylabel("times as long as on this machine's own")
+    names = [f"{record.case['of']}, {record.case['link']}" for record in records]
+    axis.barh(range(len(records)), [1 / record.ratio for record in records], 0.6, color=_OURS)
+    axis.axvline(1.0, color=_PEER, lw=1.5)
+    axis.set_yticks(range(len(records)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("times as long as on this machine's own, less is better")
 
 
 def _transfers(axis: Axes, records: Sequence[Record]) -> None:
-    names = [f"{record.case['of']}\n{record.case['link']}" for record in records]
-    places = range(len(records))
-    axis.bar([place - 0.2 for place in places], [record.ours for record in records], 0.4, color=_OURS, label="pool")
+    names = [f"{record.case['of']}, {record.case['link']}" for record in records]
     others = [record.peer.value for record in records]
-    axis.bar([place + 0.2 for place in places], others, 0.4, color=_PEER, label="the network alone")
-    axis.set_yscale("log")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.set_xticks(list(places), names, fontsize=8, rotation=20, ha="right")
-    axis.set_ylabel("GB/s, more is better")
-    axis.legend(fontsize=8, frameon=False)
+    _pairs(axis, names, [record.ours for record in records], others, ("over the pool", "the network alone"))
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_xlabel("GB/s, more is better")
+    _legend(axis)
 
 
 def _shares(axis: Axes, records: Sequence[Record]) -> None:
-    names = [f"{record.case['granted']}\n{record.case['sharing']}" for record in records]
-    places = range(len(records))
-    axis.bar([place - 0.2 for place in places], [record.ours for record in records], 0.4, color=_OURS, label="got")
+    names = [f"share {record.case['granted']}, {record.case['sharing']}" for record in records]
     granted = [record.peer.value for record in records]
-    axis.bar([place + 0.2 for place in places], granted, 0.4, color=_PEER, label="granted")
-    axis.set_xticks(list(places), names)
-    axis.set_ylabel("% of what both tenants get")
-    axis.legend(fontsize=8, frameon=False)
+    _pairs(axis, names, [record.ours for record in records], granted, ("got", "granted"))
+    axis.set_xlabel("% of what both tenants get")
+    _legend(axis)
 
 
 def _pauses(axis: Axes, records: Sequence[Record]) -> None:
-    for client, (style, color) in _STYLES.items():
-        found = [record for record in records if record.case["client"] == client]
-        sizes = [float(record.case["megabytes"]) for record in found]
-        axis.plot(sizes, [record.ours for record in found], style, color=color, label=f"pause, client {client}")
-        axis.plot(sizes, [record.peer.value for record in found], ":", color=color, label="the whole move")
+    for client, color in _CLIENTS.items():
+        for of, style, label in (("pause", "o-", "pause"), (WAIT, "s--", "longest wait")):
+            found = [record for record in records if (record.case["client"], record.case["of"]) == (client, of)]
+            sizes = [float(record.case["megabytes"]) for record in found]
+            axis.plot(
+                sizes, [record.ours for record in found], style, color=color, label=f"{label}, client {client}", ms=4
+            )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.xaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_major_formatter("{x:g}")
     axis.set_xlabel("MB of state")
     axis.set_ylabel("ms, less is better")
-    axis.legend(fontsize=8, frameon=False)
+    _legend(axis, columns=2)
+
+
+def _pairs(
+    axis: Axes, names: Sequence[str], ours: Sequence[float], others: Sequence[float], labels: tuple[str, str]
+) -> None:
+    """Two bars for each name."""
+    places = range(len(names))
+    axis.barh([place - 0.2 for place in places], ours, 0.4, color=_OURS, label=labels[0])
+    axis.barh([place + 0.2 for place in places], others, 0.4, color=_PEER, label=labels[1])
+    axis.set_yticks(places, names)
+    axis.invert_yaxis()
+
+
+def _legend(axis: Axes, columns: int = 3) -> None:
+    # Above the panel: within it, it would lie over what is drawn.
+    axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns)
