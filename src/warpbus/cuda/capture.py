@@ -27,8 +27,15 @@ def capture(
         pool: `torch.cuda.graph_pool_handle()` of the graphs that share memory.
         stream: what is captured on; torch's own by default.
     """
-    with _alone, _uncollected(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        yield
+    with _alone, _uncollected():
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            # PyTorch leaves the generator waiting for the end of a capture that failed: no more random numbers.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
 
 
 def synchronize(device: torch.device | int) -> None:
