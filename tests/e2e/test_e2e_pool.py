@@ -20,8 +20,8 @@ from pool_training import MODELS, Training, assert_equal_weights
 import warpbus
 from warpbus.errors import LeaseLostError
 from warpbus.pool import Gpu
-from warpbus.pool.address import address
-from warpbus.pool.steering import Steering
+from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.steering import Steering
 
 STEPS = 50
 

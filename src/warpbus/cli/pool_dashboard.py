@@ -17,8 +17,8 @@ from warpbus.cli.pool_leases import HERE, Address, TokenFile
 from warpbus.cli.serve import KEY_VARIABLE, keys_of, serve_extra
 
 if TYPE_CHECKING:
-    from warpbus.pool.address import Address as Where
-    from warpbus.pool.steering import Steering
+    from warpbus.pool.protocol.address import Address as Where
+    from warpbus.pool.protocol.steering import Steering
 
 _SECONDS = 10.0
 
@@ -46,8 +46,8 @@ def dashboard(
     with serve_extra("the dashboard"):
         from warpbus.server.options import ServerOptions
         from warpbus.server.pool_page import serve_pool_page
-    from warpbus.pool.address import address as read_address
-    from warpbus.pool.tokens import read_token
+    from warpbus.pool.daemon.tokens import read_token
+    from warpbus.pool.protocol.address import address as read_address
 
     where = read_address(address or os.environ.get("WARPBUS_POOL") or HERE)
     token = read_token(token_file) if token_file is not None else os.environ.get("WARPBUS_POOL_TOKEN")
@@ -84,7 +84,7 @@ class _Asker:
     def ask(self) -> dict[str, Any]:
         """The pool's status. WarpbusError where it does not answer."""
         from warpbus.errors import WarpbusError
-        from warpbus.pool.steering import Steering
+        from warpbus.pool.protocol.steering import Steering
 
         try:
             if self._steering is None:

@@ -20,7 +20,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from warpbus.pool.steering import Steering
+    from warpbus.pool.protocol.steering import Steering
 
 Address = Annotated[
     str | None, typer.Option("--address", help="of a daemon: warpbuss://host:7700; also WARPBUS_POOL", metavar="URL")
@@ -136,9 +136,9 @@ def resume_lease(
 
 @contextmanager
 def _steering(address: str | None, token_file: Path | None) -> Iterator[Steering]:
-    from warpbus.pool.address import address as read_address
-    from warpbus.pool.steering import Steering
-    from warpbus.pool.tokens import read_token
+    from warpbus.pool.daemon.tokens import read_token
+    from warpbus.pool.protocol.address import address as read_address
+    from warpbus.pool.protocol.steering import Steering
 
     token = read_token(token_file) if token_file is not None else os.environ.get("WARPBUS_POOL_TOKEN")
     with Steering(read_address(address or os.environ.get("WARPBUS_POOL") or HERE), token) as steering:
@@ -179,7 +179,7 @@ def _say(text: str) -> None:
 
 
 def pool_table(pool: dict[str, Any]) -> Group:
-    """The pool as a terminal shows it: `pool` is what a daemon answers, see `warpbus.pool.status`."""
+    """The pool as a terminal shows it: `pool` is what a daemon answers, see `warpbus.pool.broker.status`."""
     now = pool["now"]
     parts: list[Any] = [_gpus(pool), _leases(pool)]
     if pool["queue"]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from warpbus.pool.processes import Carried, Host
+    from warpbus.pool.processes.processes import Carried, Host
 
 _To = typer.Option("--to", help="number of the GPU that it goes to, as nvidia-smi counts")
 _From = typer.Option("--from", help="number of the GPU that it is on, where this cannot be seen from outside")
@@ -35,8 +35,8 @@ def run(
     A part needs NVIDIA's MPS, and its program cannot be moved; one on a whole GPU can be.
     """
     from warpbus.cuda.inventory import Inventory
+    from warpbus.pool.processes.virtual import run as run_program
     from warpbus.pool.quota import Quota
-    from warpbus.pool.virtual import run as run_program
 
     card = Inventory().gpu(gpu)
     quota = None
@@ -56,9 +56,9 @@ def _user() -> str:
 def processes(as_json: Annotated[bool, typer.Option("--json", help="print the processes as JSON")] = False) -> None:
     """Show the processes on this machine's GPUs: where, how much memory, for whom, within which limits."""
     from warpbus.cuda.memory_size import gigabytes
-    from warpbus.pool.listing import gpu_processes
-    from warpbus.pool.machine import ThisMachine
-    from warpbus.pool.suspensions import Suspensions
+    from warpbus.pool.processes.listing import gpu_processes
+    from warpbus.pool.processes.machine import ThisMachine
+    from warpbus.pool.processes.suspensions import Suspensions
 
     found = gpu_processes(ThisMachine(), Suspensions())
     if as_json:
@@ -92,7 +92,7 @@ def move(
     as_json: Annotated[bool, _Json] = False,
 ) -> None:
     """Move a running process to another GPU of this machine. It only notices a pause."""
-    from warpbus.pool.processes import migrate_process
+    from warpbus.pool.processes.processes import migrate_process
 
     _show(migrate_process(pid, to, _host(), source=source, force=force, patience=patience), as_json)
 
@@ -105,7 +105,7 @@ def suspend(
     as_json: Annotated[bool, _Json] = False,
 ) -> None:
     """Take a running process off its GPU, into main memory, until it is resumed."""
-    from warpbus.pool.processes import suspend_process
+    from warpbus.pool.processes.processes import suspend_process
 
     _show(suspend_process(pid, _host(), source=source, force=force, patience=patience), as_json)
 
@@ -117,17 +117,17 @@ def resume(
     as_json: Annotated[bool, _Json] = False,
 ) -> None:
     """Let a suspended process go on, on the GPU that it was on or on another."""
-    from warpbus.pool.processes import resume_process
+    from warpbus.pool.processes.processes import resume_process
 
     _show(resume_process(pid, _host(), to=to, source=source), as_json)
 
 
 def _host() -> Host:
     from warpbus.cuda.checkpoint import Checkpoint
-    from warpbus.pool.machine import ThisMachine
-    from warpbus.pool.processes import Host
-    from warpbus.pool.suspensions import Suspensions
-    from warpbus.pool.virtual import outside_mps
+    from warpbus.pool.processes.machine import ThisMachine
+    from warpbus.pool.processes.processes import Host
+    from warpbus.pool.processes.suspensions import Suspensions
+    from warpbus.pool.processes.virtual import outside_mps
 
     os.environ.update(outside_mps())  # a client of MPS could not checkpoint others
     return Host(ThisMachine(), Checkpoint(), Suspensions())

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from warpbus.pool.options import PoolOptions
+    from warpbus.pool.daemon.options import PoolOptions
 
 
 def serve(
@@ -48,8 +48,8 @@ def serve(
 
     It ends on Ctrl-C or SIGTERM, and with it all leases that it has: move them away before (warpbus pool drain).
     """
-    from warpbus.pool.options import PoolOptions
-    from warpbus.pool.tokens import read_token
+    from warpbus.pool.daemon.options import PoolOptions
+    from warpbus.pool.daemon.tokens import read_token
 
     given: dict[str, Any] = {"name": name}
     options = PoolOptions(
@@ -80,7 +80,7 @@ def serve(
 
 
 async def _serve(options: PoolOptions) -> None:
-    from warpbus.pool.daemon import Daemon
+    from warpbus.pool.daemon.daemon import Daemon
 
     daemon = Daemon(options)
     ending = asyncio.Event()
@@ -113,6 +113,6 @@ def _greet(address: str, options: PoolOptions) -> None:
 
 def token() -> None:
     """Print a fresh token, for a line of the file that serve --tokens reads."""
-    from warpbus.pool.tokens import new_token
+    from warpbus.pool.daemon.tokens import new_token
 
     print(new_token())

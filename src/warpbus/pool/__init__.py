@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from warpbus.pool.gpu import Gpu, connect
+    from warpbus.pool.client.gpu import Gpu, connect
 
 __all__ = ["Gpu", "connect"]
 
@@ -18,4 +18,4 @@ __all__ = ["Gpu", "connect"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'warpbus.pool' has no attribute {name!r}")
-    return getattr(importlib.import_module("warpbus.pool.gpu"), name)
+    return getattr(importlib.import_module("warpbus.pool.client.gpu"), name)

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from warpbus.cli.pool import pool
 from warpbus.errors import ConnectionLost, UsageError
-from warpbus.pool import wire
-from warpbus.pool.channel import LEASE_BYTES, MAGIC, Channel
-from warpbus.pool.frames import Kind
+from warpbus.pool.protocol import wire
+from warpbus.pool.protocol.channel import LEASE_BYTES, MAGIC, Channel
+from warpbus.pool.protocol.frames import Kind
 
 STATUS = {"now": 5.0, "gpus": [], "leases": [], "queue": [], "events": []}
 QUIET = {name: value for name, value in os.environ.items() if not name.startswith("WARPBUS_")}

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from warpbus.cli import app
 from warpbus.cli.pool_leases import pool_table
 from warpbus.errors import ConnectionLost, UsageError
-from warpbus.pool.broker import Broker
-from warpbus.pool.leases import Gpu
+from warpbus.pool.broker.broker import Broker
+from warpbus.pool.broker.leases import Gpu
 from warpbus.pool.quota import Quota
 
 GB = 10**9

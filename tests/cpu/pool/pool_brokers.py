@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from warpbus.pool.broker import Broker
-from warpbus.pool.leases import Gpu, Lease
+from warpbus.pool.broker.broker import Broker
+from warpbus.pool.broker.leases import Gpu, Lease
 from warpbus.pool.quota import Quota
 
 GB = 10**9

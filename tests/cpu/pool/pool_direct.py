@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 import torch
 
-from warpbus.pool.connection import exception
-from warpbus.pool.device import register
-from warpbus.pool.execution import Executor
-from warpbus.pool.failures import PoisonedError
+from warpbus.pool.client.connection import exception
+from warpbus.pool.client.device import register
+from warpbus.pool.client.session import Session, use
+from warpbus.pool.protocol.failures import PoisonedError
+from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.quota import Quota
-from warpbus.pool.session import Session, use
-from warpbus.pool.wire import Value, decode, encode
+from warpbus.pool.tenant.execution import Executor
 
 
 class Direct:

@@ -34,11 +34,11 @@ def main(descriptor: int) -> None:
     """Serve one lease."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = _Torch("torch")
-    from warpbus.pool import control
-    from warpbus.pool.address import address
-    from warpbus.pool.channel import Channel, connect, serve_tls
-    from warpbus.pool.frames import Kind
-    from warpbus.pool.wire import decode, encode
+    from warpbus.pool.protocol import control
+    from warpbus.pool.protocol.address import address
+    from warpbus.pool.protocol.channel import Channel, connect, serve_tls
+    from warpbus.pool.protocol.frames import Kind
+    from warpbus.pool.protocol.wire import decode, encode
 
     end = socket.socket(fileno=descriptor)
     channels: list[Channel] = []

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from warpbus.pool.geometry import Geometry, contiguous
-from warpbus.pool.inference import infer
-from warpbus.pool.instructions import MAX_WRITE, Instruction, Writer, layout
-from warpbus.pool.signature import Device, Input, New, Number, Same, Signature
+from warpbus.pool.protocol.geometry import Geometry, contiguous
+from warpbus.pool.protocol.inference import infer
+from warpbus.pool.protocol.instructions import MAX_WRITE, Instruction, Writer, layout
+from warpbus.pool.protocol.signature import Device, Input, New, Number, Same, Signature
 
 
 class Handle(int):

@@ -4,11 +4,11 @@ import struct
 
 import torch
 
-from warpbus.pool.execution import Executor
-from warpbus.pool.geometry import contiguous
-from warpbus.pool.instructions import Writer, call_prefix
+from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.instructions import Writer, call_prefix
+from warpbus.pool.protocol.signature import Input, New, Number, Same, Signature
 from warpbus.pool.quota import Quota
-from warpbus.pool.signature import Input, New, Number, Same, Signature
+from warpbus.pool.tenant.execution import Executor
 
 QUOTA = Quota(64 * 2**20, 1.0)
 STATE, MOMENT = 1, 2  # handles of storages that every batch writes

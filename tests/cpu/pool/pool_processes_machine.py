@@ -5,7 +5,7 @@ from dataclasses import replace
 from warpbus.cuda.checkpoint import State
 from warpbus.cuda.inventory import InstalledGpu
 from warpbus.errors import DeviceError
-from warpbus.pool.proc import Process
+from warpbus.pool.processes.proc import Process
 
 GB = 10**9
 PID = 4242

@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 import torch
 
 from warpbus.errors import ConnectionLost
-from warpbus.pool import control
-from warpbus.pool.channel import Channel
-from warpbus.pool.frames import Kind
-from warpbus.pool.instructions import Writer
-from warpbus.pool.wire import decode, encode
+from warpbus.pool.protocol import control
+from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.instructions import Writer
+from warpbus.pool.protocol.wire import decode, encode
 
 KEY = bytes(range(32))
 HELLO = {"protocol": 1, "torch": str(torch.__version__), "key": KEY, "claim": False}
@@ -45,7 +45,7 @@ class Daemon:
         self.end, other = control.pair()
         with other:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from warpbus.pool.tenant import main; main({other.fileno()})"],
+                [sys.executable, "-c", f"from warpbus.pool.tenant.process import main; main({other.fileno()})"],
                 pass_fds=[other.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpbus.errors import UsageError
-from warpbus.pool.address import Address, address, is_loopback
+from warpbus.pool.protocol.address import Address, address, is_loopback
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from warpbus.errors import StorageError
-from warpbus.pool.audit import AuditLog
+from warpbus.pool.daemon.audit import AuditLog
 
 
 def test_a_line_has_what_happened(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from pool_brokers import GB, ask, gpus, pool
 
 from warpbus.errors import UsageError
-from warpbus.pool.broker import Broker
+from warpbus.pool.broker.broker import Broker
 
 # Hosts
 

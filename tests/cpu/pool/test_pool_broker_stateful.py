@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from warpbus.errors import WarpbusError
-from warpbus.pool.broker import Broker
-from warpbus.pool.leases import Gpu, Lease, Limits
-from warpbus.pool.moves import cheapest_sets, cost
+from warpbus.pool.broker.broker import Broker
+from warpbus.pool.broker.leases import Gpu, Lease, Limits
+from warpbus.pool.broker.moves import cheapest_sets, cost
 from warpbus.pool.quota import Quota
 
 HOSTS = {"a": (8, 8), "b": (8, 6), "c": (4,)}

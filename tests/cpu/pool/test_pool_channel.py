@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpbus.errors import ConnectionLost, DeviceError, UsageError
-from warpbus.pool import channel as channel_module
-from warpbus.pool.address import Address
-from warpbus.pool.channel import MAGIC, Channel, connect, read_preamble, serve_tls
-from warpbus.pool.frames import HEADER, MAX_FRAME, Kind
-from warpbus.pool.sockets import Tls
+from warpbus.pool.protocol import channel as channel_module
+from warpbus.pool.protocol.address import Address
+from warpbus.pool.protocol.channel import MAGIC, Channel, connect, read_preamble, serve_tls
+from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Kind
+from warpbus.pool.protocol.sockets import Tls
 
 LEASE = bytes(range(1, 17))
 
@@ -334,8 +334,8 @@ def test_closing_wakes_who_waits(ends):
 
 PROGRAM = """
 import socket, sys
-from warpbus.pool.channel import Channel
-from warpbus.pool.frames import Kind, HEADER
+from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.frames import Kind, HEADER
 sock = socket.socket(fileno=int(sys.argv[1]))
 Channel(sock).send(Kind.ANSWER, 1, b"alive")
 sock.setblocking(True)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from warpbus.errors import DeviceError
-from warpbus.pool.content import LEAST, ContentStore, Uploads
-from warpbus.pool.execution import Executor
-from warpbus.pool.instructions import MAX_WRITE, Writer
+from warpbus.pool.protocol.instructions import MAX_WRITE, Writer
 from warpbus.pool.quota import Quota
+from warpbus.pool.tenant.content import LEAST, ContentStore, Uploads
+from warpbus.pool.tenant.execution import Executor
 
 DATA = os.urandom(LEAST + 12345)
 HASH = hashlib.sha256(DATA).digest()
@@ -209,12 +209,12 @@ def test_a_promise_is_awaited_for_a_moment(store, monkeypatch):
     store.take(HASH)
     assert not store.awaited
     store.promise(HASH)
-    monkeypatch.setattr("warpbus.pool.content._MOMENT", 0.0)
+    monkeypatch.setattr("warpbus.pool.tenant.content._MOMENT", 0.0)
     assert not store.awaited
 
 
 def test_no_promise_is_kept_for_ever(store, monkeypatch):
-    monkeypatch.setattr("warpbus.pool.content._MAX_PROMISES", 2)
+    monkeypatch.setattr("warpbus.pool.tenant.content._MAX_PROMISES", 2)
     hashes = [kept(store, bytes([n]) * LEAST) for n in range(3)]
     before = len(os.listdir("/proc/self/fd"))
     assert all(store.promise(each) for each in hashes)

@@ -17,13 +17,13 @@ import pytest
 import trustme
 
 from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UnavailableError, UsageError
-from warpbus.pool.address import address
-from warpbus.pool.channel import MAGIC, Channel, connect
-from warpbus.pool.daemon import Daemon
-from warpbus.pool.frames import Kind, pack_header
-from warpbus.pool.options import PoolOptions
-from warpbus.pool.steering import Steering, sent_error
-from warpbus.pool.wire import decode, encode
+from warpbus.pool.daemon.daemon import Daemon
+from warpbus.pool.daemon.options import PoolOptions
+from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.channel import MAGIC, Channel, connect
+from warpbus.pool.protocol.frames import Kind, pack_header
+from warpbus.pool.protocol.steering import Steering, sent_error
+from warpbus.pool.protocol.wire import decode, encode
 
 MEMORY = 10_000_000
 ADMIN, ANN, BOB = "admin-token-0123456", "ann-token-01234567", "bob-token-01234567"

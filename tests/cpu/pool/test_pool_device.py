@@ -13,8 +13,8 @@ from pool_training import MODELS, Training, assert_equal_weights
 from torch import Tensor
 
 from warpbus.errors import DeviceError
-from warpbus.pool.execution import Executor
-from warpbus.pool.session import Session
+from warpbus.pool.client.session import Session
+from warpbus.pool.tenant.execution import Executor
 
 REMOTE = "warpbus"
 

@@ -6,14 +6,14 @@ import torch.nn.functional as F
 from pool_hand import Hand, handle
 
 from warpbus.errors import DeviceError
-from warpbus.pool import wire
-from warpbus.pool.definitions import Definition
-from warpbus.pool.execution import Executor
-from warpbus.pool.failures import Failure, PoisonedError
-from warpbus.pool.geometry import Geometry, contiguous
-from warpbus.pool.instructions import Writer, call_prefix
+from warpbus.pool.protocol import wire
+from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.geometry import Geometry, contiguous
+from warpbus.pool.protocol.instructions import Writer, call_prefix
+from warpbus.pool.protocol.signature import Input, New, Number, Same, Signature
 from warpbus.pool.quota import Quota
-from warpbus.pool.signature import Input, New, Number, Same, Signature
+from warpbus.pool.tenant.definitions import Definition
+from warpbus.pool.tenant.execution import Executor
 
 CPU = torch.device("cpu")
 VECTOR = contiguous(torch.float32, (4,))

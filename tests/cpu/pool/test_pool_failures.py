@@ -5,8 +5,8 @@ import torch
 
 from warpbus import errors
 from warpbus.errors import DeviceError, TensorError
-from warpbus.pool import wire
-from warpbus.pool.failures import Failure
+from warpbus.pool.protocol import wire
+from warpbus.pool.protocol.failures import Failure
 
 
 class OddError(Exception):

@@ -10,12 +10,12 @@ import torch
 from pool_mutations import mutate, mutate_value, no_hang
 
 from warpbus.errors import ConnectionLost, DeviceError
-from warpbus.pool.channel import Channel
-from warpbus.pool.frames import HEADER, MAX_FRAME, Kind
-from warpbus.pool.geometry import Geometry, contiguous
-from warpbus.pool.instructions import Writer, call_prefix, layout, parse
-from warpbus.pool.signature import Device, Input, New, Number, Same, Signature
-from warpbus.pool.wire import decode, encode
+from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Kind
+from warpbus.pool.protocol.geometry import Geometry, contiguous
+from warpbus.pool.protocol.instructions import Writer, call_prefix, layout, parse
+from warpbus.pool.protocol.signature import Device, Input, New, Number, Same, Signature
+from warpbus.pool.protocol.wire import decode, encode
 
 SEED = 20261121
 MOST_MESSAGE = 5000  # characters of an error: a tensor of 64 axes has as many sizes and strides

@@ -11,12 +11,12 @@ from pool_hand import Hand
 from pool_mutations import mutate, mutate_value, no_hang
 
 from warpbus.errors import DeviceError
-from warpbus.pool.execution import Executor
-from warpbus.pool.failures import Failure, PoisonedError
-from warpbus.pool.instructions import Instruction, Writer, call_prefix, parse
+from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.instructions import Instruction, Writer, call_prefix, parse
+from warpbus.pool.protocol.signature import Signature
+from warpbus.pool.protocol.wire import decode, encode
 from warpbus.pool.quota import Quota
-from warpbus.pool.signature import Signature
-from warpbus.pool.wire import decode, encode
+from warpbus.pool.tenant.execution import Executor
 
 SEED = 20261121
 QUOTA = 1 << 18

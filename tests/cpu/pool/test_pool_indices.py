@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from pool_hand import Hand
 
-from warpbus.pool.execution import Executor
-from warpbus.pool.indices import guarded
-from warpbus.pool.operators import operator
+from warpbus.pool.protocol.operators import operator
 from warpbus.pool.quota import Quota
+from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.indices import guarded
 
 
 def pooled(axes, adaptive):

@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 
 from pool_processes_machine import GB, PID, FakeDriver, FakeMachine, cuda_process
 
-from warpbus.pool.listing import gpu_processes
-from warpbus.pool.processes import Host, resume_process, suspend_process
-from warpbus.pool.suspensions import Suspensions
+from warpbus.pool.processes.listing import gpu_processes
+from warpbus.pool.processes.processes import Host, resume_process, suspend_process
+from warpbus.pool.processes.suspensions import Suspensions
 
 
 def test_processes_are_told_apart(tmp_path):

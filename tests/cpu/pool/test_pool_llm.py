@@ -11,8 +11,8 @@ from pool_direct import connected
 import warpbus
 from warpbus.engine import LLM, Completion, Grammar, SamplingParams
 from warpbus.engine.engine import request
-from warpbus.pool.execution import Executor
-from warpbus.pool.session import Session
+from warpbus.pool.client.session import Session
+from warpbus.pool.tenant.execution import Executor
 
 PROMPTS = ["床前明月光", "The moon is bright, and I think of home", "1", "举头望明月，低头思故乡。"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from warpbus.errors import UnavailableError, UsageError
-from warpbus.pool import membership
-from warpbus.pool.leases import Gpu, Limits
-from warpbus.pool.membership import RayMembership
+from warpbus.pool.broker import membership
+from warpbus.pool.broker.leases import Gpu, Limits
+from warpbus.pool.broker.membership import RayMembership
 from warpbus.pool.quota import Quota
 
 SPACE = "pool-test"

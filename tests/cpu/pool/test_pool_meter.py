@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from warpbus.pool.meter import Meter, Slices
+from warpbus.pool.tenant.meter import Meter, Slices
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.75, 1.0])

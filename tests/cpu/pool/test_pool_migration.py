@@ -16,18 +16,18 @@ from pool_migration_work import CUT_SHORT, contents, execute, lease
 
 from warpbus.cuda.ipc import Place
 from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
-from warpbus.pool import parcels
-from warpbus.pool.channel import Channel
-from warpbus.pool.execution import Executor
-from warpbus.pool.failures import PoisonedError
-from warpbus.pool.frames import Frame, Kind
-from warpbus.pool.geometry import contiguous
-from warpbus.pool.instructions import Writer, call_prefix
-from warpbus.pool.migration import ENDS, Destination, DestinationState, Report, Source, SourceState
-from warpbus.pool.signature import Input, New, Signature
-from warpbus.pool.staging import CHUNK
-from warpbus.pool.storages import Storages
-from warpbus.pool.wire import Value, decode, encode
+from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.failures import PoisonedError
+from warpbus.pool.protocol.frames import Frame, Kind
+from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.instructions import Writer, call_prefix
+from warpbus.pool.protocol.signature import Input, New, Signature
+from warpbus.pool.protocol.wire import Value, decode, encode
+from warpbus.pool.tenant import parcels
+from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.migration import ENDS, Destination, DestinationState, Report, Source, SourceState
+from warpbus.pool.tenant.staging import CHUNK
+from warpbus.pool.tenant.storages import Storages
 
 CPU = torch.device("cpu")
 QUOTA = 64 * 2**20

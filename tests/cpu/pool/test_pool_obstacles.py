@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pool_processes_machine import GB, cuda_process, gpu
 
-from warpbus.pool.obstacles import mps_pipes, obstacles, obstacles_to_target
+from warpbus.pool.processes.obstacles import mps_pipes, obstacles, obstacles_to_target
 
 USUAL = cuda_process()
 

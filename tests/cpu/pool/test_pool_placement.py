@@ -4,8 +4,8 @@ import pytest
 from pool_brokers import GB, ask, gpus, pool, why
 
 from warpbus.errors import QueueFullError, UsageError
-from warpbus.pool.broker import Broker
-from warpbus.pool.leases import Limits
+from warpbus.pool.broker.broker import Broker
+from warpbus.pool.broker.leases import Limits
 from warpbus.pool.quota import Quota
 
 # Placement

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from warpbus.errors import DeviceError
-from warpbus.pool.proc import descendants, process_ids, read_process, unix_sockets
+from warpbus.pool.processes.proc import descendants, process_ids, read_process, unix_sockets
 
 MAPS = """\
 200000000-200200000 rw-s 00000000 00:06 494 /dev/nvidiactl

@@ -8,8 +8,8 @@ from pool_processes_machine import GB, PID, FakeDriver, FakeMachine, cuda_proces
 
 from warpbus.cuda.checkpoint import State
 from warpbus.errors import DeviceError, UsageError
-from warpbus.pool.processes import Host, migrate_process, resume_process, suspend_process
-from warpbus.pool.suspensions import Suspensions
+from warpbus.pool.processes.processes import Host, migrate_process, resume_process, suspend_process
+from warpbus.pool.processes.suspensions import Suspensions
 
 STEPS = ("lock", "checkpoint", "restore", "unlock")
 FAILURES = ("before", "after", "broken", "dies", "stopped")

@@ -7,9 +7,9 @@ import torch
 from pool_direct import connected
 
 from warpbus.errors import UsageError
-from warpbus.pool.execution import Executor
-from warpbus.pool.program import recorded
-from warpbus.pool.session import Session
+from warpbus.pool.client.program import recorded
+from warpbus.pool.client.session import Session
+from warpbus.pool.tenant.execution import Executor
 
 REMOTE = "warpbus"
 

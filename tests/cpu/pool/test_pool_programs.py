@@ -5,10 +5,10 @@ import torch
 from pool_hand import Hand
 
 from warpbus.errors import DeviceError
-from warpbus.pool import wire
-from warpbus.pool.execution import Executor
-from warpbus.pool.failures import PoisonedError
+from warpbus.pool.protocol import wire
+from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.quota import Quota
+from warpbus.pool.tenant.execution import Executor
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,13 @@ from pool_tenants import KEY, started
 from warpbus.engine.engine import request
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
-from warpbus.pool import connection as connections
-from warpbus.pool.address import address
-from warpbus.pool.channel import Channel
-from warpbus.pool.connection import Connection
-from warpbus.pool.device import register
-from warpbus.pool.session import Session, use
-from warpbus.pool.transfers import fetch
+from warpbus.pool.client import connection as connections
+from warpbus.pool.client.connection import Connection
+from warpbus.pool.client.device import register
+from warpbus.pool.client.session import Session, use
+from warpbus.pool.client.transfers import fetch
+from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.channel import Channel
 
 REMOTE = "warpbus"
 MEMORY = 1 << 27

@@ -7,8 +7,8 @@ import pytest
 from pool_brokers import GB, ask, pool
 
 from warpbus.errors import DataError, UsageError
-from warpbus.pool.broker import Broker
-from warpbus.pool.leases import Event
+from warpbus.pool.broker.broker import Broker
+from warpbus.pool.broker.leases import Event
 
 
 def test_status_is_json_and_has_its_schema():

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from warpbus.errors import DeviceError
-from warpbus.pool.failures import Failure, PoisonedError
-from warpbus.pool.geometry import Geometry, contiguous
-from warpbus.pool.storages import MAX_STORAGES, Storages
+from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.geometry import Geometry, contiguous
+from warpbus.pool.tenant.storages import MAX_STORAGES, Storages
 
 FAILURE = Failure("ValueError", "no", "aten::add", 3)
 
@@ -88,7 +88,7 @@ def test_handles_are_not_chosen_twice_and_not_out_of_range(storages, monkeypatch
     for wrong in (1, 2**63, -1):
         with pytest.raises(DeviceError):
             storages.create(wrong, 1)
-    monkeypatch.setattr("warpbus.pool.storages.MAX_STORAGES", 1)
+    monkeypatch.setattr("warpbus.pool.tenant.storages.MAX_STORAGES", 1)
     with pytest.raises(DeviceError, match="at most 1"):
         storages.create(2, 0)
     assert MAX_STORAGES >= 1 << 20

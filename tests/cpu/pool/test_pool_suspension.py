@@ -9,10 +9,10 @@ from pool_migration_work import CUT_SHORT, QUOTA, WEIGHTS, contents, execute, le
 from safetensors import safe_open
 
 from warpbus.errors import DeviceError, StorageError, WarpbusError
-from warpbus.pool.execution import Executor
-from warpbus.pool.failures import PoisonedError
+from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.quota import Quota
-from warpbus.pool.suspension import look, resume, suspend
+from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.suspension import look, resume, suspend
 
 CPU = torch.device("cpu")
 LARGE = 9 * 2**20 + 5  # more than two chunks

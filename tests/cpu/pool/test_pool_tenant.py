@@ -9,15 +9,15 @@ import pytest
 import torch
 from pool_tenants import SETUP, Daemon, acknowledged, ask, ended, started, write
 
-from warpbus.pool import control
-from warpbus.pool.execution import Executor
-from warpbus.pool.frames import Kind
-from warpbus.pool.geometry import contiguous
-from warpbus.pool.instructions import call_prefix, layout
+from warpbus.pool.protocol import control
+from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.instructions import call_prefix, layout
+from warpbus.pool.protocol.signature import Input, New, Signature
+from warpbus.pool.protocol.wire import decode
 from warpbus.pool.quota import Quota
-from warpbus.pool.signature import Input, New, Signature
-from warpbus.pool.tenant import Tenant
-from warpbus.pool.wire import decode
+from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.process import Tenant
 
 VECTOR = contiguous(torch.float32, (4,))
 NEG = Signature("aten::neg", (Input(0),), (), (VECTOR,), (), (New(VECTOR, 16),))
@@ -215,7 +215,7 @@ def test_a_gpu_that_has_failed(monkeypatch):
     def fails():
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
-    monkeypatch.setattr("warpbus.pool.tenant._SECONDS_TO_HEAR", 0.5)
+    monkeypatch.setattr("warpbus.pool.tenant.process._SECONDS_TO_HEAR", 0.5)
     daemon = Daemon.__new__(Daemon)
     daemon.end, other = control.pair()
     tenant = Tenant(other, SETUP, Executor(torch.device("cpu"), Quota(1 << 20, 1.0)))

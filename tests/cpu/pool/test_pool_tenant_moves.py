@@ -8,13 +8,13 @@ import torch
 from pool_tenants import acknowledged, ask, ended, started, write
 
 from warpbus.errors import ConnectionLost
-from warpbus.pool import control
-from warpbus.pool.channel import read_preamble
-from warpbus.pool.frames import Kind
-from warpbus.pool.geometry import contiguous
-from warpbus.pool.instructions import call_prefix, layout
-from warpbus.pool.signature import Input, Same, Signature
-from warpbus.pool.wire import decode
+from warpbus.pool.protocol import control
+from warpbus.pool.protocol.channel import read_preamble
+from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.instructions import call_prefix, layout
+from warpbus.pool.protocol.signature import Input, Same, Signature
+from warpbus.pool.protocol.wire import decode
 
 TICKET, DOOR = b"t" * 32, b"d" * 16
 VECTOR = contiguous(torch.float32, (1024,))

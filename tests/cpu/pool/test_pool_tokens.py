@@ -3,8 +3,8 @@
 import pytest
 
 from warpbus.errors import UsageError
-from warpbus.pool.leases import Limits
-from warpbus.pool.tokens import LOCAL, Tenant, Tokens, new_token, read_token
+from warpbus.pool.broker.leases import Limits
+from warpbus.pool.daemon.tokens import LOCAL, Tenant, Tokens, new_token, read_token
 
 A, B = "a" * 20, "b" * 20
 

@@ -12,9 +12,9 @@ from pool_processes_machine import GB, gpu
 
 from warpbus.cuda import mps
 from warpbus.errors import DeviceError, UsageError
-from warpbus.pool import virtual
+from warpbus.pool.processes import virtual
+from warpbus.pool.processes.virtual import run, whole_gpu_environment
 from warpbus.pool.quota import Quota
-from warpbus.pool.virtual import run, whole_gpu_environment
 
 SHOW = "import os, json, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
 
@@ -123,7 +123,7 @@ def test_signals_are_forwarded(number, tmp_path):
     starter = (
         "import sys, pathlib\n"
         "from warpbus.cuda.inventory import InstalledGpu\n"
-        "from warpbus.pool import virtual\n"
+        "from warpbus.pool.processes import virtual\n"
         f"virtual.runtime_directory = lambda *names: pathlib.Path({str(tmp_path)!r})\n"
         f"sys.exit(virtual.run([sys.executable, '-c', {program!r}], InstalledGpu(0, 'GPU-0', 'H', 0, 1, 1), None, 'x'))"
     )

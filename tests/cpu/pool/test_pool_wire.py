@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warpbus.errors import DeviceError
-from warpbus.pool.wire import MAX_DEPTH, MAX_ITEMS, MAX_STRING, TORCH_NAMES, decode, encode
+from warpbus.pool.protocol.wire import MAX_DEPTH, MAX_ITEMS, MAX_STRING, TORCH_NAMES, decode, encode
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 PLAIN = st.one_of(
@@ -85,7 +85,7 @@ def test_bytes_are_as_documented():
 
 def test_bytes_are_the_same_in_another_process():
     value = {"z": (torch.float16, 1.5, "ü"), "a": {"k": [1, 2], "j": b"\x00"}}
-    code = f"import torch; from warpbus.pool.wire import encode; print(encode({value!r}).hex())"
+    code = f"import torch; from warpbus.pool.protocol.wire import encode; print(encode({value!r}).hex())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert bytes.fromhex(found.stdout) == encode(value)
 

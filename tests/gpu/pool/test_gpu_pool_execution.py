@@ -9,14 +9,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "cpu" / "pool"))
 from pool_hand import Hand
 
-from warpbus.pool import wire
-from warpbus.pool.execution import Executor
-from warpbus.pool.failures import PoisonedError
-from warpbus.pool.geometry import Geometry
-from warpbus.pool.meter import Meter
+from warpbus.pool.protocol import wire
+from warpbus.pool.protocol.failures import PoisonedError
+from warpbus.pool.protocol.geometry import Geometry
+from warpbus.pool.protocol.signature import Input, New, Signature
 from warpbus.pool.quota import Quota
-from warpbus.pool.signature import Input, New, Signature
-from warpbus.pool.storages import allowance
+from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.meter import Meter
+from warpbus.pool.tenant.storages import allowance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

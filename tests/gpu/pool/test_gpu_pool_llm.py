@@ -14,8 +14,8 @@ import warpbus
 from warpbus.demo import model_path
 from warpbus.engine import LLM, SamplingParams
 from warpbus.kernels.ops.packed import PackedWeight
-from warpbus.pool.execution import Executor
-from warpbus.pool.session import Session
+from warpbus.pool.client.session import Session
+from warpbus.pool.tenant.execution import Executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from warpbus.pool.machine import ThisMachine
-from warpbus.pool.obstacles import mps_pipes, obstacles
+from warpbus.pool.processes.machine import ThisMachine
+from warpbus.pool.processes.obstacles import mps_pipes, obstacles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -14,12 +14,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "cpu" / "pool"))
 from pool_migration_work import contents, execute, lease
 
-from warpbus.pool.channel import Channel
-from warpbus.pool.crossing import sharing
-from warpbus.pool.execution import Executor
-from warpbus.pool.migration import ENDS, Destination, DestinationState, Source
+from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.wire import decode
 from warpbus.pool.quota import Quota
-from warpbus.pool.wire import decode
+from warpbus.pool.tenant.crossing import sharing
+from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.migration import ENDS, Destination, DestinationState, Source
 
 pytestmark = [
     pytest.mark.multigpu,

@@ -10,9 +10,9 @@ import torch
 
 from warpbus.cuda.checkpoint import Checkpoint, State
 from warpbus.errors import DeviceError
-from warpbus.pool.machine import ThisMachine
-from warpbus.pool.processes import Host, migrate_process, resume_process, suspend_process
-from warpbus.pool.suspensions import Suspensions
+from warpbus.pool.processes.machine import ThisMachine
+from warpbus.pool.processes.processes import Host, migrate_process, resume_process, suspend_process
+from warpbus.pool.processes.suspensions import Suspensions
 
 pytestmark = [
     pytest.mark.multigpu,

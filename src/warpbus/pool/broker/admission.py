@@ -1,0 +1,88 @@
+"""What the broker refuses at once: hosts that do not make sense, and leases that could never be placed."""
+
+from collections.abc import Iterable, Mapping
+
+from warpbus.cuda.memory_size import gigabytes
+from warpbus.errors import UsageError
+from warpbus.pool.broker.leases import Gpu, Lease, Limits
+from warpbus.pool.broker.ledger import TOLERANCE, Ledger
+
+
+def checked_gpus(host: str, gpus: Iterable[Gpu]) -> dict[str, Gpu]:
+    """The GPUs that a host offers, by name.
+
+    Raises:
+        UsageError: names that do not fit together, a GPU without memory, or a link that leads nowhere.
+    """
+    listed = list(gpus)
+    offered = {gpu.name: gpu for gpu in listed}
+    if not host or "/" in host or host.split() != [host]:
+        raise UsageError(f"host is {host!r}: give a name without spaces and slashes")
+    if len(offered) < len(listed):
+        raise UsageError(f"host {host} offers a GPU twice: {', '.join(gpu.name for gpu in listed)}: give each once")
+    for gpu in listed:
+        if (gpu.name, gpu.host) != (f"{host}/{gpu.index}", host) or gpu.index < 0:
+            raise UsageError(f"host {host} offers GPU {gpu.name} of {gpu.host}: expected {host}/{gpu.index}")
+        if gpu.memory <= 0:
+            raise UsageError(f"{gpu.name} offers {gpu.memory} bytes: offer more than none, or leave it out")
+        if unknown := set(gpu.links) - set(offered):
+            raise UsageError(f"{gpu.name} has links to {', '.join(sorted(unknown))}: expected GPUs of the same host")
+    return offered
+
+
+def no_place(ledger: Ledger, kind: str, name: str) -> UsageError:
+    """The error for a GPU or a host that the pool does not have."""
+    known = ", ".join(gpu.name for gpu in ledger.gpus()) or "none"
+    return UsageError(f"the pool has no {kind} {name}: its GPUs are {known}: choose one of them")
+
+
+def check_possible(ledger: Ledger, lease: Lease) -> None:
+    """See that a GPU of the pool could hold a lease, were it empty. Hosts that are draining count.
+
+    Raises:
+        UsageError: there is no such GPU, or the places that the lease is requested for are not there.
+    """
+    gpus = ledger.gpus()
+    if lease.on is not None and not any(lease.on in (gpu.name, gpu.host) for gpu in gpus):
+        raise no_place(ledger, "GPU or host", lease.on)
+    neighbour = ledger.neighbour(lease)
+    # One that comes back from disk may have lost its neighbour meanwhile.
+    if lease.near is not None and lease.state == "queued" and (neighbour is None or neighbour.tenant != lease.tenant):
+        raise UsageError(f"near: tenant {lease.tenant} has no lease {lease.near}: give the id of one")
+    suiting = [gpu for gpu in gpus if ledger.suits(lease, gpu)]
+    if any(gpu.memory >= lease.quota.memory for gpu in suiting):
+        return
+    wishes = (("on", lease.on), ("near", lease.near))
+    where = "".join(f" {how} {place}" for how, place in wishes if place is not None)
+    if not suiting:
+        what = f"there is no GPU{where}: choose another place" if where else "it has no GPU: let a host join first"
+        raise UsageError(f"the pool cannot hold a lease of {lease.quota}: {what}")
+    largest = max(suiting, key=lambda gpu: gpu.memory)
+    raise UsageError(
+        f"no GPU of the pool{where} can hold a lease of {lease.quota}: the largest, {largest.name}, has "
+        f"{gigabytes(largest.memory)}: ask for that at most"
+    )
+
+
+def check_limits(ledger: Ledger, lease: Lease, limits: Mapping[str, Limits]) -> None:
+    """See that a tenant may have one lease more.
+
+    Raises:
+        UsageError: it would have more than its limits (or those of "*") allow; what is left of them is told.
+    """
+    own = limits.get(lease.tenant) or limits.get("*") or Limits()
+    living = [each for each in ledger.leases.values() if each.tenant == lease.tenant and each.id != lease.id]
+    counted = [each.quota for each in living if each.state != "suspended"]
+    memory = sum(quota.memory for quota in counted)
+    share = sum(quota.share for quota in counted)
+    if own.memory is not None and memory + lease.quota.memory > own.memory:
+        left = f"{gigabytes(own.memory)} of memory, of which {gigabytes(max(0, own.memory - memory))} is left"
+    elif own.share is not None and share + lease.quota.share > own.share + TOLERANCE:
+        left = f"a share of {own.share:.2f}, of which {max(0.0, own.share - share):.2f} is left"
+    elif own.leases is not None and len(living) >= own.leases:
+        left = f"{own.leases} leases, and has {len(living)}"
+    else:
+        return
+    raise UsageError(
+        f"tenant {lease.tenant} asks for {lease.quota}, but may have {left}: ask for less, or release a lease"
+    )

@@ -1,0 +1,359 @@
+"""The pool over several machines: who belongs to it, by Ray (extra `cluster`). On one machine none of it is needed.
+
+Each host has an agent, an actor of Ray on its node that lives as long as the process that offered the host. There is
+one broker for all, a detached actor: it outlives the process that made it, and Ray starts it again on another node if
+its own one dies. It sends what it knows to all agents after each change; one that starts takes the newest copy.
+
+What has failed is told by Ray's table of nodes: a host whose node is dead leaves at once, and its leases are lost. An
+agent that does not answer while its node lives has the grace time, so that a daemon can be started again. A host that
+comes back after it has left has no leases any more, and has to end what runs there before it is offered.
+
+Nothing here listens on a port of its own; Ray's own ports are as open as the cluster was started with. Ray pickles what
+its processes tell each other, so whoever reaches these ports can run code there: they belong into a private network.
+"""
+
+import contextlib
+import importlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from warpbus.dist.outcome import Failure
+from warpbus.dist.ray_cluster import connect, load_ray
+from warpbus.errors import UnavailableError, UsageError, WarpbusError
+from warpbus.pool.broker.admission import checked_gpus
+from warpbus.pool.broker.broker import Broker
+from warpbus.pool.broker.leases import Gpu, Lease, Limits
+
+NAMESPACE = "warpbus-pool"
+"""Ray's namespace of the pool's actors: one pool a cluster."""
+
+# The operations of `Broker` that others call, and whether they take the time.
+_OPERATIONS = {
+    "measured": False,
+    "drain": True,
+    "undrain": True,
+    "request": True,
+    "lease": False,
+    "place": True,
+    "seen": True,
+    "release": True,
+    "lose": True,
+    "suspend": True,
+    "resume": True,
+    "begin_move": True,
+    "end_move": True,
+    "defragment": False,
+    "status": True,
+}
+
+_AGENT = "agent:"
+_BROKER = "broker"
+# A daemon that was started again gets its name when Ray has seen that the one before it is dead.
+_SECONDS_FOR_THE_NAME = 15.0
+# An agent answers at once; the broker waits no longer, since all others wait meanwhile.
+_SECONDS_FOR_AN_ANSWER = 2.0
+# The broker may have to be started again on another node.
+_SECONDS_FOR_THE_BROKER = 60.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """A host of the pool.
+
+    Attributes:
+        host: its name in the pool.
+        address: where clients reach its daemon, "warpbus://HOST:PORT".
+        gpus: what it offers.
+        node: Ray's id of its node.
+    """
+
+    host: str
+    address: str
+    gpus: tuple[Gpu, ...]
+    node: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What changed without anybody asking for it: hosts that came and went, and leases lost, expired and placed."""
+
+    joined: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    lost: list[Lease] = field(default_factory=list)
+    expired: list[Lease] = field(default_factory=list)
+    placed: list[Lease] = field(default_factory=list)
+
+
+class RayMembership:
+    """This process's connection to the pool of a cluster: `with RayMembership() as pool: pool.offer(...)`.
+
+    Args:
+        address: "auto", the cluster that this machine belongs to, or "ray://HOST:PORT".
+        namespace: of Ray; each has a pool of its own.
+        grace, aging, limits: of `Broker`; whoever is the first in the cluster decides.
+
+    Raises:
+        UsageError: Ray is not installed, or there is no cluster at `address`.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str = "auto",
+        namespace: str = NAMESPACE,
+        grace: float = 60.0,
+        aging: float = 60.0,
+        limits: Mapping[str, Limits] | None = None,
+    ) -> None:
+        self._address = address
+        self._namespace = namespace
+        self._settings = {"grace": grace, "aging": aging, "limits": dict(limits or {})}
+        Broker(grace=grace, aging=aging)  # what is wrong with them is said here, not in an actor
+        self._ray = load_ray()
+        self._connected_here = False
+        self._agents: dict[str, Any] = {}
+        self._broker: Any = None
+
+    def __enter__(self) -> Self:
+        self._connected_here = connect(self._ray, self._address)
+        kind = self._ray.remote(_BrokerActor)
+        self._broker = kind.options(
+            name=_BROKER,
+            namespace=self._namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+        ).remote(self._namespace, self._settings)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for agent in self._agents.values():
+            self._ray.kill(agent)
+        self._agents = {}
+        if self._connected_here:
+            self._ray.shutdown()
+
+    def offer(self, host: str, gpus: Iterable[Gpu], address: str, *, node: str | None = None) -> Member:
+        """Let a host join the pool, until `withdraw` or the end of this process.
+
+        Args:
+            host: its name in the pool.
+            gpus: what it offers.
+            address: where clients reach its daemon.
+            node: Ray's id of its node; None is the one that this process is connected to.
+
+        Raises:
+            UsageError: GPUs that make no sense, or another living process has offered a host of this name.
+            UnavailableError: the broker does not answer.
+        """
+        node = node or self._ray.get_runtime_context().get_node_id()
+        member = Member(host, address, tuple(checked_gpus(host, gpus).values()), node)
+        strategy = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        kind = self._ray.remote(_Agent).options(
+            name=_AGENT + host,
+            namespace=self._namespace,
+            num_cpus=0,
+            scheduling_strategy=strategy(node, soft=False),
+        )
+        end = time.monotonic() + _SECONDS_FOR_THE_NAME
+        while host not in self._agents:
+            try:
+                self._agents[host] = kind.remote(member)
+            except ValueError as error:  # the name is taken
+                if time.monotonic() > end:
+                    raise UsageError(
+                        f"host {host} is offered by another process of the cluster: give this machine another name, or "
+                        "stop that one"
+                    ) from error
+                time.sleep(0.2)
+        self._ask(self._agents[host].member.remote(), f"the agent of host {host}")
+        self._ask(self._broker.heard_of.remote(member))
+        return member
+
+    def withdraw(self, host: str) -> list[Lease]:
+        """A host that this process offered leaves.
+
+        Returns:
+            The leases that are lost.
+
+        Raises:
+            UsageError: this process has not offered it.
+            UnavailableError: the broker does not answer.
+        """
+        if host not in self._agents:
+            raise UsageError(f"host {host} is not offered by this process: withdraw it where it is")
+        self._ray.kill(self._agents.pop(host))
+        lost: list[Lease] = self._ask(self._broker.forget.remote(host))
+        return lost
+
+    def members(self) -> list[Member]:
+        """The hosts of the pool. Raises `UnavailableError` if the broker does not answer."""
+        found: list[Member] = self._ask(self._broker.members.remote())
+        return found
+
+    def call(self, operation: str, *arguments: Any, **named: Any) -> Any:
+        """An operation of the broker; the time is that of the broker's clock.
+
+        Raises:
+            UsageError: there is no such operation.
+            UnavailableError: the broker does not answer.
+            WarpbusError: what the operation raises.
+        """
+        if operation not in _OPERATIONS:
+            raise UsageError(f"the broker has no operation {operation}: give one of {', '.join(_OPERATIONS)}")
+        return self._ask(self._broker.call.remote(operation, arguments, named))
+
+    def tick(self) -> Tick:
+        """Look who is there, and what follows of it. Some process of the pool calls it about once a second.
+
+        Raises:
+            UnavailableError: the broker does not answer.
+        """
+        changes: Tick = self._ask(self._broker.tick.remote())
+        return changes
+
+    def _ask(self, asked: Any, whom: str = "the broker") -> Any:
+        try:
+            answer = self._ray.get(asked, timeout=_SECONDS_FOR_THE_BROKER)
+        except self._ray.exceptions.RayError as error:
+            first = str(error).strip().splitlines()[-1]
+            raise UnavailableError(
+                f"{whom} of cluster {self._address} does not answer ({first}): ask again, or see ray status",
+                retry_after=1.0,
+            ) from error
+        if isinstance(answer, Failure):
+            raise answer.error(f"{whom} of cluster {self._address}")
+        return answer
+
+
+class _Agent:
+    """The actor of a host: who it is, and the last that the broker let it keep."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._kept: tuple[int, dict[str, Any]] | None = None
+
+    def member(self) -> Member:
+        return self._member
+
+    def keep(self, changes: int, state: dict[str, Any]) -> None:
+        self._kept = changes, state
+
+    def kept(self) -> tuple[int, dict[str, Any]] | None:
+        return self._kept
+
+
+class _BrokerActor:
+    """The actor of the broker. It does one thing at a time, and answers with a `Failure` where it would raise.
+
+    Who has joined is asked of the agents in the next `tick` after a start: until then there are no members.
+    """
+
+    def __init__(self, namespace: str, settings: dict[str, Any]) -> None:
+        self._ray = load_ray()
+        self._namespace = namespace
+        self._broker = Broker(**settings)
+        self._members: dict[str, Member] = {}
+        self._written = -1
+        self._restore()
+
+    def call(self, operation: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if _OPERATIONS[operation]:
+            named = {**named, "now": time.time()}
+        try:
+            answer = getattr(self._broker, operation)(*arguments, **named)
+        except WarpbusError as error:
+            return Failure.of(error)
+        self._write()
+        return answer
+
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def heard_of(self, member: Member) -> list[Lease] | Failure:
+        """A host is offered; it may have been here before."""
+        try:
+            lost = self._broker.join(member.host, member.gpus, time.time())
+        except WarpbusError as error:
+            return Failure.of(error)
+        self._members[member.host] = member
+        self._written = -1  # its agent may be a new one, without a copy
+        self._write()
+        return lost
+
+    def forget(self, host: str) -> list[Lease]:
+        """A host left."""
+        self._members.pop(host, None)
+        lost: list[Lease] = []
+        with contextlib.suppress(UsageError):  # nobody has told this broker of it
+            lost = self._broker.leave(host, time.time())
+        self._write()
+        return lost
+
+    def tick(self) -> Tick:
+        tick, now = Tick(), time.time()
+        nodes = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        there = self._answers({host: agent.member.remote() for host, agent in self._found().items()})
+        for host, member in there.items():
+            if self._members.get(host) != member:
+                lost = self.heard_of(member)
+                if isinstance(lost, Failure):
+                    continue
+                tick.joined.append(host)
+                tick.lost.extend(lost)
+            self._broker.alive(host, now)
+        dead = {host for host, member in self._members.items() if member.node not in nodes}
+        for host in sorted(dead.union(self._broker.silent(now))):
+            tick.lost.extend(self.forget(host))
+            tick.left.append(host)
+        tick.expired.extend(self._broker.expire(now))
+        tick.placed.extend(self._broker.place(now))
+        self._write()
+        return tick
+
+    def _found(self) -> dict[str, Any]:
+        """The agents that are registered, by host."""
+        named = self._ray.util.list_named_actors(all_namespaces=True)
+        names = [each["name"] for each in named if each["namespace"] == self._namespace]
+        hosts = [name.removeprefix(_AGENT) for name in names if name.startswith(_AGENT)]
+        found = {}
+        for host in hosts:
+            with contextlib.suppress(ValueError):  # it has just died
+                found[host] = self._ray.get_actor(_AGENT + host, namespace=self._namespace)
+        return found
+
+    def _answers(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What those say that answer soon."""
+        if not asked:
+            return {}
+        self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=_SECONDS_FOR_AN_ANSWER)
+        answers = {}
+        for host, answer in asked.items():
+            try:
+                answers[host] = self._ray.get(answer, timeout=0)
+            except self._ray.exceptions.RayError:  # dead, or not in time
+                continue
+        return answers
+
+    def _write(self) -> None:
+        """Let the agents keep what has changed; the broker answers when one of them has it."""
+        if self._broker.changes == self._written:
+            return
+        self._written = self._broker.changes
+        state = self._ray.put(self._broker.dump())
+        kept = [agent.keep.remote(self._written, state) for agent in self._found().values()]
+        if kept:
+            self._ray.wait(kept, num_returns=1, timeout=_SECONDS_FOR_AN_ANSWER)
+
+    def _restore(self) -> None:
+        copies = self._answers({host: agent.kept.remote() for host, agent in self._found().items()})
+        newest = max((copy for copy in copies.values() if copy is not None), key=lambda copy: copy[0], default=None)
+        if newest is not None:
+            self._broker.load(newest[1], time.time())
+            self._written = newest[0]

@@ -1,0 +1,116 @@
+"""The pool as JSON, for the dashboard and `warpbus pool status`.
+
+Memory is in bytes, times are seconds since the epoch, durations seconds, shares parts of one GPU:
+
+    {"now": float,
+     "gpus": [{"name": "host/0", "host": str, "index": int, "model": str, "memory": int,
+               "used": int, "free": int, "share_used": float,    what leases have of it, reservations of moves included
+               "state": "open" | "draining" | "lost",
+               "leases": [id, ...],                              on it, moving from it or to it
+               "utilization": float | null,                      measured: part of the time that it computes, 0 to 1
+               "measured_memory": int | null}],                  measured: bytes in use, by whomever
+     "leases": [{"id": str, "tenant": str, "memory": int, "memory_used": int | null, "share": float, "priority": int,
+                 "gpu": str | null, "target": str | null,        where it is, and where it moves to
+                 "state": "queued" | "placed" | "moving" | "suspended",
+                 "since": float,                                 when it came into this state
+                 "idle": float,                                  for how long its client was not heard of
+                 "reason": str}],                                why it is where it is, or what it waits for
+     "queue": [{"id", "tenant", "memory", "share",               the next one first
+                "priority": int,                                 with what waiting has added
+                "waited": float, "why": str}],
+     "events": [{"time": float, "kind": str, "lease": str | null, "tenant": str | null, "source": str | null,
+                 "target": str | null, "seconds": float | null, "bytes": int | null,
+                 "pause": float | null,                          of a move: for how long the lease executed nothing
+                 "text": str}]}
+
+Leases that have ended are in the events alone, of which the last 1,000 are kept, the oldest first; their kinds are told
+by `warpbus.pool.broker.leases.Event`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from warpbus.pool.broker.leases import Lease
+from warpbus.pool.broker.ledger import Ledger
+from warpbus.pool.broker.placement import outlook
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a GPU: the part of its time that it computes, and bytes in use; None where not known."""
+
+    utilization: float | None = None
+    memory: int | None = None
+
+
+def report(ledger: Ledger, aging: float, measured: Mapping[str, Measured], now: float) -> dict[str, Any]:
+    """The pool at a time, as JSON of the schema above."""
+    waiting = _why(ledger, aging)
+    return {
+        "now": now,
+        "gpus": _gpus(ledger, measured),
+        "leases": [_lease(lease, waiting.get(lease.id), now) for lease in ledger.leases.values()],
+        "queue": [
+            {
+                "id": lease.id,
+                "tenant": lease.tenant,
+                "memory": lease.quota.memory,
+                "share": lease.quota.share,
+                "priority": lease.priority + int(max(0.0, now - lease.since) / aging),
+                "waited": max(0.0, now - lease.since),
+                "why": waiting[lease.id],
+            }
+            for lease in ledger.queue(aging)
+        ],
+        "events": [asdict(event) for event in ledger.events],
+    }
+
+
+def _why(ledger: Ledger, aging: float) -> dict[str, str]:
+    queue = outlook(ledger, aging)
+    return queue.why | {each.lease.id: f"has room on {each.gpu} and is placed next" for each in queue.placed}
+
+
+def _gpus(ledger: Ledger, measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
+    rooms = ledger.rooms()
+    listed = []
+    for host in ledger.hosts.values():
+        state = "lost" if host.lost else "draining" if host.draining else "open"
+        for gpu in sorted(host.gpus.values(), key=lambda gpu: gpu.index):
+            room, found = rooms.get(gpu.name), measured.get(gpu.name, Measured())
+            used = 0 if room is None else gpu.memory - room.memory
+            listed.append(
+                {
+                    "name": gpu.name,
+                    "host": gpu.host,
+                    "index": gpu.index,
+                    "model": gpu.model,
+                    "memory": gpu.memory,
+                    "used": used,
+                    "free": 0 if room is None else room.memory,
+                    "share_used": 0.0 if room is None else round(1.0 - room.share, 6),
+                    "state": state,
+                    "leases": [lease.id for lease in ledger.on([gpu.name])],
+                    "utilization": found.utilization,
+                    "measured_memory": found.memory,
+                }
+            )
+    return listed
+
+
+def _lease(lease: Lease, waiting: str | None, now: float) -> dict[str, Any]:
+    return {
+        "id": lease.id,
+        "tenant": lease.tenant,
+        "memory": lease.quota.memory,
+        "memory_used": lease.memory_used,
+        "share": lease.quota.share,
+        "priority": lease.priority,
+        "gpu": lease.gpu,
+        "target": lease.target,
+        "state": lease.state,
+        "since": lease.since,
+        "idle": max(0.0, now - lease.seen),
+        "reason": lease.reason if waiting is None else f"waits: {waiting}",
+    }

@@ -1,0 +1,67 @@
+"""`torch.autocast` on the device `warpbus:0`: products in 16 bits, sums and losses in 32.
+
+PyTorch's own rule for GPUs, whose kernels are compiled for the devices that it knows. What is in neither list computes
+in the dtypes it is given.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from warpbus.pool.client.tensors import NAME
+
+_KEY = "AutocastPrivateUse1"
+_AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_EXCLUDED = torch._C.DispatchKeySet(_AUTOCAST)
+
+_IN_16_BITS = """
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d.input conv_transpose3d.input _convolution
+    addbmm addmm addmv addr baddbmm bmm linear linalg_multi_dot linalg_vecdot matmul mm mv prelu
+    scaled_dot_product_attention
+"""
+
+_IN_32_BITS = """
+    acos asin binary_cross_entropy binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity
+    cross_entropy_loss cumprod cumsum dist erfinv exp expm1 gelu group_norm hinge_embedding_loss huber_loss kl_div
+    l1_loss layer_norm log log10 log1p log2 log_softmax.int logsumexp margin_ranking_loss mse_loss
+    multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d norm.Scalar norm.ScalarOpt_dim pdist
+    poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor prod prod.dim_int reciprocal renorm rms_norm rsqrt
+    sinh smooth_l1_loss soft_margin_loss softmax.int softmin softplus sum sum.dim_IntList tan triplet_margin_loss
+"""
+
+
+def register(library: torch.library.Library, rest: torch.library.Library) -> None:
+    """Add the kernels of both lists to a library of "aten", and to one of fallbacks that all others need none."""
+    if not torch._C._dispatch_has_backend_fallback(_AUTOCAST):  # newer versions of PyTorch have it
+        rest.fallback(torch.library.fallthrough_kernel, _KEY)
+    for names, high in ((_IN_16_BITS, False), (_IN_32_BITS, True)):
+        for name in names.split():
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if isinstance(operator, OpOverload):
+                library.impl(name, _Cast(operator, high=high), _KEY)
+
+
+class _Cast:
+    """An operator that casts its arguments first."""
+
+    def __init__(self, operator: OpOverload, *, high: bool) -> None:
+        self._operator = operator
+        self._high = high
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = torch.float32 if self._high else torch.get_autocast_dtype(NAME)
+        with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED):
+            return self._operator(
+                *(_cast(each, dtype) for each in args), **{k: _cast(v, dtype) for k, v in kwargs.items()}
+            )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors of this device in the dtype; float64 is what somebody asked for, and stays."""
+    if isinstance(value, Tensor):
+        eligible = value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == NAME
+        return value.to(dtype) if eligible else value
+    return [_cast(item, dtype) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,339 @@
+"""A client's connection to its lease: batches and questions, across connections that break and GPUs that change.
+
+What the tenant has not acknowledged is kept, and sent again after a reconnection; the tenant skips what it has done.
+Where the lease has moved, the connection follows it. Where the source of a move vanished in the middle, the connection
+claims the copy, and so decides which of the two lives: it never goes back.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+
+from warpbus import errors
+from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, WarpbusError
+from warpbus.pool.protocol.address import Address, address
+from warpbus.pool.protocol.channel import Channel, connect
+from warpbus.pool.protocol.failures import Failure
+from warpbus.pool.protocol.frames import Frame, Kind
+from warpbus.pool.protocol.wire import Value, decode, encode
+
+PROTOCOL = 1
+PATIENCE_SECONDS = 30.0
+"""How long a connection that broke is tried again."""
+
+_KEPT_BYTES = 256 << 20
+_LOOKED_EVERY = 8
+_ANSWERS = (Kind.ANSWER, Kind.DATA, Kind.ERROR)
+_RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+_BUILTIN: dict[str, type[Exception]] = {
+    "RuntimeError": RuntimeError,
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "IndexError": IndexError,
+    "NotImplementedError": NotImplementedError,
+    "OutOfMemoryError": torch.OutOfMemoryError,
+}
+
+
+class Welcome(NamedTuple):
+    """What a tenant says of itself."""
+
+    executed: int
+    device: str
+    name: str
+    gpu: str
+    capability: tuple[int, int] | None
+
+
+class _Moving(NamedTuple):
+    address: str
+    final: bool
+
+
+class Reading:
+    """A question for bytes of a storage that was asked and is not waited for: others may follow it.
+
+    It may be asked again after a reconnection, when what was sent after it has been executed: what it asks for must
+    not be written any more. One that nobody holds any more is forgotten.
+    """
+
+    def __init__(self, number: int, question: list[Value], nbytes: int) -> None:
+        self.number = number
+        self.payload = encode(question)
+        self.data = bytearray(nbytes)
+        self.filled = 0
+        self.failure: Failure | None = None
+
+    @property
+    def arrived(self) -> bool:
+        return self.filled == len(self.data) or self.failure is not None
+
+    def take(self, frame: Frame) -> None:
+        """A part of its answer."""
+        if frame.kind is Kind.ERROR:
+            self.failure = Failure.read(decode(frame.payload))
+            return
+        end = self.filled + len(frame.payload)
+        if end > len(self.data):
+            raise ConnectionLost("the pool sent more bytes than were asked for")
+        self.data[self.filled : end] = frame.payload
+        self.filled = end
+
+
+class Connection:
+    """Not for several threads at once.
+
+    Args:
+        where: the daemon of the machine that has the lease.
+        lease: its 16 bytes.
+        key: the secret that came with it.
+        patience: seconds for which a lost connection is tried again.
+    """
+
+    def __init__(self, where: Address, lease: bytes, key: bytes, *, patience: float = PATIENCE_SECONDS) -> None:
+        self._where = where
+        self._lease = lease
+        self._key = key
+        self.patience = patience
+        self._kept: deque[tuple[int, bytearray]] = deque()
+        self._kept_bytes = 0
+        self._sent = 0
+        self._question = 0
+        self._readings: WeakValueDictionary[int, Reading] = WeakValueDictionary()
+        self._moving: _Moving | None = None
+        self._failures: deque[Failure] = deque()
+        self.reconnections = 0
+        self._channel, self.welcome = self._open(where, claim=False)
+
+    def send(self, payload: bytearray) -> None:
+        """Send a batch. Raises what a call of an earlier one raised on the other side."""
+        self._sent += 1
+        self._kept.append((self._sent, payload))
+        self._kept_bytes += len(payload)
+        try:
+            self._channel.send(Kind.BATCH, self._sent, payload)
+            if self._sent % _LOOKED_EVERY == 0:
+                self._look()
+            while self._kept_bytes > _KEPT_BYTES:
+                self._take(self._channel.receive())
+        except ConnectionLost as lost:
+            self._reconnect(lost)
+        self._raise()
+
+    def ask(self, question: list[Value]) -> Value:
+        """A question's answer, once everything sent before is executed."""
+        return self._answered(question, lambda frame: (True, decode(frame.payload)), lambda: None)
+
+    def read(self, handle: int, offset: int, into: memoryview) -> None:
+        """Fill `into` with bytes of a storage."""
+        filled = 0
+
+        def take(frame: Frame) -> tuple[bool, None]:
+            nonlocal filled
+            if filled + len(frame.payload) > len(into):
+                raise ConnectionLost("the pool sent more bytes than were asked for")
+            into[filled : filled + len(frame.payload)] = frame.payload
+            filled += len(frame.payload)
+            return filled == len(into), None
+
+        def restart() -> None:
+            nonlocal filled
+            filled = 0
+
+        self._answered(["read", handle, offset, len(into)], take, restart)
+
+    def ask_for(self, handle: int, offset: int, nbytes: int) -> Reading:
+        """Ask for bytes of a storage, as they are after everything sent before; `wait_for` gives them."""
+        self._question += 1
+        reading = Reading(self._question, ["read", handle, offset, nbytes], nbytes)
+        self._readings[reading.number] = reading
+        try:
+            self._channel.send(Kind.ASK, reading.number, reading.payload)
+        except ConnectionLost as lost:
+            self._reconnect(lost)
+        return reading
+
+    def wait_for(self, reading: Reading) -> bytearray:
+        """The bytes that were asked for."""
+        while not reading.arrived:
+            try:
+                self._take(self._channel.receive())
+            except ConnectionLost as lost:
+                self._reconnect(lost)
+        if reading.failure is not None:
+            self._failures.clear()  # what led to this one, most likely
+            raise exception(reading.failure)
+        self._raise()
+        return reading.data
+
+    def close(self) -> None:
+        """Say that the connection ends as it was meant, and end it."""
+        with suppress(ConnectionLost):
+            self._channel.send(Kind.BYE)
+        self._channel.close()
+
+    def _answered(
+        self,
+        question: list[Value],
+        take: Callable[[Frame], tuple[bool, Any]],
+        restart: Callable[[], None],
+    ) -> Any:
+        self._question += 1
+        number, payload = self._question, encode(question)
+        while True:
+            try:
+                restart()
+                self._channel.send(Kind.ASK, number, payload)
+                while True:
+                    frame = self._channel.receive()
+                    if frame is None or frame.kind not in _ANSWERS or frame.number != number:
+                        self._take(frame)
+                        continue
+                    if frame.kind is Kind.ERROR:
+                        self._failures.clear()  # what led to this one, most likely
+                        raise exception(Failure.read(decode(frame.payload)))
+                    finished, answer = take(frame)
+                    if finished:
+                        self._raise()
+                        return answer
+            except ConnectionLost as lost:
+                self._reconnect(lost)
+
+    def _look(self) -> None:
+        while self._channel.pending():
+            self._take(self._channel.receive())
+
+    def _take(self, frame: Frame | None) -> None:
+        """A frame that does not answer the question that is waited for."""
+        if frame is None:
+            return
+        if frame.kind in _ANSWERS and frame.number:
+            reading = self._readings.get(frame.number)
+            if reading is not None:  # else of a question that was interrupted
+                reading.take(frame)
+            return
+        if frame.kind is Kind.ACK:
+            while self._kept and self._kept[0][0] <= frame.number:
+                self._kept_bytes -= len(self._kept.popleft()[1])
+        elif frame.kind is Kind.ERROR:
+            self._failures.append(Failure.read(decode(frame.payload)))
+        elif frame.kind is Kind.MOVED:
+            self._moving = _moving(frame)
+            if self._moving.final:
+                raise ConnectionLost(f"the lease has moved to {self._moving.address}")
+        elif frame.kind is Kind.BYE:
+            raise ConnectionLost("the pool has ended the connection")
+        else:
+            raise ConnectionLost(f"the pool sent a {frame.kind.name} frame in the middle of a session")
+
+    def _raise(self) -> None:
+        if self._failures:
+            failure = self._failures.popleft()
+            raise exception(failure)
+
+    def _reconnect(self, lost: ConnectionLost) -> None:
+        """Find the lease again, and send what may not have arrived.
+
+        Raises:
+            LeaseLostError: it is gone, or cannot be reached within the patience.
+        """
+        self._channel.close()
+        until = time.monotonic() + self.patience
+        attempt = 0
+        last: Exception = lost
+        while True:
+            for where, claim in self._candidates():
+                try:
+                    self._channel, self.welcome = self._open(where, claim=claim)
+                    self._where, self._moving = where, None
+                    self._resend()
+                    self.reconnections += 1
+                    return
+                except ConnectionLost as error:
+                    last = error
+            if isinstance(last, LeaseLostError) or time.monotonic() >= until:
+                raise LeaseLostError(f"the remote GPU is lost: {last}; what was on it is gone, connect again") from None
+            time.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
+            attempt += 1
+
+    def _candidates(self) -> list[tuple[Address, bool]]:
+        """Where the lease may be: the copy only if the source does not answer, and then for good."""
+        if self._moving is None:
+            return [(self._where, False)]
+        # Other machines know nothing of the files of this one.
+        target = replace(address(self._moving.address), ca=self._where.ca)
+        return [(target, False)] if self._moving.final else [(self._where, False), (target, True)]
+
+    def _open(self, where: Address, *, claim: bool) -> tuple[Channel, Welcome]:
+        channel = connect(where, self._lease)
+        try:
+            hello: dict[str, Value] = {
+                "protocol": PROTOCOL,
+                "torch": str(torch.__version__),
+                "key": self._key,
+                "claim": claim,
+                # Failures of later batches are told again.
+                "acknowledged": self._kept[0][0] - 1 if self._kept else self._sent,
+            }
+            channel.send(Kind.HELLO, 0, encode(hello))
+            frame = channel.receive(timeout=self.patience)
+            if frame is None:
+                raise ConnectionLost(f"{where} does not answer")
+            if frame.kind is Kind.MOVED:
+                self._moving = _moving(frame)
+                raise ConnectionLost(f"the lease has moved to {self._moving.address}")
+            value: Any = decode(frame.payload)
+            if frame.kind is Kind.REFUSED:
+                raise _refusal(value)
+            if frame.kind is not Kind.WELCOME:
+                raise ConnectionLost(f"{where} greets with a {frame.kind.name} frame")
+        except BaseException:
+            channel.close()
+            raise
+        capability = value.get("capability")
+        return channel, Welcome(
+            value["executed"],
+            value["device"],
+            value["name"],
+            value["gpu"],
+            tuple(capability) if capability else None,
+        )
+
+    def _resend(self) -> None:
+        while self._kept and self._kept[0][0] <= self.welcome.executed:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+        for number, payload in self._kept:
+            self._channel.send(Kind.BATCH, number, payload)
+        for number, reading in sorted(self._readings.items()):
+            if not reading.arrived:
+                reading.filled = 0
+                self._channel.send(Kind.ASK, number, reading.payload)
+
+
+def exception(failure: Failure) -> Exception:
+    """The exception that a failure on the other side is on this one."""
+    found = _BUILTIN.get(failure.type)
+    if found is None:
+        own = getattr(errors, failure.type, None)
+        found = own if isinstance(own, type) and issubclass(own, WarpbusError) else RuntimeError
+    return found(failure.message)
+
+
+def _refusal(value: Any) -> Exception:
+    """Why a tenant or a daemon does not let this client in."""
+    kind, message = value.get("type"), str(value.get("message"))
+    if kind == "LeaseLostError":
+        return LeaseLostError(message)
+    return ConnectionLost(message) if kind == "ConnectionLost" else DeviceError(message)
+
+
+def _moving(frame: Frame) -> _Moving:
+    value: Any = decode(frame.payload)
+    return _Moving(str(value["address"]), bool(value["final"]))

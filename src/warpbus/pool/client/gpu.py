@@ -1,0 +1,174 @@
+"""`connect`: a share of a GPU of the pool as a device of this process.
+
+gpu = warpbus.pool.connect("warpbus://localhost:7700", memory="8GB", share=0.25)
+model.to(gpu.device)
+gpu.migrate("host/1")
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from warpbus.errors import DeviceError, WarpbusError
+from warpbus.pool.client.connection import Connection
+from warpbus.pool.client.device import register
+from warpbus.pool.client.program import Program, recorded
+from warpbus.pool.client.session import Session, Statistics, use
+from warpbus.pool.protocol import address as addresses
+from warpbus.pool.protocol.steering import Steering
+from warpbus.pool.quota import Quota
+
+TOKEN = "WARPBUS_POOL_TOKEN"
+
+
+def connect(
+    where: str,
+    *,
+    memory: str | int,
+    share: float = 1.0,
+    priority: int = 0,
+    on: str | None = None,
+    token: str | None = None,
+    queued: Callable[[int, str], None] | None = None,
+) -> "Gpu":
+    """Lease a share of a GPU, and make it the device `warpbus:0` of this process.
+
+    Args:
+        where: a pool's address: "warpbus://localhost:7700", "warpbuss://host:7700" (TLS) or "warpbus+unix:///path".
+        memory: the quota, in bytes or as "8GB".
+        share: of the GPU's compute, above 0 and up to 1.
+        priority: a higher one waits before lower ones; 0 is usual.
+        on: a GPU ("host/1") or a host; None lets the pool choose.
+        token: what the pool's `--tokens` file gives; by default the variable WARPBUS_POOL_TOKEN.
+        queued: told the place in the queue and why, while there is no room.
+
+    Raises:
+        UsageError: an argument is wrong, or no GPU of the pool could ever give that much.
+        ConnectionLost: no pool answers at the address.
+        DeviceError: the pool refuses, or this process has a remote GPU already.
+    """
+    quota = Quota.parse(memory, share)
+    steering = Steering(addresses.address(where), token or os.environ.get(TOKEN))
+    asked = {
+        "do": "lease",
+        "memory": quota.memory,
+        "share": quota.share,
+        "priority": priority,
+        "on": on,
+        "movable": True,
+    }
+    try:
+        granted = steering.ask(asked, None if queued is None else lambda said: queued(said["queued"], said["why"]))
+        return Gpu(steering, granted, quota)
+    except BaseException:
+        steering.close()
+        raise
+
+
+class Gpu:
+    """A leased share of a GPU.
+
+    Attributes:
+        device: of PyTorch, for `tensor.to(...)`, `torch.zeros(..., device=...)` and the like.
+        quota: what the lease grants.
+        lease: its id, as `warpbus pool status` shows it.
+    """
+
+    def __init__(self, steering: Steering, grant: dict[str, Any], quota: Quota) -> None:
+        self._steering = steering
+        self.lease: str = grant["lease"]
+        self.quota = quota
+        self.device = register()
+        # Gradients are computed in the thread that asks for them: those that PyTorch has for devices are counted at the
+        # first backward pass of a process, which may be over. A remote GPU has no use for a thread of its own.
+        torch.autograd.set_multithreading_enabled(False)
+        other = grant.get("address")  # of another machine, which knows nothing of the files of this one
+        where = replace(addresses.address(other), ca=steering.to.ca) if other else steering.to
+        self._connection = Connection(where, bytes.fromhex(self.lease), grant["key"])
+        self._closed = False
+        welcome = self._connection.welcome
+        self.session = Session(self._connection, quota.memory, welcome.device, welcome.capability)
+        try:
+            use(self.session)
+        except DeviceError:
+            self._connection.close()
+            self._release()
+            raise
+
+    @property
+    def name(self) -> str:
+        """Where it is now, such as "host/1"."""
+        return self._connection.welcome.gpu
+
+    @property
+    def model(self) -> str:
+        """What it is, such as "NVIDIA H100 80GB HBM3"."""
+        return self._connection.welcome.name
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which a lost connection is tried again before the lease counts as lost."""
+        return self._connection.patience
+
+    @patience.setter
+    def patience(self, seconds: float) -> None:
+        self._connection.patience = seconds
+
+    @property
+    def reconnections(self) -> int:
+        """How often the connection was made again, moves included."""
+        return self._connection.reconnections
+
+    @property
+    def statistics(self) -> Statistics:
+        """Operators, batches, round trips and bytes since the connection was made."""
+        return self.session.statistics
+
+    def synchronize(self) -> None:
+        """Wait until everything asked for is done; raises what went wrong on the way."""
+        self.session.ask(["sync"])
+
+    def usage(self) -> dict[str, Any]:
+        """Bytes used and the like, as the tenant counts them."""
+        return self.session.ask(["usage"])  # type: ignore[return-value]
+
+    def migrate(self, to: str, progress: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
+        """Move to another GPU ("host/1") or host while the program goes on; its tensors stay valid.
+
+        Returns:
+            `moved` (where to), `seconds`, `pause` (seconds without execution) and `bytes`.
+        """
+        self.session.flush()
+        moved = self._steering.ask({"do": "migrate", "lease": self.lease, "to": to}, progress)
+        self.synchronize()  # follows the lease
+        return moved
+
+    def record(self) -> AbstractContextManager[Program]:
+        """A program of the operators in a block; see `recorded`."""
+        return recorded(self.session)
+
+    def close(self) -> None:
+        """Give the lease back; tensors on it are gone."""
+        if self._closed:
+            return
+        self._closed = True
+        use(None)
+        self._connection.close()
+        self._release()
+
+    def _release(self) -> None:
+        with self._steering, suppress(WarpbusError):  # what a client leaves behind is reclaimed in any case
+            self._steering.ask({"do": "release", "lease": self.lease})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,65 @@
+"""Operators recorded once on tensors that stay where they are: one message runs them all, as one CUDA graph."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from warpbus.errors import UsageError
+from warpbus.pool.client.session import Session
+
+
+class Program:
+    """Recorded operators."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        session.programs += 1
+        self._number = session.programs
+
+    @property
+    def number(self) -> int:
+        """Which one of the session's it is."""
+        return self._number
+
+    def run(self) -> None:
+        """Execute it, with what the tensors contain now. Does not wait."""
+        with self._session.lock:
+            self._session.writer.run(self._number)
+            self._session.advance()
+
+    def drop(self) -> None:
+        """Forget it; what it made stays while somebody has it."""
+        with self._session.lock:
+            self._session.writer.drop(self._number)
+            self._session.advance()
+
+
+@contextmanager
+def recorded(session: Session) -> Iterator[Program]:
+    """Operators in the block become a program in place of being executed, as with `torch.cuda.graph`.
+
+    Nothing can be read in the block. Tensors made in it that somebody still has at its end get their values at each
+    run, in the same place; the others are memory of a run alone. What the program reads has to stay alive.
+
+    A block that ends with an exception leaves no program.
+
+    Raises:
+        UsageError: one is being recorded already.
+    """
+    with session.lock:
+        if session.recording:
+            raise UsageError("a program is being recorded already: one cannot be in another")
+        session.flush()
+        program = Program(session)
+        session.writer.record(program.number)
+        session.recording = True
+    complete = False
+    try:
+        yield program
+        complete = True
+    finally:
+        with session.lock:
+            session.flush()  # with what the block has let go of: it is memory of a run
+            session.writer.stop()
+            session.recording = False
+            if not complete:
+                program.drop()

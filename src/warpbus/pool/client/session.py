@@ -1,0 +1,192 @@
+"""What a process has on its remote GPU: instructions that are not sent yet, definitions, and the account of bytes."""
+
+import gc
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from warpbus.errors import DeviceError, UsageError
+from warpbus.pool.client.connection import Connection, Reading
+from warpbus.pool.client.tensors import Remote
+from warpbus.pool.protocol.instructions import MAX_WRITE, Writer
+from warpbus.pool.protocol.signature import Signature
+from warpbus.pool.protocol.wire import Value
+
+_BATCH_INSTRUCTIONS = 64
+_BATCH_BYTES = 1 << 18
+_MAX_DEFINITIONS = 1 << 16
+
+
+@dataclass
+class Statistics:
+    """Counts since the connection was made."""
+
+    operators: int = 0
+    batches: int = 0
+    round_trips: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    definitions: int = 0
+
+
+@dataclass
+class Session:
+    """One lease, as the client's kernels use it. Its methods may be called from several threads, as autograd does.
+
+    Args:
+        connection: to the lease's tenant process.
+        memory: quota in bytes. The client counts with the tenant, byte for byte, because every allocation and every
+            release is an instruction of the client's own: what does not fit is refused here, at the line that asks.
+        kind: "cuda" or "cpu", the type of the device behind.
+        capability: the compute capability of a GPU behind.
+    """
+
+    connection: Connection
+    memory: int
+    kind: str
+    capability: tuple[int, int] | None = None
+    used: int = 0
+    peak: int = 0
+    statistics: Statistics = field(default_factory=Statistics)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    freed: deque[tuple[int, int]] = field(default_factory=deque)
+    writer: Writer = field(default_factory=Writer)
+    generation: int = 0
+    """Rises when numbers of definitions are used again: those of an earlier generation mean nothing any more."""
+    programs: int = 0
+    recording: bool = False
+    """Calls go into a program now, and are not executed: nothing can be read."""
+
+    def remote(self, nbytes: int) -> Remote:
+        """A new storage's handle; its bytes count from now on, and come with the call that gives it.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit into the quota.
+        """
+        if self.used + nbytes > self.memory:
+            self._make_room(nbytes)
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        return Remote(nbytes, self.freed)
+
+    def allocate(self, nbytes: int) -> Remote:
+        """A new storage of zeros."""
+        with self.lock:
+            remote = self.remote(nbytes)
+            self.writer.new(remote.handle, nbytes)
+            self.advance()
+        return remote
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that are known only now: results of calls whose shapes depend on values."""
+        with self.lock:
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+
+    def define(self, signature: Signature) -> int:
+        """Make a kind of call known to the tenant; returns the number to call it by."""
+        number = self.statistics.definitions % _MAX_DEFINITIONS
+        self.generation = self.statistics.definitions // _MAX_DEFINITIONS
+        self.statistics.definitions += 1
+        self.writer.define(number, signature.encode())
+        return number
+
+    def advance(self) -> None:
+        """After each instruction: send when enough has come together."""
+        if self.recording:
+            self._free()  # what goes now is free for the program's next call
+        if self.writer.count >= _BATCH_INSTRUCTIONS or len(self.writer.buffer) >= _BATCH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send all instructions. Raises what a call that was sent earlier raised on the other side, if one did."""
+        with self.lock:
+            self._free()
+            if self.writer.count:
+                payload = self.writer.take()
+                self.statistics.batches += 1
+                self.statistics.bytes_sent += len(payload)
+                self.connection.send(payload)
+
+    def ask(self, question: list[Value]) -> Value:
+        """Send all instructions and a question; returns its answer, once all before it is done."""
+        with self.lock:
+            self._waits()
+            return self.connection.ask(question)
+
+    def read(self, remote: Remote, offset: int, into: memoryview) -> None:
+        """The bytes of a storage from `offset` on."""
+        with self.lock:
+            self._waits()
+            self.statistics.bytes_received += len(into)
+            self.connection.read(remote.handle, offset, into)
+
+    def ask_for(self, remote: Remote, offset: int, nbytes: int) -> Reading:
+        """Ask for bytes of a storage that is not written any more, and go on."""
+        with self.lock:
+            self._waits()
+            self.statistics.bytes_received += nbytes
+            return self.connection.ask_for(remote.handle, offset, nbytes)
+
+    def wait_for(self, reading: Reading) -> bytearray:
+        """What was asked for. What was sent since goes on meanwhile."""
+        with self.lock:
+            return self.connection.wait_for(reading)
+
+    def write(self, remote: Remote, offset: int, data: memoryview) -> None:
+        """Put bytes into a storage, in pieces of `MAX_WRITE`."""
+        with self.lock:
+            for start in range(0, len(data), MAX_WRITE):
+                self.writer.write(remote.handle, offset + start, data[start : start + MAX_WRITE])
+                self.advance()
+
+    def _waits(self) -> None:
+        if self.recording:
+            raise UsageError("values cannot be read while a program is recorded: nothing is computed until it runs")
+        self.flush()
+        self.statistics.round_trips += 1
+
+    def _free(self) -> None:
+        freed = self.freed
+        handles = []
+        while freed:
+            handle, nbytes = freed.popleft()
+            handles.append(handle)
+            self.used -= nbytes
+        if handles:
+            self.writer.free(handles)
+
+    def _make_room(self, nbytes: int) -> None:
+        self._free()
+        if self.used + nbytes > self.memory:
+            gc.collect()  # tensors in cycles of Python objects hold memory that is not theirs to hold
+            self._free()
+        if self.used + nbytes > self.memory:
+            raise torch.OutOfMemoryError(
+                f"remote GPU out of memory: tried to allocate {nbytes} bytes; "
+                f"{self.used} of the lease's {self.memory} bytes are in use, {self.memory - self.used} are free"
+            )
+
+
+_current: Session | None = None
+
+
+def current() -> Session:
+    """The session of the connected GPU.
+
+    Raises:
+        DeviceError: none is connected.
+    """
+    if _current is None:
+        raise DeviceError("no remote GPU is connected: gpu = warpbus.pool.connect('warpbus://host:7700', memory='8GB')")
+    return _current
+
+
+def use(session: Session | None) -> None:
+    """Make a session the one that `warpbus:0` stands for; None when it is closed."""
+    global _current
+    if session is not None and _current is not None:
+        raise DeviceError("this process has a remote GPU already: close it first, or use another process for a second")
+    _current = session

@@ -1,0 +1,81 @@
+"""Tensors of the device `warpbus:0`: true sizes and strides over storages that have no memory here.
+
+A storage of this device carries a `Remote`, the handle under which the pool's side keeps its bytes. Views share the
+storage and cost no message; when the last of them is gone, PyTorch drops the storage, and with it the `Remote`, which
+tells the session. That is the whole accounting of lifetimes, in Python and in C++ alike.
+"""
+
+from collections import deque
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch._C import _acc
+
+from warpbus.cuda.lent import REMOTE
+from warpbus.errors import DeviceError
+from warpbus.pool.protocol.geometry import Geometry
+from warpbus.pool.protocol.signature import New
+
+NAME = REMOTE
+
+# The kernels of the meta device compute views and set geometry without touching memory, for any device's tensors.
+META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+_set = torch.ops.aten.set_.source_Storage_storage_offset.redispatch
+_create = _acc.create_empty_tensor
+_handles = count(1).__next__
+
+
+class Remote:
+    """A storage's bytes on the pool's side: their handle, how many, and where to say that they are not needed."""
+
+    __slots__ = ("freed", "handle", "nbytes")
+
+    def __init__(self, nbytes: int, freed: "deque[tuple[int, int]]") -> None:
+        self.handle = _handles()
+        self.nbytes = nbytes
+        self.freed = freed
+
+    def __del__(self) -> None:
+        # In any thread, at any time, inside any allocation: appending is all that is safe.
+        self.freed.append((self.handle, self.nbytes))
+
+
+def new_tensor(new: New, remote: Remote) -> Tensor:
+    """A tensor of the device over a storage that is `remote`."""
+    geometry = new.geometry
+    tensor = _create(geometry.shape, geometry.dtype)
+    storage = tensor.untyped_storage()
+    storage.remote = remote  # type: ignore[attr-defined]
+    if not geometry.is_contiguous:
+        _set(META, tensor, storage, geometry.offset, geometry.shape, geometry.stride)
+    return tensor
+
+
+def is_remote(tensor: Tensor) -> bool:
+    """Whether a tensor lies on the device `warpbus:0`."""
+    return tensor.device.type == NAME
+
+
+def remote_of(tensor: Tensor) -> Remote:
+    """What carries the bytes of a tensor of this device."""
+    try:
+        return tensor.untyped_storage().remote  # type: ignore[attr-defined]
+    except AttributeError:
+        raise DeviceError(
+            f"a tensor of shape {list(tensor.shape)} on {tensor.device} has no bytes on any pool: "
+            "make it by .to(gpu.device) or by an operator on that device"
+        ) from None
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Where a tensor lies in its storage."""
+    return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def set_geometry(tensor: Tensor, storage: torch.UntypedStorage, geometry: Geometry) -> Tensor:
+    """Put a tensor of this device somewhere else: `Tensor.set_`."""
+    remote = storage.remote  # type: ignore[attr-defined]
+    _set(META, tensor, storage, geometry.offset, geometry.shape, geometry.stride)
+    storage.remote = remote  # type: ignore[attr-defined]
+    return tensor

@@ -1,0 +1,196 @@
+"""Between this process's memory and the remote GPU: uploads, reads, copies; and what sets a tensor's place."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import DeviceError
+from warpbus.pool.client.dispatch import Operator
+from warpbus.pool.client.session import Session, current
+from warpbus.pool.client.tensors import NAME, geometry_of, is_remote, new_tensor, remote_of, set_geometry
+from warpbus.pool.protocol.geometry import Geometry, contiguous
+from warpbus.pool.protocol.signature import New
+
+_HASHED_BYTES = 1 << 20
+"""Uploads from this size on are offered by their hash first: the pool may have the same weights already."""
+
+_aten = torch.ops.aten
+
+
+def empty(size: Sequence[int], *, dtype: torch.dtype | None = None, memory_format: Any = None, **_: Any) -> Tensor:
+    """`aten::empty.memory_format`; zeros, so that nobody sees what another tenant left."""
+    geometry = contiguous(dtype or torch.get_default_dtype(), tuple(size))
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        like = torch.empty(size, dtype=geometry.dtype, memory_format=memory_format, device="meta")
+        geometry = geometry_of(like)
+    return _allocate(geometry)
+
+
+def empty_strided(size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    """`aten::empty_strided`."""
+    return _allocate(Geometry(dtype or torch.get_default_dtype(), tuple(size), tuple(stride)))
+
+
+def _allocate(geometry: Geometry) -> Tensor:
+    nbytes = geometry.extent
+    return new_tensor(New(geometry, nbytes), current().allocate(nbytes))
+
+
+def upload(source: Tensor) -> Tensor:
+    """A tensor of this device with the values, sizes and strides of one of the CPU."""
+    target = torch.empty_like(source, device=NAME)
+    fill(target, source)
+    return target
+
+
+def fill(target: Tensor, source: Tensor) -> None:
+    """Write a CPU tensor into one of this device of the same sizes and dtype that has no gaps."""
+    ordered = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="cpu")
+    ordered.copy_(source)
+    data = _bytes(ordered, target.numel())
+    session, remote = current(), remote_of(target)
+    offset = int(target.storage_offset()) * target.dtype.itemsize
+    if len(data) < _HASHED_BYTES or session.recording:
+        session.write(remote, offset, data)
+        return
+    digest = hashlib.sha256(data).digest()
+    with session.lock:
+        if session.ask(["known", [digest]]) == [True]:
+            session.writer.known(remote.handle, offset, len(data), digest)
+            session.advance()
+        else:
+            session.write(remote, offset, data)
+
+
+def download(source: Tensor) -> Tensor:
+    """A CPU tensor with the values, sizes and strides of one of this device."""
+    if not _dense(source):
+        source = source.contiguous()
+    target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
+    if source.numel():
+        offset = int(source.storage_offset()) * source.dtype.itemsize
+        current().read(remote_of(source), offset, _bytes(target, source.numel()))
+    return target
+
+
+def fetch(source: Tensor) -> Callable[[], Tensor]:
+    """As `download`, asked now and waited for by the call: what is sent in between runs meanwhile.
+
+    The tensor must not be written any more.
+    """
+    if not _dense(source):
+        source = source.contiguous()
+    session, elements = current(), source.numel()
+    offset, nbytes = int(source.storage_offset()) * source.dtype.itemsize, elements * source.dtype.itemsize
+    reading = session.ask_for(remote_of(source), offset, nbytes) if elements else None
+
+    def arrived() -> Tensor:
+        target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
+        if reading is not None:
+            _bytes(target, elements)[:] = session.wait_for(reading)
+        return target
+
+    return arrived
+
+
+class Copies:
+    """`aten::copy_` and `aten::_to_copy` in all directions."""
+
+    def __init__(self) -> None:
+        self._copy = Operator(_aten.copy_.default, upload)
+        self._convert = Operator(_aten._to_copy.default, upload)
+
+    def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """Where one side is the CPU's, values are converted to the target's dtype on the way, on the CPU."""
+        if not is_remote(source):
+            values = source.to(target.dtype).expand(target.shape)
+            if _dense(target):
+                fill(target, values)
+            else:
+                self._copy(target, upload(values.contiguous()))
+        elif is_remote(target):
+            self._copy(target, source)
+        else:
+            target.copy_(download(source))
+        return target
+
+    def to_copy(self, source: Tensor, *, device: torch.device | None = None, **options: Any) -> Tensor:
+        """Within the device it is one call on the other side; between devices, values are converted on this one."""
+        options.pop("non_blocking", None)
+        options.pop("pin_memory", None)
+        if not is_remote(source):
+            return upload(_aten._to_copy.default(source, **options))
+        if device is not None and device.type != NAME:
+            return _aten._to_copy.default(download(source), device=device, **options)
+        return self._convert(source, **options)
+
+
+def item(source: Tensor) -> bool | int | float | complex:
+    """`aten::_local_scalar_dense`: one round trip."""
+    return download(source).item()
+
+
+def equal(left: Tensor, right: Tensor) -> bool:
+    """`aten::equal`: compared on the other side."""
+    if left.shape != right.shape:
+        return False
+    return bool((left == right).all().item())
+
+
+def resize_(tensor: Tensor, size: Sequence[int], *, memory_format: Any = None) -> Tensor:
+    """`aten::resize_`: a storage that is too small is replaced by a larger one with the same beginning."""
+    geometry = Geometry(
+        tensor.dtype, tuple(size), contiguous(tensor.dtype, tuple(size)).stride, int(tensor.storage_offset())
+    )
+    storage, remote = tensor.untyped_storage(), remote_of(tensor)
+    if geometry.extent > remote.nbytes:
+        larger = _allocate(contiguous(torch.uint8, (geometry.extent,)))
+        if remote.nbytes:
+            old = new_tensor(New(contiguous(torch.uint8, (remote.nbytes,)), remote.nbytes), remote)
+            larger[: remote.nbytes].copy_(old)
+        storage.remote = remote_of(larger)  # type: ignore[attr-defined]
+    return set_geometry(tensor, storage, geometry)
+
+
+def set_(tensor: Tensor, source: Any = None, offset: int = 0, size: Any = None, stride: Any = None) -> Tensor:
+    """The overloads of `aten::set_`: another storage of the device, or another tensor's place."""
+    if isinstance(source, Tensor):
+        return set_geometry(tensor, source.untyped_storage(), geometry_of(source))
+    if source is None:
+        empty_one = _allocate(Geometry(tensor.dtype, (0,), (1,)))
+        return set_geometry(tensor, empty_one.untyped_storage(), geometry_of(empty_one))
+    remote = getattr(source, "remote", None)
+    if remote is None:
+        raise DeviceError(f"set_: the storage is on {source.device}, the tensor on {tensor.device}")
+    shape = (remote.nbytes // tensor.dtype.itemsize,) if size is None else tuple(size)
+    steps = contiguous(tensor.dtype, shape).stride if stride is None else tuple(stride)
+    geometry = Geometry(tensor.dtype, shape, steps, offset)
+    geometry.check(remote.nbytes)
+    return set_geometry(tensor, source, geometry)
+
+
+def storage_bytes(session: Session, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A storage of the CPU with the bytes of one of this device: what `torch.save` writes."""
+    remote = storage.remote  # type: ignore[attr-defined]
+    target = torch.empty(remote.nbytes, dtype=torch.uint8)
+    if remote.nbytes:
+        session.read(remote, 0, _bytes(target, remote.nbytes))
+    return target.untyped_storage()
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill their part of the storage, in any order of the axes."""
+    expected = 1
+    for step, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if step != expected:
+            return tensor.numel() == 0
+        expected *= size
+    return True
+
+
+def _bytes(tensor: Tensor, elements: int) -> memoryview:
+    """The memory of a dense CPU tensor."""
+    return tensor.as_strided((elements,), (1,)).view(torch.uint8).numpy().data

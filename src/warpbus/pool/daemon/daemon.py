@@ -1,0 +1,482 @@
+"""The daemon of a machine: one port for its leases' clients and for whoever controls the pool.
+
+A connection says in its first 24 bytes what it wants. Where that is a lease of this machine, the socket is handed to
+the lease's process, and the daemon sees none of what follows. Else the daemon speaks on it itself. What has not said
+what it wants, or who it is, may be there for some seconds only, and never keep others out: where there are too many,
+the one that came first has to go.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import stat
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from warpbus.errors import (
+    ConnectionLost,
+    DeviceError,
+    LeaseLostError,
+    StorageError,
+    UnavailableError,
+    UsageError,
+    WarpbusError,
+)
+from warpbus.pool.broker.broker import Broker
+from warpbus.pool.broker.membership import RayMembership
+from warpbus.pool.daemon.audit import AuditLog
+from warpbus.pool.daemon.books import Books, OwnBooks, SharedBooks
+from warpbus.pool.daemon.conversation import Conversation, error_value, hang_up
+from warpbus.pool.daemon.desk import Asker, Desk
+from warpbus.pool.daemon.host import Host
+from warpbus.pool.daemon.options import PoolOptions
+from warpbus.pool.daemon.peers import Membership, Peer, find_broker, obey, read_report
+from warpbus.pool.daemon.sharing import SharedGpus
+from warpbus.pool.daemon.tokens import Tenant, Tokens
+from warpbus.pool.protocol.address import Address
+from warpbus.pool.protocol.address import address as read_address
+from warpbus.pool.protocol.channel import LEASE_BYTES, MAGIC
+from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.sockets import name_of
+from warpbus.pool.protocol.steering import PROTOCOL, Tell, need
+
+_log = logging.getLogger(__name__)
+
+_CONTROL = bytes(LEASE_BYTES)
+_TICK = 1.0
+_ADMINS = ("join", "broker", "receive", "end", "call off", "send", "save", "order", "forget")
+
+
+class Daemon:
+    """See above.
+
+        daemon = Daemon(options)
+        await daemon.start()        # it answers
+        ...
+        await daemon.close()        # its leases end
+
+    Args:
+        options: of it.
+        program: the module that is a tenant's process.
+
+    Attributes:
+        address: how clients reach it; known after `start`.
+
+    Raises:
+        UsageError, DeviceError, StorageError: something that it was told to use is not there; `start` raises them too.
+    """
+
+    def __init__(self, options: PoolOptions, *, program: str = "warpbus.pool.tenant.process") -> None:
+        self._options = options
+        self._program = program
+        self._tokens = Tokens() if options.tokens is None else Tokens.read(options.tokens)
+        self._tls = options.tls()
+        self._gpus = SharedGpus(options)
+        self._lock = _alone_in(options.home)
+        self._audit = AuditLog(options.audit or options.home / "audit.jsonl")
+        self._life = secrets.token_hex(8)
+        self._listening: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unfinished: dict[asyncio.Task[None], None] = {}
+        self.host: Host
+        self._books: Books | None = None
+        self._own: OwnBooks | None = None
+        self._stack = ExitStack()
+        self._membership: Membership | None = None
+        self._desk: Desk | None = None
+        self._broker_at: Address | None = None
+        self._serving = False
+
+    async def start(self) -> None:
+        """Listen, join the pool or begin one, and answer."""
+        options = self._options
+        self._stack.enter_context(self._gpus)
+        tcp = _bind(options.host, options.port)
+        self._listening.append(tcp)
+        if options.unix is not None:
+            self._listening.append(_bind_unix(options.unix))
+        self.address = str(options.address(tcp.getsockname()[1]))
+        self.host = Host(options, self._gpus, self._audit, self.address, self, self._program)
+        self._serving = True
+        self._audit.note("started", address=self.address, host=options.name)
+        for listening in self._listening:
+            self._spawn(self._accept(listening))
+        if options.peers:
+            peers = tuple(map(read_address, options.peers))
+            self._broker_at = await find_broker(options.name, peers, options.peer_token)
+        if options.cluster is not None:
+            self._books = await self._shared_books(options.cluster)
+            self._desk = Desk(self._books, self._machine, self._audit, most=options.max_asking)
+        elif self._broker_at is not None:
+            membership = Membership(self._broker_at, options.peer_token, self._life, self._gpus.gpus)
+            await membership.report(self.host, [])
+            self._membership = membership
+        else:
+            broker = Broker(grace=options.grace, limits=self._tokens.limits(), max_queued=options.max_queued)
+            path = options.home / "pool.json"
+            own = OwnBooks(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
+            self._books = self._own = own
+            self._desk = Desk(own, self._machine, self._audit, most=options.max_asking)
+        self._spawn(self._tick())
+
+    async def close(self) -> None:
+        """Take no more connections, end all leases, and tell their clients why."""
+        for listening in self._listening:
+            listening.close()
+        if self._options.unix is not None:
+            self._options.unix.unlink(missing_ok=True)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._desk is not None:
+            await self._desk.close()
+        if self._membership is not None:
+            self._membership.close()
+        if self._serving:
+            await self.host.close()
+        self._stack.close()
+        self._audit.note("ended", host=self._options.name)
+        self._audit.close()
+        os.close(self._lock)
+
+    async def _shared_books(self, cluster: str) -> SharedBooks:
+        limits = self._tokens.limits()
+        membership = RayMembership(address=cluster, grace=self._options.grace, limits=limits)
+        await asyncio.to_thread(self._stack.enter_context, membership)
+        await asyncio.to_thread(membership.offer, self._options.name, self._gpus.gpus, self.address)
+        self._stack.callback(self._withdraw, membership)
+        return SharedBooks(membership)
+
+    def _withdraw(self, membership: RayMembership) -> None:
+        with suppress(WarpbusError):  # the broker may be gone, too
+            membership.withdraw(self._options.name)
+
+    # What happened to leases here
+
+    def lost(self, lease: str, why: str, *, arriving: bool) -> None:
+        """See `Reports`."""
+        if self._desk is not None:
+            self._desk.lost(self._options.name, lease, why, arriving=arriving)
+        elif self._membership is not None:
+            self._membership.lost(lease, why, arriving=arriving)
+
+    def arrived(self, lease: str) -> None:
+        """See `Reports`."""
+        if self._desk is not None:
+            self._desk.arrived(lease)
+        elif self._membership is not None:
+            self._membership.arrived(lease)
+
+    # Connections
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        unix = listening.family == socket.AF_UNIX
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listening)
+            except OSError as error:  # of one connection, or there are no more descriptors
+                _log.warning("a connection cannot be taken: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._tasks) - len(self._unfinished) > self._options.max_connections:
+                sock.close()
+                continue
+            sock.setblocking(False)
+            while len(self._unfinished) >= self._options.max_unfinished:
+                first = next(iter(self._unfinished))
+                del self._unfinished[first]
+                first.cancel()
+            task = self._spawn(self._meet(sock, name_of(sock), tls=not unix and self._tls is not None))
+            self._unfinished[task] = None
+
+    async def _meet(self, sock: socket.socket, peer: str, *, tls: bool) -> None:
+        """Find out what a connection wants, and see to it that it gets it."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            async with asyncio.timeout(self._options.handshake_timeout):
+                door = await _preamble(sock)
+            if door == _CONTROL:
+                await self._converse(sock, peer, task, tls=tls)
+            elif door is not None:
+                self._unfinished.pop(task, None)
+                if (lease := await self.host.hand_over(door, sock, tls=tls)) is not None:
+                    self._audit.note("connection", address=peer, lease=lease)
+                else:
+                    await self._say_what_became(door.hex(), sock, peer, tls=tls)
+        except (OSError, TimeoutError, ConnectionLost):
+            pass  # it has gone, or is not one of ours
+        finally:
+            self._unfinished.pop(task, None)
+            sock.close()
+
+    async def _say_what_became(self, lease: str, sock: socket.socket, peer: str, *, tls: bool) -> None:
+        conversation = await self._begin(sock, peer, tls=tls)
+        kind, _, hello = await conversation.receive(self._options.handshake_timeout)
+        key = hello.get("key") if isinstance(hello, dict) and kind is Kind.HELLO else None
+        key = key if isinstance(key, bytes) else b""
+        gone, saved = self.host.gone(lease), self.host.saved(lease)
+        error: WarpbusError
+        if saved is not None and secrets.compare_digest(key, saved.key):
+            # For the client no reason to give up: it tries again for a while.
+            error = ConnectionLost(f"lease {lease} is suspended: warpbus pool resume-lease {lease} lets it go on")
+        elif gone is None or not secrets.compare_digest(key, gone.key):
+            what = "knows nothing of it: it ended long ago, or never was"
+            error = LeaseLostError(f"lease {lease}: {self._options.name} {what}")
+        elif gone.address is not None:
+            await hang_up(conversation, Kind.MOVED, {"address": gone.address, "final": True})
+            return
+        else:
+            error = LeaseLostError(f"lease {lease} has ended: {gone.why}")
+        self._audit.note("refused", address=peer, lease=lease, why=str(error))
+        await hang_up(conversation, Kind.REFUSED, error_value(error))
+
+    async def _begin(self, sock: socket.socket, peer: str, *, tls: bool) -> Conversation:
+        timeout = self._options.handshake_timeout
+        # The transport closes it when it has sent all, and nobody else before.
+        own = socket.socket(fileno=sock.detach())
+        return await Conversation.accept(own, peer, self._tls if tls else None, timeout=timeout)
+
+    async def _converse(self, sock: socket.socket, peer: str, task: "asyncio.Task[None]", *, tls: bool) -> None:
+        conversation = await self._begin(sock, peer, tls=tls)
+        try:
+            tenant = await self._hello(conversation, peer)
+            self._unfinished.pop(task, None)
+            if tenant is None:
+                return
+            asker = Asker(tenant, peer)
+            while True:
+                kind, number, question = await conversation.receive(self._options.idle_timeout)
+                if kind is Kind.BYE:
+                    return
+                if kind is not Kind.ASK or not isinstance(question, dict):
+                    error = UsageError(f"a {kind.name} frame is no question: this is a control connection")
+                    await hang_up(conversation, Kind.ERROR, error_value(error))
+                    return
+                await self._answer(conversation, number, question, asker)
+        except asyncio.CancelledError:
+            why = UnavailableError(f"the pool's daemon of {self._options.name} ends, or has too much to do")
+            with suppress(asyncio.CancelledError):
+                await hang_up(conversation, Kind.ERROR, error_value(why))
+            raise
+        finally:
+            conversation.close()
+
+    async def _hello(self, conversation: Conversation, peer: str) -> Tenant | None:
+        """Who has connected; None if it was refused."""
+        kind, _, hello = await conversation.receive(self._options.handshake_timeout)
+        error, tenant = None, None
+        if kind is not Kind.HELLO or not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
+            error = UsageError(f"this pool speaks protocol {PROTOCOL}: use the same version of Warpbus on both sides")
+        else:
+            token = hello.get("token")
+            tenant = self._tokens.tenant(token if isinstance(token, str) else None)
+            if tenant is None:
+                error = UsageError("the pool does not accept the token: give one of its own, by --token-file")
+        if error is not None:
+            self._audit.note("refused", address=peer, why=str(error))
+            await hang_up(conversation, Kind.REFUSED, error_value(error))
+            return None
+        assert tenant is not None
+        self._audit.note("connection", tenant=tenant.name, address=peer)
+        welcome: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "tenant": tenant.name,
+            "admin": tenant.admin,
+            "host": self._options.name,
+        }
+        await conversation.send(Kind.WELCOME, 0, welcome)
+        return tenant
+
+    async def _answer(self, conversation: Conversation, number: int, question: dict[str, Any], asker: Asker) -> None:
+        """Answer one question; the work for it is given up if nobody waits for it any more."""
+        said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        work = asyncio.create_task(self._work(question, asker, said.put_nowait))
+        work.add_done_callback(lambda _: said.put_nowait(None))
+        gone = asyncio.create_task(conversation.gone())
+        gone.add_done_callback(lambda _: work.cancel())
+        try:
+            while (answer := await said.get()) is not None:
+                await conversation.send(Kind.ANSWER, number, answer)
+            await asyncio.wait([work])
+            if work.cancelled():
+                raise ConnectionLost(f"{asker.address} has hung up")
+            error = work.exception()
+            if error is None:
+                answer = work.result()
+                asked = question.get("do") in ("lease", "resume") and "for" not in question
+                if asked and answer["address"] == self.address:
+                    answer["address"] = ""  # the one that the client has used, which may be another name for it
+                await conversation.send(Kind.ANSWER, number, answer)
+                return
+            if not isinstance(error, WarpbusError):
+                _log.error("a question was not answered", exc_info=error)
+                error = DeviceError("the pool's daemon met an error of its own: see its log")
+            await conversation.send(Kind.ERROR, number, error_value(error))
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.wait([work])
+
+    # Questions
+
+    async def _work(self, question: dict[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
+        do = question.get("do")
+        if (do in _ADMINS or "for" in question) and not asker.tenant.admin:
+            raise UsageError(f"{do}: only an admin may ask that: use an admin's token")
+        if do == "broker":
+            known = self._desk is not None or self._membership is not None
+            at = None if self._broker_at is None else str(self._broker_at)
+            return {"known": known, "address": at, "host": self._options.name}
+        if (answer := await obey(self.host, question, tell)) is not None:
+            if do == "receive":
+                self._audit.note("received", tenant=need(question, "tenant", str), lease=need(question, "lease", str))
+            return answer
+        if self._membership is not None:
+            return await self._membership.answer(question, asker, tell)
+        if self._desk is None:
+            raise UnavailableError(f"{self._options.name} has not found its pool yet: ask again later")
+        if do == "join":
+            return await self._join(question)
+        if "for" in question:
+            who = need(question, "for", dict)
+            tenant = Tenant(need(who, "tenant", str), need(who, "admin", bool))
+            asker = Asker(tenant, need(who, "address", str))
+        return await self._desk.answer(question, asker, tell)
+
+    async def _join(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Another machine says what it has and what happened there."""
+        assert self._desk is not None
+        if self._own is None:
+            raise UsageError("join: this pool is one of --cluster: start the other daemon with --cluster too")
+        host = need(question, "host", str)
+        measured, gpus, address, leases, news = read_report(question)
+        end = self._own.join(host, gpus, address, need(question, "life", str), {lease for lease, _, _ in leases})
+        for gpu, part, used in measured:
+            await self._own.call("measured", gpu, utilization=part, memory=used)
+        for lease, connected, memory in leases:
+            if connected and lease not in end:
+                await self._desk.seen(lease, memory)
+        for each in news:
+            if "arrived" in each:
+                self._desk.arrived(need(each, "arrived", str))
+            else:
+                why, arriving = need(each, "why", str), need(each, "arriving", bool)
+                self._desk.lost(host, need(each, "lost", str), why, arriving=arriving)
+        return {"end": end}
+
+    async def _machine(self, name: str) -> Any:
+        if name == self._options.name:
+            return self.host
+        assert self._books is not None
+        found = (await self._books.addresses()).get(name)
+        if found is None:
+            raise UnavailableError(f"host {name} is not in the pool now: wait until it joins again")
+        return Peer(name, replace(read_address(found), ca=self._options.authority), self._options.peer_token)
+
+    async def _tick(self) -> None:
+        told = ""
+        while True:
+            await asyncio.sleep(_TICK)
+            try:
+                if self._membership is not None:
+                    await self._membership.report(self.host, self._measured())
+                else:
+                    await self._look_after()
+                told = ""
+            except WarpbusError as error:
+                if str(error) != told:
+                    told = str(error)
+                    _log.warning("%s", told)
+
+    async def _look_after(self) -> None:
+        assert self._desk is not None
+        assert self._books is not None
+        for lease, tenancy in list(self.host.tenancies.items()):
+            if tenancy.clients:
+                await self._desk.seen(lease, tenancy.memory)
+        for name, part, memory in self._measured():
+            await self._books.call("measured", name, utilization=part, memory=memory)
+        await self._desk.tick()
+
+    def _measured(self) -> list[list[Any]]:
+        """Of each GPU its name, the part of its time that it computes, and bytes in use."""
+        found = self._gpus.measured().items()
+        return [[name, gpu.utilization, gpu.memory - gpu.free] for name, gpu in found]
+
+    def _spawn(self, work: Any) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the pool's daemon met an error of its own", exc_info=error)
+
+
+async def _preamble(sock: socket.socket) -> bytes | None:
+    """The 16 bytes after the magic; None from whoever begins otherwise."""
+    loop = asyncio.get_running_loop()
+    found = b""
+    while len(found) < len(MAGIC) + LEASE_BYTES:
+        data = await loop.sock_recv(sock, len(MAGIC) + LEASE_BYTES - len(found))
+        found += data
+        if not data or not MAGIC.startswith(found[: len(MAGIC)]):
+            return None
+    return found[len(MAGIC) :]
+
+
+def _alone_in(directory: Path) -> int:
+    """Make a daemon's directory. Returns the descriptor that keeps other daemons out of it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError(f"--directory {directory}: cannot be used ({error}); give another one") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UsageError(f"--directory {directory}: another daemon uses it; give another one") from None
+    return lock
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port}: cannot be listened at ({error}); give others") from None
+    listening.setblocking(False)
+    return listening
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A Unix socket that only this user can open; one that a daemon left behind is replaced."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if stat.S_ISSOCK(path.stat().st_mode):
+                try:
+                    probe.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
+        before = os.umask(0o177)
+        try:
+            listening.bind(str(path))
+        finally:
+            os.umask(before)
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise UsageError(f"--unix {path}: cannot be listened at ({error}); give another path") from None
+    listening.setblocking(False)
+    return listening

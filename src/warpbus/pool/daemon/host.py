@@ -1,0 +1,468 @@
+"""What a machine does for its pool: it starts tenants' processes, hands them clients' sockets, and ends them.
+
+It decides nothing: the broker's daemon, which may be another one, says what is to be done (`Order`), and is told what
+happened (`Reports`). A process that dies takes its own lease with it and no other.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, StorageError, UsageError, WarpbusError
+from warpbus.pool.daemon.audit import AuditLog
+from warpbus.pool.daemon.options import PoolOptions
+from warpbus.pool.daemon.sharing import SharedGpus
+from warpbus.pool.daemon.tenant_processes import Spares, TenantProcess
+from warpbus.pool.protocol import wire
+from warpbus.pool.protocol.steering import Tell, need, sent_error
+
+# Loading torch and opening a GPU on a busy machine.
+_SECONDS_TO_START = 180.0
+_SECONDS_OF_MEMORY = 3600.0
+"""How long it is known what became of a lease."""
+_MOST_REMEMBERED = 10_000
+# Between two messages of a move: a piece of it that takes longer has failed.
+_SECONDS_OF_SILENCE = 120.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """A lease that a machine is to have.
+
+    Attributes:
+        lease: its id.
+        key: the secret that its client shows.
+        tenant: whose it is.
+        gpu: one of this machine's.
+        memory, share: its quota.
+        ticket: if it moves here, what the machine that it comes from shows.
+        saved: it was suspended here, and goes on.
+    """
+
+    lease: str
+    key: bytes = field(repr=False)
+    tenant: str
+    gpu: str
+    memory: int
+    share: float
+    ticket: bytes | None = field(default=None, repr=False)
+    saved: bool = False
+
+    def question(self) -> dict[str, Any]:
+        """As another daemon is asked for it."""
+        return {"do": "receive", **asdict(self)}
+
+    @classmethod
+    def read(cls, question: Mapping[str, Any]) -> Self:
+        """What `question` asks for. Raises UsageError if it is malformed."""
+        return cls(
+            lease=cls.checked(question),
+            key=need(question, "key", bytes),
+            tenant=need(question, "tenant", str),
+            gpu=need(question, "gpu", str),
+            memory=need(question, "memory", int),
+            share=float(need(question, "share", int, float)),
+            ticket=need(question, "ticket", bytes, type(None)),
+            saved=need(question, "saved", bool),
+        )
+
+    @staticmethod
+    def checked(question: Mapping[str, Any]) -> str:
+        """The lease that a question is about. Raises UsageError if it cannot be one."""
+        lease: str = need(question, "lease", str)
+        if len(lease) != 32 or set(lease) - set("0123456789abcdef"):
+            raise UsageError(f"{question.get('do')}: lease is {lease!r:.100}: give 32 hexadecimal digits")
+        return lease
+
+
+class Reports(Protocol):
+    """Who is told what happened to leases on this machine."""
+
+    def lost(self, lease: str, why: str, *, arriving: bool) -> None:
+        """Its process has died, or given up; `arriving`, it was the one that a lease was to move to."""
+
+    def arrived(self, lease: str) -> None:
+        """A lease that was to move here lives here from now on."""
+
+
+@dataclass
+class Tenancy:
+    """A lease on this machine, and its process.
+
+    Attributes:
+        ready: done when clients may come, or failed.
+        clients: how many are connected.
+        memory: bytes that it uses, as it says.
+        work: what it says of a move or of saving, while there is one.
+        ending: why it is being ended; its process's end is no surprise then.
+    """
+
+    order: Order
+    process: TenantProcess
+    ready: asyncio.Future[None]
+    clients: int = 0
+    memory: int | None = None
+    work: asyncio.Queue[dict[str, Any] | None] | None = None
+    ending: str | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """What became of a lease that was here: it is at `address` now, or ended, and `why`."""
+
+    when: float
+    key: bytes
+    why: str = ""
+    address: str | None = None
+
+
+class Host:
+    """The leases of this machine. Belongs to the event loop.
+
+    While a lease moves from one GPU of this machine to another, there are two processes of it.
+
+    Args:
+        options: of the daemon.
+        gpus: of the machine.
+        audit: gets a line when a process dies.
+        address: of the daemon, as clients reach it.
+        reports: see `Reports`.
+        program: see `TenantProcess`.
+
+    Attributes:
+        tenancies: the leases that live here, by id.
+    """
+
+    def __init__(
+        self, options: PoolOptions, gpus: SharedGpus, audit: AuditLog, address: str, reports: Reports, program: str
+    ) -> None:
+        self.name = options.name
+        self.address = address
+        self.tenancies: dict[str, Tenancy] = {}
+        self._reports = reports
+        self._arriving: dict[str, Tenancy] = {}
+        self._options = options
+        self._gpus = gpus
+        self._audit = audit
+        self._gone: dict[str, Gone] = {}
+        self._spares = Spares(options.spare, program)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        self._spares.fill()
+
+    async def receive(self, order: Order) -> str:
+        """Start the process of a lease. Returns the address at which its client finds it.
+
+        Raises:
+            UsageError: the lease is here already, or there is no such GPU.
+            DeviceError: the process did not start; the message has what it said.
+        """
+        places = self.tenancies if order.ticket is None else self._arriving
+        if order.lease in places:
+            raise UsageError(f"lease {order.lease} is on {self.name} already: let it end first")
+        gpu = next((each for each in self._gpus.gpus if each.name == order.gpu), None)
+        if gpu is None:
+            raise UsageError(f"{self.name} has no GPU {order.gpu}: its GPUs are {self._names()}: choose one of them")
+        if self._endings:  # what they have counts as free already
+            await asyncio.wait(self._endings)
+        process = self._spares.take()
+        if order.ticket is None:
+            self._gone.pop(order.lease, None)
+        tenancy = places[order.lease] = Tenancy(order, process, asyncio.get_running_loop().create_future())
+        self._spawn(self._listen(tenancy))
+        try:
+            await process.tell(self._setup(order, gpu.model))
+            async with asyncio.timeout(_SECONDS_TO_START):
+                await asyncio.shield(tenancy.ready)
+        except (TimeoutError, WarpbusError, asyncio.CancelledError) as error:
+            await self._end(tenancy, "it did not start")
+            if isinstance(error, TimeoutError):
+                late = f"its process was not ready after {_SECONDS_TO_START:g} s"
+                raise DeviceError(f"lease {order.lease}: {late}: is {self.name} busy?") from None
+            raise
+        finally:
+            self._spares.fill()
+        return self.address
+
+    async def end(self, lease: str, why: str) -> None:
+        """End the process of a lease, if there is one; for its client the reason is kept."""
+        if (tenancy := self.tenancies.get(lease)) is not None:
+            await self._end(tenancy, why)
+
+    async def call_off(self, lease: str, why: str) -> None:
+        """End the process that a lease was to move to, if there is one and the lease does not live there."""
+        if (tenancy := self._arriving.get(lease)) is not None:
+            await self._end(tenancy, why)
+
+    async def order(self, lease: str) -> Order | None:
+        """What a lease that lives here, or was saved here, was started for; None if it is not here."""
+        tenancy = self.tenancies.get(lease)
+        return self.saved(lease) if tenancy is None or tenancy.ending is not None else tenancy.order
+
+    def saved(self, lease: str) -> Order | None:
+        """What a lease that was saved here was started for; None if there is none."""
+        try:
+            question = wire.decode((self._saved(lease) / "order").read_bytes())
+        except OSError:
+            return None
+        return Order.read(question) if isinstance(question, dict) else None
+
+    async def send(self, lease: str, to: str, ticket: bytes, tell: Tell) -> dict[str, Any]:
+        """Move a lease to the process that waits for it at another address.
+
+        Returns:
+            "seconds", "pause" and "bytes" of the move. The lease does not live here any more.
+
+        Raises:
+            UsageError: there is no such lease.
+            DeviceError: it did not come about, and the lease lives here as before.
+            LeaseLostError: its process has died over it.
+        """
+        tenancy = self._living(lease)
+        authority = self._options.authority
+        question = {
+            "do": "migrate",
+            "to": to,
+            "ca": None if authority is None else str(authority),
+            "ticket": ticket,
+            "door": door(ticket),
+        }
+        done = await self._work(tenancy, question, "moved", tell)
+        if self.tenancies.get(lease) is tenancy:  # it is not on another GPU of this machine
+            self._remember(lease, Gone(time.monotonic(), tenancy.order.key, address=to))
+        ending = self._spawn(self._end(tenancy, f"it has moved to {to}"))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+        return done
+
+    async def save(self, lease: str, tell: Tell) -> dict[str, Any]:
+        """Write a lease's state to the disk and end its process.
+
+        Returns:
+            "seconds" and "bytes".
+
+        Raises:
+            UsageError, LeaseLostError: as `send`.
+            StorageError: the disk does not take it, and the lease lives on.
+        """
+        tenancy = self._living(lease)
+        place = self._saved(lease)
+        try:
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with open(os.open(place / "order", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(wire.encode(tenancy.order.question()))
+        except OSError as error:
+            raise StorageError(f"{place}: cannot be written ({error}): make room there") from None
+        try:
+            done = await self._work(tenancy, {"do": "suspend", "path": str(place / "state")}, "suspended", tell)
+        except BaseException:
+            await self.forget(lease)
+            raise
+        await self._end(tenancy, "it is suspended: warpbus pool resume lets it go on")
+        return done
+
+    async def forget(self, lease: str) -> None:
+        """Remove what was saved of a lease."""
+        await asyncio.to_thread(shutil.rmtree, self._saved(lease), ignore_errors=True)
+
+    async def hand_over(self, door: bytes, sock: socket.socket, *, tls: bool) -> str | None:
+        """Give a socket to the process that it asks for. Returns the lease; None if there is no such process.
+
+        Args:
+            door: the 16 bytes of a lease; or of `door`, where the lease comes from another process.
+            sock: closed here when it was given.
+            tls: the process has to do TLS on it first.
+        """
+        lease = door.hex()
+        visited = [each for each in self._arriving.values() if _is_door(each.order, door)]
+        # A client that lost the process that the lease moves from may claim it at the other one.
+        found = [*visited, self.tenancies.get(lease), self._arriving.get(lease)]
+        tenancy = next((each for each in found if each is not None and each.ending is None), None)
+        if tenancy is None:
+            return None
+        try:
+            await asyncio.shield(tenancy.ready)
+            await tenancy.process.tell({"do": "client", "tls": tls}, sock.fileno())
+        except DeviceError:
+            return None
+        sock.close()
+        return tenancy.order.lease
+
+    def gone(self, lease: str) -> Gone | None:
+        """What became of a lease that was here; None if nothing is known of it."""
+        found = self._gone.get(lease)
+        return None if found is None or found.when + _SECONDS_OF_MEMORY < time.monotonic() else found
+
+    async def close(self) -> None:
+        """End all processes."""
+        why = f"the daemon of {self.name} has ended"
+        living = [*self.tenancies.values(), *self._arriving.values()]
+        await asyncio.gather(*(self._end(tenancy, why) for tenancy in living), self._spares.close())
+
+    async def _end(self, tenancy: Tenancy, why: str) -> None:
+        if tenancy.ending is None:
+            tenancy.ending = why
+            with suppress(DeviceError):
+                await tenancy.process.tell({"do": "end", "reason": why})
+            await tenancy.process.end()
+        await tenancy.ended.wait()
+
+    def _setup(self, order: Order, model: str) -> dict[str, Any]:
+        certificate, key = self._options.certificate, self._options.key
+        return {
+            "do": "setup",
+            "lease": order.lease,
+            "key": order.key,
+            "tenant": order.tenant,
+            "gpu": order.gpu,
+            "name": model,
+            "device": self._gpus.device,
+            "memory": order.memory,
+            "share": order.share,
+            "mps": self._gpus.mps,
+            "threads": self._gpus.threads(order.share),
+            "environment": self._gpus.environment(order.gpu, order.memory, order.share),
+            "certificate": None if certificate is None else str(certificate),
+            "private_key": None if key is None else str(key),
+            "ticket": order.ticket,
+            "saved": str(self._saved(order.lease) / "state") if order.saved else None,
+            # Each tenant has its own: who knows a hash must not learn that somebody else has these bytes.
+            "content": str(self._options.home / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()),
+        }
+
+    async def _listen(self, tenancy: Tenancy) -> None:
+        """Take in what a process says until it is gone."""
+        while (said := await tenancy.process.said.get()) is not None:
+            with suppress(UsageError):
+                self._heard(tenancy, said)
+            if said.get("event") in ("ready", "arrived"):
+                self._spawn(self._tell_neighbours(tenancy.order.gpu))
+        how = await tenancy.process.end()
+        lease = tenancy.order.lease
+        why = tenancy.ending or f"its process {how}"
+        if not tenancy.ready.done():
+            tenancy.ready.set_exception(DeviceError(f"lease {lease} did not start: {why}"))
+        tenancy.ready.exception()  # nobody need have waited for it
+        if tenancy.work is not None:
+            tenancy.work.put_nowait(None)
+        arriving = self._arriving.get(lease) is tenancy
+        if arriving:
+            del self._arriving[lease]
+        elif self.tenancies.get(lease) is tenancy:
+            del self.tenancies[lease]
+            if lease not in self._gone:
+                self._remember(lease, Gone(time.monotonic(), tenancy.order.key, why))
+        tenancy.ended.set()
+        self._spawn(self._tell_neighbours(tenancy.order.gpu))
+        if tenancy.ending is None:
+            self._audit.note("lost", tenant=tenancy.order.tenant, lease=lease, gpu=tenancy.order.gpu, why=why)
+            self._reports.lost(lease, why, arriving=arriving)
+
+    async def _tell_neighbours(self, gpu: str) -> None:
+        """Where GPUs are shared by slices of time, tell the processes on one how many others are there."""
+        if self._gpus.device == "cpu" or self._gpus.mps:
+            return
+        there = [each for each in self.tenancies.values() if each.order.gpu == gpu and each.ending is None]
+        for each in there:
+            with suppress(DeviceError):
+                await each.process.tell({"do": "neighbours", "count": len(there) - 1})
+
+    def _heard(self, tenancy: Tenancy, said: dict[str, Any]) -> None:
+        event, lease = said.get("event"), tenancy.order.lease
+        if event == "ready" and not tenancy.ready.done():
+            tenancy.ready.set_result(None)
+        elif event == "failed" and not tenancy.ready.done():
+            tenancy.ready.set_exception(sent_error(said))
+        elif event == "clients":
+            tenancy.clients = need(said, "connected", int)
+            tenancy.memory = need(said, "memory", int)
+        elif event == "arrived" and self._arriving.get(lease) is tenancy:
+            self.tenancies[lease] = self._arriving.pop(lease)
+            self._gone.pop(lease, None)
+            tenancy.order = replace(tenancy.order, ticket=None)
+            self._reports.arrived(lease)
+        elif event == "failed" and self._arriving.get(lease) is tenancy:
+            self._spawn(self.call_off(lease, str(said.get("message"))))
+            self._reports.lost(lease, str(said.get("message")), arriving=True)
+        elif tenancy.work is not None:
+            tenancy.work.put_nowait(said)
+
+    def _living(self, lease: str) -> Tenancy:
+        tenancy = self.tenancies.get(lease)
+        if tenancy is None or tenancy.ending is not None:
+            raise UsageError(f"lease {lease} is not on {self.name}: see warpbus pool status")
+        return tenancy
+
+    async def _work(self, tenancy: Tenancy, order: Mapping[str, Any], end: str, tell: Tell) -> dict[str, Any]:
+        """Let a process do something, and return what it says at the end of it."""
+        lease = tenancy.order.lease
+        if tenancy.work is not None:
+            raise UsageError(f"lease {lease} is being moved or suspended already: wait until that is done")
+        tenancy.work = asyncio.Queue()
+        told: dict[str, Any] = {}
+        try:
+            await tenancy.process.tell(order)
+            while True:
+                async with asyncio.timeout(_SECONDS_OF_SILENCE):
+                    said = await tenancy.work.get()
+                if said is None:
+                    raise LeaseLostError(f"lease {lease} is lost: its process died while it was moved or suspended")
+                if said.get("event") == "failed":
+                    raise sent_error(said)
+                if said.get("event") == end:
+                    return {name: value for name, value in said.items() if name != "event"}
+                news = {name: said.get(name) for name in ("phase", "done", "total")}
+                if news != told:
+                    told = news
+                    tell(news)
+        except TimeoutError:
+            raise ConnectionLost(
+                f"the process of lease {lease} says nothing of its move for {_SECONDS_OF_SILENCE:g} s: see its status"
+            ) from None
+        finally:
+            tenancy.work = None
+
+    def _remember(self, lease: str, gone: Gone) -> None:
+        while len(self._gone) >= _MOST_REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+        self._gone[lease] = gone
+
+    def _saved(self, lease: str) -> Path:
+        return self._options.home / "suspended" / lease
+
+    def _names(self) -> str:
+        return ", ".join(gpu.name for gpu in self._gpus.gpus)
+
+    def _spawn(self, work: Any) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def door(ticket: bytes) -> bytes:
+    """What a connection to the process that waits for a lease begins with in place of the lease's 16 bytes.
+
+    The process that the lease moves from may be on the same machine, where the lease's own bytes mean that one.
+    """
+    return hashlib.sha256(b"door" + ticket).digest()[:16]
+
+
+def _is_door(order: Order, found: bytes) -> bool:
+    return order.ticket is not None and hmac.compare_digest(door(order.ticket), found)
+
+
+def new_key() -> bytes:
+    """A lease's secret, or a ticket."""
+    return secrets.token_bytes(32)

@@ -1,0 +1,133 @@
+"""The GPUs that a machine offers to its pool, and the environment in which a tenant's process sees its part of one.
+
+A machine without a GPU offers its CPU as if it were one.
+"""
+
+import os
+import platform
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from warpbus.cuda import mps
+from warpbus.cuda.devices import free_memory
+from warpbus.cuda.inventory import InstalledGpu, Inventory
+from warpbus.cuda.memory_size import parse_memory
+from warpbus.errors import DeviceError, UsageError
+from warpbus.pool.broker.leases import Gpu
+from warpbus.pool.daemon.options import PoolOptions
+from warpbus.pool.tenant.storages import allowance
+
+# What libraries and CUDA itself have on a GPU for a process, beside what PyTorch allocates. MPS has to let it.
+_CONTEXT = 1 << 30
+
+
+class SharedGpus:
+    """This machine's GPUs. As a context manager it keeps the MPS daemons running by which they are shared.
+
+    Attributes:
+        gpus: as the broker gets them.
+        device: what each of them is to the process that has it: "cuda" or "cpu".
+        mps: they are shared by MPS, not by slices of time.
+
+    Raises:
+        UsageError: amounts of memory that cannot be meant, or MPS is wanted where it cannot be.
+        DeviceError: CUDA_VISIBLE_DEVICES names none of the GPUs; on entering, MPS does not start.
+    """
+
+    def __init__(self, options: PoolOptions) -> None:
+        self._installed = _visible() if torch.cuda.is_available() else []
+        self._stack = ExitStack()
+        self._daemons: list[mps.ControlDaemon] = []
+        why = mps.available() if self._installed else "this machine has no NVIDIA GPU"
+        if options.sharing == "mps" and why is not None:
+            raise UsageError(f"--sharing mps: {why}; give slices")
+        self.mps = why is None and options.sharing != "slices"
+        if self._installed:
+            self.device = "cuda"
+            self.gpus = [_offered(options, self._installed, index) for index in range(len(self._installed))]
+        else:
+            self.device = "cpu"
+            memory = parse_memory(options.cpu_memory, free_memory(torch.device("cpu")))
+            self.gpus = [Gpu(f"{options.name}/0", options.name, 0, f"CPU ({_cpu_model()})", memory)]
+
+    def __enter__(self) -> Self:
+        if self.mps:
+            self._daemons = [mps.ControlDaemon.of_gpu(gpu) for gpu in self._installed]
+            with ExitStack() as stack:
+                for daemon in self._daemons:
+                    stack.enter_context(daemon.client())
+                self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def environment(self, gpu: str, memory: int, share: float) -> dict[str, str]:
+        """What lets a process see one GPU, and with MPS no more of it than its lease is for."""
+        if not self._installed:
+            return {}
+        index = next(each.index for each in self.gpus if each.name == gpu)
+        if self._daemons:
+            return self._daemons[index].environment() | mps.limits(memory + allowance(memory) + _CONTEXT, share)
+        return {"CUDA_VISIBLE_DEVICES": self._installed[index].uuid}
+
+    def threads(self, share: float) -> int:
+        """CPU threads of a tenant's process."""
+        cores = len(os.sched_getaffinity(0))
+        if self._installed:
+            return max(1, cores // (4 * len(self._installed)))
+        return max(1, round(cores * share))
+
+    def measured(self) -> dict[str, InstalledGpu]:
+        """What the driver measures now, by GPU; nothing where it does not tell."""
+        if not self._installed:
+            return {}
+        try:
+            now = {gpu.uuid: gpu for gpu in Inventory().gpus()}
+        except DeviceError:
+            return {}
+        return {
+            gpu.name: found
+            for gpu, installed in zip(self.gpus, self._installed, strict=True)
+            if (found := now.get(installed.uuid)) is not None
+        }
+
+
+def _visible() -> list[InstalledGpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order."""
+    found = Inventory().gpus()
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return found
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    chosen = [gpu for name in names for gpu in found if name == str(gpu.index) or gpu.uuid.startswith(name)]
+    if not chosen:
+        raise DeviceError(f"CUDA_VISIBLE_DEVICES is {wanted!r}: none of this machine's {len(found)} GPUs: change it")
+    return chosen
+
+
+def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) -> Gpu:
+    gpu, inventory = installed[index], Inventory()
+    memory = gpu.memory - parse_memory(options.gpu_memory_reserve, gpu.memory)
+    if memory <= 0:
+        raise UsageError(f"--gpu-memory-reserve {options.gpu_memory_reserve}: nothing is left of {gpu.name}: give less")
+    links = tuple(
+        f"{options.name}/{number}"
+        for number, other in enumerate(installed)
+        if number != index and inventory.linked(gpu, other)
+    )
+    return Gpu(f"{options.name}/{index}", options.name, index, gpu.name, memory, links)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,183 @@
+"""Tenants' processes as their daemon sees them: starting them, keeping some ready, talking to them, and their end.
+
+Loading torch takes seconds, so spare processes have loaded it before there is a lease for them. A process gets one end
+of a pair of sockets (`warpbus.pool.protocol.control`) and ends with it; if the daemon is killed, the kernel ends it
+too.
+
+The daemon says:
+
+    {"do": "setup", ...}                                once, see `Host`; "ticket" if the lease moves here, "saved" if
+                                                        it goes on from a file
+    {"do": "client", "tls": bool}                       and a socket whose preamble was read
+    {"do": "migrate", "to": address for clients, too, "ca": file to check its certificate with | None,
+     "ticket": bytes, "door": 16 bytes for the preamble}
+    {"do": "suspend", "path": str}
+    {"do": "neighbours", "count": int}                  other leases on its GPU, where time is shared in slices
+    {"do": "end", "reason": str}                        for the clients; the process is to end
+
+and the process:
+
+    {"event": "ready"}                                  clients may come, or the process that the lease moves from
+    {"event": "arrived"}                                a lease that moved here lives here
+    {"event": "clients", "connected": int, "memory": int}   after each change, and sometimes
+    {"event": "progress", "phase": str, "done": int, "total": int}   of moving or suspending
+    {"event": "moved", "seconds", "pause", "bytes"}     it executes nothing any more
+    {"event": "suspended", "seconds", "bytes"}          all is in the file, it executes nothing any more
+    {"event": "failed", "type", "message"}              what was to be done was not, and it goes on as before
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from warpbus.errors import DeviceError
+from warpbus.pool.protocol import control, wire
+
+_SECONDS_TO_TAKE = 5.0
+_SECONDS_TO_LEAVE = 5.0
+# Secrets of whoever started the daemon are none of the tenants' business.
+_SECRETS = ("WARPBUS_POOL_TOKEN", "WARPBUS_API_KEY")
+
+
+class TenantProcess:
+    """One process. It has to be made in the event loop, in a thread that lives as long as the daemon.
+
+    Args:
+        program: the module whose `main` it runs, with the descriptor of its end.
+
+    Attributes:
+        said: what it says, in order, and None once it is gone.
+    """
+
+    def __init__(self, program: str) -> None:
+        mine, other = control.pair()
+        mine.setblocking(False)
+        code = (
+            f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import end_with; "
+            f"end_with({os.getpid()}); from {program} import main; main({other.fileno()})"
+        )
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env={name: value for name, value in os.environ.items() if name not in _SECRETS},
+                process_group=0,  # Ctrl-C is for the daemon
+            )
+        self.said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._socket: socket.socket | None = mine
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(mine, self._receive)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be talked to."""
+        return self._socket is not None
+
+    async def tell(self, what: Mapping[str, Any], *descriptors: int) -> None:
+        """Say something to it, perhaps with sockets, of which it gets copies.
+
+        Raises:
+            DeviceError: it is gone, or takes nothing in.
+        """
+        packet = wire.encode(dict(what))
+        end = self._loop.time() + _SECONDS_TO_TAKE
+        while self._socket is not None:
+            try:
+                if descriptors:
+                    socket.send_fds(self._socket, [packet], descriptors)
+                else:
+                    self._socket.send(packet)
+                return
+            except BlockingIOError:
+                if self._loop.time() > end:
+                    raise DeviceError(f"the tenant's process {self.pid} is too busy to take a message") from None
+                await asyncio.sleep(0.01)
+            except OSError:
+                self._hang_up()
+        raise DeviceError(f"the tenant's process {self.pid} is gone")
+
+    async def end(self) -> str:
+        """Let it go: it ends when its socket closes, or is killed. Returns how it ended, in words."""
+        self._hang_up()
+        for _ in range(round(_SECONDS_TO_LEAVE / 0.02)):
+            if self._process.poll() is not None:
+                break
+            await asyncio.sleep(0.02)
+        self.kill()
+        # A process that waits for its GPU in the kernel may need a while even to be killed.
+        code = await asyncio.to_thread(self._process.wait)
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = {known.value: known.name for known in signal.Signals}.get(-code, "unknown")
+        return f"was killed by signal {-code} ({name})"
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+        self._hang_up()
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        try:
+            said, sockets = control.receive(self._socket)
+        except DeviceError:
+            self._hang_up()
+            return
+        for each in sockets:
+            each.close()
+        self.said.put_nowait(said)
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+            self.said.put_nowait(None)
+
+
+class Spares:
+    """Processes that wait for a lease.
+
+    Args:
+        count: how many are kept ready.
+        program: see `TenantProcess`.
+    """
+
+    def __init__(self, count: int, program: str) -> None:
+        self._count = count
+        self._program = program
+        self._waiting: list[TenantProcess] = []
+
+    def fill(self) -> None:
+        """Start as many as are missing."""
+        self._waiting = [each for each in self._waiting if each.alive]
+        self._waiting += [TenantProcess(self._program) for _ in range(self._count - len(self._waiting))]
+
+    def take(self) -> TenantProcess:
+        """A process, the one that has had the longest time to load. Call `fill` when it has got its work."""
+        while self._waiting:
+            process = self._waiting.pop(0)
+            if process.alive:
+                return process
+        return TenantProcess(self._program)
+
+    async def close(self) -> None:
+        """End those that wait."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.kill()
+        await asyncio.gather(*(each.end() for each in waiting))

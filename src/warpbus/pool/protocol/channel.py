@@ -1,0 +1,333 @@
+"""A channel: a connected socket (TCP, TLS or Unix) that carries frames, and how both sides come to have one.
+
+A connection opens with a preamble in plain text: `MAGIC` and the 16 bytes of a lease, or zeros for the daemon itself.
+The daemon reads it, hands the socket to that lease's process, and only there TLS and the first frame follow.
+
+A channel blocks, and may have one thread that sends and one that receives at the same time. It knows nothing of what
+frames mean.
+"""
+
+import math
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from warpbus.errors import ConnectionLost, DeviceError, UsageError
+from warpbus.pool.protocol.address import Address
+from warpbus.pool.protocol.frames import HEADER, Frame, Kind, pack_header, parse_header
+from warpbus.pool.protocol.sockets import (
+    Tls,
+    client_context,
+    connected,
+    left,
+    name_of,
+    ready,
+    reason,
+    server_context,
+    tune,
+)
+
+MAGIC = b"WARPBUS1"
+LEASE_BYTES = 16
+HANDSHAKE_SECONDS = 10.0
+STALL_SECONDS = 30.0  # without a byte in the middle of a frame
+
+_GIVEN_UP = "a frame was given up halfway, and with it the connection to"
+_CONTROL = bytes(LEASE_BYTES)
+_READ_AHEAD = 2**16  # small frames come several at a time
+_JOINED = 2**14  # parts up to this are copied together: one call, or one TLS record, in place of several
+_MOST_PARTS = 1024  # of one sendmsg: IOV_MAX
+
+_Buffer = bytes | bytearray | memoryview
+
+
+class Channel:
+    """Frames over a connected socket, which becomes the channel's own."""
+
+    def __init__(self, sock: socket.socket, peer: str | None = None) -> None:
+        """`peer` is what messages call the other side; by default its IP address."""
+        self.peer = peer or name_of(sock)
+        sock.setblocking(False)
+        tune(sock)
+        self._sock = sock
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        # Held for the moment of one call that does not block: no other thread closes the descriptor meanwhile, and of
+        # OpenSSL's objects only one call may run at a time.
+        self._reading = threading.RLock()
+        self._writing = self._reading if self._tls else threading.RLock()
+        # Set while bytes move. Where an exception, such as KeyboardInterrupt, leaves one of them set, a part of a frame
+        # may be lost, and nobody could understand what follows.
+        self._sending = False
+        self._receiving = False
+        self._lost: str | None = None  # why there is nothing more to receive
+        self._deaf: str | None = None  # why the other side takes nothing more
+        self._ahead = memoryview(bytearray(_READ_AHEAD))
+        self._start = 0  # of what is read and not yet given out
+        self._end = 0
+        self._large: tuple[Kind, int, memoryview] | None = None  # a frame on its way into memory of its own
+        self._filled = 0
+        self._progress = time.monotonic()
+
+    def send(self, kind: Kind, number: int = 0, *payload: _Buffer) -> None:
+        """Send a frame with these buffers, one after the other, as payload; waits as long as the other side does.
+
+        Raises:
+            ConnectionLost: the other side is gone. What it had sent before can still be received.
+            DeviceError: the payload is more than `MAX_FRAME`.
+        """
+        views = [memoryview(part).cast("B") for part in payload if len(part)]
+        header = pack_header(kind, number, sum(map(len, views)))
+        parts = _joined([memoryview(header), *views])
+        if self._deaf is not None:
+            raise ConnectionLost(self._deaf)
+        if self._sending:
+            raise self._fail(f"{_GIVEN_UP} {self.peer}")
+        self._sending = True
+        while parts:
+            sent = self._attempt(lambda: self._write(parts), select.POLLOUT)
+            if sent < 0:
+                ready(self._sock, -sent, math.inf)
+            while sent > 0 and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent > 0:
+                parts[0] = parts[0][sent:]
+        self._sending = False
+
+    def receive(self, timeout: float | None = None) -> Frame | None:
+        """The next frame, or None if it is not complete after `timeout` seconds; what has come of it is kept.
+
+        Raises:
+            ConnectionLost: the other side is gone, sends what is no frame, or stops in the middle of one.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (frame := self._next()) is None:
+            if not self._fill(deadline):
+                return None
+        return frame
+
+    def pending(self) -> bool:
+        """Whether `receive` finds something at once: a frame, bytes at the socket or within TLS, or the end."""
+        if self._large is None and self._end - self._start >= HEADER.size:
+            try:
+                nbytes, _, _ = self._header()
+            except ConnectionLost:
+                return True
+            if self._end - self._start >= HEADER.size + nbytes:
+                return True
+        with self._reading:
+            if self._lost is not None or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+                return True
+        return ready(self._sock, select.POLLIN, 0.0)
+
+    def fileno(self) -> int:
+        """For `select`; ask `pending` before, which knows what was read already."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """End the connection; a thread that waits on it gets ConnectionLost."""
+        self._fail(f"the connection to {self.peer} is closed")
+
+    def _next(self) -> Frame | None:
+        """The next frame if all of it is here; a large one's header moves it to memory of its own."""
+        if self._large is not None:
+            kind, number, payload = self._large
+            if self._filled < len(payload):
+                return None
+            self._large = None
+            return Frame(kind, number, payload)
+        if self._end - self._start < HEADER.size:
+            return None
+        nbytes, kind, number = self._header()
+        begin, end = self._start + HEADER.size, self._start + HEADER.size + nbytes
+        if end <= self._end:
+            self._start = end
+            # A copy, because the next frames come to the same place.
+            return Frame(kind, number, memoryview(bytearray(self._ahead[begin:end])))
+        if HEADER.size + nbytes > _READ_AHEAD:
+            payload = np.empty(nbytes, dtype=np.uint8).data  # not zeroed: all of it is written
+            self._filled = self._end - begin
+            payload[: self._filled] = self._ahead[begin : self._end]
+            self._start = self._end = 0
+            self._large = kind, number, payload
+        return None
+
+    def _header(self) -> tuple[int, Kind, int]:
+        try:
+            return parse_header(self._ahead[self._start : self._end], self.peer)
+        except ConnectionLost as error:
+            raise self._fail(str(error)) from None
+
+    def _fill(self, deadline: float | None) -> bool:
+        """Read what there is of the next bytes; False if there was nothing until the deadline."""
+        if self._lost is not None:
+            raise ConnectionLost(self._lost)
+        if self._receiving:
+            raise self._fail(f"{_GIVEN_UP} {self.peer}")
+        target = self._space()
+        within = self._large is not None or self._end > 0
+        stall = self._progress + STALL_SECONDS if within else math.inf
+        until = stall if deadline is None else min(deadline, stall)
+        while True:
+            self._receiving = True
+            received = self._attempt(lambda: self._sock.recv_into(target), select.POLLIN)
+            if received >= 0:
+                break
+            self._receiving = False
+            if not ready(self._sock, -received, until - time.monotonic()):
+                if time.monotonic() >= stall:
+                    raise self._fail(f"{self.peer} sent nothing for {STALL_SECONDS:.0f} s in the middle of a frame")
+                return False
+        if received == 0:
+            raise self._fail(f"{self.peer} closed the connection{' in the middle of a frame' if within else ''}")
+        if self._large is not None:
+            self._filled += received
+        else:
+            self._end += received
+        self._progress = time.monotonic()
+        self._receiving = False
+        return True
+
+    def _space(self) -> memoryview:
+        """Where the next bytes go."""
+        if self._large is not None:
+            return self._large[2][self._filled :]
+        rest = self._end - self._start
+        if self._start:
+            self._ahead[:rest] = bytes(self._ahead[self._start : self._end])
+            self._start, self._end = 0, rest
+        return self._ahead[rest:]
+
+    def _write(self, parts: list[memoryview]) -> int:
+        return self._sock.send(parts[0]) if self._tls else self._sock.sendmsg(parts[:_MOST_PARTS])
+
+    def _attempt(self, call: Callable[[], int], event: int) -> int:
+        """Bytes that the call moved, or minus the event that it needs first. ConnectionLost if it never will."""
+        try:
+            with self._reading if event == select.POLLIN else self._writing:
+                return call()
+        except BlockingIOError:
+            return -event
+        except ssl.SSLWantReadError:
+            return -select.POLLIN
+        except ssl.SSLWantWriteError:
+            return -select.POLLOUT
+        except OSError as error:
+            what = "TLS with" if isinstance(error, ssl.SSLError) else "the connection to"
+            lost = ConnectionLost(self._lost or f"{what} {self.peer} broke ({reason(error)})")
+        if event == select.POLLIN:
+            raise self._fail(str(lost))
+        self._deaf = str(lost)
+        raise lost
+
+    def _fail(self, why: str) -> ConnectionLost:
+        """Close the socket, for the first reason that comes."""
+        if self._lost is None:
+            self._lost = self._deaf = why
+            with suppress(OSError):  # it may not be connected any more
+                # Wakes a thread that waits. SSLSocket's own method would first let others write what is not encrypted.
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+            with self._reading, self._writing:
+                self._sock.close()
+        return ConnectionLost(self._lost)
+
+
+def connect(
+    address: Address, lease: bytes | None = None, tls: Tls | None = None, timeout: float = HANDSHAKE_SECONDS
+) -> Channel:
+    """Connect to a lease's process, or to the daemon where `lease` is None.
+
+    Args:
+        address: of the pool's daemon.
+        lease: its 16 bytes.
+        tls: whom to trust; None means what the address says.
+        timeout: seconds for all of it, but for the look-up of the name.
+
+    Raises:
+        ConnectionLost: nobody answers there, or not as a pool does.
+        DeviceError: the certificate is not trusted, or another host's.
+        UsageError: the authorities' file cannot be used.
+    """
+    if lease is not None and len(lease) != LEASE_BYTES:
+        raise UsageError(f"the id of a lease has {LEASE_BYTES} bytes, not {len(lease)}: take it as the pool gave it")
+    peer = f"the pool at {address}"
+    context = client_context(tls or Tls(address.ca)) if address.transport == "tls" else None
+    deadline = time.monotonic() + timeout
+    sock = connected(address, peer, deadline)
+    try:
+        sock.settimeout(left(deadline))
+        sock.sendall(MAGIC + (lease or _CONTROL))
+        if context is not None:
+            sock.settimeout(left(deadline))
+            sock = context.wrap_socket(sock, server_hostname=address.host)
+    except ssl.SSLCertVerificationError as error:
+        sock.close()
+        raise DeviceError(
+            f"{peer} has a certificate that is not trusted ({error.verify_message}); give its authority as ?ca=FILE"
+        ) from None
+    except OSError as error:
+        sock.close()
+        what = "did not finish a TLS handshake" if context is not None else "does not take the connection"
+        raise ConnectionLost(f"{peer} {what} ({reason(error)})") from None
+    return Channel(sock, peer)
+
+
+def read_preamble(sock: socket.socket, timeout: float = HANDSHAKE_SECONDS) -> bytes | None:
+    """The lease that a new connection asks for, or None if it asks for the daemon; reads nothing beyond.
+
+    Raises:
+        ConnectionLost: the client does not begin as one of Warpbus does, or not within `timeout` seconds; the socket
+            is left to the caller.
+    """
+    deadline = time.monotonic() + timeout
+    found = b""
+    try:
+        while len(found) < len(MAGIC) + LEASE_BYTES:
+            sock.settimeout(left(deadline))
+            data = sock.recv(len(MAGIC) + LEASE_BYTES - len(found))
+            found += data
+            if not data or found[: len(MAGIC)] != MAGIC[: len(found)]:
+                raise ConnectionLost(f"{name_of(sock)} does not begin as a client of Warpbus does")
+        sock.settimeout(None)
+    except OSError as error:
+        raise ConnectionLost(f"{name_of(sock)} did not begin to speak ({reason(error)})") from None
+    lease = found[len(MAGIC) :]
+    return None if lease == _CONTROL else lease
+
+
+def serve_tls(sock: socket.socket, certificate: Path, key: Path, timeout: float = HANDSHAKE_SECONDS) -> Channel:
+    """Do the server's side of TLS on a connection whose preamble was read, with what is in the files now.
+
+    Raises:
+        ConnectionLost: the client does not finish the handshake, or not within `timeout` seconds.
+        UsageError: certificate and key cannot be used.
+    """
+    peer = name_of(sock)
+    context = server_context(certificate, key)
+    try:
+        sock.settimeout(timeout)
+        return Channel(context.wrap_socket(sock, server_side=True), peer)
+    except OSError as error:
+        sock.close()
+        raise ConnectionLost(f"{peer} did not finish a TLS handshake ({reason(error)})") from None
+
+
+def _joined(parts: list[memoryview]) -> list[memoryview]:
+    """The same bytes, small parts that stand together copied into one."""
+    found: list[memoryview] = []
+    together: list[memoryview] = []
+    size = 0
+    for part in parts:
+        if size + len(part) > _JOINED and together:
+            found.append(together[0] if len(together) == 1 else memoryview(b"".join(together)))
+            together, size = [], 0
+        together.append(part)
+        size += len(part)
+    found.append(together[0] if len(together) == 1 else memoryview(b"".join(together)))
+    return found

@@ -1,0 +1,77 @@
+"""What went wrong on the pool's side, as the client gets to know it: the name of an exception, its words, and where."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from warpbus import errors
+from warpbus.errors import DeviceError
+from warpbus.pool.protocol.wire import Value
+
+_PLAIN = (
+    (torch.OutOfMemoryError, "OutOfMemoryError"),
+    (NotImplementedError, "NotImplementedError"),
+    (IndexError, "IndexError"),
+    (ValueError, "ValueError"),
+    (TypeError, "TypeError"),
+)
+_OWN = frozenset(
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.WarpbusError) and kind is not errors.WarpbusError
+)
+_MAX_MESSAGE = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of a call.
+
+    Attributes:
+        type: the name of an exception, of Python's, torch's or Warpbus's; "RuntimeError" for any other.
+        message: what it says.
+        operator: what was called, or the instruction.
+        batch: the number of the batch that it was in; 0 where it was in none.
+    """
+
+    type: str
+    message: str
+    operator: str
+    batch: int
+
+    @staticmethod
+    def of(error: Exception, operator: str, batch: int) -> "Failure":
+        """The failure that an exception is."""
+        message = str(error)[:_MAX_MESSAGE]
+        name = type(error).__name__
+        if name in _OWN:
+            return Failure(name, message, operator, batch)
+        if "can't allocate memory" in message:  # how PyTorch words it on a CPU
+            return Failure("OutOfMemoryError", message, operator, batch)
+        kind = next((name for kind, name in _PLAIN if isinstance(error, kind)), "RuntimeError")
+        return Failure(kind, message, operator, batch)
+
+    def plain(self) -> dict[str, Value]:
+        """As a value of `warpbus.pool.protocol.wire`, the payload of an ERROR frame."""
+        return {"type": self.type, "message": self.message, "operator": self.operator, "batch": self.batch}
+
+    @staticmethod
+    def read(value: Any) -> "Failure":
+        """From what `plain` gave. Raises DeviceError for anything else."""
+        kinds = {"type": str, "message": str, "operator": str, "batch": int}
+        if not isinstance(value, dict) or {key: type(item) for key, item in value.items()} != kinds:
+            raise DeviceError("what is said to be a failure is none")
+        return Failure(**value)
+
+
+class PoisonedError(DeviceError):
+    """What is asked for was never computed.
+
+    Attributes:
+        failure: of the call that should have.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"{failure.operator}: {failure.message}")
+        self.failure = failure

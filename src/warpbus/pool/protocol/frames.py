@@ -1,0 +1,68 @@
+"""Frames: the pieces that client, daemon and tenant process exchange.
+
+A frame is a header of 16 bytes, little endian, and its payload:
+
+    u32 bytes of the payload, at most `MAX_FRAME`    u8 kind    3 bytes unused    u64 number
+
+What the number and the payload mean depends on the kind; values in payloads are `warpbus.pool.protocol.wire`'s.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+
+from warpbus.errors import ConnectionLost, DeviceError
+
+HEADER = Struct("<IBxxxQ")
+MAX_DATA = 4 * 2**20  # bytes of a storage in one frame
+MAX_FRAME = 16 * 2**20 + 4096  # bytes of a payload
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1  # the side that connected says who it is
+    WELCOME = 2  # and is let in
+    REFUSED = 3  # or not
+    BATCH = 4  # instructions, numbered without gaps
+    ACK = 5  # batches up to this number were executed
+    ASK = 6  # a question
+    ANSWER = 7  # its answer: a value
+    DATA = 8  # its answer: bytes of a storage
+    ERROR = 9  # its answer, or what a batch met: an error
+    MOVED = 10  # the lease moves to another address
+    BYE = 11  # the connection ends as it was meant
+    STATE = 12  # a part of a lease that moves
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame that came; the payload is its own memory and stays as it is."""
+
+    kind: Kind
+    number: int
+    payload: memoryview
+
+
+def pack_header(kind: Kind, number: int, nbytes: int) -> bytes:
+    """The header of a frame whose payload has `nbytes`. DeviceError if that is more than `MAX_FRAME`."""
+    if nbytes > MAX_FRAME:
+        raise DeviceError(f"a frame of {nbytes} bytes cannot be sent to the pool: at most {MAX_FRAME}")
+    return HEADER.pack(nbytes, kind, number)
+
+
+def parse_header(data: memoryview, peer: str) -> tuple[int, Kind, int]:
+    """Bytes of the payload, kind and number that a header announces.
+
+    Raises:
+        ConnectionLost: `peer` announces a kind that there is not, or more than `MAX_FRAME` bytes.
+    """
+    nbytes, kind, number = HEADER.unpack_from(data)
+    if kind not in _KINDS:
+        raise ConnectionLost(f"{peer} sent a frame of unknown kind {kind}: it speaks another protocol, or without TLS")
+    if nbytes > MAX_FRAME:
+        raise ConnectionLost(f"{peer} announced a frame of {nbytes} bytes: at most {MAX_FRAME} are allowed")
+    return nbytes, _KINDS[kind], number
+
+
+_KINDS = {int(kind): kind for kind in Kind}

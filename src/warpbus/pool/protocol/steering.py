@@ -1,0 +1,130 @@
+"""A connection to a daemon by which a pool is controlled: by the command line, by clients, and by other daemons."""
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import warpbus.errors
+from warpbus.errors import ConnectionLost, DeviceError, UsageError, WarpbusError
+from warpbus.pool.protocol import wire
+from warpbus.pool.protocol.address import Address
+from warpbus.pool.protocol.channel import connect
+from warpbus.pool.protocol.frames import Kind
+
+PROTOCOL = 1
+_SECONDS = 10.0
+# What is raised again as what it was: these are made from a message alone.
+_ERRORS = {
+    kind.__name__: kind
+    for kind in vars(warpbus.errors).values()
+    if isinstance(kind, type) and issubclass(kind, WarpbusError) and not issubclass(kind, warpbus.errors.RequestError)
+}
+
+Tell = Callable[[dict[str, Any]], None]
+"""Called with answers that are not final: they say how far something is."""
+
+
+class Steering:
+    """A control connection; one question at a time.
+
+    Args:
+        to: the daemon.
+        token: the tenant's; None where the pool wants none.
+
+    Attributes:
+        to: the daemon.
+        welcome: "tenant", "admin" and "host", as the daemon says.
+
+    Raises:
+        ConnectionLost: nobody answers there, or not as a pool does.
+        UsageError: the pool does not accept the token.
+        DeviceError: its certificate is not trusted.
+    """
+
+    def __init__(self, to: Address, token: str | None) -> None:
+        self.to = to
+        self._channel = connect(to, None, None, _SECONDS)
+        self._number = 0
+        try:
+            self._channel.send(Kind.HELLO, 0, wire.encode({"protocol": PROTOCOL, "token": token}))
+            kind, _, said = self._receive(_SECONDS)
+            if kind in (Kind.REFUSED, Kind.ERROR):
+                raise sent_error(said)
+            if kind is not Kind.WELCOME:
+                raise ConnectionLost(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
+        except BaseException:
+            self.close()
+            raise
+        self.welcome = said
+
+    def ask(
+        self, question: Mapping[str, Any], tell: Tell | None = None, *, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """Ask, and return the final answer.
+
+        Args:
+            question: with its "do".
+            tell: gets the answers before.
+            timeout: seconds until the next answer; None waits as long as it takes.
+
+        Raises:
+            WarpbusError: what the daemon answered with.
+            ConnectionLost: it is gone, silent, or says what cannot be understood.
+        """
+        self._number += 1
+        self._channel.send(Kind.ASK, self._number, wire.encode(dict(question)))
+        while True:
+            kind, number, said = self._receive(timeout)
+            if kind is Kind.ERROR:
+                raise sent_error(said)
+            if kind is not Kind.ANSWER or number != self._number:
+                raise ConnectionLost(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
+            if is_final(said):
+                return said
+            if tell is not None:
+                tell(said)
+
+    def close(self) -> None:
+        """Hang up. What waits in `ask` raises `ConnectionLost`."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _receive(self, timeout: float | None) -> tuple[Kind, int, dict[str, Any]]:
+        frame = self._channel.receive(timeout)
+        if frame is None:
+            raise ConnectionLost(f"{self._channel.peer} did not answer within {timeout:g} s: is it stopped?")
+        said = wire.decode(frame.payload)
+        if not isinstance(said, dict):
+            raise ConnectionLost(f"{self._channel.peer} sent what is no answer: it speaks another protocol")
+        return frame.kind, frame.number, said
+
+
+def is_final(answer: Mapping[str, Any]) -> bool:
+    """Whether an answer is the last: those that say how far something is have "queued" or "phase"."""
+    return "queued" not in answer and "phase" not in answer
+
+
+def sent_error(said: Mapping[str, Any]) -> WarpbusError:
+    """The error that a daemon sent; one of an unknown kind becomes a `DeviceError`."""
+    return _ERRORS.get(str(said.get("type")), DeviceError)(str(said.get("message")))
+
+
+def need(question: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """A field of a question from outside.
+
+    Raises:
+        UsageError: it is missing or of none of these types.
+    """
+    value = question.get(name)
+    # True is an int to Python, and to nobody else.
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise UsageError(f"{question.get('do')}: {name} is {value!r:.100}: give {wanted}")
+    return value

@@ -1,0 +1,231 @@
+"""Kinds of calls, prepared: everything about a call that its signature decides is decided once.
+
+What a call allocates is known before it runs: its definition says so, and is checked here by meta tensors. Only a
+dynamic call is charged afterwards. Results are kept as they come if they are what was announced - the dtype,
+shape and strides, in a storage of their own of just the right size - and else copied to where they were announced.
+"""
+
+from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import DeviceError
+from warpbus.pool.protocol.geometry import Geometry, contiguous
+from warpbus.pool.protocol.inference import flat, infer
+from warpbus.pool.protocol.instructions import layout
+from warpbus.pool.protocol.operators import operator
+from warpbus.pool.protocol.signature import Argument, Device, Input, New, Number, Output, Signature
+from warpbus.pool.tenant.indices import guarded
+from warpbus.pool.tenant.storages import Place, Storages
+
+Values = Sequence[Any]
+Build = Callable[[Values], Any]
+
+# They give memory as it is. A lease's new memory may have been another tenant's a moment ago.
+_UNWRITTEN = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_permuted", "aten::empty_strided", "aten::new_empty"}
+    | {"aten::new_empty_strided"}
+)
+ALONE = 2
+"""Uses of a storage that only one tensor has: the tensor's, and that of the object that asks."""
+
+
+class Definition:
+    """A signature, ready to be called.
+
+    Args:
+        encoded: the signature as it came.
+        storages: where its tensors will be.
+
+    Attributes:
+        layout: what a call carries.
+        places: of its tensors; so many handles begin a call's operands.
+        numbers: how many of them follow.
+        news: its new results, in order; the rest of the operands are their handles.
+        charge: bytes that they are charged with together.
+        only: the place of the one new result that is all it gives, or None: most calls are so.
+        dynamic: what it gives is known only after it ran.
+        written: indices of tensors that it writes.
+        refusal: why it can never be called, or None.
+
+    Raises:
+        DeviceError: the signature is malformed, or its operator not allowed.
+    """
+
+    def __init__(self, encoded: bytes, storages: Storages) -> None:
+        signature = Signature.decode(encoded)
+        self.encoded = encoded
+        self.signature = signature
+        self.operator = signature.operator
+        self.layout: Struct = layout(len(signature.inputs), signature.numbers, signature.results)
+        self.places = tuple(storages.place(geometry) for geometry in signature.inputs)
+        self.numbers = len(signature.numbers)
+        self.carried = len(self.places) + self.numbers
+        self.dynamic = signature.outputs is None
+        outputs = signature.outputs or ()
+        self.news = tuple((storages.place(o.geometry), o.nbytes) for o in outputs if isinstance(o, New))
+        self.charge = sum(nbytes for _, nbytes in self.news)
+        self.written = signature.written
+        function = operator(signature.operator)
+        self.function = guarded(function) if storages.device.type == "cpu" else function._op
+        self._zero = signature.operator.partition(".")[0] in _UNWRITTEN
+        self._device = storages.device
+        self._fill(signature)
+        alone = len(outputs) == 1 and len(self.news) == 1 and bool(self.places) and _dense(self.news[0])
+        self.only: Place | None = self.news[0][0] if alone and not self._zero else None
+        self.refusal: Exception | None = None
+        self._verified = False
+        try:
+            self._verify(function)
+        except Exception as error:  # whatever PyTorch raises for such arguments: it is what the call would raise
+            self.refusal = error
+
+    def run(self, values: Values) -> Any:
+        """Call the operator; `values` are the tensors, then the numbers."""
+        arguments = self._template.copy()
+        for position, index in self._direct:
+            arguments[position] = values[index]
+        if self._built:
+            for position, build in self._built:
+                arguments[position] = build(values)
+        if self._keywords_built:
+            built = {name: build(values) for name, build in self._keywords_built}
+            return self.function(*arguments, **self._keywords, **built)
+        return self.function(*arguments, **self._keywords)
+
+    def fresh(self, result: Any, values: Values) -> list[Tensor]:
+        """The new results among what `run` gave, each at its place in a storage of its own, of the announced bytes.
+
+        Raises:
+            DeviceError: it gave something else than was announced.
+        """
+        results = flat(result)
+        outputs = self.signature.outputs or ()
+        if len(results) != len(outputs):
+            raise DeviceError(f"{self.operator} gave {len(results)} results where {len(outputs)} were announced")
+        known = [*values]
+        fresh = []
+        for tensor, output in zip(results, outputs, strict=True):
+            if isinstance(output, New):
+                fresh.append(self.conformed(tensor, output.geometry, output.nbytes, known))
+                known.append(tensor)
+        return fresh
+
+    def conformed(self, tensor: Tensor | int | None, geometry: Geometry, nbytes: int, known: Values) -> Tensor:
+        """A result where it was announced: itself, or a copy. What is `known` it must not be."""
+        if not isinstance(tensor, Tensor) or tensor.shape != geometry.shape or tensor.dtype is not geometry.dtype:
+            given = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
+            raise DeviceError(f"{self.operator} gave {given} where {geometry.dtype} {geometry.shape} was announced")
+        if self._zero:
+            tensor = torch.zeros_like(tensor)
+        if tensor.stride() == geometry.stride and owns(tensor, nbytes, known) and tensor.device == self._device:
+            return tensor
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        place = torch.empty(0, dtype=geometry.dtype, device=self._device)
+        place.set_(memory, 0, geometry.shape, geometry.stride)
+        return place.copy_(tensor)
+
+    def check_written(self, tensors: Sequence[Tensor]) -> None:
+        """After a call whose definition could not be checked: raises DeviceError if `out=` has changed a size."""
+        if self._verified:
+            return
+        for index in self.written:
+            geometry = self.places[index].geometry
+            if tensors[index].shape != geometry.shape or tensors[index].stride() != geometry.stride:
+                raise DeviceError(f"{self.operator} made a tensor that it writes another size; give it the right one")
+
+    def _verify(self, function: torch._ops.OpOverload) -> None:
+        """What the client announced is what meta tensors say."""
+        announced = self.signature.outputs
+        for output in announced or ():
+            if isinstance(output, New) and output.geometry.offset:
+                raise DeviceError(f"{self.operator}: a new result begins at the start of its storage")
+        try:
+            inferred = infer(self.signature)
+        except NotImplementedError:
+            return  # nothing is known before: what it gives is compared, and copied where it should be
+        if announced is None:
+            return
+        if inferred is None:
+            raise DeviceError(f"{self.operator}: what it gives is known only after it ran, and yet was announced")
+        if [_outline(output) for output in inferred] != [_outline(output) for output in announced]:
+            raise DeviceError(
+                f"{self.operator} gives {[_outline(output) for output in inferred]}, and not "
+                f"{[_outline(output) for output in announced]} as was announced"
+            )
+        self._verified = True
+
+    def _fill(self, signature: Signature) -> None:
+        self._template: list[Any] = []
+        self._direct: list[tuple[int, int]] = []
+        self._built: list[tuple[int, Build]] = []
+        self._keywords: dict[str, Any] = {}
+        self._keywords_built: list[tuple[str, Build]] = []
+        for position, argument in enumerate(signature.arguments):
+            made = self._prepared(argument)
+            self._template.append(None if callable(made) else made)
+            if isinstance(argument, Input):
+                self._direct.append((position, argument.index))
+            elif isinstance(argument, Number) and argument.kind != "bool":
+                self._direct.append((position, len(self.places) + argument.index))
+            elif callable(made):
+                self._built.append((position, made))
+        for name, argument in signature.keywords:
+            made = self._prepared(argument)
+            if callable(made):
+                self._keywords_built.append((name, made))
+            else:
+                self._keywords[name] = made
+
+    def _prepared(self, argument: Argument) -> Any:
+        """An argument as the operator takes it, or a function that makes it of a call's values."""
+        if isinstance(argument, Input):
+            index = argument.index
+            return lambda values: values[index]
+        if isinstance(argument, Number):
+            at = len(self.places) + argument.index
+            return (lambda values: bool(values[at])) if argument.kind == "bool" else (lambda values: values[at])
+        if isinstance(argument, Device):
+            return self._device
+        if isinstance(argument, tuple):
+            items = [self._prepared(item) for item in argument]
+            if not any(callable(item) for item in items):
+                return items
+            return lambda values: [item(values) if callable(item) else item for item in items]
+        return argument
+
+
+def owns(tensor: Tensor, nbytes: int, known: Values) -> bool:
+    """Whether a tensor, which is none of those `known`, is all of a storage of so many bytes that nothing else uses."""
+    storage = tensor.untyped_storage()
+    return (
+        storage.nbytes() == nbytes
+        and torch._C._storage_Use_Count(storage._cdata) == ALONE
+        and not any(each is tensor for each in known)
+    )
+
+
+def standing_alone(tensor: Tensor, known: Values) -> tuple[Tensor, Geometry]:
+    """A result of a call that did not say what it gives, in a storage of its own, and where it lies in it."""
+    geometry = Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride())
+    if not owns(tensor, geometry.extent, known):
+        geometry = contiguous(tensor.dtype, geometry.shape)
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor, geometry
+
+
+def _dense(new: tuple[Place, int]) -> bool:
+    """Every byte of the storage belongs to an element: an operator that fills the tensor fills it all."""
+    geometry = new[0].geometry
+    elements = 1
+    for n in geometry.shape:
+        elements *= n
+    return elements * geometry.dtype.itemsize == new[1]
+
+
+def _outline(output: Output) -> Any:
+    """What two versions of PyTorch agree on: strides may differ, and bytes follow from them."""
+    return (output.geometry.dtype, output.geometry.shape) if isinstance(output, New) else output

@@ -1,0 +1,389 @@
+"""A lease's state and what its batches do to it. Knows no sockets.
+
+Batches are numbered 1, 2, 3 ... for the life of the lease, over reconnections and migrations; each is executed once. A
+call that fails poisons its new results and what other calls would have computed from them; what it was writing is as it
+left it. Autograd never runs here: the client has it. Nothing is read back from the device but for an answer.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import DeviceError
+from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.geometry import Geometry
+from warpbus.pool.protocol.instructions import SHA256_BYTES, Instruction, parse
+from warpbus.pool.protocol.wire import Value
+from warpbus.pool.quota import Quota
+from warpbus.pool.tenant.content import ContentStore, Uploads
+from warpbus.pool.tenant.definitions import ALONE, Definition, standing_alone
+from warpbus.pool.tenant.programs import Programs
+from warpbus.pool.tenant.storages import Storages
+
+MAX_DEFINITIONS = 1 << 16
+MAX_ASKED = 1 << 16
+"""Handles or hashes in one question."""
+
+_REPORTED = 16  # failures of a batch: what fails once fails a thousand times
+_REMEMBERED = 256
+_CALL = Instruction.CALL
+_uses = torch._C._storage_Use_Count
+
+
+class Executor:
+    """One lease.
+
+    Args:
+        device: "cpu" or a CUDA device.
+        quota: of memory.
+        content: what was uploaded before, or None.
+
+    Attributes:
+        executed: the number of the last batch.
+        storages: all that it holds.
+        failures: the last ones that were reported, for a client that has not heard of them.
+        calls: how many were executed, those of programs left out.
+    """
+
+    def __init__(self, device: torch.device, quota: Quota, content: ContentStore | None = None) -> None:
+        self.executed = 0
+        self.storages = Storages(device, quota.memory)
+        self.device = self.storages.device
+        self.failures: deque[Failure] = deque(maxlen=_REMEMBERED)
+        self.calls = 0
+        self.content = content
+        self._uploads = None if content is None else Uploads(content)
+        self._definitions: dict[int, Definition] = {}
+        self._programs = Programs(self.storages)
+        self._failed: list[Failure] = []
+        self._others: dict[int, Callable[..., None]] = {
+            Instruction.NEW: self._new,
+            Instruction.FREE: self._free,
+            Instruction.DEFINE: self._define,
+            Instruction.WRITE: self._write,
+            Instruction.KNOWN: self._known,
+            Instruction.SEED: self._seed,
+            Instruction.RECORD: self._programs.record,
+            Instruction.STOP: self._programs.stop,
+            Instruction.RUN: self._run,
+            Instruction.DROP: self._programs.drop,
+        }
+
+    def execute(self, number: int, payload: memoryview) -> list[Failure]:
+        """Execute a batch; one that was executed before is not executed again.
+
+        Returns:
+            What failed in it, the first few. What was to be computed by it gives the same errors when it is read.
+
+        Raises:
+            DeviceError: batches are missing before this one, and nothing was done; or it is malformed, and what came
+                before the damage was done: it counts as executed.
+        """
+        if number <= self.executed:
+            return [failure for failure in self.failures if failure.batch == number]
+        if number != self.executed + 1:
+            raise DeviceError(f"batch {number} came after batch {self.executed}: those between are missing")
+        self.executed = number
+        self._failed = []
+        definitions, call, programs = self._definitions, self._call, self._programs
+        try:
+            with torch.inference_mode():
+                for instruction in parse(payload, self._layout):
+                    if instruction[0] != _CALL:
+                        self._other(*instruction)
+                    elif programs.recording is None:
+                        call(definitions[instruction[1]], instruction[2])
+                    else:
+                        programs.add(definitions[instruction[1]], instruction[2])
+        finally:
+            self.failures.extend(self._failed)
+        return self._failed
+
+    def answer(self, question: list[Any]) -> Iterator[memoryview | Value]:
+        """Answer a question of a client.
+
+        Yields:
+            For "read" the bytes, in pieces each of which holds until the next is asked for; else one value.
+
+        Raises:
+            PoisonedError: what is asked for was never computed.
+            DeviceError: there is no such question, or it is about something that is not there.
+        """
+        match question:
+            case ["read", int(handle), int(offset), int(nbytes)]:
+                yield from self.storages.stream(handle, offset, nbytes)
+            case ["describe", list(handles)] if len(handles) <= MAX_ASKED:
+                yield [self._described(handle) for handle in handles]
+            case ["known", list(hashes)] if len(hashes) <= MAX_ASKED:
+                if not all(isinstance(each, bytes) and len(each) == SHA256_BYTES for each in hashes):
+                    raise DeviceError(f"what is asked to be known are SHA-256 hashes, of {SHA256_BYTES} bytes each")
+                yield [self.content is not None and self.content.promise(each) for each in hashes]
+            case ["usage"]:
+                yield self.usage()
+            case ["sync"]:
+                self.storages.synchronize()
+                yield None
+            case _:
+                raise DeviceError(f"a pool cannot answer {question!r:.80}")
+
+    def usage(self) -> dict[str, Value]:
+        """What the lease has, and has done."""
+        storages = self.storages
+        return {
+            "memory": storages.memory,
+            "used": storages.used,
+            "peak": storages.peak,
+            "storages": len(storages.live),
+            "definitions": len(self._definitions),
+            "executed": self.executed,
+            "calls": self.calls,
+            **self._programs.usage(),
+        }
+
+    def state(self) -> dict[str, Value]:
+        """Everything but the storages' bytes, as a value of `warpbus.pool.protocol.wire`."""
+        live = self.storages.live
+        return {
+            "executed": self.executed,
+            "calls": self.calls,
+            "definitions": [[number, each.encoded] for number, each in self._definitions.items()],
+            "programs": self._programs.state(),
+            "random": self._generator().get_state().numpy().tobytes(),
+            "failures": [failure.plain() for failure in self.failures],
+            "poisoned": [[handle, each.failure.plain()] for handle, each in live.items() if each.failure],
+            "values": [[handle, each.value] for handle, each in live.items() if not each.failure and each.base is None],
+            "results": [[handle, *_outline(each.result)] for handle, each in live.items() if each.result is not None],
+        }
+
+    @property
+    def definitions(self) -> Mapping[int, Definition]:
+        """Kinds of calls, by the number that the client calls them by."""
+        return self._definitions
+
+    def foresee(self, number: int, encoded: bytes | memoryview) -> None:
+        """Get ready for calls that the state which is to be restored will define: that takes longer than the state.
+
+        Raises:
+            DeviceError: that is no definition.
+        """
+        self._define(number, encoded)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what another executor was, whose storages have been made here already.
+
+        Raises:
+            DeviceError: that is no state, or one of another kind of device.
+        """
+        try:
+            for number, encoded in state["definitions"]:
+                if number not in self._definitions or self._definitions[number].encoded != encoded:
+                    self._define(number, encoded)
+            for handle, failure in state["poisoned"]:
+                self.storages.poison(handle, Failure.read(failure))
+            for handle, value in state["values"]:
+                self.storages.keep(handle, value)
+            for handle, dtype, shape, stride in state["results"]:
+                self.storages.memory_of(handle).result = Geometry(dtype, tuple(shape), tuple(stride))
+            self._programs.restore(state["programs"])
+            self.failures.extend(Failure.read(failure) for failure in state["failures"])
+            self._generator().set_state(torch.frombuffer(bytearray(state["random"]), dtype=torch.uint8))
+            self.executed, self.calls = int(state["executed"]), int(state["calls"])
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:
+            raise DeviceError(f"what was to be a lease's state is none: {type(error).__name__}: {error}") from None
+
+    def _layout(self, number: int) -> struct.Struct:
+        try:
+            return self._definitions[number].layout
+        except KeyError:
+            raise DeviceError(f"a call of kind {number}, which was not defined") from None
+
+    def _call(self, definition: Definition, operands: tuple[Any, ...]) -> None:
+        """Run a call. What one costs besides its operator is here, and written out for that."""
+        storages = self.storages
+        live = storages.live
+        charge = 0
+        try:
+            values: list[Any] = []
+            for place, handle in zip(definition.places, operands, strict=False):
+                storage = live.get(handle) or storages.memory_of(handle)
+                tensor = storage.views.get(place)
+                values.append(storages.view(storage, place) if tensor is None else tensor)
+            if definition.numbers:
+                values += operands[len(values) : definition.carried]
+            if definition.refusal is not None:
+                raise definition.refusal
+            if definition.charge:
+                storages.charge(definition.charge)
+                charge = definition.charge
+            result = definition.run(values)
+            only = definition.only
+            if only is None:
+                self._settle(definition, operands, values, result)
+            else:
+                geometry, memory = only.geometry, result.untyped_storage()
+                if (
+                    result.stride() != geometry.stride
+                    or result.shape != geometry.shape
+                    or result.dtype is not geometry.dtype
+                    or memory.nbytes() != charge
+                    or _uses(memory._cdata) != ALONE
+                    or any(value is result for value in values)
+                ):
+                    del memory  # it would count as a use
+                    result = definition.conformed(result, geometry, charge, values)
+                storages.hold(operands[-1], result, charge, only)
+            for index in definition.written:
+                storages.written(operands[index])
+            self.calls += 1
+        except Exception as error:  # operators raise anything
+            storages.used -= charge
+            self._fail(definition, operands, error)
+
+    def _settle(self, definition: Definition, operands: tuple[Any, ...], values: list[Any], result: Any) -> None:
+        """Keep the results of a call that has not just one."""
+        handles = operands[definition.carried :]
+        try:
+            definition.check_written(values)
+        except DeviceError as error:
+            failure = Failure.of(error, definition.operator, self.executed)
+            for index in definition.written:
+                self.storages.poison(operands[index], failure)
+            raise
+        if definition.dynamic:
+            self._settle_dynamic(definition, handles, values, result)
+        elif handles:
+            fresh = definition.fresh(result, values)
+            self.storages.check_all_new(handles)
+            for handle, tensor, (place, nbytes) in zip(handles, fresh, definition.news, strict=True):
+                self.storages.hold(handle, tensor, nbytes, place)
+
+    def _settle_dynamic(self, definition: Definition, handles: tuple[int, ...], values: list[Any], result: Any) -> None:
+        results = _leaves(result)
+        if len(results) > len(handles):
+            raise DeviceError(f"{definition.operator} gave {len(results)} results: at most {len(handles)} can be kept")
+        kept: list[int] = []
+        try:
+            for handle, item in zip(handles, results, strict=False):
+                if isinstance(item, Tensor):
+                    tensor, geometry = standing_alone(item.to(self.device), values)
+                    self.storages.adopt(handle, tensor)
+                    self.storages.live[handle].result = geometry
+                else:
+                    self.storages.keep(handle, item)
+                values.append(item)
+                kept.append(handle)
+        except Exception:
+            for handle in kept:
+                self.storages.free(handle)
+            raise
+
+    def _fail(self, definition: Definition, operands: tuple[Any, ...], error: Exception) -> None:
+        poisoned = isinstance(error, PoisonedError)
+        failure = error.failure if isinstance(error, PoisonedError) else self._report(error, definition.operator)
+        handles = list(operands[definition.carried :])
+        if poisoned:  # it should have been written from what was never computed
+            handles += [operands[index] for index in definition.written]
+        self._poison(handles, failure, new=len(operands) - definition.carried)
+
+    def _poison(self, handles: list[int], failure: Failure, *, new: int) -> None:
+        """Poison storages, the first `new` of which were to be made: one that is there already is another's."""
+        for index, handle in enumerate(handles):
+            if index >= new or handle not in self.storages.live:
+                with suppress(DeviceError):  # a handle that cannot be
+                    self.storages.poison(handle, failure)
+
+    def _report(self, error: Exception, operator: str) -> Failure:
+        failure = Failure.of(error, operator, self.executed)
+        if len(self._failed) < _REPORTED:
+            self._failed.append(failure)
+        return failure
+
+    def _other(self, kind: Instruction, *operands: Any) -> None:
+        """Any instruction but a call."""
+        if kind == Instruction.DEFINE:
+            self._define(*operands)
+            return
+        try:
+            self._others[kind](*operands)
+        except PoisonedError:
+            pass  # it was reported
+        except Exception as error:
+            failure = self._report(error, Instruction(kind).name)
+            if kind == Instruction.KNOWN:
+                self._poison([operands[0]], failure, new=0)
+            elif kind == Instruction.NEW:
+                self._poison([operands[0]], failure, new=1)
+
+    def _define(self, number: int, encoded: bytes | memoryview) -> None:
+        if number >= MAX_DEFINITIONS:
+            raise DeviceError(f"a kind of call with the number {number}: they end at {MAX_DEFINITIONS - 1}")
+        self._definitions[number] = Definition(bytes(encoded), self.storages)
+
+    def _new(self, handle: int, nbytes: int) -> None:
+        self.storages.create(handle, nbytes)
+        self._programs.keep(handle)
+
+    def _free(self, handles: tuple[int, ...]) -> None:
+        owned, free = self._programs.owned, self.storages.free
+        for handle in handles:
+            if handle in owned:
+                self._programs.free(handle)
+            else:
+                free(handle)
+
+    def _write(self, handle: int, offset: int, data: memoryview) -> None:
+        self.storages.write(handle, offset, data)
+        if self._uploads is not None:
+            self._uploads.wrote(handle, offset, data, self.storages.sizes()[handle])
+
+    def _known(self, handle: int, offset: int, nbytes: int, sha256: bytes) -> None:
+        content = None if self.content is None else self.content.take(sha256)
+        if content is None or len(content) != nbytes:
+            raise DeviceError(f"{nbytes} bytes that were to be known here are not: upload them")
+        self.storages.write(handle, offset, content)
+
+    def _seed(self, seed: int) -> None:
+        self._generator().manual_seed(seed)
+
+    def _run(self, program: int) -> None:
+        try:
+            self._programs.run(program)
+        except PoisonedError as error:
+            self._programs.poison(program, error.failure)
+        except Exception as error:
+            self._programs.poison(program, self._report(error, self._programs.at or f"program {program}"))
+
+    def _generator(self) -> torch.Generator:
+        """The process's own, so that a CPU gives the numbers that it gives a program without a pool."""
+        if self.device.type == "cuda":
+            torch.cuda.init()
+            return torch.cuda.default_generators[self.device.index]
+        return torch.default_generator
+
+    def _described(self, handle: int) -> Value:
+        storage = self.storages.live.get(handle)
+        if storage is None:
+            return None  # reserved for a result that there was none of
+        if storage.failure is not None:
+            raise PoisonedError(storage.failure)
+        if storage.result is None:
+            return storage.value
+        return [*_outline(storage.result), storage.nbytes]
+
+
+def _outline(geometry: Geometry) -> list[Value]:
+    return [geometry.dtype, list(geometry.shape), list(geometry.stride)]
+
+
+def _leaves(result: Any) -> list[Any]:
+    """An operator's results, lists flattened."""
+    if isinstance(result, tuple | list):
+        return [leaf for item in result for leaf in _leaves(item)]
+    if result is None or isinstance(result, Tensor | bool | int | float | complex | str):
+        return [result]
+    raise DeviceError(f"a result of the kind {type(result).__name__} cannot be given to a client")

@@ -1,0 +1,542 @@
+"""Live migration of a lease: from the process that executes it to another one, on the same host or on another.
+
+The source's process drives it between batches:
+
+    source = Source(executor, channel, ticket=ticket)
+    source.begin()
+    while not source.copy_ahead(budget).settled:
+        ...                                   # execute batches
+    ...                                       # tell the client: MOVED(final=False), "if I vanish, ask there"
+    report = source.finish()                  # the pause
+    ...                                       # MOVED(final=True), and free everything
+
+and the destination's, which has an empty executor of the same quota:
+
+    destination = Destination(executor, ticket=ticket)
+    destination.admit(channel, hello)         # for the connection whose HELLO has the ticket
+    while destination.step(timeout) not in ENDS:
+        ...                                   # and claim(), when the client asks for it
+
+Whatever the source's methods raise, the lease lives on there as if nothing had been tried: the client, if it was told
+of the destination, has to be told that this is off before anything else is executed. Once the source begins to say
+COMMIT it never executes again, whatever becomes of the word: the destination lives if it arrives, or if the client
+claims it. So at most one of them executes; and if the one that had to go on dies, the lease is lost, with a reason.
+
+Nothing here opens connections or starts processes. What is said is listed in `parcels`, what is copied ahead is chosen
+in `precopy`, how bytes get across is the business of `crossing`, and what arrived is checked in `arrival`.
+"""
+
+import hmac
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
+from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.frames import Frame, Kind
+from warpbus.pool.protocol.wire import Value, decode, encode
+from warpbus.pool.tenant import parcels
+from warpbus.pool.tenant.arrival import Arrival
+from warpbus.pool.tenant.crossing import Outgoing, Reading, Sharing, reading, sharing, this_host
+from warpbus.pool.tenant.parcels import ENTRY
+from warpbus.pool.tenant.precopy import LITTLE, MOST_PIECES, Precopy
+from warpbus.pool.tenant.staging import CHUNK
+
+if TYPE_CHECKING:
+    from warpbus.pool.tenant.execution import Executor
+
+PROTOCOL = 1
+
+ANSWER = 60.0
+"""Seconds in which the destination has to answer."""
+
+SILENCE = 600.0
+"""Seconds after which a destination gives up a source that says nothing, or a client that does not claim it."""
+
+
+# Seconds between two batches, when there is nothing to do but to wait for the destination.
+_NAP = 0.01
+
+# Seconds: the client waits meanwhile to be told where the lease is.
+_CONFIRMATION = 2.0
+
+
+class SourceState(Enum):
+    """Of a lease that is to move, on the side that has it."""
+
+    NEW = "nothing was said"
+    COPYING = "the destination wants it; it executes on"
+    STOPPED = "it executes nothing until it is known where it goes on"
+    STAYS = "it did not move, and executes on"
+    MOVED = "it never executes here again"
+
+    @property
+    def may_execute(self) -> bool:
+        """Batches may be executed."""
+        return self not in (SourceState.STOPPED, SourceState.MOVED)
+
+
+class DestinationState(Enum):
+    """Of a lease that is to move, on the side that gets it."""
+
+    WAITING = "for a source that has the ticket"
+    RECEIVING = "the source copies"
+    PREPARED = "all is here; it executes when the source says so or the client claims it"
+    LIVING = "it executes here"
+    DISCARDED = "nothing of it is here"
+
+    @property
+    def may_execute(self) -> bool:
+        """Batches may be executed."""
+        return self is DestinationState.LIVING
+
+
+ENDS = (DestinationState.LIVING, DestinationState.DISCARDED)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far copying ahead is.
+
+    Attributes:
+        copied: bytes sent, those that had to be sent again included.
+        total: bytes of the storages that there are now.
+        rounds: of copying, that have begun.
+        settled: why it is time for `finish`, or "".
+    """
+
+    copied: int
+    total: int
+    rounds: int
+    settled: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a move took.
+
+    Attributes:
+        ahead: bytes copied while the lease executed.
+        paused: bytes copied in the pause, storages and state.
+        pause: seconds from the stop to COMMIT.
+        seconds: from `begin` to COMMIT.
+        rounds: of copying ahead.
+        settled: why copying ahead ended.
+        path: "sockets" or "GPU to GPU".
+        confirmed: the destination has said that it lives. If not, the client's claim decides.
+    """
+
+    ahead: int
+    paused: int
+    pause: float
+    seconds: float
+    rounds: int
+    settled: str
+    path: str
+    confirmed: bool
+
+
+class Source:
+    """The side that has the lease. For the thread that executes it.
+
+    Args:
+        executor: the lease.
+        channel: to the destination; closed at the end, whatever the end is.
+        ticket: what the destination knows the source by.
+        timeout: seconds in which the destination has to answer.
+        little: bytes that may be left to copy in the pause before it is worth its while to go on copying ahead.
+        shared: this device's memory, for a destination on this host to read; None where it cannot be read so.
+        clock: seconds.
+
+    Attributes:
+        state: where it stands; `state.may_execute` says whether batches may be executed.
+
+    Raises (all methods):
+        DeviceError: the move failed, and why; the lease stays.
+    """
+
+    def __init__(
+        self,
+        executor: "Executor",
+        channel: Channel,
+        *,
+        ticket: bytes,
+        timeout: float = ANSWER,
+        little: int = LITTLE,
+        shared: Callable[[torch.device], Sharing | None] = sharing,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.state = SourceState.NEW
+        self._executor = executor
+        self._channel = channel
+        self._ticket = ticket
+        self._timeout = timeout
+        self._shared = shared
+        self._clock = clock
+        self._precopy = Precopy(executor.storages, little)
+        self._foreseen: dict[int, bytes] = {}
+        self._awaited = 0  # answers that the destination is ready for what was defined
+        self._number = 0
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Ask the destination whether it takes the lease."""
+        self._expect(SourceState.NEW)
+        with self._staying():
+            self._began = self._clock()
+            storages = self._executor.storages
+            shared = self._shared(storages.device)
+            hello: dict[str, Value] = {
+                "protocol": PROTOCOL,
+                "ticket": self._ticket,
+                "device": storages.device.type,
+                "used": storages.used,
+                "shared": None if shared is None else this_host(),
+            }
+            self._channel.send(Kind.HELLO, 0, encode(hello))
+            frame = self._frame()
+            answer = decode(frame.payload)
+            if frame.kind is not Kind.WELCOME or not isinstance(answer, dict):
+                raise parcels.malformed(f"a {frame.kind.name} frame where WELCOME was expected")
+            self._outgoing = Outgoing(storages, self._say, self._hear, shared if answer.get("reads") is True else None)
+            self.state = SourceState.COPYING
+
+    def copy_ahead(self, budget: int | None = None) -> Progress:
+        """Copy about `budget` bytes of what is not written at the moment, and at least a piece of a storage.
+
+        None is what keeps the next batch waiting for a few milliseconds.
+        """
+        self._expect(SourceState.COPYING)
+        with self._staying():
+            self._tell_storages()
+            self._tell_definitions()
+            precopy = self._precopy
+            self._outgoing.send(precopy.ahead(self._outgoing.budget if budget is None else budget))
+            settled = precopy.settled if self._is_ready(_NAP if precopy.settled else 0.0) else ""
+            return Progress(precopy.sent, self._executor.storages.used, precopy.rounds, settled)
+
+    def finish(self) -> Report:
+        """Stop the lease, copy the rest, and hand it over. After this it is MOVED."""
+        self._expect(SourceState.COPYING)
+        with self._staying():
+            self.state = SourceState.STOPPED
+            stopped, ahead = self._clock(), self._precopy.sent
+            self._tell_storages()
+            # The state first: while it is made the device may still be at work on the last batches.
+            state = self._blob("state", encode(self._executor.state()))
+            self._outgoing.send(self._precopy.rest())
+            sizes, version = self._executor.storages.sizes(), self._executor.storages.version
+            manifest = b"".join(ENTRY.pack(handle, nbytes, version(handle)) for handle, nbytes in sizes.items())
+            self._blob("manifest", manifest)
+            self._say("end", self._executor.executed, state, len(sizes))
+            self._hear("prepared")
+            paused = self._precopy.sent - ahead + state
+            self.state = SourceState.MOVED
+        # From here on nothing can be taken back: the word may arrive even if sending it fails.
+        with suppress(DeviceError, OSError):
+            self._say("commit")
+        now, confirmed = self._clock(), False
+        with suppress(DeviceError, OSError):
+            self._timeout = min(self._timeout, _CONFIRMATION)
+            confirmed = self._hear("living")[0] == "living"
+        self._channel.close()
+        precopy, path = self._precopy, self._outgoing.path
+        return Report(
+            ahead, paused, now - stopped, now - self._began, precopy.rounds, precopy.settled or "asked", path, confirmed
+        )
+
+    def cancel(self) -> None:
+        """Give the move up. The lease stays."""
+        if self.state is SourceState.MOVED:
+            raise DeviceError("this lease has moved already: move it back from where it is")
+        if self.state is not SourceState.STAYS:
+            self._stay()
+
+    def _tell_storages(self) -> None:
+        gone = self._precopy.gone()
+        for start in range(0, len(gone), MOST_PIECES):
+            self._say("drop", *gone[start : start + MOST_PIECES])
+        fresh = self._precopy.fresh()
+        for start in range(0, len(fresh), MOST_PIECES):
+            self._say("create", *(number for pair in fresh[start : start + MOST_PIECES] for number in pair))
+
+    def _tell_definitions(self) -> None:
+        """The destination prepares calls while the lease executes: PyTorch may take seconds to learn what they give."""
+        found = {number: each.encoded for number, each in self._executor.definitions.items()}
+        fresh = [number for number, encoded in found.items() if self._foreseen.get(number) is not encoded]
+        for number in fresh:
+            self._say("define", number, raw=[memoryview(found[number])])
+        if fresh:
+            self._foreseen.update({number: found[number] for number in fresh})
+            self._say("ready")
+            self._awaited += 1
+
+    def _is_ready(self, timeout: float) -> bool:
+        """Whether the destination has prepared what it was told, or has within so many seconds."""
+        while self._awaited:
+            frame = self._channel.receive(timeout)
+            if frame is None:
+                return False
+            _raise_refusal(frame)
+            self._heard(frame, "ready")
+        return True
+
+    def _heard(self, frame: Frame, *expected: str) -> tuple[str, list[Value]] | None:
+        """What a frame says; None if it is that the destination is ready, and something else is expected."""
+        what, values, _ = parcels.heard(frame)
+        if what == "ready" and self._awaited:
+            self._awaited -= 1
+            return (what, values) if what in expected else None
+        if what not in expected:
+            raise parcels.malformed(f"{what[:40]!a} where {' or '.join(expected)} was expected")
+        return what, values
+
+    def _blob(self, what: str, data: bytes) -> int:
+        view = memoryview(data)
+        for start in range(0, len(data), CHUNK):
+            part = view[start : start + CHUNK]
+            self._say(what, parcels.checksum([part]), raw=[part])
+        return len(data)
+
+    def _say(self, what: str, *values: Value, raw: "list[memoryview] | tuple[()]" = ()) -> None:
+        self._number += 1
+        try:
+            parcels.say(self._channel, self._number, what, *values, raw=raw)
+        except ConnectionLost:
+            self._explain()
+            raise
+
+    def _explain(self) -> None:
+        """Raise why the destination hung up, if it has said so."""
+        with suppress(ConnectionLost):
+            while (frame := self._channel.receive(0.0)) is not None:
+                _raise_refusal(frame)
+
+    def _hear(self, *expected: str) -> tuple[str, list[Value]]:
+        while (said := self._heard(self._frame(), *expected)) is None:
+            pass
+        return said
+
+    def _frame(self) -> Frame:
+        frame = self._channel.receive(self._timeout)
+        if frame is None:
+            raise DeviceError(f"the destination has not answered for {self._timeout:.0f} seconds")
+        _raise_refusal(frame)
+        return frame
+
+    def _expect(self, state: SourceState) -> None:
+        if self.state is not state:
+            raise DeviceError(f"this move is {self.state.name} ({self.state.value}), not {state.name}: begin another")
+
+    @contextmanager
+    def _staying(self) -> Iterator[None]:
+        """If anything fails, the lease stays."""
+        try:
+            yield
+        except BaseException:
+            self._stay()
+            raise
+
+    def _stay(self) -> None:
+        self.state = SourceState.STAYS
+        with suppress(DeviceError, OSError):
+            self._say("cancel")
+        self._channel.close()
+
+
+class Destination:
+    """The side that gets the lease. For one thread.
+
+    Args:
+        executor: empty, with the lease's quota.
+        ticket: what the source is known by; it is good for one connection.
+        silence: seconds without a word from the source, or when all is here from the client, after which nothing is
+            kept.
+        reads: what reads memory that a source on this host shares; None where nothing can.
+        clock: seconds.
+
+    Attributes:
+        state: where it stands.
+        reason: why nothing of the lease is here, once it is DISCARDED.
+    """
+
+    def __init__(
+        self,
+        executor: "Executor",
+        *,
+        ticket: bytes,
+        silence: float = SILENCE,
+        reads: Callable[[torch.device], Reading | None] = reading,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state = DestinationState.WAITING
+        self.reason = ""
+        self._executor = executor
+        self._ticket = ticket
+        self._silence = silence
+        self._clock = clock
+        self._channel: Channel | None = None
+        self._arrival = Arrival(executor, reads(executor.storages.device))
+        self._answers = 0
+        self._claimed = False
+        self._heard = clock()
+
+    def admit(self, channel: Channel, hello: Mapping[str, Value]) -> bool:
+        """Answer the HELLO of a connection that brings a ticket: whether it is the source.
+
+        One that is not is refused and closed, and changes nothing.
+        """
+        refusal = self._refusal(hello)
+        if refusal:
+            with suppress(DeviceError, OSError):
+                channel.send(Kind.REFUSED, 0, encode({"type": "DeviceError", "message": refusal}))
+            channel.close()
+            return False
+        self._channel, self._heard = channel, self._clock()
+        self.state = DestinationState.RECEIVING
+        reads = self._arrival.reads and hello.get("shared") == this_host()
+        with self._discarding():
+            channel.send(Kind.WELCOME, 0, encode({"protocol": PROTOCOL, "reads": reads}))
+        return True
+
+    def step(self, timeout: float) -> DestinationState:
+        """Deal with the source's next frame, if one comes within `timeout` seconds.
+
+        What the source does wrong discards what is here, unless it was PREPARED already.
+        """
+        if self.state in ENDS:
+            return self.state
+        patience = self._heard + self._silence - self._clock()
+        if patience < 0:
+            self._discard(f"nothing was heard for {self._silence:.0f} seconds ({self.state.value})")
+        elif self._channel is None:
+            time.sleep(min(patience, timeout))
+        else:
+            with self._discarding():
+                frame = self._channel.receive(min(patience, timeout))
+                if frame is not None:
+                    self._heard = self._clock()
+                    self._deal(frame)
+        return self.state
+
+    def claim(self) -> bool:
+        """The client has lost the source and will never go back: whether the lease lives here.
+
+        False while the source is still copying: then it does as soon as all is here, and can be asked for again.
+
+        Raises:
+            LeaseLostError: nothing of it is here.
+        """
+        if self.state is DestinationState.DISCARDED:
+            raise LeaseLostError(f"this lease is lost: it was being moved, and did not arrive: {self.reason}")
+        self._claimed = True
+        if self.state is DestinationState.PREPARED:
+            self._live()
+        return self.state is DestinationState.LIVING
+
+    def fileno(self) -> int | None:
+        """What to wait on for the source's next frame."""
+        return None if self._channel is None else self._channel.fileno()
+
+    def pending(self) -> bool:
+        """Whether a frame, or a part of one, has been read already: then there may be nothing to wait for."""
+        return self._channel is not None and self._channel.pending()
+
+    def close(self) -> None:
+        """Give it up, unless it lives."""
+        if self.state not in ENDS:
+            self._discard("it was given up")
+
+    def _refusal(self, hello: Mapping[str, Value]) -> str:
+        ticket, storages = hello.get("ticket"), self._executor.storages
+        if not isinstance(ticket, bytes) or not hmac.compare_digest(ticket, self._ticket):
+            return "this is not the ticket of the lease that is expected here"
+        if self.state is not DestinationState.WAITING:
+            return "this ticket was used before: ask for another move"
+        if hello.get("protocol") != PROTOCOL:
+            return f"migration protocol {hello.get('protocol')!r} is not {PROTOCOL}: install one version of Warpbus"
+        if hello.get("device") != storages.device.type:
+            return f"the lease executes on {hello.get('device')!r}, this is {storages.device.type}: choose another GPU"
+        used = hello.get("used")
+        if type(used) is not int or used > storages.memory:
+            return f"the lease holds {used!r} bytes, {storages.memory:,} are reserved for it here"
+        return ""
+
+    def _deal(self, frame: Frame) -> None:
+        if self.state is DestinationState.PREPARED:
+            self._decide(frame)
+            return
+        what, values, raw = parcels.heard(frame)
+        if what == "cancel":
+            self._discard("the source went on with it")
+        elif what == "copy":
+            why = self._arrival.copy(values)
+            self._answer("cannot", why) if why else self._answer("copied")
+        elif what == "ready":
+            self._answer("ready")
+        elif what == "end":
+            self._arrival.end(values, raw)
+            self._answer("prepared", self._executor.executed)
+            self.state = DestinationState.PREPARED
+            if self._claimed:
+                self._live()
+        else:
+            self._arrival.take(what, values, raw)
+
+    def _decide(self, frame: Frame) -> None:
+        what, _, _ = parcels.heard(frame)
+        if what == "commit":
+            self._live()
+        elif what == "cancel":
+            self._discard("the source went on with it")
+
+    def _live(self) -> None:
+        self.state = DestinationState.LIVING
+        with suppress(DeviceError, OSError):
+            self._answer("living")
+        self._hang_up()
+
+    def _answer(self, what: str, *values: Value) -> None:
+        if self._channel is not None:
+            self._answers += 1
+            parcels.say(self._channel, self._answers, what, *values)
+
+    def _hang_up(self) -> None:
+        self._arrival.close()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """What fails before all is here discards it; afterwards the source is merely not listened to any more."""
+        try:
+            yield
+        except Exception as error:
+            if self.state is DestinationState.PREPARED:
+                self._hang_up()
+                return
+            with suppress(DeviceError, OSError):
+                if self._channel is not None and not isinstance(error, ConnectionLost):
+                    self._channel.send(Kind.ERROR, 0, encode({"type": "DeviceError", "message": str(error)}))
+            self._discard(str(error))
+            if not isinstance(error, DeviceError | torch.OutOfMemoryError):
+                raise
+
+    def _discard(self, reason: str) -> None:
+        self.state, self.reason = DestinationState.DISCARDED, reason
+        self._arrival.drop()
+        self._hang_up()
+
+
+def _raise_refusal(frame: Frame) -> None:
+    """Raise what a REFUSED or ERROR frame says."""
+    if frame.kind in (Kind.REFUSED, Kind.ERROR):
+        said = decode(frame.payload)
+        message = said.get("message") if isinstance(said, dict) else None
+        raise DeviceError(f"the destination refuses the lease: {message if type(message) is str else 'no reason'}")

@@ -1,0 +1,86 @@
+"""What a tenant's process does, between batches, when its lease is to leave it: for another process, or a file."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from warpbus.errors import DeviceError, WarpbusError
+from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.channel import connect
+from warpbus.pool.protocol.sockets import Tls
+from warpbus.pool.protocol.wire import Value
+from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.migration import Source, SourceState
+from warpbus.pool.tenant.suspension import suspend
+
+SUSPENDED = "the lease is suspended: resume it with `warpbus pool resume-lease`"
+
+_TOLD_EVERY = 0.1
+_NAP = 0.001
+
+
+class Leaving(Protocol):
+    """The process (`warpbus.pool.tenant.process.Tenant`)."""
+
+    executor: Executor
+    over: DeviceError | None
+
+    def tell(self, **what: Value) -> None:
+        """Tell the daemon something."""
+
+    def warn_client(self, address: str, *, final: bool) -> None:
+        """Tell the client where the lease moves to."""
+
+    def hang_up(self) -> None:
+        """End the client's connection; it comes back, and asks here first."""
+
+
+def migrate(tenant: Leaving, to: str, tls: Tls | None, ticket: bytes, door: bytes) -> Iterator[None]:
+    """Move the lease to the process that waits for it at `to`. The lease executes between two pieces of this, but for
+    the last one. If it does not come about, the daemon is told so and everything is as before."""
+    source: Source | None = None
+    warned = False
+    try:
+        source = Source(tenant.executor, connect(address(to), door, tls), ticket=ticket)
+        source.begin()
+        told = -_TOLD_EVERY
+        content = tenant.executor.content
+        while True:
+            progress = source.copy_ahead()
+            if time.monotonic() - told >= _TOLD_EVERY:
+                told = time.monotonic()
+                tenant.tell(event="progress", phase="copying ahead", done=progress.copied, total=progress.total)
+            if progress.settled:
+                if content is None or not content.awaited:
+                    break
+                time.sleep(_NAP)  # the destination may not have it
+            yield
+        tenant.tell(event="progress", phase="copying the rest", done=progress.copied, total=progress.total)
+        tenant.warn_client(to, final=False)
+        warned = True
+        report = source.finish()
+    except WarpbusError as error:
+        if source is not None and source.state is SourceState.MOVED:
+            raise  # nobody knows better than the destination and the client
+        if warned:  # a client that connects again forgets what it was told
+            tenant.hang_up()
+        tenant.tell(event="failed", type=type(error).__name__, message=str(error))
+        return
+    tenant.warn_client(to, final=True)
+    copied = report.ahead + report.paused
+    tenant.tell(event="moved", seconds=report.seconds, pause=report.pause, bytes=copied, path=report.path)
+
+
+def save(tenant: Leaving, path: Path) -> Iterator[None]:
+    """Write the lease to a file, and execute nothing more; or tell the daemon why not, and go on."""
+    began = time.perf_counter()
+    tenant.tell(event="progress", phase="writing", done=0, total=tenant.executor.storages.used)
+    yield
+    try:
+        nbytes = suspend(tenant.executor, path)
+    except WarpbusError as error:
+        tenant.tell(event="failed", type=type(error).__name__, message=str(error))
+        return
+    tenant.over = DeviceError(SUSPENDED)
+    tenant.tell(event="suspended", seconds=time.perf_counter() - began, bytes=nbytes)

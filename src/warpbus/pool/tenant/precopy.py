@@ -1,0 +1,165 @@
+"""What of a lease's storages is to be copied next while it is still executing. Knows versions and sizes, no bytes.
+
+The method is the pre-copy of virtual machines' live migration (Clark et al., NSDI 2005), with storages in place of
+pages: rounds, each of which copies what was written since it was copied before, until little is left or what is left is
+written as fast as it is copied. A storage that is written during a round is not copied in it any more: it would have to
+be copied again. So a training step, which writes all parameters, soon leaves nothing to copy ahead.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from warpbus.pool.tenant.staging import CHUNK
+
+LITTLE = 16 * 2**20
+"""Bytes: when no more are left to copy, the rest is copied in the pause."""
+
+SHRINKS = 0.8
+"""A round is worth another if it leaves at most so much of what the one before left."""
+
+ROUNDS = 8
+"""The most rounds."""
+
+MOST_PIECES = 4096
+"""The most pieces of storages that travel together."""
+
+
+class Versions(Protocol):
+    """What is known of storages (`warpbus.pool.tenant.storages.Storages`)."""
+
+    def sizes(self) -> Mapping[int, int]:
+        """The bytes of each live storage, by handle."""
+
+    def version(self, handle: int) -> int:
+        """A number that grows with every write, and that no two writes, to whatever storage, have in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `[offset, offset + length)` of a storage as it is at a version; pieces of a version follow each other."""
+
+    handle: int
+    version: int
+    offset: int
+    length: int
+
+
+@dataclass
+class _Sent:
+    version: int
+    nbytes: int
+
+
+class Precopy:
+    """Chooses pieces.
+
+    Args:
+        little: bytes that are not worth another round.
+
+    Attributes:
+        rounds: that have begun.
+        settled: why it is time to stop the lease and copy the rest, or "" while there is more to copy ahead.
+        sent: bytes chosen so far, those that had to be copied again included.
+    """
+
+    def __init__(self, storages: Versions, little: int = LITTLE) -> None:
+        self._storages = storages
+        self._little = little
+        self._known: dict[int, int] = {}  # what the other side has been told of: bytes by handle
+        self._sent: dict[int, _Sent] = {}
+        self._seen: dict[int, int] = {}  # versions when the round began
+        self._queue: deque[int] = deque()
+        self._left = sum(storages.sizes().values())
+        self.rounds = 0
+        self.settled = ""
+        self.sent = 0
+
+    def gone(self) -> list[int]:
+        """Storages that the other side has and should not have any more."""
+        sizes = self._storages.sizes()
+        gone = [handle for handle, nbytes in self._known.items() if sizes.get(handle) != nbytes]
+        for handle in gone:
+            del self._known[handle]
+            self._sent.pop(handle, None)
+        return gone
+
+    def fresh(self) -> list[tuple[int, int]]:
+        """Handles and bytes of storages that the other side does not have yet. Ask `gone` before."""
+        fresh = [(handle, nbytes) for handle, nbytes in self._storages.sizes().items() if handle not in self._known]
+        self._known.update(fresh)
+        return fresh
+
+    def left(self) -> int:
+        """Bytes that would have to be copied if the lease stopped now."""
+        return sum(nbytes - self._valid(handle) for handle, nbytes in self._storages.sizes().items())
+
+    def ahead(self, budget: int) -> Iterator[list[Piece]]:
+        """Pieces to copy now, about `budget` bytes and at least a piece, in parcels of `CHUNK` bytes; until `settled`.
+
+        The lease must not execute while this is iterated.
+        """
+        return self._parcels(self._cold(), budget)
+
+    def rest(self) -> Iterator[list[Piece]]:
+        """Pieces of all that is left, the lease having stopped."""
+        return self._parcels(iter(list(self._storages.sizes())), None)
+
+    def _cold(self) -> Iterator[int]:
+        """Storages that were not written since the round began, those that were not written for longest first."""
+        while not self.settled:
+            sizes = self._storages.sizes()
+            while self._queue:
+                handle = self._queue[0]
+                if handle in sizes and self._storages.version(handle) == self._seen.get(handle):
+                    yield handle
+                if self._queue and self._queue[0] == handle:
+                    self._queue.popleft()
+            self._look()
+
+    def _look(self) -> None:
+        """Begin a round, unless the last one shows that another is of no use."""
+        sizes = self._storages.sizes()
+        versions = {handle: self._storages.version(handle) for handle in sizes}
+        left = self.left()
+        if left <= self._little:
+            self.settled = f"{left:,} bytes are left"
+        elif self.rounds and left > SHRINKS * self._left:
+            self.settled = f"{left:,} bytes are left, which are written as fast as they are copied"
+        elif self.rounds == ROUNDS:
+            self.settled = f"{left:,} bytes are left after {ROUNDS} rounds"
+        else:
+            self.rounds += 1
+            self._left, self._seen = left, versions
+            dirty = [handle for handle, nbytes in sizes.items() if self._valid(handle) < nbytes]
+            self._queue = deque(sorted(dirty, key=versions.__getitem__))
+
+    def _valid(self, handle: int) -> int:
+        """Bytes of a storage that the other side has as they are now."""
+        sent = self._sent.get(handle)
+        return sent.nbytes if sent is not None and sent.version == self._storages.version(handle) else 0
+
+    def _parcels(self, handles: Iterator[int], budget: int | None) -> Iterator[list[Piece]]:
+        parcel: list[Piece] = []
+        size = total = 0
+        for handle in handles:
+            for piece in self._pieces(handle):
+                if parcel and (size + piece.length > CHUNK or len(parcel) == MOST_PIECES):
+                    yield parcel
+                    parcel, size = [], 0
+                parcel.append(piece)
+                size += piece.length
+                total += piece.length
+                self.sent += piece.length
+                self._sent[handle] = _Sent(piece.version, piece.offset + piece.length)
+                if budget is not None and total >= budget:
+                    yield parcel
+                    return
+        if parcel:
+            yield parcel
+
+    def _pieces(self, handle: int) -> Iterator[Piece]:
+        nbytes, version, start = self._storages.sizes()[handle], self._storages.version(handle), self._valid(handle)
+        for offset in range(start, nbytes, CHUNK):
+            yield Piece(handle, version, offset, min(CHUNK, nbytes - offset))

@@ -1,0 +1,445 @@
+"""The process of one lease: it executes what the lease's client sends, until its daemon ends it.
+
+One loop waits for the daemon (see `tenant_processes` for what is said), for connections that have said who they are,
+and for the client's frames. Between two frames it does a piece of what else there is to do: a move, for instance. The
+client may go and come back, or come back from elsewhere with the lease's key: the state stays. Whatever a client can do
+here ends with this process.
+"""
+
+import hmac
+import os
+import resource
+import select
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, WarpbusError
+from warpbus.pool.protocol import control
+from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.frames import Frame, Kind
+from warpbus.pool.protocol.geometry import contiguous
+from warpbus.pool.protocol.inference import infer
+from warpbus.pool.protocol.signature import Input, Signature
+from warpbus.pool.protocol.sockets import Tls
+from warpbus.pool.protocol.wire import Value, decode, encode
+from warpbus.pool.quota import Quota
+from warpbus.pool.tenant.content import ContentStore
+from warpbus.pool.tenant.execution import Executor
+from warpbus.pool.tenant.greeting import Greeter, refuse
+from warpbus.pool.tenant.meter import Meter, Slices
+from warpbus.pool.tenant.migration import Destination, DestinationState
+from warpbus.pool.tenant.moving_out import migrate, save
+from warpbus.pool.tenant.staging import Leaving
+from warpbus.pool.tenant.storages import allowance
+from warpbus.pool.tenant.suspension import resume
+
+PROTOCOL = 1
+
+_UNACKNOWLEDGED = 16  # batches, at most
+_TICK = 1.0
+_SMALL = 1 << 20  # bytes of an answer that is waited for beside other work
+_LINGER = 2.0
+_SECONDS_TO_HEAR = 10.0
+
+
+class Tenant:
+    """One lease, as its daemon has set it up.
+
+    Args:
+        end: of the socket to the daemon.
+        setup: what the daemon said first.
+        executor: of the lease; empty, or resumed.
+
+    Attributes:
+        executor: see there.
+        channel: to the client, if one is connected.
+        moved: the address that the lease has moved to, or "".
+        over: why nothing is executed here any more, or None.
+    """
+
+    def __init__(self, end: socket.socket, setup: dict[str, Any], executor: Executor) -> None:
+        self.executor = executor
+        self.channel: Channel | None = None
+        self.moved = ""
+        self.over: DeviceError | None = None
+        self._end = end
+        self._setup = setup
+        certificate, key = setup["certificate"], setup["private_key"]
+        self._on_gpu = executor.device.type == "cuda"
+        self._greeter = Greeter(certificate and Path(certificate), key and Path(key))
+        self._work: Iterator[None] | None = None
+        self._claims: list[tuple[Channel, dict[str, Any]]] = []
+        self._destination: Destination | None = None
+        if setup["ticket"] is not None:
+            self._destination = Destination(executor, ticket=setup["ticket"])
+        self._leaving: deque[tuple[int, Leaving]] = deque()  # answers that are not here yet, by the question's number
+        self._meter = Meter(executor.device)
+        self._slices: Slices | None = None
+        self._billed = 0.0
+        self._owed = 0
+        self._told: tuple[int, int] | None = None
+        self._next_tick = 0.0
+        self._ends: float | None = None
+
+    def serve(self) -> None:
+        """Do all this until the daemon says that it is the end. Raises ConnectionLost when the daemon is gone."""
+        self.tell(event="ready")
+        going = True
+        while going:
+            try:
+                going = self._turn()
+            except WarpbusError:
+                raise
+            except RuntimeError as error:
+                if self.over is not None:
+                    raise
+                self._lose(error)
+        self._say_goodbye()
+
+    def _lose(self, error: RuntimeError) -> None:
+        """The GPU has failed this process, as after a wrong access to memory: nothing on it can be used any more. The
+        client is given a moment to come and hear of it."""
+        self.over = LeaseLostError(f"this lease is lost, its GPU has failed: {str(error).partition(chr(10))[0]}")
+        self._work, self._slices, self._meter = None, None, Meter(torch.device("cpu"))
+        self._ends = time.monotonic() + _SECONDS_TO_HEAR
+        self.hang_up()
+
+    def tell(self, **what: Value) -> None:
+        """Tell the daemon something."""
+        control.send(self._end, what)
+
+    def warn_client(self, address: str, *, final: bool) -> None:
+        """Tell the client, if there is one, where to look if this process vanishes; `final`: where the lease is now."""
+        if final:
+            self.moved = address
+        if self.channel is not None:
+            with suppress(ConnectionLost):
+                self._acknowledge()
+                self.channel.send(Kind.MOVED, 0, encode({"address": address, "final": final}))
+
+    def hang_up(self) -> None:
+        """End the client's connection; it comes back, and asks here first whatever it was told before."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+            self._leaving.clear()
+            self._tell_clients()
+
+    def _turn(self) -> bool:
+        """Wait for something to do, and do a piece of everything. False at the end."""
+        pause = self._pause()
+        talking = self.channel is not None and not pause
+        busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
+        busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
+        waiting = select.poll()
+        for other in (self._end, self._greeter):
+            waiting.register(other, select.POLLIN)
+        if talking and not busy and self.channel is not None:
+            waiting.register(self.channel, select.POLLIN)
+        if self._destination is not None and (source := self._destination.fileno()) is not None:
+            waiting.register(source, select.POLLIN)
+        found = {at for at, _ in waiting.poll(0 if busy else 1000 * (pause or _TICK))}
+        if self._end.fileno() in found and not self._obey():
+            return False
+        if self._greeter.fileno() in found:
+            while (come := self._greeter.come()) is not None:
+                self._meet(*come)
+        if self._destination is not None:
+            self._receive_lease(self._destination)
+        if self._work is not None and next(self._work, True):
+            self._work = None
+        if self._leaving:
+            self._deliver()
+        if talking:
+            self._converse()
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + _TICK
+            self._tell_clients()
+        return self._ends is None or time.monotonic() < self._ends
+
+    def _obey(self) -> bool:
+        """Do what the daemon says. False if that is to end."""
+        message, sockets = control.receive(self._end)
+        match message:
+            case {"do": "client", "tls": bool(tls)} if len(sockets) == 1:
+                self._greeter.greet(sockets[0], tls=tls)
+            case {"do": "migrate", "to": str(to), "ca": ca, "ticket": bytes(ticket), "door": bytes(door)}:
+                self._begin(migrate(self, to, None if ca is None else Tls(Path(ca)), ticket, door))
+            case {"do": "suspend", "path": str(path)}:
+                self._begin(save(self, Path(path)))
+            case {"do": "neighbours", "count": int(count)}:
+                limited = count > 0 and self._setup["share"] < 1 and not self._setup["mps"]
+                self._slices = Slices(self._setup["share"], time.monotonic()) if limited else None
+            case {"do": "end"}:
+                return False
+            case _:
+                raise DeviceError(f"the daemon says what a tenant's process does not know: {message!r:.80}")
+        return True
+
+    def _begin(self, work: Iterator[None]) -> None:
+        if self._work is not None or self._destination is not None or self.over or self.moved:
+            error = "the lease is being moved or suspended, or was: wait until that is done"
+            self.tell(event="failed", type="DeviceError", message=error)
+        else:
+            self._work = work
+
+    def _meet(self, channel: Channel, hello: dict[str, Any]) -> None:
+        """Somebody has said who it is."""
+        key, destination = hello.get("key"), self._destination
+        if "ticket" in hello:
+            if destination is None:
+                refuse(channel, DeviceError("no lease is to move to here"))
+            else:
+                destination.admit(channel, hello)
+        elif not isinstance(key, bytes) or not hmac.compare_digest(key, self._setup["key"]):
+            refuse(channel, DeviceError("this is not the key of the lease: connect with what the pool gave for it"))
+        elif hello.get("protocol") != PROTOCOL:
+            refuse(channel, DeviceError(f"this pool speaks protocol {PROTOCOL}: use one version of Warpbus"))
+        elif self.moved:
+            with suppress(ConnectionLost):
+                channel.send(Kind.MOVED, 0, encode({"address": self.moved, "final": True}))
+            channel.close()
+        elif self.over is not None:
+            refuse(channel, self.over)
+        elif destination is None:
+            self._welcome(channel, hello)
+        elif hello.get("claim") is True:
+            self._claims.append((channel, hello))
+        else:
+            refuse(channel, ConnectionLost("the lease is on its way and not here yet"))
+
+    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> None:
+        """The client is here; if another one was, it has been taken the place of."""
+        if self.channel is not None:
+            self.channel.close()
+        self.channel, self._owed = channel, 0
+        self._leaving.clear()
+        device, setup = self.executor.device, self._setup
+        said: dict[str, Value] = {
+            "protocol": PROTOCOL,
+            "executed": self.executor.executed,
+            "device": device.type,
+            "name": setup["name"],
+            "memory": setup["memory"],
+            "share": setup["share"],
+            "gpu": setup["gpu"],
+            "torch": str(torch.__version__),
+            "capability": list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None,
+        }
+        acknowledged = hello.get("acknowledged")
+        try:
+            channel.send(Kind.WELCOME, 0, encode(said))
+            if isinstance(acknowledged, int):
+                self._report([each for each in self.executor.failures if each.batch > acknowledged])
+        except ConnectionLost:
+            self.hang_up()
+        self._tell_clients()
+
+    def _receive_lease(self, destination: Destination) -> None:
+        """Go on with a lease that moves to here."""
+        state = destination.step(0.0)
+        if self._claims and state is not DestinationState.DISCARDED and destination.claim():
+            state = destination.state
+        if state is DestinationState.LIVING:
+            self._destination = None
+            self.tell(event="arrived")
+            for channel, hello in self._claims:
+                self._welcome(channel, hello)
+            self._claims.clear()
+        elif state is DestinationState.DISCARDED:
+            self._destination = None
+            why = f"this lease is lost: it was being moved, and did not arrive: {destination.reason}"
+            self.over = LeaseLostError(why)
+            for channel, _ in self._claims:
+                refuse(channel, self.over)
+            self._claims.clear()
+            self.tell(event="failed", type="DeviceError", message=destination.reason)
+
+    def _converse(self) -> None:
+        """Deal with the client's next frame."""
+        channel = self.channel
+        if channel is None:
+            return
+        try:
+            frame = channel.receive(0.0)
+            if frame is not None and not self.over and not self.moved:
+                self._deal(channel, frame)
+            if self._owed >= _UNACKNOWLEDGED or (self._owed and not channel.pending()):
+                self._acknowledge()
+        except ConnectionLost:
+            self.hang_up()
+        except DeviceError as error:  # a batch that is none, or one that is missing: nothing after it makes sense
+            with suppress(ConnectionLost):
+                self._report([Failure.of(error, "batch", self.executor.executed)])
+                channel.send(Kind.BYE)
+            self.hang_up()
+
+    def _deal(self, channel: Channel, frame: Frame) -> None:
+        if frame.kind is Kind.BATCH:
+            self._meter.begin()
+            try:
+                failures = self.executor.execute(frame.number, frame.payload)
+            finally:
+                self._owed += 1
+                self._meter.end()
+            self._report(failures)
+        elif frame.kind is Kind.ASK:
+            self._answer(channel, frame)
+        elif frame.kind is Kind.BYE:
+            raise ConnectionLost("the client said goodbye")
+        else:
+            raise DeviceError(f"a client does not send {frame.kind.name} frames in the middle of a session")
+
+    def _answer(self, channel: Channel, frame: Frame) -> None:
+        question: Any = decode(frame.payload)
+        try:
+            match question:
+                case ["read", int(handle), int(offset), int(nbytes)] if nbytes <= _SMALL and self._on_gpu:
+                    # The GPU goes on with what the client has sent meanwhile.
+                    self._leaving.append((frame.number, self.executor.storages.leave(handle, offset, nbytes)))
+                    return
+            for part in self.executor.answer(question if isinstance(question, list) else [question]):
+                if isinstance(part, memoryview):
+                    channel.send(Kind.DATA, frame.number, part)
+                else:
+                    channel.send(Kind.ANSWER, frame.number, encode(part))
+        except ConnectionLost:
+            raise
+        except PoisonedError as error:
+            channel.send(Kind.ERROR, frame.number, encode(error.failure.plain()))
+        except Exception as error:  # CUDA's, too: what was launched before may come to light here
+            channel.send(Kind.ERROR, frame.number, encode(Failure.of(error, "", self.executor.executed).plain()))
+
+    def _deliver(self) -> None:
+        """Send the answers that have arrived from the GPU."""
+        while self._leaving and self.channel is not None:
+            number, leaving = self._leaving[0]
+            try:
+                if not leaving.arrived:
+                    return
+                self.channel.send(Kind.DATA, number, leaving.data)
+            except ConnectionLost:
+                self.hang_up()
+                return
+            except Exception as error:  # CUDA's: what was launched before comes to light here
+                failure = Failure.of(error, "", self.executor.executed)
+                with suppress(ConnectionLost):
+                    self.channel.send(Kind.ERROR, number, encode(failure.plain()))
+            self._leaving.popleft()
+
+    def _report(self, failures: list[Failure]) -> None:
+        for failure in failures:
+            if self.channel is not None:
+                self.channel.send(Kind.ERROR, 0, encode(failure.plain()))
+
+    def _acknowledge(self) -> None:
+        if self.channel is not None and self._owed:
+            self.channel.send(Kind.ACK, self.executor.executed)
+            self._owed = 0
+
+    def _pause(self) -> float:
+        """Seconds that the lease has to wait for its next slice of time."""
+        self._meter.collect(behind=self._slices is not None)
+        spent, self._billed = self._meter.busy - self._billed, self._meter.busy
+        if self._slices is None:
+            return 0.0
+        now = time.monotonic()
+        self._slices.spend(spent, now)
+        return self._slices.wait(now)
+
+    def _tell_clients(self) -> None:
+        now = (int(self.channel is not None), self.executor.storages.used)
+        if now != self._told:
+            self._told = now
+            self.tell(event="clients", connected=now[0], memory=now[1], busy=self._meter.busy)
+
+    def _say_goodbye(self) -> None:
+        """End the client's connection so that it gets to read what was said last: closing a socket with something
+        unread in it would take that away."""
+        channel, until = self.channel, time.monotonic() + _LINGER
+        with suppress(DeviceError):
+            if channel is not None:
+                if not self.moved:
+                    channel.send(Kind.BYE)
+                while time.monotonic() < until:
+                    channel.receive(until - time.monotonic())
+
+
+def _warm() -> None:
+    """Have PyTorch load what it asks for a call's results: a second or more, which no lease has to wait for."""
+    x = contiguous(torch.float32, (2,))
+    infer(Signature("aten::native_layer_norm", (Input(0), (2,), Input(1), None, 1e-5), (), (x, x), ()))
+
+
+def main(descriptor: int) -> NoReturn:
+    """The main program of the process.
+
+    Args:
+        descriptor: of its end of the socket pair that `tenant_processes` tells of.
+    """
+    end = socket.socket(fileno=descriptor)
+    code = 0
+    try:
+        _warm()
+        setup, _ = control.receive(end)
+        tenant = _set_up(end, setup)
+        if tenant is None:
+            code = 1
+        else:
+            tenant.serve()
+    except ConnectionLost:
+        pass  # the daemon is gone
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: nothing is left to save, and the driver takes a GPU's memory back faster than Python would.
+    os._exit(code)
+
+
+def _set_up(end: socket.socket, setup: dict[str, Any]) -> Tenant | None:
+    """The lease that the daemon wants; if it cannot be had, the daemon is told why."""
+    try:
+        os.environ.update(setup["environment"])
+        torch.set_num_threads(setup["threads"])
+        device = torch.device(setup["device"])
+        if device.type == "cpu":
+            _limit_memory(setup["memory"] + allowance(setup["memory"]))
+        else:
+            _check_gpu(device, setup["environment"].get("CUDA_VISIBLE_DEVICES", ""))
+        content = None if setup.get("content") is None else ContentStore(Path(setup["content"]))
+        executor = Executor(device, Quota(setup["memory"], setup["share"]), content)
+        if setup["saved"] is not None:
+            resume(Path(setup["saved"]), executor)
+        return Tenant(end, setup, executor)
+    except (WarpbusError, RuntimeError, KeyError) as error:  # torch's are RuntimeErrors
+        kind = type(error).__name__ if isinstance(error, WarpbusError) else "DeviceError"
+        control.send(end, {"event": "failed", "type": kind, "message": str(error).partition("\n")[0]})
+        return None
+
+
+def _check_gpu(device: torch.device, wanted: str) -> None:
+    """Raises DeviceError unless this process sees the GPU of that UUID: whatever has asked the driver for GPUs before
+    the environment was set would have made it see all."""
+    found = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    if wanted.startswith("GPU-") and found != wanted:
+        raise DeviceError(f"the lease's process got {found}, and was to get {wanted}: start another")
+
+
+def _limit_memory(nbytes: int) -> None:
+    """Let the process have so many bytes more than it has: what operators use while they run is in no quota."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    now = 1024 * int(status.partition("VmData:")[2].split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, most))

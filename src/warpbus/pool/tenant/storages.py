@@ -1,0 +1,306 @@
+"""Every byte that a lease holds, by handle. The quota is exact, and looked at before anything is allocated.
+
+Knows nothing of operators. A storage is memory that is charged with the bytes it was asked for with; tensors are made
+of it by geometry, which is checked once and then looked up.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import DeviceError
+from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.geometry import Geometry, contiguous
+from warpbus.pool.protocol.wire import Value
+from warpbus.pool.tenant.staging import CHUNK, Leaving, Staging
+
+MAX_STORAGES = 1 << 20
+"""Storages of a lease: those without bytes are charged with nothing, and have to end somewhere."""
+MAX_HANDLE = 1 << 63
+
+_LEAST_SLACK = 512 << 20
+_SLACK = 8
+
+
+def allowance(memory: int) -> int:
+    """Bytes that a process needs on a GPU beside its lease's quota: what operators use while they run, the libraries'
+    workspaces, and what the allocator rounds up. An eighth of the quota and at least 512 MiB."""
+    return max(_LEAST_SLACK, memory // _SLACK)
+
+
+class Place:
+    """A geometry that is known by what it is, not by what is in it: looked up without hashing its shape."""
+
+    __slots__ = ("__weakref__", "geometry")
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """What a handle stands for.
+
+    Attributes:
+        nbytes: that are charged for it.
+        base: a tensor with its memory; None if it has none: a poisoned storage, or a value.
+        views: tensors of it, by place.
+        version: of its contents, see `Storages.version`.
+        failure: why it was never computed, or None.
+        result: its geometry if only the pool knows that: of the result of a dynamic call.
+        value: a result that is no tensor.
+        pinned: programs have its address.
+    """
+
+    nbytes: int
+    base: Tensor | None
+    views: dict[Place, Tensor]
+    version: int
+    failure: Failure | None = None
+    result: Geometry | None = None
+    value: Value = None
+    pinned: bool = False
+
+
+class Storages:
+    """The storages of a lease.
+
+    Args:
+        device: "cpu" or a CUDA device. On CUDA this process's allocator is limited, too: to the quota and `allowance`.
+        memory: the quota in bytes.
+
+    Attributes:
+        live: by handle. The executor's hot path reads and adds here itself.
+        used: bytes charged; never above `memory`.
+        peak: the most that `used` has been.
+        clock: the last version given.
+        moved: counts how often memory that programs have the address of went away.
+    """
+
+    def __init__(self, device: torch.device, memory: int) -> None:
+        self.device = device if device.type != "cuda" else torch.device("cuda", device.index or 0)
+        self.memory = memory
+        self.live: dict[int, Storage] = {}
+        self.used = 0
+        self.peak = 0
+        self.clock = 0
+        self.moved = 0
+        self._sizes: dict[int, int] = {}
+        self._places: WeakValueDictionary[Geometry, Place] = WeakValueDictionary()
+        self._staging = Staging(self.device)
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (memory + allowance(memory)) / total), self.device)
+
+    def charge(self, nbytes: int) -> None:
+        """Count bytes as used. Raises torch.OutOfMemoryError, and counts nothing, if that is more than the quota."""
+        used = self.used + nbytes
+        if used > self.memory:
+            raise torch.OutOfMemoryError(
+                f"{nbytes:,} bytes do not fit: {self.used:,} of the lease's {self.memory:,} bytes are in use; "
+                "free tensors, or lease more memory"
+            )
+        self.used = used
+        if used > self.peak:
+            self.peak = used
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def create(self, handle: int, nbytes: int) -> None:
+        """A storage of zeros.
+
+        Raises:
+            torch.OutOfMemoryError: with the figures; nothing has changed.
+            DeviceError: the handle is taken or not possible.
+        """
+        self.check_new(handle)
+        self.charge(nbytes)
+        try:
+            base = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        except Exception:
+            self.used -= nbytes
+            raise
+        self._add(handle, Storage(nbytes, base, {}, 0))
+
+    def adopt(self, handle: int, tensor: Tensor) -> None:
+        """Take over a result whose storage nobody else has, and charge it. Raises what `create` raises."""
+        self.check_new(handle)
+        nbytes = tensor.untyped_storage().nbytes()
+        self.charge(nbytes)
+        self._add(handle, Storage(nbytes, tensor, {}, 0))
+
+    def hold(self, handle: int, tensor: Tensor, nbytes: int, place: Place) -> None:
+        """Take over a result that is charged already and lies at `place` in `nbytes` that nobody else has."""
+        if handle in self.live or handle >= MAX_HANDLE or len(self.live) >= MAX_STORAGES:
+            self.check_new(handle)
+        self.clock = clock = self.clock + 1
+        self.live[handle] = Storage(nbytes, tensor, {place: tensor}, clock)
+        self._sizes[handle] = nbytes
+
+    def keep(self, handle: int, value: Value) -> None:
+        """A result that is no tensor."""
+        self.check_new(handle)
+        self.live[handle] = Storage(0, None, {}, 0, value=value)
+
+    def take(self, handle: int, storage: Storage) -> None:
+        """Have a storage under a new handle that was made apart from the others, and is charged already."""
+        self._add(handle, storage)
+
+    def free(self, handle: int) -> None:
+        """Let go of what a handle stands for; nothing happens if it stands for nothing: a result that never came."""
+        storage = self.live.pop(handle, None)
+        if storage is not None:
+            self._forget(handle, storage)
+
+    def poison(self, handle: int, failure: Failure) -> None:
+        """From now on there is only the failure; memory is let go of. The handle need not have stood for anything."""
+        storage = self.live.get(handle)
+        if storage is None:
+            self.check_new(handle)
+        elif storage.failure is not None:
+            return
+        else:
+            self._forget(handle, storage)
+        self.live[handle] = Storage(0, None, {}, 0, failure)
+
+    def tensor(self, handle: int, geometry: Geometry) -> Tensor:
+        """The tensor that lies in a storage so.
+
+        Raises:
+            DeviceError: there is no such storage, it was never computed, or the tensor does not lie inside it.
+        """
+        return self.at(self.memory_of(handle), self.place(geometry))
+
+    def place(self, geometry: Geometry) -> Place:
+        """The one place that equal geometries have."""
+        place = self._places.get(geometry)
+        if place is None:
+            place = self._places[geometry] = Place(geometry)
+        return place
+
+    def at(self, storage: Storage, place: Place) -> Tensor:
+        """The tensor at a place of a storage that need not have a handle."""
+        found = storage.views.get(place)
+        return self.view(storage, place) if found is None else found
+
+    def view(self, storage: Storage, place: Place) -> Tensor:
+        """The tensor at a place that has not been looked up yet."""
+        if storage.failure is not None:
+            raise PoisonedError(storage.failure)
+        if storage.base is None:
+            raise DeviceError(f"a result that is no tensor but {storage.value!r:.40} is used as one")
+        geometry = place.geometry
+        geometry.check(storage.nbytes)
+        tensor = torch.empty(0, dtype=geometry.dtype, device=self.device)
+        tensor.set_(storage.base.untyped_storage(), geometry.offset, geometry.shape, geometry.stride)
+        storage.views[place] = tensor
+        return tensor
+
+    def raw(self, handle: int) -> Tensor:
+        """A storage's bytes, uint8 `[nbytes]`."""
+        return self.whole(self.memory_of(handle))
+
+    def whole(self, storage: Storage) -> Tensor:
+        """The same of a storage that need not have a handle."""
+        place = self.place(contiguous(torch.uint8, (storage.nbytes,)))
+        found = storage.views.get(place)
+        if found is None:
+            with torch.inference_mode(False):  # it is written outside of that mode, too
+                found = self.view(storage, place)
+        return found
+
+    def read(self, handle: int, offset: int, nbytes: int) -> memoryview:
+        """Bytes of a storage: its memory itself on a CPU, a copy of it on a GPU."""
+        if self.device.type != "cuda":
+            return self._slice(handle, offset, nbytes).numpy().data
+        copy = bytearray(nbytes)
+        at = 0
+        for part in self.stream(handle, offset, nbytes):
+            copy[at : at + len(part)] = part
+            at += len(part)
+        return memoryview(copy).toreadonly()
+
+    def stream(self, handle: int, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """The same in pieces of 4 MiB at most, each of which holds until the next is asked for."""
+        source = self._slice(handle, offset, nbytes)
+        for _, (part,) in self._staging.read((None, [piece]) for piece in source.split(CHUNK)):
+            yield part
+
+    def leave(self, handle: int, offset: int, nbytes: int) -> Leaving:
+        """The same of a GPU, as they are now, without waiting for them."""
+        return Leaving(self._slice(handle, offset, nbytes))
+
+    def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
+        """Overwrite bytes of a storage; on a GPU it is done when its stream gets there."""
+        data = memoryview(data)
+        target = self._slice(handle, offset, len(data))
+        for start in range(0, len(data), CHUNK):
+            self._staging.write([(target[start : start + CHUNK], data[start : start + CHUNK])])
+        self.written(handle)
+
+    def written(self, handle: int) -> None:
+        """Something wrote into a storage."""
+        self.clock += 1
+        self.live[handle].version = self.clock
+
+    def version(self, handle: int) -> int:
+        """A number that grows with every write, and that no two writes, to whatever storages, have in common."""
+        return self.live[handle].version
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each storage that has memory, by handle. Not to be changed."""
+        return self._sizes
+
+    def check_new(self, handle: int) -> None:
+        """Raises DeviceError unless the handle may come to stand for something."""
+        if handle in self.live:
+            raise DeviceError(f"the handle {handle} is in use: a client must not choose one twice")
+        if not 0 <= handle < MAX_HANDLE or len(self.live) >= MAX_STORAGES:
+            raise DeviceError(f"a storage more, with handle {handle}: a lease has at most {MAX_STORAGES}")
+
+    def check_all_new(self, handles: Collection[int]) -> None:
+        """The same of handles that come to stand for something together, or not at all."""
+        for handle in handles:
+            self.check_new(handle)
+        if len(set(handles)) != len(handles):
+            raise DeviceError(f"a handle stands twice among the results {[*handles]!r:.80}: each needs its own")
+        if len(self.live) + len(handles) > MAX_STORAGES:
+            raise DeviceError(f"{len(handles)} storages more: a lease has at most {MAX_STORAGES}")
+
+    def memory_of(self, handle: int) -> Storage:
+        """The storage of a handle, which has memory. Raises DeviceError if there is none or it was never computed."""
+        storage = self.live.get(handle)
+        if storage is None:
+            raise DeviceError(f"there is no storage with the handle {handle}: it was freed, or never made")
+        if storage.failure is not None:
+            raise PoisonedError(storage.failure)
+        if storage.base is None:
+            raise DeviceError(f"the handle {handle} stands for {storage.value!r:.40}, which is no tensor")
+        return storage
+
+    def _slice(self, handle: int, offset: int, nbytes: int) -> Tensor:
+        whole = self.raw(handle)
+        if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
+            raise DeviceError(f"bytes {offset} to {offset + nbytes} of a storage of {len(whole)}: they must be inside")
+        return whole[offset : offset + nbytes]
+
+    def _add(self, handle: int, storage: Storage) -> None:
+        self.live[handle] = storage
+        self._sizes[handle] = storage.nbytes
+        self.written(handle)
+
+    def _forget(self, handle: int, storage: Storage) -> None:
+        self.used -= storage.nbytes
+        self._sizes.pop(handle, None)
+        self._let_go(storage)
+
+    def _let_go(self, storage: Storage) -> None:
+        if storage.pinned:
+            self.moved += 1
+            storage.pinned = False

@@ -1,0 +1,214 @@
+"""A lease as a file: suspended here, resumed later on the same GPU, another one or another host.
+
+The file is of the safetensors format: each storage is a tensor of bytes, `storage.<handle>`. The tensor `lease` is a
+CRC-32 (u32, little endian) and that which it is of: a typed header (`wire`) with the executor's state and a CRC-32 of
+each storage. The file is there complete or not at all, and only its owner can read it: it holds what the tenant
+computed.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from warpbus.errors import CheckpointError, DeviceError, StorageError
+from warpbus.formats.files import check_space, replace_file, sync
+from warpbus.formats.safetensors_io import Entry, raw_bytes, read_header
+from warpbus.pool.protocol.wire import Value, decode, encode
+from warpbus.pool.tenant.parcels import MAX_STATE
+from warpbus.pool.tenant.staging import CHUNK, Staging
+from warpbus.pool.tenant.storages import MAX_STORAGES
+
+if TYPE_CHECKING:
+    from warpbus.pool.tenant.execution import Executor
+
+VERSION = 1
+
+_HEADER = "lease"
+_CRC = Struct("<I")
+_PREFIX = "storage."
+_MOST_HEADER = MAX_STATE + 16 * MAX_STORAGES  # bytes
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """What a file says of the lease that is in it.
+
+    Attributes:
+        device: the kind of device that it executed on, and can be resumed on.
+        executed: its last batch.
+        used: bytes of its storages.
+    """
+
+    device: str
+    executed: int
+    used: int
+
+
+def suspend(executor: "Executor", path: Path) -> int:
+    """Write a lease, which must not execute meanwhile, to a file; returns the file's bytes. The lease stays as it is.
+
+    Raises:
+        StorageError: it cannot be written; what was at `path` before is still there.
+    """
+    storages = executor.storages
+    sizes = dict(storages.sizes())
+    state = encode(executor.state())
+    # Numbers have the same size whatever they are: so the header's place is known before the checksums are.
+    size = len(_typed_header(executor, state, [0] * len(sizes)))
+    described: dict[str, object] = {"__metadata__": {"format": "warpbus-lease"}}
+    end = 0
+    for name, nbytes in (*((f"{_PREFIX}{handle}", nbytes) for handle, nbytes in sizes.items()), (_HEADER, size)):
+        described[name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    check_space(path, 8 + len(text) + end)
+
+    def write(partial: Path) -> None:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            checksums = []
+            for handle, nbytes in sizes.items():
+                crc = 0
+                for part in storages.stream(handle, 0, nbytes):
+                    file.write(part)
+                    crc = zlib.crc32(part, crc)
+                checksums.append(crc)
+            file.write(_typed_header(executor, state, checksums))
+
+    replace_file(path, write)
+    sync(path.parent)
+    return 8 + len(text) + end
+
+
+def look(path: Path) -> Suspended:
+    """What is in a file of `suspend`, without its storages being read.
+
+    Raises:
+        StorageError: there is no such file, it is damaged, or of another version.
+    """
+    header, entries = _opened(path)
+    return Suspended(str(header["device"]), _number(path, header["executed"]), sum(e.nbytes for e in entries.values()))
+
+
+def resume(path: Path, executor: "Executor") -> None:
+    """Give an empty executor what was suspended. The file stays.
+
+    Raises:
+        StorageError: there is no such file, it is damaged, or of another version; the executor is empty then.
+        DeviceError: it is of another kind of device.
+        torch.OutOfMemoryError: it is more than the executor's quota; nothing was read.
+    """
+    header, entries = _opened(path)
+    storages = executor.storages
+    if header["device"] != storages.device.type:
+        raise DeviceError(
+            f"{path}: a lease on {str(header['device'])[:20]!r} cannot be resumed on {storages.device.type}: choose "
+            "another GPU"
+        )
+    used = sum(entry.nbytes for entry in entries.values())
+    if used > storages.memory:
+        raise torch.OutOfMemoryError(
+            f"{path}: the lease holds {used:,} bytes, {storages.memory:,} are for it here: lease more memory"
+        )
+    staging, made = Staging(storages.device), []
+    try:
+        for (handle, entry), crc in zip(entries.items(), _checksums(path, header, len(entries)), strict=True):
+            storages.create(handle, entry.nbytes)
+            made.append(handle)
+            if _fill(staging, storages.raw(handle), entry) != crc:
+                raise _damaged(path, f"storage {handle} has another checksum")
+        state = decode(header["state"]) if isinstance(header["state"], bytes) else None
+        if not isinstance(state, dict):
+            raise _damaged(path, "it has no state")
+        executor.restore(state)
+        if storages.device.type == "cuda":
+            torch.cuda.synchronize(storages.device)
+    except BaseException:
+        for handle in made:
+            storages.free(handle)
+        raise
+
+
+@torch.inference_mode()  # as the storages' tensors were made
+def _fill(staging: Staging, target: torch.Tensor, entry: Entry) -> int:
+    """Fill a storage, and return the checksum of what it was filled with."""
+    data, crc = raw_bytes(entry.read()), 0
+    for start in range(0, entry.nbytes, CHUNK):
+        part = data[start : start + CHUNK]
+        crc = zlib.crc32(part, crc)
+        staging.write([(target[start : start + CHUNK], part)])
+    return crc
+
+
+def _typed_header(executor: "Executor", state: bytes, checksums: list[int]) -> bytes:
+    header = encode(
+        {
+            "version": VERSION,
+            "device": executor.storages.device.type,
+            "executed": executor.executed,
+            "state": state,
+            "checksums": list[Value](checksums),
+        }
+    )
+    return _CRC.pack(zlib.crc32(header)) + header
+
+
+def _opened(path: Path) -> tuple[Mapping[str, Value], dict[int, Entry]]:
+    """The typed header, and where the storages lie, by handle in the file's order."""
+    if not path.is_file():
+        raise StorageError(f"{path}: there is no suspended lease: see what is suspended with warpbus pool status")
+    try:
+        entries = read_header(path)
+        place = entries.pop(_HEADER, None)
+        if place is None or place.nbytes > _MOST_HEADER:
+            raise _damaged(path, f"it has no tensor {_HEADER!r} that is one of Warpbus")
+        data = raw_bytes(place.read())
+        if len(data) < _CRC.size or _CRC.unpack_from(data)[0] != zlib.crc32(data[_CRC.size :]):
+            raise _damaged(path, "its header has another checksum")
+        header = decode(data[_CRC.size :])
+    except (CheckpointError, DeviceError) as error:
+        raise _damaged(path, str(error)) from None
+    if not isinstance(header, dict) or header.keys() != {"version", "device", "executed", "state", "checksums"}:
+        raise _damaged(path, "its header is another one")
+    if header["version"] != VERSION:
+        raise StorageError(
+            f"{path}: version {header['version']!r} of suspended leases, this Warpbus reads {VERSION}: use the Warpbus "
+            "that wrote it"
+        )
+    return header, dict(_storages(path, entries))
+
+
+def _storages(path: Path, entries: Mapping[str, Entry]) -> Iterator[tuple[int, Entry]]:
+    if len(entries) > MAX_STORAGES:
+        raise _damaged(path, f"it has more than {MAX_STORAGES:,} storages")
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+        number = name.removeprefix(_PREFIX)
+        if name == number or not number.isdecimal() or entry.dtype != torch.uint8 or len(entry.shape) != 1:
+            raise _damaged(path, f"it has a tensor {name[:40]!a}")
+        yield int(number), entry
+
+
+def _checksums(path: Path, header: Mapping[str, Value], count: int) -> list[Value]:
+    found = header["checksums"]
+    if not isinstance(found, list) or len(found) != count:
+        raise _damaged(path, f"it has no checksums of its {count} storages")
+    return found
+
+
+def _number(path: Path, value: Value) -> int:
+    if type(value) is not int:
+        raise _damaged(path, "it does not say how far the lease was")
+    return value
+
+
+def _damaged(path: Path, why: str) -> StorageError:
+    return StorageError(f"{path}: this suspended lease cannot be resumed: {why.removeprefix(f'{path.name}: ')}")
