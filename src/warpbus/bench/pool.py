@@ -210,11 +210,11 @@ class _Measured:
         counted, gpt = found["counted"], self.effort.gpt
         tokens = 8.0 * gpt.batch * (gpt.context + 1)
         self.run.note(
-            f"a training step: {found['parameters'] / 1e6:.1f} M parameters, {gpt.batch} x {gpt.context} tokens, "
+            f"a training step: {_gpt(found)}, {gpt.batch} x {gpt.context} tokens, "
             f"{counted['operators']:.0f} operators in {counted['batches']:.0f} batches; the losses of both sides are "
             f"{_agreement(found['losses'])}"
         )
-        case: dict[str, Parameter] = {"parameters": found["parameters"], "link": LOOPBACK}
+        case: dict[str, Parameter] = {"link": LOOPBACK, "model": _gpt(found)}
         return [
             self._step(found, found["seconds"]["local"], LOOPBACK),
             _row({"of": "round trips a step", **case}, ("count", "round trips"), [counted["round_trips"]], _ASKED),
@@ -232,7 +232,7 @@ class _Measured:
 
     def _step(self, found: Mapping[str, Any], local: Sequence[float], where: str) -> Result:
         return _row(
-            {"of": "training step", "link": where, "parameters": found["parameters"]},
+            {"of": "training step", "link": where, "model": _gpt(found)},
             ("latency", "ms"),
             _scaled(found["seconds"]["remote"], 1e3),
             (self.here, torch.__version__, _scaled(local, 1e3)),
@@ -256,7 +256,7 @@ class _Measured:
 
     def _token(self, found: Mapping[str, Any], local: Sequence[float], where: str) -> Result:
         return _row(
-            {"of": "decode step", "link": where, "model": self.effort.shape, "scheme": self.effort.scheme},
+            {"of": "decode step", "link": where, "model": f"{self.effort.shape}, {self.effort.scheme}"},
             ("latency", "ms"),
             _scaled(found["seconds"]["remote"], 1e3),
             (f"warpbus on {'this GPU' if self.run.on_gpu else 'this CPU'}", torch.__version__, _scaled(local, 1e3)),
@@ -361,6 +361,10 @@ def _row(
     floor: float | None = None,
 ) -> Result:
     return Result({**parameters, "timed": "clock"}, metric[0], metric[1], ours, peers, floor)
+
+
+def _gpt(found: Mapping[str, Any]) -> str:
+    return f"GPT, {found['parameters'] / 1e6:.1f} M"
 
 
 def _scaled(seconds: Sequence[float], scale: float) -> list[float]:
