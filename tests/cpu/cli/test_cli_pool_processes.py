@@ -9,7 +9,8 @@ from warpbus.cli import app, pool_processes
 from warpbus.cuda import inventory
 from warpbus.cuda.inventory import InstalledGpu
 from warpbus.errors import UsageError
-from warpbus.pool.processes.processes import Carried, listing, machine, processes, suspensions, virtual
+from warpbus.pool.processes import listing, machine, processes, suspensions, virtual
+from warpbus.pool.processes.processes import Carried
 from warpbus.pool.quota import Quota
 
 GB = 10**9

@@ -84,9 +84,6 @@ class Gpu:
         self.lease: str = grant["lease"]
         self.quota = quota
         self.device = register()
-        # Gradients are computed in the thread that asks for them: those that PyTorch has for devices are counted at the
-        # first backward pass of a process, which may be over. A remote GPU has no use for a thread of its own.
-        torch.autograd.set_multithreading_enabled(False)
         other = grant.get("address")  # of another machine, which knows nothing of the files of this one
         where = replace(addresses.address(other), ca=steering.to.ca) if other else steering.to
         self._connection = Connection(where, bytes.fromhex(self.lease), grant["key"])
@@ -99,6 +96,7 @@ class Gpu:
             self._connection.close()
             self._release()
             raise
+        _let_gradients_flow(self.device)
 
     @property
     def name(self) -> str:
@@ -172,3 +170,16 @@ class Gpu:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _let_gradients_flow(device: torch.device) -> None:
+    """See to it that backward passes reach the device.
+
+    PyTorch has a thread for each device that there was at the first backward pass of a process. If that is over, this
+    thread computes its gradients itself.
+    """
+    probe = torch.ones(1, device=device, requires_grad=True)
+    try:
+        (probe * 1).backward()
+    except RuntimeError:
+        torch.autograd.set_multithreading_enabled(False)
