@@ -101,7 +101,8 @@ class Hand:
     def get(self, tensor):
         """Read a tensor back."""
         if self.writer.buffer:
-            assert self.send() == []
+            failures = self.send()
+            assert failures == [], failures
         geometry = tensor.geometry
         data = b"".join(bytes(part) for part in self.executor.answer(["read", int(tensor), 0, geometry.extent]))
         flat = torch.frombuffer(bytearray(data), dtype=geometry.dtype) if data else torch.empty(0, dtype=geometry.dtype)
