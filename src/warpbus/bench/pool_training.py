@@ -105,7 +105,9 @@ class Training:
 
 
 def training(address: str, device: str | None, shape: dict[str, Any], steps: int, rounds: int) -> dict[str, Any]:
-    """Seconds a step, in turns with the same on a device of this machine, and what a step sends.
+    """Seconds a step, after the same on a device of this machine, and what a step sends.
+
+    Not in turns: once a process has a remote GPU, PyTorch computes gradients there, and on no GPU of its own.
 
     Args:
         device: this machine's; None measures the remote one alone.
@@ -117,28 +119,29 @@ def training(address: str, device: str | None, shape: dict[str, Any], steps: int
     parameters = sum(each.numel() for each in gpt.parameters())
     # Weights, gradients and Adam's two moments in float32; the rest is for what a step keeps, scores above all.
     memory = 16 * parameters + 40 * wanted.batch * wanted.context * (wanted.vocabulary + 40 * wanted.width) + 10**9
+    seconds: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}
+    if device is not None:
+        seconds["local"], losses["local"] = _rounds(Training(gpt, wanted, torch.device(device)), steps, rounds)
     with connect(address, memory=memory) as gpu:
-        sides = {"remote": Training(gpt, wanted, gpu.device)}
-        if device is not None:
-            sides["local"] = Training(gpt, wanted, torch.device(device))
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
-        losses: dict[str, list[float]] = {name: [] for name in sides}
-        counted: dict[str, float] = {}
-        done = 0
-        for turn in range(rounds + 1):
-            for name, side in sides.items():
-                before = asdict(gpu.statistics)
-                started = time.perf_counter()
-                losses[name] += [side.step(done + number) for number in range(steps)]
-                taken = (time.perf_counter() - started) / steps
-                if turn:
-                    seconds[name].append(taken)
-                if name == "remote":
-                    after = asdict(gpu.statistics)
-                    counted = {each: (after[each] - before[each]) / steps for each in _COUNTED}
-            done += steps
+        side = Training(gpt, wanted, gpu.device)
+        seconds["remote"], losses["remote"] = _rounds(side, steps, rounds)
+        before = asdict(gpu.statistics)
+        side.step(0)  # whose kinds of calls are all known
+        counted = {each: asdict(gpu.statistics)[each] - before[each] for each in _COUNTED}
         usage = gpu.usage()
     return {"seconds": seconds, "losses": losses, "counted": counted, "parameters": parameters, "usage": usage}
+
+
+def _rounds(side: Training, steps: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds a step of each round but the first, and all losses."""
+    seconds, losses = [], []
+    for turn in range(rounds + 1):
+        started = time.perf_counter()
+        losses += [side.step(turn * steps + number) for number in range(steps)]
+        if turn:
+            seconds.append((time.perf_counter() - started) / steps)
+    return seconds, losses
 
 
 def decode(

@@ -168,6 +168,9 @@ ATEN = frozenset(
 )
 """Names in `torch.ops.aten`, without the underscore of those in place."""
 
+SOLVERS = frozenset(_LINEAR_ALGEBRA.split())
+"""Those of them whose libraries wait for the GPU in the middle."""
+
 
 @functools.cache
 def operator(name: str) -> OpOverload:

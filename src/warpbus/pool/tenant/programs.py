@@ -20,6 +20,7 @@ from warpbus.cuda.capture import capture
 from warpbus.errors import DeviceError
 from warpbus.kernels.ops.workspace import lent
 from warpbus.pool.protocol.failures import Failure
+from warpbus.pool.protocol.operators import SOLVERS
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.definitions import Definition
 from warpbus.pool.tenant.storages import Storage, Storages
@@ -76,6 +77,9 @@ class Program:
                 continue
             definition, operands = step
             self.used.update(operands[: len(definition.places)])
+            if definition.operator.removeprefix("aten::").partition(".")[0].removesuffix("_") in SOLVERS:
+                # Not even tried: a library of the GPU's that is interrupted in a capture computes nothing afterwards.
+                self.why = f"{definition.operator} waits for the GPU"
             self.written.update(operands[index] for index in definition.written)
             results = operands[definition.carried :]
             now += sum(self.inner.get(handle, 0) for handle in results)
