@@ -24,7 +24,22 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait", device)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (Generator(calls),))
     return calls
+
+
+class Generator:
+    """PyTorch's of a GPU, as far as a capture deals with it."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def clone_state(self):
+        return "what it was, without a capture"
+
+    def graphsafe_set_state(self, state):
+        self.calls.append(("random", state))
 
 
 class Cycle:
@@ -55,6 +70,7 @@ def test_it_collects_again_after_a_capture_that_failed(gpu):
     with pytest.raises(ValueError, match="no"), capture("a graph"):
         raise ValueError("no")
     assert gc.isenabled()
+    assert gpu[-1] == ("random", "what it was, without a capture")
 
 
 def test_who_has_turned_collection_off_finds_it_off(gpu):

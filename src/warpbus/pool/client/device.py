@@ -98,6 +98,19 @@ def register() -> torch.device:
     return torch.device(NAME, 0)
 
 
+def let_gradients_flow() -> None:
+    """See to it that backward passes reach the device, once it is connected.
+
+    PyTorch has a thread for each device that there was at the first backward pass of a process. If that is over, this
+    thread computes its gradients itself.
+    """
+    probe = torch.ones(1, device=NAME, requires_grad=True)
+    try:
+        (probe * 1).backward()
+    except RuntimeError:
+        torch.autograd.set_multithreading_enabled(False)
+
+
 def _runs_remotely(overload: OpOverload) -> bool:
     name = overload.name()
     if name in _SPECIAL or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):

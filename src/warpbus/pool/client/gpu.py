@@ -12,11 +12,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
 from warpbus.errors import DeviceError, WarpbusError
 from warpbus.pool.client.connection import Connection
-from warpbus.pool.client.device import register
+from warpbus.pool.client.device import let_gradients_flow, register
 from warpbus.pool.client.program import Program, recorded
 from warpbus.pool.client.session import Session, Statistics, use
 from warpbus.pool.protocol import address as addresses
@@ -96,7 +94,7 @@ class Gpu:
             self._connection.close()
             self._release()
             raise
-        _let_gradients_flow(self.device)
+        let_gradients_flow()
 
     @property
     def name(self) -> str:
@@ -170,16 +168,3 @@ class Gpu:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _let_gradients_flow(device: torch.device) -> None:
-    """See to it that backward passes reach the device.
-
-    PyTorch has a thread for each device that there was at the first backward pass of a process. If that is over, this
-    thread computes its gradients itself.
-    """
-    probe = torch.ones(1, device=device, requires_grad=True)
-    try:
-        (probe * 1).backward()
-    except RuntimeError:
-        torch.autograd.set_multithreading_enabled(False)
