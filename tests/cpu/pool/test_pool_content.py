@@ -17,6 +17,7 @@ HASH = hashlib.sha256(DATA).digest()
 
 
 def kept(store, data):
+    assert not store.promise(hashlib.sha256(data).digest())  # a client asks before
     incoming = store.incoming()
     incoming.write(memoryview(data))
     return incoming.finish()
@@ -110,6 +111,7 @@ def upload(uploads, data, handle=1, nbytes=None, step=MAX_WRITE):
 def test_uploads_are_found_among_writes(store):
     uploads = Uploads(store)
     big = os.urandom(2 * LEAST)
+    assert not any(store.promise(each) for each in (HASH, hashlib.sha256(big).digest()))
     for start in range(0, 2 * LEAST, LEAST // 2):  # two at a time
         uploads.wrote(1, start, memoryview(big)[start : start + LEAST // 2], len(big))
         if start < LEAST:
@@ -119,9 +121,21 @@ def test_uploads_are_found_among_writes(store):
     assert store.promise(hashlib.sha256(big).digest())
 
 
+def test_what_nobody_asked_for_is_not_kept(store, tmp_path):
+    uploads = Uploads(store)
+    upload(uploads, DATA)  # not looked at
+    assert not store.promise(os.urandom(32))
+    upload(uploads, DATA)  # looked at, since something is expected, and it is something else
+    assert files(tmp_path / "content") == []
+    assert not store.promise(HASH)
+    upload(uploads, DATA)
+    assert store.promise(HASH)
+
+
 @pytest.mark.parametrize("way", ["a part", "a gap", "again from the start", "too small", "too large"])
 def test_other_writes_are_not(store, tmp_path, way):
     uploads = Uploads(store)
+    assert not store.promise(HASH)
     if way == "a part":
         upload(uploads, DATA, nbytes=len(DATA) + 1)
     elif way == "a gap":
@@ -140,6 +154,7 @@ def test_other_writes_are_not(store, tmp_path, way):
 
 def test_unfinished_uploads_are_few(store, tmp_path):
     uploads = Uploads(store)
+    assert not store.promise(HASH)
     for handle in range(20):
         uploads.wrote(handle, 0, memoryview(DATA)[:100], len(DATA))
     assert len(files(tmp_path / "content")) == 4
@@ -149,6 +164,7 @@ def test_a_full_disk_stops_no_upload(store, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    assert not store.promise(HASH)
     monkeypatch.setattr(os, "write", full)
     upload(Uploads(store), DATA)
     assert "No space left" in store.trouble
@@ -176,7 +192,7 @@ def test_a_lease_uses_what_another_one_of_its_tenant_has_uploaded(tmp_path):
         writer.known(7, 8, len(DATA), HASH)
 
     one, other = lease(), lease()
-    assert list(other.answer(["known", [HASH, bytes(32)]])) == [[False, False]]
+    assert list(one.answer(["known", [HASH, bytes(32)]])) == [[False, False]]
     assert execute(one, first) == []
     assert list(other.answer(["known", [HASH, bytes(32)]])) == [[True, False]]
     assert execute(other, second) == []
@@ -195,6 +211,7 @@ def test_a_client_cannot_say_what_a_hash_is_of(tmp_path):
         writer.known(3, 0, len(DATA) - 1, HASH)  # another size
         writer.known(2, 1, len(DATA), HASH)  # not inside
 
+    assert list(executor.answer(["known", [HASH]])) == [[False]]
     failures = execute(executor, lies)
     assert [failure.operator for failure in failures] == ["KNOWN"] * 3
     assert list(executor.answer(["known", [hashlib.sha256(DATA[:-1]).digest(), HASH]])) == [[False, True]]

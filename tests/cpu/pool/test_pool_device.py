@@ -171,6 +171,17 @@ def test_random_numbers_follow_the_seed(both: tuple[Session, Executor]) -> None:
     assert torch.equal(torch.randn(4), first)
 
 
+def test_data_is_not_offered_by_its_hash_for_ever(both: tuple[Session, Executor]) -> None:
+    """Weights come again, batches do not: after 64 of one size in vain, uploads of it wait for nothing."""
+    session = both[0]
+    for number in range(70):
+        torch.full((1 << 20,), number, dtype=torch.uint8).to(REMOTE)
+    before = session.statistics.round_trips
+    last = torch.full((1 << 20,), 7, dtype=torch.uint8).to(REMOTE)
+    assert session.statistics.round_trips == before <= 64 + 2
+    assert last[-1].item() == 7
+
+
 def test_resizing_keeps_the_beginning(both: tuple[Session, Executor]) -> None:
     tensor = drawn(4).to(REMOTE)
     tensor.resize_(2, 3)

@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,8 @@ class Session:
     writer: Writer = field(default_factory=Writer)
     generation: int = 0
     """Rises when numbers of definitions are used again: those of an earlier generation mean nothing any more."""
+    unknown: Counter[int] = field(default_factory=Counter)
+    """By bytes: offers of uploads of that size since the pool last had one of them."""
     programs: int = 0
     recording: bool = False
     """Calls go into a program now, and are not executed: nothing can be read."""

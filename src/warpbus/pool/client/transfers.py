@@ -17,6 +17,9 @@ from warpbus.pool.protocol.signature import New
 _HASHED_BYTES = 1 << 20
 """Uploads from this size on are offered by their hash first: the pool may have the same weights already."""
 
+_IN_VAIN = 64
+"""Offers of one size, one after the other, that the pool has not had: from then on these are data, not weights."""
+
 _aten = torch.ops.aten
 
 
@@ -53,15 +56,17 @@ def fill(target: Tensor, source: Tensor) -> None:
     data = _bytes(ordered, target.numel())
     session, remote = current(), remote_of(target)
     offset = int(target.storage_offset()) * target.dtype.itemsize
-    if len(data) < _HASHED_BYTES or session.recording:
+    if len(data) < _HASHED_BYTES or session.recording or session.unknown[len(data)] >= _IN_VAIN:
         session.write(remote, offset, data)
         return
     digest = hashlib.sha256(data).digest()
     with session.lock:
         if session.ask(["known", [digest]]) == [True]:
+            session.unknown[len(data)] = 0
             session.writer.known(remote.handle, offset, len(data), digest)
             session.advance()
         else:
+            session.unknown[len(data)] += 1
             session.write(remote, offset, data)
 
 

@@ -39,6 +39,7 @@ class ContentStore:
 
     Attributes:
         trouble: why uploads are not kept at present, or "".
+        expected: hashes that were asked for and are not here: what a client asks for is what it uploads next.
 
     Raises:
         DeviceError: the directory cannot be made, or others may write there.
@@ -47,6 +48,7 @@ class ContentStore:
     def __init__(self, directory: Path, limit: int = LIMIT) -> None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         self.trouble = ""
+        self.expected: OrderedDict[bytes, None] = OrderedDict()
         self._promised: OrderedDict[bytes, int] = OrderedDict()
         self._last_promise = 0.0
         self._numbers = itertools.count()
@@ -75,6 +77,9 @@ class ContentStore:
         try:
             descriptor = os.open(self._directory / sha256.hex(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
+            self.expected[sha256] = None
+            if len(self.expected) > _MAX_PROMISES:
+                self.expected.popitem(last=False)
             return False
         with suppress(OSError):
             os.utime(descriptor)
@@ -144,9 +149,13 @@ class Incoming:
 
     def finish(self) -> bytes:
         """It is complete. Returns its hash; raises OSError."""
-        os.close(self._file)
         digest = self._hash.digest()
-        self._store.keep(self._path, digest)
+        if digest in self._store.expected:
+            del self._store.expected[digest]
+            os.close(self._file)
+            self._store.keep(self._path, digest)
+        else:
+            self.abandon()
         return digest
 
     def abandon(self) -> None:
@@ -157,6 +166,8 @@ class Incoming:
 
 class Uploads:
     """Finds uploads among the writes of a lease: those that fill a storage from its start to its end, in order.
+
+    Only while the client has asked for something that is not here: batches of data come once, and are not looked at.
 
     Args:
         store: that keeps them.
@@ -176,7 +187,7 @@ class Uploads:
                 incoming.abandon()
                 incoming = None
             if incoming is None:
-                if offset:
+                if offset or not self._store.expected:
                     return
                 incoming = self._store.incoming()
             incoming.write(data)
