@@ -51,8 +51,9 @@ def upload(source: Tensor) -> Tensor:
 
 def fill(target: Tensor, source: Tensor) -> None:
     """Write a CPU tensor into one of this device of the same sizes and dtype that has no gaps."""
-    ordered = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="cpu")
-    ordered.copy_(source)
+    ordered = source.resolve_conj().resolve_neg().detach()
+    if ordered.stride() != target.stride() or ordered.dtype != target.dtype:
+        ordered = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="cpu").copy_(ordered)
     data = _bytes(ordered, target.numel())
     session, remote = current(), remote_of(target)
     offset = int(target.storage_offset()) * target.dtype.itemsize
