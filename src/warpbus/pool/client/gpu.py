@@ -16,7 +16,7 @@ from warpbus.errors import DeviceError, WarpbusError
 from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import let_gradients_flow, register
 from warpbus.pool.client.program import Program, recorded
-from warpbus.pool.client.session import Session, Statistics, use
+from warpbus.pool.client.session import Session, Statistics, refuse_second, use
 from warpbus.pool.protocol import address as addresses
 from warpbus.pool.protocol.steering import Steering
 from warpbus.pool.quota import Quota
@@ -50,6 +50,7 @@ def connect(
         ConnectionLost: no pool answers at the address.
         DeviceError: the pool refuses, or this process has a remote GPU already.
     """
+    refuse_second()
     quota = Quota.parse(memory, share)
     steering = Steering(addresses.address(where), token or os.environ.get(TOKEN))
     asked = {

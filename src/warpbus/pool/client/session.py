@@ -186,9 +186,15 @@ def current() -> Session:
     return _current
 
 
+def refuse_second() -> None:
+    """Raises DeviceError if a GPU is connected."""
+    if _current is not None:
+        raise DeviceError("this process has a remote GPU already: close it first, or use another process for a second")
+
+
 def use(session: Session | None) -> None:
     """Make a session the one that `warpbus:0` stands for; None when it is closed."""
     global _current
-    if session is not None and _current is not None:
-        raise DeviceError("this process has a remote GPU already: close it first, or use another process for a second")
+    if session is not None:
+        refuse_second()
     _current = session
