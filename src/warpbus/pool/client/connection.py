@@ -20,10 +20,9 @@ from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, WarpbusE
 from warpbus.pool.protocol.address import Address, address
 from warpbus.pool.protocol.channel import Channel, connect
 from warpbus.pool.protocol.failures import Failure
-from warpbus.pool.protocol.frames import Frame, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 
-PROTOCOL = 1
 PATIENCE_SECONDS = 30.0
 """How long a connection that broke is tried again."""
 
@@ -258,7 +257,7 @@ class Connection:
                     return
                 except ConnectionLost as error:
                     last = error
-            if isinstance(last, LeaseLostError) or time.monotonic() >= until:
+            if time.monotonic() >= until:
                 raise LeaseLostError(f"the remote GPU is lost: {last}; what was on it is gone, connect again") from None
             time.sleep(_RETRY_SECONDS[min(attempt, len(_RETRY_SECONDS) - 1)])
             attempt += 1

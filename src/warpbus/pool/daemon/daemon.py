@@ -41,9 +41,9 @@ from warpbus.pool.daemon.tokens import Tenant, Tokens
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
 from warpbus.pool.protocol.channel import LEASE_BYTES, MAGIC
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Kind
 from warpbus.pool.protocol.sockets import name_of
-from warpbus.pool.protocol.steering import PROTOCOL, Tell, need
+from warpbus.pool.protocol.steering import Tell, need
 
 _log = logging.getLogger(__name__)
 

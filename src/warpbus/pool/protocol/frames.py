@@ -13,6 +13,9 @@ from struct import Struct
 
 from warpbus.errors import ConnectionLost, DeviceError
 
+PROTOCOL = 1
+"""What both sides say in their HELLOs; another number is another version of all this."""
+
 HEADER = Struct("<IBxxxQ")
 MAX_DATA = 4 * 2**20  # bytes of a storage in one frame
 MAX_FRAME = 16 * 2**20 + 4096  # bytes of a payload

@@ -9,9 +9,8 @@ from warpbus.errors import ConnectionLost, DeviceError, UsageError, WarpbusError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.channel import connect
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Kind
 
-PROTOCOL = 1
 _SECONDS = 10.0
 # What is raised again as what it was: these are made from a message alone.
 _ERRORS = {

@@ -26,7 +26,7 @@ from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, WarpbusE
 from warpbus.pool.protocol import control
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import Failure, PoisonedError
-from warpbus.pool.protocol.frames import Frame, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.inference import infer
 from warpbus.pool.protocol.signature import Input, Signature
@@ -42,8 +42,6 @@ from warpbus.pool.tenant.moving_out import migrate, save
 from warpbus.pool.tenant.staging import Leaving
 from warpbus.pool.tenant.storages import allowance
 from warpbus.pool.tenant.suspension import resume
-
-PROTOCOL = 1
 
 _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
