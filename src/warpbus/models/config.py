@@ -23,6 +23,8 @@ class RopeConfig:
         interleaved: rotate the pairs (2i, 2i+1), as GLM does, rather than (i, i + rotary_dim / 2), as Llama does.
         position_scale: positions are divided by this first (chatglm2-6b-32k, `rope_type: linear`).
         scaling: Llama 3's change of the frequencies.
+        two_dimensional: each half of the head is a plane that rotates by a position of its own (ChatGLM-6B), in halves
+            within the plane. `rotary_dim` is that of a plane, half of the head.
     """
 
     theta: float
@@ -30,11 +32,12 @@ class RopeConfig:
     interleaved: bool
     position_scale: float = 1.0
     scaling: RopeScaling | None = None
+    two_dimensional: bool = False
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: embedding, `num_layers` blocks of attention and gated MLP, final norm, head.
+    """A decoder-only transformer: embedding, `num_layers` blocks of attention and MLP, final norm, head.
 
     Attributes:
         family: the name of the family that declares it (`warpbus.models.families`).
@@ -44,6 +47,13 @@ class ModelConfig:
         tie_embeddings: the head is the embedding.
         max_context: the longest sequence the positions allow, in tokens.
         stop_ids: generation ends at any of these tokens.
+        layer_norm: the norms are LayerNorm, with biases, rather than RMSNorm.
+        gated: the MLP is SwiGLU; otherwise GELU of one projection.
+        mlp_bias: the projections of the MLP have biases.
+        normed_residual: what a sublayer gives is added to its *normed* input times this (ChatGLM-6B); 0 is the usual
+            residual, the input as it is.
+        prompt_end: the token after which generation begins (<sop> of ChatGLM-6B): those of a sequence before its first
+            one see each other in both directions. None where all attention is causal.
     """
 
     family: str
@@ -63,6 +73,16 @@ class ModelConfig:
     output_norms: bool = False
     tie_embeddings: bool = False
     stop_ids: tuple[int, ...] = ()
+    layer_norm: bool = False
+    gated: bool = True
+    mlp_bias: bool = False
+    normed_residual: float = 0.0
+    prompt_end: int | None = None
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The names of a layer's linear layers, in the order in which activations meet them."""
+        return ("attention.qkv", "attention.o", "mlp.gate_up" if self.gated else "mlp.up", "mlp.down")
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
@@ -79,6 +99,8 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         qkv = sum(self.qkv_rows) * (self.hidden_size + self.qkv_bias)
         output = self.hidden_size * (self.num_heads * self.head_dim + self.output_bias)
-        mlp = 3 * self.hidden_size * self.ffn_size
-        norms = self.hidden_size * (4 if self.output_norms else 2) + 2 * self.head_dim * self.qk_norm
-        return embeddings + self.num_layers * (qkv + output + mlp + norms) + self.hidden_size
+        inner = self.ffn_size * (2 if self.gated else 1)
+        mlp = self.hidden_size * (inner + self.ffn_size) + self.mlp_bias * (inner + self.hidden_size)
+        norm = self.hidden_size * (2 if self.layer_norm else 1)
+        norms = norm * (4 if self.output_norms else 2) + 2 * self.head_dim * self.qk_norm
+        return embeddings + self.num_layers * (qkv + output + mlp + norms) + norm
