@@ -18,7 +18,7 @@ from warpbus.errors import DeviceError, WarpbusError
 # How long the job may wait for its GPUs or cores to become free.
 _SECONDS_FOR_RESOURCES = 60
 # A process that lost another one may be heard of before the lost one, whose end says more; Ray needs a while to see it.
-_SECONDS_FOR_THE_CAUSE = 10.0
+_SECONDS_FOR_THE_CAUSE = 30.0
 # A call that waits for messages returns empty-handed after this long, so that no thread of an actor waits forever.
 _SECONDS_OF_SILENCE = 5.0
 

@@ -1,5 +1,6 @@
 """A model quantized by two nodes of a Ray cluster: the same bytes as in one process, also after a node was lost."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -59,10 +60,11 @@ def test_a_lost_rank_and_the_same_command_again(
     model: Path, texts: Path, expected: str, two_nodes: str, tmp_path: Path
 ) -> None:
     killed: list[int] = []
+    before = _actors()  # of a job of another test, which may still be ending
 
     def kill_after_a_layer(done: int, total: int, result: LayerResult) -> None:
         if not killed and FinishedParts(tmp_path / "out").facts_file("layer-00000").exists():
-            victim = next(filter(_is_actor, psutil.Process().children(recursive=True)))
+            victim = min(_actors() - before, key=lambda process: process.pid)
             killed.append(victim.pid)
             victim.kill()
 
@@ -79,8 +81,14 @@ def test_a_lost_rank_and_the_same_command_again(
     assert report.estimate == told[0].figures()
 
 
-def _is_actor(process: psutil.Process) -> bool:
-    return "ray::_Actor.run" in " ".join(process.cmdline())
+def _actors() -> set[psutil.Process]:
+    """The processes of jobs on the cluster, which are children of this one's; Ray titles them by what they do."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::_Actor"):
+                found.add(process)
+    return found
 
 
 def test_another_model_on_one_of_the_machines(model: Path, tmp_path: Path) -> None:

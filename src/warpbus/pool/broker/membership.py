@@ -49,6 +49,10 @@ _OPERATIONS = {
     "status": True,
 }
 
+# Those that a broker may be asked twice without harm: where it dies meanwhile, the one that is started after it answers.
+_REPEATABLE = frozenset({"measured", "drain", "undrain", "lease", "seen", "status", "defragment"})
+_REPEATED = 5
+
 _AGENT = "agent:"
 _BROKER = "broker"
 # A daemon that was started again gets its name when Ray has seen that the one before it is dead.
@@ -173,7 +177,7 @@ class RayMembership:
                     ) from error
                 time.sleep(0.2)
         self._ask(self._agents[host].member.remote(), f"the agent of host {host}")
-        self._ask(self._broker.heard_of.remote(member))
+        self._ask(self._repeatable("heard_of").remote(member))
         return member
 
     def withdraw(self, host: str) -> list[Lease]:
@@ -189,12 +193,12 @@ class RayMembership:
         if host not in self._agents:
             raise UsageError(f"host {host} is not offered by this process: withdraw it where it is")
         self._ray.kill(self._agents.pop(host))
-        lost: list[Lease] = self._ask(self._broker.forget.remote(host))
+        lost: list[Lease] = self._ask(self._repeatable("forget").remote(host))
         return lost
 
     def members(self) -> list[Member]:
         """The hosts of the pool. Raises `UnavailableError` if the broker does not answer."""
-        found: list[Member] = self._ask(self._broker.members.remote())
+        found: list[Member] = self._ask(self._repeatable("members").remote())
         return found
 
     def call(self, operation: str, *arguments: Any, **named: Any) -> Any:
@@ -207,7 +211,8 @@ class RayMembership:
         """
         if operation not in _OPERATIONS:
             raise UsageError(f"the broker has no operation {operation}: give one of {', '.join(_OPERATIONS)}")
-        return self._ask(self._broker.call.remote(operation, arguments, named))
+        method = self._repeatable("call") if operation in _REPEATABLE else self._broker.call
+        return self._ask(method.remote(operation, arguments, named))
 
     def tick(self) -> Tick:
         """Look who is there, and what follows of it. Some process of the pool calls it about once a second.
@@ -215,8 +220,12 @@ class RayMembership:
         Raises:
             UnavailableError: the broker does not answer.
         """
-        changes: Tick = self._ask(self._broker.tick.remote())
+        changes: Tick = self._ask(self._repeatable("tick").remote())
         return changes
+
+    def _repeatable(self, method: str) -> Any:
+        """A method of the broker, called again by Ray where the broker dies meanwhile."""
+        return getattr(self._broker, method).options(max_task_retries=_REPEATED)
 
     def _ask(self, asked: Any, whom: str = "the broker") -> Any:
         try:
