@@ -22,12 +22,12 @@ and within so many bytes of the GPU's memory, the process's own context included
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from warpbus.cuda.devices import free_memory
 from warpbus.cuda.lent import is_gpu, lent
 from warpbus.dist import Group
+from warpbus.engine.adapters import check_adapter, salt_of
 from warpbus.engine.blocks import BLOCK, Blocks
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
@@ -39,10 +39,12 @@ from warpbus.engine.scheduler import Plan, Request, Scheduler
 from warpbus.engine.sequence import Piece, TokenLogprob
 from warpbus.engine.sequence import Sequence as Asked
 from warpbus.engine.speculation import NgramIndex, accepted
+from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, Step, batch_bucket, rows_beside
 from warpbus.errors import ContextLengthError, DeviceError, UsageError
 from warpbus.kernels.ops.attention import has_kernel
 from warpbus.models import Decoder, ModelConfig
+from warpbus.models.adapters import Lora, Prefix
 
 PREFILL_TOKENS = 2048
 """Tokens of prompts that are read in a step in which nobody waits for the next token."""
@@ -51,38 +53,6 @@ _WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel
 _WARM_LENGTHS = (512, 1024)  # tokens: sequences for which graphs are captured ahead
 _KEPT_FREE = 0.1  # of the memory that is free when the engine starts: for activations and whoever else needs some
 _KEPT_FREE_LENT = 0.25  # the same on a lent device, where the cache takes its memory at once and for good
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What an engine is doing, and has done.
-
-    Attributes:
-        running, waiting: sequences.
-        steps: that were launched.
-        preemptions: how often a sequence had to give its blocks back.
-        prefix_queries, prefix_hits: tokens of prompts looked up in the cache, and found.
-        blocks, blocks_used, blocks_idle: of the cache: all there can be, used, and kept for who may want them.
-        cache_bytes: memory that the cache has now.
-        drafted, accepted: tokens guessed by speculation, and how many of them were right.
-        planning: seconds in which the host has chosen who is in a step.
-        launching: seconds in which it has prepared steps and launched them; on the CPU, in which it has computed them.
-    """
-
-    running: int
-    waiting: int
-    steps: int
-    preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    blocks: int
-    blocks_used: int
-    blocks_idle: int
-    cache_bytes: int
-    drafted: int
-    accepted: int
-    planning: float = 0.0
-    launching: float = 0.0
 
 
 _Launched = tuple[Chosen, list[list[int]] | None]
@@ -107,6 +77,7 @@ class Engine:
         speculation: the most tokens that are guessed for a sequence in a step, by what followed the same tokens before.
             With any, a step waits for the tokens of the last.
         dormant: the model's weights, for an engine that can sleep.
+        adapters: that sequences can name.
 
     Where several processes share the model (`Decoder.group`), each runs the same engine with the same requests. They
     choose the same tokens by themselves where requests are greedy, or have seeds and the devices are of one kind; else
@@ -131,6 +102,7 @@ class Engine:
         prefix_caching: bool = True,
         speculation: int = 0,
         dormant: Dormant | None = None,
+        adapters: Sequence[Lora | Prefix] = (),
     ) -> None:
         weight, config = model.final_norm.weight, model.config
         self.model = model
@@ -190,6 +162,7 @@ class Engine:
         self._planning = 0.0
         self._launching = 0.0
         self._dormant = dormant
+        self._adapters = {adapter.name: adapter for adapter in adapters}
         self._like_this = partial(
             type(self),
             max_model_len=self.max_model_len,
@@ -201,6 +174,7 @@ class Engine:
             most_graphs=most_graphs,
             prefix_caching=prefix_caching,
             speculation=speculation,
+            adapters=adapters,
         )
 
     @classmethod
@@ -247,8 +221,9 @@ class Engine:
 
         Raises:
             ContextLengthError: the prompt with its answer is longer than `max_model_len`.
-            UsageError: its parameters name a token that the vocabulary lacks.
+            UsageError: its parameters name a token that the vocabulary lacks, or there is no such adapter.
         """
+        check_adapter(sequence.adapter, self._adapters)
         sequence.params.check_ids(self.model.config.vocab_size)
         length = len(sequence.prompt) + sequence.limit
         if length > self.max_model_len:
@@ -256,7 +231,7 @@ class Engine:
                 f"a request needs {length:,} tokens, the context holds {self.max_model_len:,}: shorten it or raise "
                 "max_model_len"
             )
-        request = Request(list(sequence.prompt), length)
+        request = Request(list(sequence.prompt), length, salt_of(sequence.adapter))
         self._requests[sequence] = request
         self._sequences[request] = sequence
         self._arrived[request] = time.perf_counter()

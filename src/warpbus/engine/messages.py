@@ -10,11 +10,11 @@ from typing import Literal, Protocol
 
 from warpbus.dist import Group
 from warpbus.dist.outcome import Failure
-from warpbus.engine.engine import Stats
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.stats import Stats
 from warpbus.models import Progress
 
 Query = Literal["stats", "sleep", "wake"]
@@ -27,6 +27,7 @@ class Add:
     number: int
     prompt: list[int]
     params: SamplingParams
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class ServiceOptions:
         speculation: the most tokens that are guessed from a request's own n-grams in one step; 0 guesses none.
         max_restarts: how often the processes are started again after deaths in a row, with less than a minute of
             service between them, before the service gives up.
+        adapters: (name, directory) of each adapter that requests can name: LoRA of PEFT's format, or P-Tuning's
+            prefixes.
         tensor_parallel: over how many GPUs (or processes on the CPU) the model is cut.
         cluster: "auto" or "ray://HOST:PORT": the processes run on machines of a Ray cluster, on each of which the model
             directory has the same path. None: on this machine.
@@ -49,6 +51,7 @@ class ServiceOptions:
     prefix_caching: bool = True
     speculation: int = 0
     max_restarts: int = 5
+    adapters: tuple[tuple[str, str], ...] = ()
     tensor_parallel: int = 1
     cluster: str | None = None
 
@@ -66,6 +69,9 @@ class ServiceOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
+        names = [name for name, _ in self.adapters]
+        if "" in names or len(set(names)) < len(names):
+            raise UsageError(f"adapters are called {', '.join(map(repr, names))}: give each a name of its own")
         if self.cache_tokens is not None:
             if self.memory is not None:
                 raise UsageError("memory plans the cache too: leave out either memory or cache_tokens")

@@ -132,6 +132,7 @@ class Sequence:
         finish_reason: "stop" (a stop token or string), "length" (`limit` tokens), "abort", or None while it runs.
         stop_ids: the tokens that end it.
         matcher: where the request has a grammar; moves on with the tokens.
+        adapter: the name of the engine's adapter that answers it; None: the model as it is.
         cached_tokens: tokens of the prompt that were in the cache already.
         queue_seconds: for which it waited until it was computed.
         random: draws for this request alone; read by `uniforms`.
@@ -147,6 +148,7 @@ class Sequence:
         stop_ids: frozenset[int],
         stream: TextStream,
         matcher: Matcher | None = None,
+        adapter: str | None = None,
     ) -> None:
         if (params.grammar is None) != (matcher is None):
             raise ValueError("a request has a matcher where it has a grammar, and nowhere else")
@@ -160,6 +162,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_ids = (frozenset() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
         self.matcher = matcher
+        self.adapter = adapter
         self.cached_tokens = 0
         self.queue_seconds = 0.0
         self.random = random.Random(params.seed)

@@ -17,8 +17,8 @@ from typing import Any, Literal, Self
 
 from warpbus.cuda.devices import resolve_device
 from warpbus.dist.outcome import Failure
+from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
-from warpbus.engine.engine import Stats
 from warpbus.engine.keeper import Died, Ended, Keeper, Outbox, Report, Up
 from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import (
@@ -37,6 +37,7 @@ from warpbus.engine.messages import (
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.stats import Stats
 from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import ModelConfig, Progress, read_config
@@ -165,21 +166,23 @@ class Service:
             raise
         return service
 
-    def generate(self, prompt: list[int], params: SamplingParams | None = None) -> Answer:
+    def generate(self, prompt: list[int], params: SamplingParams | None = None, adapter: str | None = None) -> Answer:
         """Ask for the continuation of a prompt; returns at once (it is not awaited).
 
         Args:
             prompt: token ids.
             params: how tokens are chosen; `max_tokens` is cut to the room that the prompt leaves.
+            adapter: the name of one of `options.adapters`; None asks the model as it is.
 
         Raises:
-            UsageError: the prompt is empty or holds an id that is not in the vocabulary.
+            UsageError: the prompt is empty or holds an id that is not in the vocabulary, or there is no such adapter.
             ContextLengthError: the prompt leaves no room for an answer.
             QueueFullError: too many requests wait already; `retry_after` says when to come back.
             EngineDiedError: the engine died and is being restarted, or has been given up.
             UnavailableError: the model sleeps, or the service is being closed.
         """
         self._check(prompt)
+        check_adapter(adapter, [name for name, _ in self.options.adapters])
         outbox = self._reachable()
         if self._state == "asleep":
             raise UnavailableError("the model is asleep: wake it first")
@@ -197,7 +200,7 @@ class Service:
         inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)))
         self._inboxes[number] = inbox
         self._nothing_pending.clear()
-        outbox.put(Add(number, prompt, params))
+        outbox.put(Add(number, prompt, params, adapter))
         return Answer(inbox, partial(self._leave, number))
 
     async def stats(self) -> Stats:

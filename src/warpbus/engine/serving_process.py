@@ -12,7 +12,6 @@ import torch.distributed
 
 from warpbus.dist import Group, Line
 from warpbus.dist.outcome import Failure
-from warpbus.engine.engine import Stats
 from warpbus.engine.grammar import GrammarCompiler, GrammarMatcher
 from warpbus.engine.messages import (
     Abort,
@@ -35,6 +34,7 @@ from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import Grammar
 from warpbus.engine.sequence import Piece, Sequence
 from warpbus.engine.serving_move import PAUSE, ServedMove
+from warpbus.engine.stats import Stats
 from warpbus.errors import ContextLengthError, UsageError, WarpbusError
 from warpbus.models import Progress
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
@@ -159,6 +159,7 @@ class _Requests:
             stop_ids=self._stop_ids,
             stream=StreamDecoder(self._tokenizer, keep_first_space=params.grammar is not None),
             matcher=None if params.grammar is None else self._matcher(params.grammar),
+            adapter=command.adapter,
         )
 
     def _matcher(self, grammar: Grammar) -> GrammarMatcher:

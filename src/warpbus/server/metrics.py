@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from warpbus.engine.engine import Stats
+from warpbus.engine.stats import Stats
 from warpbus.errors import WarpbusError
 from warpbus.server.registry import Models
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from warpbus.engine import Piece, SamplingParams
-from warpbus.engine.engine import Stats
 from warpbus.engine.moving import Moved
+from warpbus.engine.stats import Stats
 from warpbus.errors import RequestError
 from warpbus.models.templates import Template
 from warpbus.models.templates.tools import ToolDialect, find_dialect

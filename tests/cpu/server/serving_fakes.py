@@ -11,8 +11,8 @@ import httpx
 import openai
 
 from warpbus.engine import Piece, TokenLogprob
-from warpbus.engine.engine import Stats
 from warpbus.engine.moving import Moved
+from warpbus.engine.stats import Stats
 from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
 from warpbus.models.templates import RoleTokenTemplate
 from warpbus.server.app import create_app
