@@ -6,6 +6,7 @@ taken out of it (`torch.load` with `weights_only`), and nothing that it asks to 
 """
 
 import json
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ class Stored(Protocol):
 
 
 _Reader = Callable[[Path], dict[str, Stored]]
+
+_MAX_PICKLE_BYTES = 2**26  # names and shapes of all tensors; a thousand of them take about 0.1 MB
 
 
 class Checkpoint:
@@ -182,6 +185,15 @@ class Checkpoint:
         return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
+def stored_tensors(file: Path) -> dict[str, Stored]:
+    """The tensors of one file, by name: safetensors, or a pickle where its name ends in `.bin`; none is read.
+
+    Raises:
+        CheckpointError: if the file cannot be read or is damaged.
+    """
+    return _read_pickle(file) if file.suffix == ".bin" else _read_safetensors(file)
+
+
 def _read_safetensors(file: Path) -> dict[str, Stored]:
     return dict(read_header(file))
 
@@ -204,14 +216,32 @@ class _Pickled:
 
 
 def _read_pickle(file: Path) -> dict[str, Stored]:
-    return {
-        name: _Pickled(file, name, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.dtype.itemsize)
-        for name, tensor in _load_pickle(file).items()
-    }
+    found: dict[str, Stored] = {}
+    limit = file.stat().st_size
+    for name, tensor in _load_pickle(file).items():
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        if nbytes > limit:  # strides of 0 make any size of a few bytes
+            raise CheckpointError(
+                f"{file.name}: tensor {shown(name)} would have {nbytes:,} bytes, the file has {limit:,}: "
+                "convert it to safetensors"
+            )
+        found[name] = _Pickled(file, name, tuple(tensor.shape), tensor.dtype, nbytes)
+    return found
+
+
+def _check_archive(file: Path) -> None:
+    """Refuse what would be larger in memory than on disk: PyTorch stores tensors as they are, and no large pickle."""
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("an archive with compressed entries")
+            if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
+                raise ValueError(f"a pickle of {entry.file_size:,} bytes, more than {_MAX_PICKLE_BYTES:,}")
 
 
 def _load_pickle(file: Path) -> dict[str, Tensor]:
     try:
+        _check_archive(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged or hostile pickle can make the unpickler raise anything
         raise CheckpointError(

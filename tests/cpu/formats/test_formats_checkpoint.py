@@ -6,6 +6,7 @@ import pickle
 import random
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,21 @@ def test_a_pickle_from_before_pytorch_1_6(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     torch.save(TENSORS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"written by PyTorch before 1\.6.*convert it to safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_a_pickle_that_would_be_larger_in_memory_than_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"wide": torch.zeros(1).expand(2**40)}, file)
+    with pytest.raises(CheckpointError, match=r"tensor wide would have 4,398,046,511,104 bytes, the file has"):
+        Checkpoint(tmp_path)
+    torch.save(TENSORS, file)
+    with zipfile.ZipFile(file) as plain, zipfile.ZipFile(tmp_path / "packed", "w", zipfile.ZIP_DEFLATED) as packed:
+        for entry in plain.namelist():
+            packed.writestr(entry, plain.read(entry))
+    (tmp_path / "packed").rename(file)
+    with pytest.raises(CheckpointError, match=r"compressed entries"):
         Checkpoint(tmp_path)
 
 
