@@ -19,6 +19,7 @@ from warpbus.kernels.ops.gemv import gemv
 from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
 from warpbus.kernels.ops.w8a8 import check_device, w8a8_linear
 from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
+from warpbus.models.layers.adapted import Adapted
 from warpbus.models.layers.fusion import gpu_has_kernels, has_kernels
 from warpbus.models.layers.norm import RMSNorm
 from warpbus.models.layers.parallel import Parallel
@@ -116,13 +117,21 @@ def project(
     """`residual + activation(linear(norm(x)))`, in as few passes over memory as the device has kernels for.
 
     Args:
-        linear: `nn.Linear`, `QuantizedLinear`, a `Parallel` of one, or what stands in for one.
+        linear: `nn.Linear`, `QuantizedLinear`, a `Parallel` of one, an `Adapted` one, or what stands in for one.
         x: `[..., in]`.
         residual: `[..., out]`.
         activation: "none", or "swiglu": `silu(gate) * up` of an output that is `[gate, up]`.
     """
     if isinstance(linear, Parallel):
         return linear.join(project(linear.part, x, norm=norm, activation=activation), residual)
+    if isinstance(linear, Adapted):
+        if not linear.selection.active:
+            return project(linear.part, x, norm=norm, residual=residual, activation=activation)
+        x = x if norm is None else norm(x)
+        if activation == "none":
+            return linear.add(project(linear.part, x, residual=residual), x)
+        y = _activated(linear.add(project(linear.part, x), x), activation)
+        return y if residual is None else residual + y
     if isinstance(linear, QuantizedLinear) and isinstance(linear.form, PackedWeight):
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return ops.wna16_linear(
@@ -131,9 +140,12 @@ def project(
     if norm is not None:
         x = norm(x)
     y = _by_vector(linear, x) if isinstance(linear, nn.Linear) and _is_vector(linear, x) else linear(x)
-    if activation == "swiglu":
-        y = _swiglu(y)
+    y = _activated(y, activation)
     return y if residual is None else residual + y
+
+
+def _activated(y: Tensor, activation: str) -> Tensor:
+    return _swiglu(y) if activation == "swiglu" else y
 
 
 def _is_vector(linear: nn.Linear, x: Tensor) -> bool:
