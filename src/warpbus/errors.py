@@ -5,6 +5,7 @@
     │   └── SchemeError               a quantization scheme that does not exist or does not fit a matrix
     ├── CheckpointError               a model directory or one of its files is missing, damaged or not understood
     │   ├── TensorError               a tensor is missing, or has the wrong shape or type
+    │   ├── DownloadError             a model that is not on the disk, and that its hub does not give
     │   └── UnknownArchitectureError  a model_type that no family declares
     ├── DataError                     a text, calibration or evaluation file is empty or malformed
     ├── ContextLengthError            a prompt does not fit the model's context
@@ -46,6 +47,10 @@ class CheckpointError(WarpbusError):
 
 class TensorError(CheckpointError):
     """A tensor is missing, or has the wrong shape or type."""
+
+
+class DownloadError(CheckpointError):
+    """A model that is not on the disk, and that its hub does not give: no network, no such name, no access."""
 
 
 class UnknownArchitectureError(CheckpointError):

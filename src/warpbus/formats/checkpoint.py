@@ -60,8 +60,8 @@ class Checkpoint:
         if not self.directory.is_dir():
             found = "is a file" if self.directory.exists() else "there is no such directory"
             raise CheckpointError(
-                f"{self.directory}: {found}: expected a directory with config.json and model.safetensors "
-                "(downloading a model by its name is not supported: download it first)"
+                f"{self.directory}: {found}: expected a directory with config.json and model.safetensors, "
+                "or a name on a hub, such as THUDM/chatglm2-6b"
             )
         config = self.load_json("config.json")
         if config is None:
@@ -168,14 +168,9 @@ class Checkpoint:
         )
 
     def _read_shards(self, index_name: str, index: dict[str, Any], reader: _Reader) -> dict[str, Stored]:
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise CheckpointError(f"{index_name}: expected an object weight_map of tensor names to file names")
+        weight_map = shards_by_tensor(index_name, index)
         shards: dict[str, dict[str, Stored]] = {}
         for shard in sorted(set(weight_map.values())):
-            # An index may come from anyone: it must not make us open files elsewhere.
-            if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
-                raise CheckpointError(f"{index_name}: names the file {shard!a}, which is not a plain file name")
             if not (self.directory / shard).is_file():
                 raise CheckpointError(f"{self.directory}: {shard}, named by {index_name}, is missing: download it")
             shards[shard] = reader(self.directory / shard)
@@ -192,6 +187,21 @@ def stored_tensors(file: Path) -> dict[str, Stored]:
         CheckpointError: if the file cannot be read or is damaged.
     """
     return _read_pickle(file) if file.suffix == ".bin" else _read_safetensors(file)
+
+
+def shards_by_tensor(index_name: str, index: Mapping[str, Any]) -> dict[str, str]:
+    """The file of each tensor, as an index says it; all are plain names of files beside it.
+
+    Raises:
+        CheckpointError: if it says something else. It may come from anyone: it must not make us open files elsewhere.
+    """
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index_name}: expected an object weight_map of tensor names to file names")
+    for shard in set(weight_map.values()):
+        if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
+            raise CheckpointError(f"{index_name}: names the file {shard!a}, which is not a plain file name")
+    return weight_map
 
 
 def _read_safetensors(file: Path) -> dict[str, Stored]:

@@ -97,7 +97,7 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"glm-4: there is no such directory: expected .* download it first"):
+    with pytest.raises(CheckpointError, match=r"glm-4: there is no such directory: expected .* or a name on a hub"):
         Checkpoint(tmp_path / "glm-4")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file: expected a directory"):
