@@ -15,7 +15,7 @@ class Chat:
         options = {"locale": "en-US", "reduced_motion": "reduce", "viewport": {"width": 1280, "height": 800}}
         self.server = server
         self.page = chromium.new_context(**{**options, **context}).new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(60_000)
         self.problems: list[str] = []
         self.page.on("console", lambda message: self.problems.append(message.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))

@@ -105,7 +105,7 @@ def serving(app: FastAPI) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(5)
+        thread.join(60)
 
 
 @contextmanager

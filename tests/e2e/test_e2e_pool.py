@@ -49,7 +49,7 @@ class Machine:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(30)
+        self.process.wait(90)
 
     def _ready(self) -> str:
         until = time.monotonic() + 90

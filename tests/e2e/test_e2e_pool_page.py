@@ -20,7 +20,7 @@ class Page:
     def __init__(self, chromium, pool, **context):
         self.pool = pool
         self.page = chromium.new_context(**{**DESK, **context}).new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(60_000)
         self.problems = []
         self.page.on("console", lambda message: self.problems.append(message.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))

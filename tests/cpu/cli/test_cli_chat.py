@@ -269,7 +269,7 @@ def test_in_a_real_terminal(tiny_glm, tmp_path):
         process.send_signal(signal.SIGINT)
         read_until(ours, "/quit leaves")
         os.write(ours, b"/quit\n")
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=90) == 0
     finally:
         process.kill()
         os.close(ours)

@@ -71,10 +71,10 @@ def shown(*arguments, **variables):
         yield ready[1]
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(90) == 0
 
 
-def until(reached, seconds=15.0):
+def until(reached, seconds=90.0):
     end = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < end

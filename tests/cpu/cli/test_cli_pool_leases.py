@@ -33,7 +33,7 @@ def address(tmp_path_factory):
     assert found, line
     yield found[0]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(90) == 0
     assert json.loads((directory / "pool.json").read_text())
 
 

@@ -42,7 +42,7 @@ def end(group: Group, send: Send, how: str) -> None:
 
 def all_is_free() -> bool:
     """Whether what the job held is given back; Ray takes a moment for it."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 90
     while ray.available_resources().get("CPU") != 2 and time.monotonic() < end:
         time.sleep(0.1)
     return ray.available_resources().get("CPU") == 2

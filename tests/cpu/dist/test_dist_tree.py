@@ -63,7 +63,7 @@ class Threaded(Group):
         for rank, tensor in sent:
             self.mail[self.rank, rank].put(tensor.clone())
         for rank, tensor in received:
-            tensor.copy_(self.mail[rank, self.rank].get(timeout=30))
+            tensor.copy_(self.mail[rank, self.rank].get(timeout=90))
 
 
 def in_threads(world: int, present: frozenset[int], shape: tuple[int, ...]) -> list[Tensor]:

@@ -74,7 +74,7 @@ class Daemon:
 
     def close(self):
         self.end.close()
-        assert self.process.wait(20) is not None
+        assert self.process.wait(90) is not None
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def entry(steering: Steering, granted: dict) -> dict | None:
     return next((each for each in leases if each["id"] == granted["lease"]), None)
 
 
-def until(condition, seconds: float = 30.0):
+def until(condition, seconds: float = 90.0):
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end
@@ -250,7 +250,7 @@ def test_suspended_and_resumed_after_a_restart(tmp_path):
 )
 def test_nonsense_is_answered_with_an_error(steering, question):
     with pytest.raises((UsageError, DeviceError)):
-        steering.ask(question, timeout=30)
+        steering.ask(question, timeout=90)
     assert steering.ask({"do": "status"})["leases"] == []
 
 
@@ -279,7 +279,7 @@ def test_mutated_conversations_do_not_stop_it(served, steering):
         bad = bytearray(good)
         for _ in range(chance.choice((1, 1, 2, 8))):
             bad[chance.randrange(len(bad))] = chance.randrange(256)
-        with socket.create_connection((served.address.host, served.address.port), timeout=30) as sock:
+        with socket.create_connection((served.address.host, served.address.port), timeout=90) as sock:
             sock.sendall(MAGIC + bytes(16) + bad[: chance.randrange(len(bad))])
             sock.shutdown(socket.SHUT_WR)
             with suppress(ConnectionResetError):
@@ -306,7 +306,7 @@ async def _count(daemon: Daemon) -> int:
 def test_silent_connections_are_closed(tmp_path):
     with serving(tmp_path, handshake_timeout=0.3, spare=0) as quick:
         for sent in (b"WARPB", b"WARPBUS1" + bytes(16)):
-            with socket.create_connection((quick.address.host, quick.address.port), timeout=30) as sock:
+            with socket.create_connection((quick.address.host, quick.address.port), timeout=90) as sock:
                 sock.sendall(sent)
                 assert sock.recv(1000) == b""
 

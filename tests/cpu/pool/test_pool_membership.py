@@ -21,7 +21,7 @@ def gpus(host: str, memory: int = 100) -> list[Gpu]:
     return [Gpu(f"{host}/0", host, 0, "H200", memory)]
 
 
-def until(true: Callable[[], bool], seconds: float = 40) -> None:
+def until(true: Callable[[], bool], seconds: float = 90) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

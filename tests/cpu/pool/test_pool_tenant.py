@@ -156,7 +156,7 @@ def test_a_lease_that_cannot_be_set_up():
     with started(saved="/nowhere/state") as daemon:
         said = daemon.hear("failed", "ready")
         assert (said["event"], said["type"]) == ("failed", "StorageError")
-        assert daemon.process.wait(20) == 1
+        assert daemon.process.wait(90) == 1
 
 
 def test_suspended_resumed_and_ended(tmp_path):
@@ -180,7 +180,7 @@ def test_suspended_resumed_and_ended(tmp_path):
         assert "suspended" in decode(answer.payload)["message"]
         late.close()
         daemon.end.close()  # its daemon is gone
-        assert daemon.process.wait(20) == 0
+        assert daemon.process.wait(90) == 0
     with started(saved=str(path)) as daemon:
         daemon.hear("ready")
         channel, welcome = daemon.client()
@@ -189,7 +189,7 @@ def test_suspended_resumed_and_ended(tmp_path):
         control.send(daemon.end, {"do": "end", "reason": "it was released"})
         assert channel.receive(20).kind is Kind.BYE
         channel.close()
-        assert daemon.process.wait(20) == 0
+        assert daemon.process.wait(90) == 0
 
 
 def test_memory_that_no_quota_counts_is_limited_too(daemon):
@@ -229,7 +229,7 @@ def test_a_gpu_that_has_failed(monkeypatch):
     said = decode(answer.payload)
     assert (answer.kind, said["type"]) == (Kind.REFUSED, "LeaseLostError")
     assert said["message"].endswith("CUDA error: an illegal memory access was encountered")
-    serving.join(20)
+    serving.join(90)
     assert not serving.is_alive()
     daemon.end.close()
     other.close()

@@ -197,7 +197,7 @@ class Running:
 
     def __exit__(self, *_):
         self.stop()
-        self._thread.join(20)
+        self._thread.join(90)
 
     def stop(self):
         """Begin to shut down."""
@@ -207,10 +207,10 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
 
     def http(self, **options):
-        return httpx.Client(base_url=self.url, timeout=20, **options)
+        return httpx.Client(base_url=self.url, timeout=90, **options)
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=60.0):
     """Wait for something that another thread does."""
     end = time.monotonic() + seconds
     while not condition():
