@@ -29,73 +29,10 @@ from warpbus.models.layers import CausalAttention
 from warpbus.models.saving import named_tensors
 from warpbus.train.curve import draw_curve
 from warpbus.train.dataset import IGNORED, Batches, Documents, Rows, assemble, pack, tokenize
+from warpbus.train.settings import TrainingSettings
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 _VALIDATED_AT_ONCE = 16
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How to train. A run is resumed only with the settings that it began with.
-
-    Attributes:
-        steps: optimizer steps; 0 means `epochs` passes over the data.
-        epochs: passes over the data, where `steps` is 0.
-        length: tokens in a row; longer documents are cut.
-        rows_per_step: rows in a step, over all processes.
-        rows_at_once: rows in one forward pass of a process; more are accumulated.
-        learning_rate: at its peak; it rises over `warmup` steps and falls along a cosine to `final_rate` of itself.
-        clip: the largest norm of a step's gradient.
-        compile: use `torch.compile`.
-        dtype: "bfloat16" for mixed precision, or "float32".
-        valid_every, save_every: steps between validations and between checkpoints.
-        seed: of fresh weights and of the shuffles.
-
-    Raises:
-        UsageError: if a setting is out of range.
-    """
-
-    steps: int = 0
-    epochs: float = 1.0
-    length: int = 512
-    rows_per_step: int = 128
-    rows_at_once: int = 128
-    learning_rate: float = 1e-3
-    final_rate: float = 0.05
-    warmup: int = 200
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    compile: bool = False
-    dtype: str = "float32"
-    valid_every: int = 250
-    save_every: int = 500
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"steps": 0, "length": 2, "rows_per_step": 1, "rows_at_once": 1, "warmup": 0, "valid_every": 1}
-        least |= {"save_every": 1, "seed": 0, "learning_rate": 0, "final_rate": 0, "weight_decay": 0}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= bound):
-                raise UsageError(f"{name} is {value}: expected a number of at least {bound}")
-        for name in ("epochs", "clip"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise UsageError(f"{name} is {value}: expected a number above 0")
-        # AdamW moves each weight by about the learning rate: above 1, no weight would survive a step.
-        for name in ("learning_rate", "final_rate"):
-            if getattr(self, name) > 1:
-                raise UsageError(f"{name} is {getattr(self, name)}: expected a number of at most 1")
-        if self.dtype not in ("bfloat16", "float32"):
-            raise UsageError(f"dtype is {self.dtype!r}: expected bfloat16 or float32")
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, then a cosine."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * cosine)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,121 @@
+"""What can be chosen of a training run."""
+
+import math
+from dataclasses import dataclass, fields
+
+from warpbus.errors import UsageError
+from warpbus.qtensor import Scheme
+
+METHODS = ("full", "lora", "ptuning")
+
+# What changes how a run is computed but not what it learns: it may differ when a run goes on.
+_FREE = ("rows_at_once", "compile", "recompute", "sharding", "save_every")
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """How to train. A run is resumed only with the settings that it began with, but for those of `may_change`.
+
+    Attributes:
+        method: "full" trains all weights; "lora" two narrow matrices beside each linear (Hu et al., 2021,
+            arXiv:2106.09685), on a quantized base QLoRA (Dettmers et al., 2023, arXiv:2305.14314); "ptuning" keys and
+            values in front of every sequence (P-Tuning v2; Liu et al., 2021, arXiv:2110.07602).
+        steps: optimizer steps; 0 means `epochs` passes over the data.
+        epochs: passes over the data, where `steps` is 0.
+        length: tokens in a row; longer documents are cut.
+        rows_per_step: rows in a step, over all processes.
+        rows_at_once: rows in one forward pass of a process; more are accumulated.
+        learning_rate: at its peak; it rises over `warmup` steps and falls along a cosine to `final_rate` of itself.
+        clip: the largest norm of a step's gradient.
+        compile: use `torch.compile`.
+        dtype: "bfloat16" for mixed precision, or "float32". What is trained, and its optimizer's state, is float32;
+            weights that are not trained are held in this dtype.
+        fp8: the layers' linears multiply in FP8 (`warpbus.train.fp8`).
+        recompute: activations of every n-th layer are computed again in the backward pass, not kept; 0: of none.
+        sharding: between processes: "ddp", each has the whole model, or "fsdp", each has a part of all weights,
+            gradients and optimizer states (FSDP2).
+        valid_every, save_every: steps between validations and between checkpoints.
+        seed: of fresh weights, of the shuffles and of dropout.
+        rank, alpha, dropout, targets: of "lora": rows of the first matrix, scaling times rank, share of inputs left
+            out, and the linears by name, all where there is none.
+        prefix_tokens: of "ptuning": how many tokens the prefix stands for.
+        quantize: of "lora" and "ptuning": a scheme such as "w4a16-g64" that the matrices of the layers are rounded to
+            while they are loaded. A model that is quantized already needs none.
+
+    Raises:
+        UsageError: if a setting is out of range, or does not go with another one.
+    """
+
+    method: str = "full"
+    steps: int = 0
+    epochs: float = 1.0
+    length: int = 512
+    rows_per_step: int = 128
+    rows_at_once: int = 128
+    learning_rate: float = 1e-3
+    final_rate: float = 0.05
+    warmup: int = 200
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    compile: bool = False
+    dtype: str = "float32"
+    fp8: bool = False
+    recompute: int = 0
+    sharding: str = "ddp"
+    valid_every: int = 250
+    save_every: int = 500
+    seed: int = 0
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    prefix_tokens: int = 64
+    quantize: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {"steps": 0, "length": 2, "rows_per_step": 1, "rows_at_once": 1, "warmup": 0, "valid_every": 1}
+        least |= {"save_every": 1, "seed": 0, "learning_rate": 0, "final_rate": 0, "weight_decay": 0}
+        least |= {"rank": 1, "prefix_tokens": 1, "recompute": 0, "dropout": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= bound):
+                raise UsageError(f"{name} is {value}: expected a number of at least {bound}")
+        for name in ("epochs", "clip", "alpha"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{name} is {value}: expected a number above 0")
+        # AdamW moves each weight by about the learning rate: above 1, no weight would survive a step.
+        for name in ("learning_rate", "final_rate"):
+            if getattr(self, name) > 1:
+                raise UsageError(f"{name} is {getattr(self, name)}: expected a number of at most 1")
+        if self.dropout >= 1:
+            raise UsageError(f"dropout is {self.dropout}: expected a share below 1")
+        for name, known in (("dtype", ("bfloat16", "float32")), ("method", METHODS), ("sharding", ("ddp", "fsdp"))):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name} is {getattr(self, name)!r}: expected {', '.join(known[:-1])} or {known[-1]}")
+        self._check_quantize()
+
+    def _check_quantize(self) -> None:
+        if self.quantize is None:
+            return
+        if self.method == "full":
+            raise UsageError("quantize: rounded weights cannot be trained: use method lora or ptuning, or leave it out")
+        scheme = Scheme.parse(self.quantize)
+        if scheme.activations is not None or not scheme.symmetric:
+            raise UsageError(f"quantize is {self.quantize!r}: expected weights only, symmetric, such as w4a16-g64")
+        if self.fp8:
+            raise UsageError("quantize and fp8: rounded matrices are not multiplied in FP8: choose one of the two")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: linear warm-up, then a cosine."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * cosine)
+
+    @classmethod
+    def may_change(cls, name: str) -> bool:
+        """Whether a run may go on with another value of a setting: one that changes how, not what it learns."""
+        assert name in {field.name for field in fields(cls)}
+        return name in _FREE
