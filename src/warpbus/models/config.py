@@ -34,6 +34,11 @@ class RopeConfig:
     scaling: RopeScaling | None = None
     two_dimensional: bool = False
 
+    @property
+    def planes(self) -> int:
+        """The parts of a head that rotate by positions of their own."""
+        return 2 if self.two_dimensional else 1
+
 
 @dataclass(frozen=True)
 class ModelConfig:

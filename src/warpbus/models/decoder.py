@@ -10,10 +10,12 @@ from warpbus.models.layers import (
     AttentionContext,
     CausalAttention,
     FusedAttention,
-    GatedMLP,
-    RMSNorm,
+    Norm,
     Rotary,
+    make_mlp,
+    make_norm,
     project,
+    prompt_lengths,
 )
 
 
@@ -22,17 +24,14 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.norm_eps)
-
         self.has_output_norms = config.output_norms
-        self.attention_norm = norm()
+        self.normed_residual = config.normed_residual
+        self.attention_norm = make_norm(config)
         self.attention = Attention(config)
-        self.attention_output_norm = norm() if config.output_norms else nn.Identity()
-        self.mlp_norm = norm()
-        self.mlp = GatedMLP(config.hidden_size, config.ffn_size)
-        self.mlp_output_norm = norm() if config.output_norms else nn.Identity()
+        self.attention_output_norm = make_norm(config) if config.output_norms else nn.Identity()
+        self.mlp_norm = make_norm(config)
+        self.mlp = make_mlp(config)
+        self.mlp_output_norm = make_norm(config) if config.output_norms else nn.Identity()
 
     def forward(
         self,
@@ -46,8 +45,17 @@ class DecoderLayer(nn.Module):
         if self.has_output_norms:
             x_btd = x_btd + self.attention_output_norm(self.attention(x_btd, *place, norm=self.attention_norm))
             return x_btd + self.mlp_output_norm(self.mlp(x_btd, norm=self.mlp_norm))
+        if self.normed_residual:
+            normed = self.attention_norm(x_btd)
+            x_btd = self.attention(normed, *place, residual=normed * self.normed_residual)
+            normed = self.mlp_norm(x_btd)
+            return self.mlp(normed, residual=normed * self.normed_residual)
         x_btd = self.attention(x_btd, *place, norm=self.attention_norm, residual=x_btd)
         return self.mlp(x_btd, norm=self.mlp_norm, residual=x_btd)
+
+    def carried(self, x_btd: Tensor, norm: Norm) -> Tensor:
+        """What a sublayer's output is added to, its norm being `norm`: see `ModelConfig.normed_residual`."""
+        return norm(x_btd) * self.normed_residual if self.normed_residual else x_btd
 
 
 class Decoder(nn.Module):
@@ -65,7 +73,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config.rope)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.final_norm = make_norm(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -75,20 +83,27 @@ class Decoder(nn.Module):
         tokens_bt: Tensor,
         positions_bt: Tensor | None = None,
         context: AttentionContext | FusedAttention | None = None,
+        prompts_bt: Tensor | None = None,
     ) -> Tensor:
         """The normed output of the last layer.
 
         Args:
             tokens_bt: token ids `[batch, tokens]`.
             positions_bt: integer positions of the same shape; 0, 1, 2, ... by default.
-            context: what to attend to; the row itself, causally, by default.
+            context: what to attend to; the row itself, causally, by default. Where the model has a `prompt_end`, the
+                prompts of a `CausalAttention` that has none are found in the tokens.
+            prompts_bt: as of `transform`, for a context of another kind; by default found in the tokens, which have to
+                be whole sequences then.
 
         Returns:
             `[batch, tokens, hidden]`.
         """
         if positions_bt is None:
             positions_bt = torch.arange(tokens_bt.shape[1], device=tokens_bt.device).expand_as(tokens_bt)
-        return self.final_norm(self.transform(self.embed(tokens_bt), positions_bt, context or CausalAttention()))
+        context = context or CausalAttention()
+        if self.config.prompt_end is not None and not isinstance(context, FusedAttention):
+            context, prompts_bt = self._prompted(tokens_bt, context, prompts_bt, self.config.prompt_end)
+        return self.final_norm(self.transform(self.embed(tokens_bt), positions_bt, context, prompts_bt))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, `[..., vocabulary]`, for the output of `hidden`."""
@@ -103,13 +118,27 @@ class Decoder(nn.Module):
         return rows.to(tokens_bt.device)
 
     def transform(
-        self, x_btd: Tensor, positions_bt: Tensor | None, context: AttentionContext | FusedAttention
+        self,
+        x_btd: Tensor,
+        positions_bt: Tensor | None,
+        context: AttentionContext | FusedAttention,
+        prompts_bt: Tensor | None = None,
     ) -> Tensor:
-        """What leaves the last layer, not normed; `positions_bt` may be left out for a `FusedAttention`."""
+        """What leaves the last layer, not normed.
+
+        Args:
+            x_btd: from `embed`.
+            positions_bt: as of `hidden`; may be left out for a `FusedAttention`.
+            context: what to attend to.
+            prompts_bt: where positions are two-dimensional, how many tokens of each sequence are its prompt (see
+                `prompt_lengths`); those of the context by default, if it is a `CausalAttention`.
+        """
         angles = None
         if not isinstance(context, FusedAttention):
             assert positions_bt is not None
-            angles = self.rotary(positions_bt, x_btd.dtype)
+            if prompts_bt is None and isinstance(context, CausalAttention):
+                prompts_bt = context.prompts_bt
+            angles = self.rotary(positions_bt, x_btd.dtype, prompts_bt)
         for index, layer in enumerate(self.layers):
             x_btd = layer(x_btd, index, positions_bt, angles, context)
         return x_btd
@@ -123,9 +152,21 @@ class Decoder(nn.Module):
         tokens_bt: Tensor,
         positions_bt: Tensor | None = None,
         context: AttentionContext | FusedAttention | None = None,
+        prompts_bt: Tensor | None = None,
     ) -> Tensor:
         """Logits `[batch, tokens, vocabulary]`; arguments as in `hidden`."""
-        return self.logits(self.hidden(tokens_bt, positions_bt, context))
+        return self.logits(self.hidden(tokens_bt, positions_bt, context, prompts_bt))
+
+    def _prompted(
+        self, tokens_bt: Tensor, context: AttentionContext, prompts_bt: Tensor | None, prompt_end: int
+    ) -> tuple[AttentionContext, Tensor]:
+        """A context that knows the prompts if it is a `CausalAttention`, and the prompts."""
+        documents = None
+        if isinstance(context, CausalAttention):
+            documents, prompts_bt = context.documents_bt, context.prompts_bt if prompts_bt is None else prompts_bt
+        if prompts_bt is None:
+            prompts_bt = prompt_lengths(tokens_bt, prompt_end, documents)
+        return context.with_prompts(prompts_bt) if isinstance(context, CausalAttention) else context, prompts_bt
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator, std: float = 0.02) -> None:

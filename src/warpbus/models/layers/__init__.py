@@ -2,9 +2,9 @@
 
 from warpbus.models.layers.attention import Attention, AttentionContext, CausalAttention, FusedAttention
 from warpbus.models.layers.linear import QuantizedLinear, project
-from warpbus.models.layers.mlp import GatedMLP
-from warpbus.models.layers.norm import RMSNorm
-from warpbus.models.layers.rope import Rotary, rotate
+from warpbus.models.layers.mlp import GatedMLP, PlainMLP, make_mlp
+from warpbus.models.layers.norm import LayerNorm, Norm, RMSNorm, make_norm
+from warpbus.models.layers.rope import Rotary, coordinates, prompt_lengths, rotate
 
 __all__ = [
     "Attention",
@@ -12,9 +12,16 @@ __all__ = [
     "CausalAttention",
     "FusedAttention",
     "GatedMLP",
+    "LayerNorm",
+    "Norm",
+    "PlainMLP",
     "QuantizedLinear",
     "RMSNorm",
     "Rotary",
+    "coordinates",
+    "make_mlp",
+    "make_norm",
     "project",
+    "prompt_lengths",
     "rotate",
 ]

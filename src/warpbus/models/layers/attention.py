@@ -1,7 +1,8 @@
 """Attention with grouped queries. Where keys and values are kept is the business of its context."""
 
+import copy
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from warpbus.models.config import ModelConfig
 from warpbus.models.layers.linear import project
-from warpbus.models.layers.norm import RMSNorm
+from warpbus.models.layers.norm import Norm, RMSNorm
 from warpbus.models.layers.rope import rotate
 
 
@@ -51,24 +52,43 @@ class FusedAttention(ABC):
 class CausalAttention:
     """Each token attends to itself and to those before it in its row, and nothing is kept.
 
-    With `documents_bt` (integers `[batch, tokens]`), a row holds several documents and a token sees its own only.
+    Args:
+        documents_bt: integers `[batch, tokens]`: a row holds several documents, one after another, and a token sees its
+            own only.
+        prompts_bt: integers `[batch, tokens]`: so many tokens at the beginning of each token's document see each other
+            in both directions (see `prompt_lengths`). Positions have to count from the beginning of the document.
     """
 
-    def __init__(self, documents_bt: Tensor | None = None) -> None:
+    def __init__(self, documents_bt: Tensor | None = None, prompts_bt: Tensor | None = None) -> None:
+        self.documents_bt = documents_bt
+        self.prompts_bt = prompts_bt
         self.mask: Tensor | None = None
-        if documents_bt is not None:
+        if documents_bt is not None and prompts_bt is None:
             tokens = documents_bt.shape[1]
             causal = torch.ones(tokens, tokens, dtype=torch.bool, device=documents_bt.device).tril()
             self.mask = ((documents_bt[:, :, None] == documents_bt[:, None, :]) & causal)[:, None]
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
-        del layer, positions_bt
+        del layer
+        mask = self.mask if self.prompts_bt is None else self._reached(positions_bt, self.prompts_bt)
         q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
         grouped = q.shape[1] != k.shape[1]
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=grouped
-        )
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return attended.transpose(1, 2)
+
+    def with_prompts(self, prompts_bt: Tensor) -> Self:
+        """The same context where the documents have these prompts."""
+        other = copy.copy(self)
+        other.prompts_bt = prompts_bt
+        return other
+
+    def _reached(self, positions_bt: Tensor, prompts_bt: Tensor) -> Tensor:
+        """Which keys each query sees; made anew for each layer, since those of many batches would be large."""
+        reach = torch.maximum(positions_bt, prompts_bt - 1)
+        mask = positions_bt[:, None, :] <= reach[:, :, None]
+        if self.documents_bt is not None:
+            mask &= self.documents_bt[:, :, None] == self.documents_bt[:, None, :]
+        return mask[:, None]
 
 
 class Attention(nn.Module):
@@ -91,7 +111,7 @@ class Attention(nn.Module):
         angles: tuple[Tensor, Tensor] | None,
         context: AttentionContext | FusedAttention,
         *,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Attention of `norm(x)`, plus `residual`. A `FusedAttention` knows the positions and angles itself."""
@@ -102,8 +122,8 @@ class Attention(nn.Module):
             assert positions_bt is not None
             assert angles is not None
             q, k, v = self._heads(qkv)
-            q = rotate(q, angles, self.config.rope.interleaved)
-            k = rotate(k, angles, self.config.rope.interleaved)
+            rope = self.config.rope
+            q, k = (rotate(x, angles, rope.interleaved, rope.planes) for x in (q, k))
             attended = context.attend(layer, q, k, v, positions_bt).flatten(-2)
         return project(self.o, attended, residual=residual)
 

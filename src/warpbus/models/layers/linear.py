@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from warpbus.kernels import ops
-from warpbus.kernels.ops.activation import swiglu
+from warpbus.kernels.ops.activation import gelu, swiglu
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear, pack_for_cpu
 from warpbus.kernels.ops.gemv import gemv
@@ -21,7 +21,7 @@ from warpbus.kernels.ops.w8a8 import check_device, w8a8_linear
 from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
 from warpbus.models.layers.adapted import Adapted
 from warpbus.models.layers.fusion import gpu_has_kernels, has_kernels
-from warpbus.models.layers.norm import RMSNorm
+from warpbus.models.layers.norm import LayerNorm, Norm
 from warpbus.models.layers.parallel import Parallel
 from warpbus.qtensor import QTensor
 
@@ -110,7 +110,7 @@ def project(
     linear: nn.Module,
     x: Tensor,
     *,
-    norm: RMSNorm | None = None,
+    norm: Norm | None = None,
     residual: Tensor | None = None,
     activation: str = "none",
 ) -> Tensor:
@@ -120,7 +120,7 @@ def project(
         linear: `nn.Linear`, `QuantizedLinear`, a `Parallel` of one, an `Adapted` one, or what stands in for one.
         x: `[..., in]`.
         residual: `[..., out]`.
-        activation: "none", or "swiglu": `silu(gate) * up` of an output that is `[gate, up]`.
+        activation: "none"; "swiglu": `silu(gate) * up` of an output that is `[gate, up]`; or "gelu", in its tanh form.
     """
     if isinstance(linear, Parallel):
         return linear.join(project(linear.part, x, norm=norm, activation=activation), residual)
@@ -132,7 +132,8 @@ def project(
             return linear.add(project(linear.part, x, residual=residual), x)
         y = _activated(linear.add(project(linear.part, x), x), activation)
         return y if residual is None else residual + y
-    if isinstance(linear, QuantizedLinear) and isinstance(linear.form, PackedWeight):
+    fuses = activation != "gelu" and not isinstance(norm, LayerNorm)  # those the kernels do not have
+    if isinstance(linear, QuantizedLinear) and isinstance(linear.form, PackedWeight) and fuses:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return ops.wna16_linear(
             x, linear.form, linear.bias, norm=weight, eps=eps, residual=residual, activation=activation
@@ -145,6 +146,8 @@ def project(
 
 
 def _activated(y: Tensor, activation: str) -> Tensor:
+    if activation == "gelu":
+        return gelu(y) if has_kernels(y) else F.gelu(y, approximate="tanh")
     return _swiglu(y) if activation == "swiglu" else y
 
 

@@ -1,9 +1,11 @@
-"""Root-mean-square normalization (Zhang and Sennrich, 2019)."""
+"""Root-mean-square normalization (Zhang and Sennrich, 2019) and layer normalization (Ba et al., 2016)."""
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from warpbus.kernels.ops.norm import rms_norm
+from warpbus.kernels.ops.norm import layer_norm, rms_norm
+from warpbus.models.config import ModelConfig
 from warpbus.models.layers.fusion import has_kernels
 
 
@@ -21,3 +23,28 @@ class RMSNorm(nn.Module):
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias` over the last axis, in float32 and rounded once."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if has_kernels(x) and self.weight.dtype == x.dtype:
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(x.to(wide), weight.shape, weight, bias, self.eps).to(x.dtype)
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def make_norm(config: ModelConfig) -> Norm:
+    """A norm of hidden states, of the kind that a model has."""
+    return (LayerNorm if config.layer_norm else RMSNorm)(config.hidden_size, config.norm_eps)

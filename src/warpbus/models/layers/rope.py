@@ -1,4 +1,8 @@
-"""Rotary position embedding (Su et al., 2021), on part of the head or all of it, interleaved or in halves."""
+"""Rotary position embedding (Su et al., 2021), on part of the head or all of it, interleaved or in halves.
+
+ChatGLM-6B has positions in two dimensions (GLM; Du et al., 2022): where a token stands in the prompt, and where in what
+is generated after it. Each half of a head, a plane, rotates by one of them.
+"""
 
 import math
 
@@ -15,13 +19,24 @@ class Rotary:
         self.config = config
         self._tables: dict[torch.device, Tensor] = {}
 
-    def __call__(self, positions_bt: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, positions_bt: Tensor, dtype: torch.dtype, prompts_bt: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Angles for integer positions `[batch, tokens]`.
 
+        Args:
+            prompts_bt: where positions are two-dimensional, see `coordinates`.
+
         Returns:
-            cosines and sines, each `[batch, tokens, 1, rotary_dim / 2]` in `dtype`, computed in float32.
+            cosines and sines, each `[batch, tokens, 1, planes * rotary_dim / 2]` in `dtype`, computed in float32; the
+            first plane's come first.
         """
-        angles = self._angles(positions_bt)[:, :, None]
+        if self.config.two_dimensional:
+            assert prompts_bt is not None
+            planes = [self._angles(positions) for positions in coordinates(positions_bt, prompts_bt)]
+            angles = torch.cat(planes, dim=-1)[:, :, None]
+        else:
+            angles = self._angles(positions_bt)[:, :, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def table(self, positions: int, device: torch.device) -> Tensor:
@@ -40,14 +55,52 @@ class Rotary:
         return (positions.float() / self.config.position_scale)[..., None] * frequencies
 
 
-def rotate(x_bthd: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
+def coordinates(positions: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """The two positions of a token of ChatGLM-6B: in the prompt up to its last token, and after that.
+
+    Args:
+        positions: integers, where the tokens stand in their sequences.
+        prompts: how many tokens of the sequence are before its first `ModelConfig.prompt_end`, 0 where it has none;
+            broadcast against the positions.
+    """
+    last = (prompts - 1).clamp(min=0)
+    return torch.minimum(positions, last), (positions - prompts + 1).clamp(min=0)
+
+
+def prompt_lengths(tokens_bt: Tensor, prompt_end: int, documents_bt: Tensor | None = None) -> Tensor:
+    """How many tokens of each token's sequence are before the first `prompt_end` of it, 0 where it has none.
+
+    Args:
+        tokens_bt: ids `[batch, tokens]`.
+        documents_bt: of the same shape, where a row holds several sequences one after another: a number for each.
+
+    Returns:
+        int64 `[batch, tokens]`.
+    """
+    size = tokens_bt.shape[1]
+    places = torch.arange(size, device=tokens_bt.device).expand_as(tokens_bt)
+    begins = places == 0
+    if documents_bt is not None:
+        begins = begins | (documents_bt != documents_bt.roll(1, dims=1))
+    starts = torch.where(begins, places, 0).cummax(dim=1).values
+    # Of each sequence the first end, kept at the place where the sequence starts.
+    ends = torch.where(tokens_bt == prompt_end, places, size)
+    first = torch.full_like(places, size).scatter_reduce(1, starts, ends, "amin").gather(1, starts)
+    return torch.where(first < size, first - starts, 0)
+
+
+def rotate(x_bthd: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool, planes: int = 1) -> Tensor:
     """Rotate the first `rotary_dim` dimensions of each head and leave the rest.
 
     Args:
         x_bthd: `[batch, tokens, heads, head_dim]`.
         angles: cosines and sines from `Rotary`.
         interleaved: pairs are (2i, 2i+1); otherwise (i, i + rotary_dim / 2).
+        planes: equal parts of each head, and of the angles, that rotate by themselves.
     """
+    if planes > 1:
+        cos, sin = (part.unflatten(-1, (planes, -1)) for part in angles)
+        return rotate(x_bthd.unflatten(-1, (planes, -1)), (cos, sin), interleaved).flatten(-2)
     cos, sin = angles
     half = cos.shape[-1]
     rotating, rest = x_bthd[..., : 2 * half], x_bthd[..., 2 * half :]
@@ -63,6 +116,8 @@ def rotate(x_bthd: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool) -> 
 def _frequencies(config: RopeConfig, device: torch.device) -> Tensor:
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device) / config.rotary_dim
     frequencies = 1.0 / config.theta**exponents
+    if config.two_dimensional:
+        frequencies = frequencies.half().float()  # ChatGLM-6B was trained with these, and its files hold them so
     return frequencies if config.scaling is None else _llama3(frequencies, config.scaling)
 
 
