@@ -14,19 +14,16 @@ from torch.nn import functional as F
 from warpbus.kernels import ops
 from warpbus.kernels.ops.activation import gelu, swiglu
 from warpbus.kernels.ops.arguments import HALVES
-from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear, pack_for_cpu
+from warpbus.kernels.ops.cpu import pack_for_cpu
 from warpbus.kernels.ops.gemv import gemv
 from warpbus.kernels.ops.packed import PackedWeight, pack, unpack
-from warpbus.kernels.ops.w8a8 import check_device, w8a8_linear
-from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
+from warpbus.kernels.ops.w8a8 import check_device
 from warpbus.models.layers.adapted import Adapted
+from warpbus.models.layers.frozen import Form, frozen_linear, quantized_linear
 from warpbus.models.layers.fusion import gpu_has_kernels, has_kernels
 from warpbus.models.layers.norm import LayerNorm, Norm
 from warpbus.models.layers.parallel import Parallel
 from warpbus.qtensor import QTensor
-
-Form = QTensor | PackedWeight | CpuWeight
-"""How a quantized weight may be held: as it is, or as the kernels of a GPU or of the CPU take it."""
 
 
 class QuantizedLinear(nn.Module):
@@ -73,11 +70,9 @@ class QuantizedLinear(nn.Module):
         return unpack(self._form) if isinstance(self._form, PackedWeight) else self._form.unpack()
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self._form, CpuWeight):
-            return cpu_linear(x, self._form, self.bias)
-        if isinstance(self._form, QTensor) and self._form.holds_values:
-            return _by_values(self._form, x, self.bias)
-        return ops.wna16_linear(x, self._form, self.bias)
+        if _differentiated(x):
+            return frozen_linear(x, self._form, self.bias)
+        return quantized_linear(x, self._form, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.scheme}"
@@ -135,14 +130,20 @@ def project(
     fuses = activation != "gelu" and not isinstance(norm, LayerNorm)  # those the kernels do not have
     if isinstance(linear, QuantizedLinear) and isinstance(linear.form, PackedWeight) and fuses:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return ops.wna16_linear(
-            x, linear.form, linear.bias, norm=weight, eps=eps, residual=residual, activation=activation
-        )
+        if not _differentiated(x, weight, residual):
+            return ops.wna16_linear(
+                x, linear.form, linear.bias, norm=weight, eps=eps, residual=residual, activation=activation
+            )
     if norm is not None:
         x = norm(x)
     y = _by_vector(linear, x) if isinstance(linear, nn.Linear) and _is_vector(linear, x) else linear(x)
     y = _activated(y, activation)
     return y if residual is None else residual + y
+
+
+def _differentiated(*tensors: Tensor | None) -> bool:
+    """Whether a gradient by one of them will be asked for, which the kernels do not give."""
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
 def _activated(y: Tensor, activation: str) -> Tensor:
@@ -157,11 +158,6 @@ def _is_vector(linear: nn.Linear, x: Tensor) -> bool:
 
 def _by_vector(linear: nn.Linear, x: Tensor) -> Tensor:
     return gemv(linear.weight, x.flatten(), linear.bias).view(*x.shape[:-1], -1)
-
-
-def _by_values(weight: QTensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    kernels = x.dtype in HALVES and gpu_has_kernels(x.device)
-    return (w8a8_linear if kernels else reference_w8a8_linear)(x, weight.qweight, weight.scales.view(-1).float(), bias)
 
 
 def _swiglu(x: Tensor) -> Tensor:

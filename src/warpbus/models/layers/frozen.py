@@ -1,0 +1,71 @@
+"""Gradients through quantized weights, which are not trained themselves (QLoRA; Dettmers et al., 2023).
+
+Forward is what the kernels compute anyway. Backward, `dx = dy W`, dequantizes some rows of W at a time into a buffer of
+the activations' dtype, so that no whole matrix of floating-point weights is ever held.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.kernels.ops import wna16_linear
+from warpbus.kernels.ops.arguments import HALVES
+from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear
+from warpbus.kernels.ops.packed import PackedWeight, unpack
+from warpbus.kernels.ops.w8a8 import w8a8_linear
+from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
+from warpbus.models.layers.fusion import gpu_has_kernels
+from warpbus.qtensor import QTensor
+
+Form = QTensor | PackedWeight | CpuWeight
+"""How a quantized weight may be held: as it is, or as the kernels of a GPU or of the CPU take it."""
+
+
+def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` by the kernels of the device; see `QuantizedLinear`."""
+    if isinstance(weight, CpuWeight):
+        return cpu_linear(x, weight, bias)
+    if isinstance(weight, QTensor) and weight.holds_values:
+        kernels = x.dtype in HALVES and gpu_has_kernels(x.device)
+        linear = w8a8_linear if kernels else reference_w8a8_linear
+        return linear(x, weight.qweight, weight.scales.view(-1).float(), bias)
+    return wna16_linear(x, weight, bias)
+
+
+def frozen_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias`, which can be differentiated by x.
+
+    With a w8a8 scheme x is rounded on the way, and its gradient is passed on as if it were not (straight-through;
+    Bengio et al., 2013).
+
+    Args:
+        x: `[..., k]` as `quantized_linear` takes it.
+        weight: `[n, k]`.
+        bias: `[n]`; it gets no gradient.
+
+    Returns:
+        `[..., n]` in the dtype of x.
+    """
+    y: Tensor = _FrozenLinear.apply(x, weight, bias)
+    return y
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return quantized_linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return times_frozen(dy.reshape(-1, dy.shape[-1]), ctx.weight).view(*dy.shape[:-1], -1), None, None
+
+
+@torch.no_grad()
+def times_frozen(dy: Tensor, weight: Form) -> Tensor:
+    """`dy @ weight` for dy `[m, n]` and a quantized weight `[n, k]`, in the dtype of dy."""
+    if not isinstance(weight, QTensor):
+        weight = unpack(weight) if isinstance(weight, PackedWeight) else weight.unpack()
+    return dy @ weight.dequantize(dy.dtype)

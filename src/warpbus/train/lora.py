@@ -1,0 +1,103 @@
+"""LoRA: a trained product of two narrow matrices beside every frozen weight (Hu et al., 2021)."""
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from warpbus.errors import UsageError
+from warpbus.models.adapters import Lora, LowRank
+from warpbus.models.decoder import Decoder
+from warpbus.models.layers import QuantizedLinear
+
+
+class LoraLinear(nn.Module):
+    """`base(x) + alpha / rank * b(a(dropout(x)))`; takes the place of the base, whose parameters are frozen.
+
+    Args:
+        base: `nn.Linear` or `QuantizedLinear`.
+        rank: rows of a.
+        alpha: the scaling times the rank.
+        dropout: the share of x that b(a(x)) does not see, while training.
+
+    Attributes:
+        a: float32 `[rank, in]`, drawn uniformly (He et al., 2015).
+        b: float32 `[out, rank]`, 0 at first: the layer begins as its base.
+    """
+
+    def __init__(self, base: nn.Linear | QuantizedLinear, rank: int, alpha: float, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.rank, self.scaling, self.dropout = rank, alpha / rank, dropout
+        device = next(iter((*base.parameters(), *base.buffers()))).device
+        self.a = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x)
+        seen = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        narrow = F.linear(seen, self.a.to(x.dtype))
+        return y + F.linear(narrow * self.scaling, self.b.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
+
+
+def linears_of(model: Decoder) -> tuple[str, ...]:
+    """The names of a layer's linears, such as "attention.qkv", in their order."""
+    layer = model.layers[0]
+    return tuple(name for name, module in layer.named_modules() if isinstance(module, nn.Linear | QuantizedLinear))
+
+
+def attach_lora(
+    model: Decoder, *, rank: int, alpha: float, dropout: float = 0.0, targets: Collection[str] = ()
+) -> list[nn.Parameter]:
+    """Freeze a decoder and put a `LoraLinear` in place of the named linears of every layer.
+
+    Args:
+        targets: names within a layer, such as "attention.qkv"; by default all of its linears.
+
+    Returns:
+        what is to be trained: a and b of each, in the order of the layers.
+
+    Raises:
+        UsageError: if a layer has no linear of that name, or the rank is out of range.
+    """
+    known = linears_of(model)
+    for name in targets:
+        if name not in known:
+            raise UsageError(f"LoRA target {name!r}: the layers have no such linear: choose among {', '.join(known)}")
+    if rank < 1:
+        raise UsageError(f"LoRA rank {rank}: expected at least 1")
+    model.requires_grad_(False)
+    trained: list[nn.Parameter] = []
+    for layer in model.layers:
+        for name in known:
+            if targets and name not in targets:
+                continue
+            parent, _, leaf = name.rpartition(".")
+            owner = layer.get_submodule(parent)
+            lora = LoraLinear(getattr(owner, leaf), rank, alpha, dropout)
+            setattr(owner, leaf, lora)
+            trained += [lora.a, lora.b]
+    return trained
+
+
+@torch.no_grad()
+def lora_of(model: Decoder, name: str) -> Lora:
+    """What was trained, with the scaling in b: copies in float32 on the CPU.
+
+    Raises:
+        UsageError: if the model has no `LoraLinear`.
+    """
+    parts = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            parts[path] = LowRank(module.a.detach().cpu().clone(), (module.b * module.scaling).cpu())
+    if not parts:
+        raise UsageError(f"adapter {name}: the model has no LoRA: attach_lora comes first")
+    return Lora(name, parts)

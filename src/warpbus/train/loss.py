@@ -1,0 +1,148 @@
+"""Cross-entropy of a large vocabulary, without the scores of more than a piece of the tokens at a time.
+
+The gradients of the scores are known as soon as the scores are: they are made in the forward pass, multiplied at once
+into those of the hidden states and the head, and forgotten. Only what a row of the head is multiplied with stays in
+memory, never `[tokens, vocabulary]` (Wijmans et al., 2024, avoid it in a kernel).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from warpbus.errors import TensorError, UsageError
+from warpbus.kernels.operators import autocast
+from warpbus.models.layers import QuantizedLinear
+from warpbus.models.layers.frozen import times_frozen
+from warpbus.train.dataset import IGNORED
+
+PIECE_BYTES = 2**28
+"""What the scores of a piece of tokens may take in float32."""
+
+
+def piece_rows(vocabulary: int) -> int:
+    """How many tokens' scores are computed at a time, 1 at least; a multiple of 128 where there are as many."""
+    rows = PIECE_BYTES // (4 * vocabulary)
+    return max(1, rows - rows % 128 if rows > 128 else rows)
+
+
+def summed_cross_entropy(hidden_nd: Tensor, head: nn.Module, targets_n: Tensor, *, rows: int | None = None) -> Tensor:
+    """The sum of `-log softmax(head(hidden))[target]` over the tokens that have a target, in nats.
+
+    Tokens whose target is `IGNORED` cost nothing. Where the others are is looked up on the device of the targets: with
+    targets on the CPU no one waits for the GPU. Scores are in the dtype of the hidden states, or of an enclosing
+    `torch.autocast`; their softmax and the sum are in float32. The result can be differentiated once.
+
+    Args:
+        hidden_nd: floating `[n, d]`, or `[..., d]`.
+        head: `nn.Linear`, frozen or trained, also one whose weight is the embedding's; or a `QuantizedLinear`. With
+            FSDP2 it belongs to the module whose forward calls this, and is whole here.
+        targets_n: int64 in the shape of the hidden states without d; token ids or `IGNORED`.
+        rows: tokens of a piece; by default those whose scores take `PIECE_BYTES`.
+
+    Returns:
+        a scalar: float32, or float64 for hidden states of float64.
+
+    Raises:
+        TensorError: if the targets have another shape than the hidden states.
+        UsageError: for another kind of head, or one that is sharded.
+    """
+    loss: Tensor = _eagerly(hidden_nd, head, targets_n, rows)
+    return loss
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _eagerly(hidden_nd: Tensor, head: nn.Module, targets_n: Tensor, rows: int | None) -> Tensor:
+    if targets_n.shape != hidden_nd.shape[:-1]:
+        raise TensorError(
+            f"summed_cross_entropy: targets have shape {list(targets_n.shape)}, expected {list(hidden_nd.shape[:-1])}: "
+            "one for each hidden state"
+        )
+    if not isinstance(head, nn.Linear | QuantizedLinear):
+        raise UsageError(f"summed_cross_entropy: the head is {type(head).__name__}: give nn.Linear or QuantizedLinear")
+    weight, bias, frozen = (None, None, head) if isinstance(head, QuantizedLinear) else (head.weight, head.bias, None)
+    if isinstance(weight, DTensor):
+        raise UsageError(
+            "summed_cross_entropy: the head is sharded here: shard it with the module whose forward calls this"
+        )
+    flat = targets_n.reshape(-1)
+    places = (flat != IGNORED).nonzero().squeeze(1)
+    targets = flat[places].to(hidden_nd.device, non_blocking=True)
+    hidden = hidden_nd.reshape(-1, hidden_nd.shape[-1])
+    if len(places) < len(flat):
+        hidden = hidden[places.to(hidden.device, non_blocking=True)]
+    loss: Tensor = _SummedCrossEntropy.apply(
+        autocast(hidden), weight, bias, frozen, targets, rows or piece_rows(head.out_features), torch.is_grad_enabled()
+    )
+    return loss
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """See `summed_cross_entropy`; every row has a target."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        head: QuantizedLinear | None,
+        targets: Tensor,
+        rows: int,
+        differentiable: bool,
+    ) -> Tensor:
+        wanted = [differentiable and needed for needed in ctx.needs_input_grad[:3]]
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss, ctx.gradients = _pieces(hidden, weight, bias, head, targets, rows, wanted)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("summed_cross_entropy: differentiated a second time; its gradients are gone")
+        # In place: those of the head are as large as the head.
+        gradients = [None if each is None else each.mul_(factor) for each in ctx.gradients]
+        ctx.gradients = None
+        return *gradients, None, None, None, None
+
+
+def _pieces(
+    hidden: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    head: QuantizedLinear | None,
+    targets: Tensor,
+    rows: int,
+    wanted: list[bool],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss, and the gradients of hidden states, weight and bias as far as they are wanted."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    like = (hidden, weight, bias)
+    to_hidden, to_weight, to_bias = (
+        torch.zeros_like(each) if want and each is not None else None for want, each in zip(wanted, like, strict=True)
+    )
+    factor = hidden if weight is None else weight.detach().to(hidden.dtype)
+    added = None if bias is None else bias.to(hidden.dtype)
+    for start in range(0, len(hidden), rows):
+        x, own = hidden[start : start + rows], targets[start : start + rows, None]
+        scores = F.linear(x, factor, added) if head is None else head(x)
+        likelihoods = torch.log_softmax(scores, -1, dtype=wide)
+        loss -= likelihoods.gather(1, own).sum()
+        if not any(wanted):
+            continue
+        # softmax - onehot, where the scores were.
+        torch.exp(likelihoods, out=scores)
+        del likelihoods
+        scores.scatter_add_(1, own, scores.new_full(own.shape, -1.0))
+        if to_hidden is not None:
+            to_hidden[start : start + rows] = scores @ factor if head is None else times_frozen(scores, head.form)
+        if to_weight is not None:
+            to_weight += scores.T @ x
+        if to_bias is not None:
+            to_bias += scores.sum(0)
+        del scores  # before those of the next piece are made
+    return loss, [to_hidden, to_weight, to_bias]
