@@ -13,7 +13,7 @@ def model_path() -> Path:
 
 
 def data_path(name: str) -> Path:
-    """A packaged data file: `calibration.jsonl`, `validation.jsonl`, `next-verse.jsonl`, `wikitext-page.txt`."""
+    """A packaged data file: those that `data/README.md` lists."""
     return _existing(_HERE / "data" / name)
 
 
