@@ -18,17 +18,21 @@ SCRATCH = 0
 """A block that belongs to nobody: rows that only fill up a batch write there."""
 
 
-def block_keys(token_ids: Sequence[int], known: Sequence[bytes] = (), *, salt: bytes = b"") -> list[bytes]:
+def block_keys(
+    token_ids: Sequence[int], known: Sequence[bytes] = (), *, salt: bytes = b"", lead: int = 0
+) -> list[bytes]:
     """The keys of the full blocks of a sequence of tokens.
 
     Args:
         known: the keys of its first blocks, if they were computed before.
         salt: sequences of different salts share nothing.
+        lead: places of the first block, fewer than `BLOCK`, that something else has taken: it holds fewer tokens.
+            Sequences of one salt have the same there.
     """
     keys = list(known)
-    for start in range(len(keys) * BLOCK, len(token_ids) - BLOCK + 1, BLOCK):
+    for start in range(len(keys) * BLOCK - lead, len(token_ids) - BLOCK + 1, BLOCK):
         before = keys[-1] if keys else salt
-        tokens = array("q", token_ids[start : start + BLOCK])
+        tokens = array("q", token_ids[max(0, start) : start + BLOCK])
         keys.append(hashlib.blake2b(before + tokens.tobytes(), digest_size=32).digest())
     return keys
 
@@ -44,18 +48,22 @@ class Blocks:
         back: called before a block is handed out that was never backed by memory, with the number of blocks to back;
             returns how many are backed then, fewer if there is no more memory. None: all are.
         sharing: whether blocks are found by keys.
+        kept: so many blocks after `SCRATCH` are never handed out: what they hold stays.
 
     Attributes:
         count: the blocks there can be.
         backed: how many of them, the first ones, have memory.
     """
 
-    def __init__(self, count: int, *, back: Callable[[int], int] | None = None, sharing: bool = True) -> None:
+    def __init__(
+        self, count: int, *, back: Callable[[int], int] | None = None, sharing: bool = True, kept: int = 0
+    ) -> None:
         self.count = count
         self.backed = count if back is None else 0
         self._back = back
         self._sharing = sharing
-        self._free = list(range(SCRATCH + 1, count))  # a heap: ascending
+        self._last_kept = SCRATCH + kept
+        self._free = list(range(self._last_kept + 1, count))  # a heap: ascending
         self._users: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # what was given back longest ago comes first
         self._by_key: dict[bytes, int] = {}
@@ -121,10 +129,10 @@ class Blocks:
                 heapq.heappush(self._free, block)
 
     def forget(self) -> int:
-        """Forget all idle blocks; returns how many of the first blocks are still needed, `SCRATCH` included."""
+        """Forget all idle blocks; returns how many of the first are still needed, `SCRATCH` and those kept included."""
         while self._idle:
             heapq.heappush(self._free, self._evict())
-        return max(self._users, default=SCRATCH) + 1
+        return max(self._users, default=self._last_kept) + 1
 
     def keyed(self) -> dict[int, bytes]:
         """The blocks that can be found, and their keys."""

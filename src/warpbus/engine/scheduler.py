@@ -7,6 +7,9 @@ different sizes.
 
 Steps are launched before the tokens of the last one are known. Therefore the scheduler counts tokens (`length`), and
 only what shares blocks needs their ids (`ids`), which come later.
+
+A prefix of keys and values that no token stands for (P-Tuning v2) comes before a request's tokens in its blocks. They
+are written once, and all requests that have it read the same ones.
 """
 
 from collections import deque
@@ -24,19 +27,27 @@ class Request:
         ids: the token ids that are known: the prompt, and what was generated and read.
         limit: the most tokens there can be, the prompt included.
         salt: requests of different salts share no blocks.
-        length: the tokens there are, those of steps under way included.
+        whole: so many of the first tokens are read in one piece, since they see each other in both directions. Then no
+            block can be shared: what it holds depends on what follows. 0: all attention is causal.
+        prefix: the blocks of a prefix, which nobody writes to; requests that have one share a salt of their own.
+        given: how many places of the cache the prefix takes. Where it does not fill its last block, that is copied
+            into one of the request's own.
+        length: the tokens there are, those of steps under way included. The prefix is not counted among tokens.
         computed: of how many of them keys and values are in the cache, once the steps under way are done.
-        blocks: where they are, in order.
+        blocks: where they are, in order, after the prefix: token p has the place `given + p`.
         shared: tokens of the prompt that were found in the cache, when it was read first.
         decodes: all its tokens were read, and it was given one more: all but the last are computed.
         preemptions: how often it had to give its blocks back.
         keys: of its full blocks, as far as they were needed.
-        published: how many of its blocks others can find.
+        published: how many of its blocks, without those of the prefix, others can find.
     """
 
     ids: list[int]
     limit: int
     salt: bytes = b""
+    whole: int = 0
+    prefix: tuple[int, ...] = ()
+    given: int = 0
     length: int = 0
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -48,6 +59,16 @@ class Request:
 
     def __post_init__(self) -> None:
         self.length = self.length or len(self.ids)
+
+    @property
+    def lent(self) -> int:
+        """How many of its first blocks are those of the prefix."""
+        return self.given // BLOCK
+
+    @property
+    def lead(self) -> int:
+        """Places of its first own block that the end of the prefix takes."""
+        return self.given % BLOCK
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,8 @@ class Scheduler:
     Args:
         blocks: of the cache; there have to be enough for one request of the greatest length.
         max_num_seqs: the most requests that run at once.
-        prefill_tokens: of the prompts, read in a step where nobody decodes.
+        prefill_tokens: of the prompts, read in a step where nobody decodes. One that may not be cut is read alone if it
+            is longer.
         mixed_tokens: from the number of those that decode to the tokens of a step, these included, in which prompts are
             read beside them: they wait for the prompts. None: as many as where nobody decodes.
 
@@ -186,12 +208,13 @@ class Scheduler:
                 pieces.append(self._piece(request, budget))
                 budget -= pieces[-1].end - pieces[-1].start
         while admit and budget and self.waiting and len(self.running) < self._max_num_seqs:
-            if not self._admit(self.waiting[0]):
+            whole = self.waiting[0].whole
+            if (pieces and whole > budget) or not self._admit(self.waiting[0]):
                 break
             request = self.waiting.popleft()
             self.running.append(request)
-            pieces.append(self._piece(request, budget))
-            budget -= pieces[-1].end - pieces[-1].start
+            pieces.append(self._piece(request, max(budget, whole)))
+            budget = max(0, budget - pieces[-1].end + pieces[-1].start)
         return pieces
 
     def _piece(self, request: Request, budget: int) -> Piece:
@@ -206,28 +229,34 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give a request blocks for all of its tokens: those that are found, and fresh ones."""
-        request.keys = block_keys(request.ids, request.keys, salt=request.salt)
-        # The last token is always computed: its scores are wanted.
-        shared = self._blocks.share(request.keys[: (request.length - 1) // BLOCK])
-        fresh = _blocks_for(request.length) - len(shared)
+        shared = self._found(request)
+        fresh = _blocks_for(request.lead + request.length) - len(shared)
         # Each that runs may soon want one more.
         spare = len(self.running)
         taken = self._blocks.take(fresh) if fresh + spare <= self._blocks.available else None
         if taken is None:
             self._blocks.release(shared)
             return False
-        request.blocks = shared + taken
+        request.blocks = [*request.prefix[: request.lent], *shared, *taken]
         request.published = len(shared)
-        request.computed = len(shared) * BLOCK
+        request.computed = max(0, len(shared) * BLOCK - request.lead)
         if not request.preemptions:
             request.shared = request.computed
-            self.queried += request.length
+            self.queried += 0 if request.whole else request.length
             self.found += request.computed
         return True
 
+    def _found(self, request: Request) -> list[int]:
+        """The blocks of a request's beginning that others have computed; it uses them from now on."""
+        if request.whole:
+            return []
+        request.keys = block_keys(request.ids, request.keys, salt=request.salt, lead=request.lead)
+        # The last token is always computed: its scores are wanted.
+        return self._blocks.share(request.keys[: (request.lead + request.length - 1) // BLOCK])
+
     def _reserve(self, request: Request, tokens: int) -> bool:
         """Blocks for so many tokens of a request."""
-        missing = _blocks_for(tokens) - len(request.blocks)
+        missing = _blocks_for(request.given + tokens) - len(request.blocks)
         taken = self._blocks.take(missing) if missing > 0 else []
         if taken is None:
             return False
@@ -243,18 +272,20 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
-        self._blocks.release(request.blocks)
+        self._blocks.release(request.blocks[request.lent :])
         request.blocks = []
         request.computed = 0
         request.decodes = False
 
     def _publish(self, request: Request) -> None:
         """Let others find the blocks of a request that are full and whose tokens are known."""
-        full = min(request.computed, len(request.ids)) // BLOCK
+        if request.whole:
+            return
+        full = (request.lead + min(request.computed, len(request.ids))) // BLOCK
         if full > len(request.keys):
-            request.keys = block_keys(request.ids, request.keys, salt=request.salt)
+            request.keys = block_keys(request.ids, request.keys, salt=request.salt, lead=request.lead)
         for index in range(request.published, full):
-            self._blocks.publish(request.blocks[index], request.keys[index])
+            self._blocks.publish(request.blocks[request.lent + index], request.keys[index])
         request.published = max(request.published, full)
 
 

@@ -28,6 +28,29 @@ def test_keys_go_on_from_those_that_are_known(tokens, salt, data):
     assert block_keys(tokens[: known * BLOCK], salt=salt) == whole[:known]
 
 
+@given(TOKENS, st.integers(0, BLOCK - 1), st.data())
+def test_keys_of_tokens_that_do_not_begin_a_block(tokens, lead, data):
+    whole = block_keys(tokens, salt=b"s", lead=lead)
+    assert len(whole) == (lead + len(tokens)) // BLOCK
+    known = data.draw(st.integers(0, len(whole)))
+    assert block_keys(tokens, whole[:known], salt=b"s", lead=lead) == whole
+    if whole:
+        others = [1 + token for token in tokens]
+        end = len(whole) * BLOCK - lead
+        assert block_keys([*tokens[:end], *others[end:]], salt=b"s", lead=lead)[: len(whole)] == whole
+        assert not set(whole) & set(block_keys(others, salt=b"s", lead=lead))
+
+
+def test_blocks_that_are_kept_are_never_handed_out():
+    blocks = Blocks(6, kept=2)
+    assert (blocks.used, blocks.available) == (0, 3)
+    assert blocks.take(3) == [3, 4, 5]
+    blocks.release([5, 4])
+    assert blocks.forget() == 4
+    blocks.release([3])
+    assert blocks.forget() == 3
+
+
 def test_salts_that_begin_alike_share_nothing():
     tokens = list(range(BLOCK))
     assert block_keys(tokens, salt=b"x" * 80) != block_keys(tokens, salt=b"x" * 81)

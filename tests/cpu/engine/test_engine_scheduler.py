@@ -17,6 +17,7 @@ from warpbus.engine.scheduler import Request, Scheduler
 
 LONGEST = 5 * BLOCK
 BASES = [[(at * at + base) % 5 for at in range(LONGEST)] for base in (0, 1)]  # what prompts begin with
+PREFIXES = {b"p": 3, b"q": BLOCK, b"r": 2 * BLOCK + 7}  # by their salts, the places that they take
 
 
 def digest(before, token):
@@ -26,9 +27,10 @@ def digest(before, token):
 class Answer:
     """A request, as the one who asked it and the machine see it."""
 
-    def __init__(self, number, prompt, limit, stop, salt):
+    def __init__(self, number, prompt, limit, stop, salt, whole, prefix):
         self.number = number
-        self.request = Request(list(prompt), limit, salt)
+        given = PREFIXES.get(salt, 0)
+        self.request = Request(list(prompt), limit, salt, whole, prefix=tuple(prefix), given=given)
         self.stop = stop  # tokens after which it ends by itself
         self.tokens = list(prompt)  # those of steps under way included
         self.digests = []
@@ -37,8 +39,10 @@ class Answer:
 
     def digest_at(self, position):
         while len(self.digests) <= position:
-            at = len(self.digests)
-            self.digests.append(digest(self.digests[-1] if at else hash(self.request.salt), self.tokens[at]))
+            at, whole = len(self.digests), self.request.whole
+            # Those of a beginning that is read whole depend on all of it.
+            first = hash((self.request.salt, tuple(self.tokens[:whole])))
+            self.digests.append(digest(self.digests[-1] if at else first, self.tokens[at]))
         return self.digests[position]
 
     def next_token(self):
@@ -50,12 +54,20 @@ class Machine:
     """Runs what a scheduler plans, and reads it at once, or a step later."""
 
     def __init__(self, blocks, *, most, budget, mixed=None, drafts=0, lag=0, sharing=True, memory=None):
-        self.memory = memory or blocks
-        self.blocks = Blocks(blocks, back=lambda _: self.memory, sharing=sharing)
+        self.prefixes, kept = {}, 0
+        for salt, given in PREFIXES.items():
+            count = -(-given // BLOCK)
+            self.prefixes[salt] = range(1 + kept, 1 + kept + count)
+            kept += count
+        self.kept = kept
+        self.memory = (memory or blocks) + kept
+        self.blocks = Blocks(blocks + kept, back=lambda _: self.memory, sharing=sharing, kept=kept)
+        self.blocks.backed = 1 + kept
         mixed_tokens = None if mixed is None else lambda rows: mixed + rows // 4
         self.scheduler = Scheduler(self.blocks, max_num_seqs=most, prefill_tokens=budget, mixed_tokens=mixed_tokens)
         self.most, self.budget, self.mixed, self.drafts, self.lag = most, budget, mixed_tokens, drafts, lag
         self.cells = {}
+        self.write_prefixes()
         self.writers = {}
         self.answers = {}  # of requests that are under way
         self.under_way = deque()
@@ -63,8 +75,14 @@ class Machine:
         self.all = []
         self.ended = []
 
-    def add(self, prompt, limit, stop=LONGEST, salt=b""):
-        answer = Answer(self.number, prompt, limit, stop, salt)
+    def write_prefixes(self):
+        """Once: no step may write there."""
+        for salt, given in PREFIXES.items():
+            for place in range(given):
+                self.cells[self.prefixes[salt][place // BLOCK], place % BLOCK] = salt, place
+
+    def add(self, prompt, limit, stop=LONGEST, salt=b"", whole=0):
+        answer = Answer(self.number, prompt, limit, stop, salt, whole, self.prefixes.get(salt, ()))
         self.number += 1
         self.answers[answer.request] = answer
         self.all.append(answer)
@@ -89,10 +107,13 @@ class Machine:
 
     def launch(self, plan):
         read = sum(piece.end - piece.start for piece in plan.pieces)
-        assert read <= self.budget
+        budget = self.budget
         if plan.decoding and self.mixed is not None:
             rows = len(plan.decoding) + sum(plan.drafts)
-            assert read <= max(1, self.mixed(rows) - rows)
+            budget = min(budget, max(1, self.mixed(rows) - rows))
+        if read > budget:
+            (alone,) = plan.pieces
+            assert (alone.start, alone.end) == (0, alone.request.whole)
         assert len(plan.drafts) == len(plan.decoding) <= len(self.scheduler.running) <= self.most
         told = [*plan.decoding, *(piece.request for piece in plan.pieces)]
         assert len(set(told)) == len(told)
@@ -120,7 +141,14 @@ class Machine:
         if answer.preemptions != answer.request.preemptions:
             answer.preemptions, answer.computed = answer.request.preemptions, None
         if answer.computed is None:
-            assert piece.start % BLOCK == 0
+            request = answer.request
+            assert piece.start == 0 or (request.given + piece.start) % BLOCK == 0
+            assert piece.end >= request.whole
+            if piece.start == 0:  # the end of a prefix that does not fill its block
+                for place in range(request.lent * BLOCK, request.given):
+                    self.cells[request.blocks[request.lent], place % BLOCK] = self.cells[
+                        request.prefix[-1], place % BLOCK
+                    ]
             if not answer.preemptions:
                 assert answer.request.shared == piece.start
             answer.computed = piece.start
@@ -155,21 +183,27 @@ class Machine:
     def write(self, answer, start, end):
         request = answer.request
         for position in range(start, end):
-            block = request.blocks[position // BLOCK]
-            assert block < self.blocks.backed
+            block, place = self.place(answer, position)
+            assert self.kept < block < self.blocks.backed
             writer = self.writers.setdefault(block, request)
             if writer is not request:
                 assert block not in writer.blocks, "two requests write to a block"
                 self.writers[block] = request
-            self.cells[block, position % BLOCK] = answer.digest_at(position)
+            self.cells[block, place] = answer.digest_at(position)
+
+    def place(self, answer, position):
+        at = answer.request.given + position
+        return answer.request.blocks[at // BLOCK], at % BLOCK
 
     def spoil(self, answer, position):
-        self.cells[answer.request.blocks[position // BLOCK], position % BLOCK] = None
+        self.cells[self.place(answer, position)] = None
 
     def attend(self, answer, tokens):
-        blocks = answer.request.blocks
+        for position in range(-answer.request.given, 0):
+            wanted = answer.request.salt, answer.request.given + position
+            assert self.cells[self.place(answer, position)] == wanted
         for position in range(tokens):
-            assert self.cells[blocks[position // BLOCK], position % BLOCK] == answer.digest_at(position)
+            assert self.cells[self.place(answer, position)] == answer.digest_at(position)
 
     def read(self):
         for answer, tokens in self.under_way.popleft():
@@ -193,6 +227,7 @@ class Machine:
         """Nothing is left of the steps under way, nor of what is stored."""
         self.under_way.clear()
         self.cells.clear()
+        self.write_prefixes()
         self.scheduler.restart()
         for request, answer in self.answers.items():
             del answer.tokens[len(request.ids) :]
@@ -217,17 +252,22 @@ class Machine:
         places = {}
         for request in running:
             assert len(set(request.blocks)) == len(request.blocks)
-            for index, block in enumerate(request.blocks):
+            assert request.blocks[: request.lent] == list(request.prefix[: request.lent])
+            for index, block in enumerate(request.blocks[request.lent :], request.lent):
+                assert block > self.kept
                 places.setdefault(block, []).append((request, index))
         assert self.blocks.used == len(places)
-        assert self.blocks.used + self.blocks.available == self.blocks.count - 1
+        assert self.blocks.used + self.blocks.available == self.blocks.count - 1 - self.kept
         for block, users in places.items():
             assert block < self.blocks.backed
             for (one, at), (other, there) in pairwise(users):
                 assert at == there
                 assert one.salt == other.salt
-                assert one.ids[: (at + 1) * BLOCK] == other.ids[: (at + 1) * BLOCK]
-                assert len(one.ids) >= (at + 1) * BLOCK
+                assert not one.whole
+                assert not other.whole
+                end = (at + 1) * BLOCK - one.given
+                assert one.ids[:end] == other.ids[:end]
+                assert len(one.ids) >= end
         asked = [answer.request for answer in self.all]
         assert self.scheduler.preemptions == sum(request.preemptions for request in asked)
         assert self.scheduler.found == sum(request.shared for request in asked)
@@ -350,7 +390,7 @@ def test_without_memory_for_one_nothing_is_planned():
     while machine.step():
         pass
     assert (len(machine.scheduler.waiting), machine.blocks.used) == (1, 0)
-    machine.memory = 20
+    machine.memory = machine.blocks.count
     machine.run()
 
 
@@ -364,11 +404,64 @@ def test_what_is_gone_can_be_removed_again():
     assert (machine.blocks.used, machine.scheduler.running, len(machine.scheduler.waiting)) == (0, [], 0)
 
 
+@pytest.mark.parametrize("mixed", [None, 6])
+def test_a_beginning_that_may_not_be_cut_waits_until_it_can_be_read_alone(mixed):
+    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed))
+    first, second = Request([1] * 8, 40), Request([2] * 30, 40, whole=25)
+    for request in (first, second):
+        scheduler.add(request)
+    assert pieces_of(scheduler.plan()) == [(0, 8, True)]
+    scheduler.read(first, [7])
+    plan = scheduler.plan()
+    assert (plan.decoding, pieces_of(plan)) == ([first], [(0, 25, False)])
+    scheduler.read(first, [7])
+    assert pieces_of(scheduler.plan()) == [(25, 30, True)]
+
+
+def test_beginnings_that_may_not_be_cut_are_read_together_where_they_fit():
+    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10)
+    for length in (4, 4, 4):
+        scheduler.add(Request([1] * length, 20, whole=length))
+    assert pieces_of(scheduler.plan()) == [(0, 4, True)] * 2
+
+
+def test_a_beginning_that_is_computed_again_is_read_whole_and_the_rest_in_pieces():
+    machine = Machine(1 + 7, most=4, budget=10)
+    answers = [machine.add(BASES[0][: BLOCK - 2], 3 * BLOCK, whole=BLOCK - 2) for _ in range(3)]
+    machine.run()
+    assert answers[2].request.preemptions == 1
+    assert machine.scheduler.found == machine.scheduler.queried == 0
+
+
+@pytest.mark.parametrize("salt", PREFIXES)
+def test_those_with_a_prefix_share_its_blocks_and_those_of_equal_beginnings(salt):
+    machine = Machine(40, most=8, budget=1000)
+    given = PREFIXES[salt]
+    answers = [machine.add(BASES[0][:LONGEST], LONGEST + 2, stop=LONGEST + 2, salt=salt) for _ in range(4)]
+    machine.step()
+    shared = (given + LONGEST - 1) // BLOCK - given // BLOCK
+    assert [answer.request.shared for answer in answers] == [0] + [shared * BLOCK - given % BLOCK] * 3
+    assert machine.blocks.used == shared + 4 * (-(-(given + LONGEST) // BLOCK) - given // BLOCK - shared)
+    machine.check()
+    machine.run()
+    assert machine.blocks.used == 0
+    assert machine.blocks.forget() == 1 + machine.kept
+
+
+def test_a_prefix_and_a_beginning_that_may_not_be_cut():
+    machine = Machine(40, most=8, budget=7)
+    for salt in PREFIXES:
+        for whole in (1, 30, 64):
+            machine.add(BASES[1][:64], 90, salt=salt, whole=whole)
+    machine.run()
+    assert machine.scheduler.found == 0
+
+
 class Traffic(RuleBasedStateMachine):
     """Requests that come, are called off and end, steps that are read late, and memory that comes and goes."""
 
     @initialize(
-        blocks=st.sampled_from([1 + LONGEST // BLOCK, 8, 12, 30]),
+        blocks=st.sampled_from([2 + LONGEST // BLOCK, 8, 12, 30]),  # the end of a prefix may take a block more
         most=st.integers(1, 6),
         budget=st.sampled_from([1, 7, BLOCK, 50, 1000]),
         mixed=st.sampled_from([None, 1, 40]),
@@ -385,13 +478,15 @@ class Traffic(RuleBasedStateMachine):
         length=st.sampled_from([1, 20, 31, 32, 33, 64, 70, 100, 129]),
         more=st.integers(1, LONGEST),
         stop=st.integers(1, LONGEST),
-        salt=st.sampled_from([b"", b"", b"s"]),
+        salt=st.sampled_from([b"", b"", b"s", *PREFIXES]),
+        whole=st.sampled_from([0, 0, 0, 1, 9, LONGEST]),
         copies=st.integers(1, 6),
     )
-    def add(self, base, own, length, more, stop, salt, copies):
+    def add(self, base, own, length, more, stop, salt, whole, copies):
         prompt = base[:length] + own
         for _ in range(copies):
-            self.machine.add(prompt, min(len(prompt) + more, LONGEST), len(prompt) + stop, salt)
+            limit = min(len(prompt) + more, LONGEST)
+            self.machine.add(prompt, limit, len(prompt) + stop, salt, min(whole, len(prompt)))
 
     @precondition(lambda self: self.machine.answers)
     @rule(data=st.data())
@@ -407,7 +502,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(memory=st.integers(1, 30))
     def memory(self, memory):
-        self.machine.memory = min(memory, self.machine.blocks.count)
+        self.machine.memory = min(memory + self.machine.kept, self.machine.blocks.count)
 
     @rule()
     def shrink(self):
