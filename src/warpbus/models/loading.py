@@ -77,6 +77,7 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    linears: Scheme | None = None,
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
     group: Group | None = None,
@@ -91,7 +92,9 @@ def load_model(
         dtype: of its parameters and activations. Where kernels take the quantized matrices packed, their scales are
             rounded to it; elsewhere they keep the file's.
         progress: see `Progress`.
-        head: a symmetric scheme that the head is rounded to, unless the file has it quantized.
+        linears: a symmetric scheme that the matrices of the layers are rounded to as they come, but for those that the
+            file has quantized.
+        head: the same for the head.
         embedding: where the embedding lies, if not on `device`. A tied head cannot be apart from it, but rounded.
         group: the processes that compute the model together, each on its own device with a part of it, see
             `warpbus.models.parallel`. `config` of the decoder is then that of the part, but for the vocabulary; hidden
@@ -105,7 +108,7 @@ def load_model(
     Raises:
         TensorError: if a tensor is missing or has the wrong shape or type.
         CheckpointError: if the config is not understood, or if there are weights that the decoder has no use for.
-        UsageError: more processes than the model can be cut for.
+        UsageError: more processes than the model can be cut for, or a scheme that does not fit a matrix.
     """
     config = read_config(checkpoint)
     part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
@@ -113,7 +116,9 @@ def load_model(
         model = Decoder(config if part is None else part.config)
     if part is not None:
         part.narrow(model)
-    source = replace(_Source.open(checkpoint, config, device, dtype), head=head, embedding=embedding, part=part)
+    source = replace(
+        _Source.open(checkpoint, config, device, dtype), linears=linears, head=head, embedding=embedding, part=part
+    )
     total = source.nbytes(list(source.tensors))
     done = 0
     for parameter in source.tensors:
@@ -187,6 +192,7 @@ class _Source:
     schemes: Mapping[str, Scheme]
     device: torch.device | str
     dtype: torch.dtype
+    linears: Scheme | None = None
     head: Scheme | None = None
     embedding: torch.device | str | None = None
     part: Part | None = None
@@ -255,7 +261,7 @@ class _Source:
         """Read the decoder's `parameter` and put it at `path` within `module`."""
         owner_path, _, leaf = path.rpartition(".")
         owner = module.get_submodule(owner_path)
-        scheme = self.head if parameter == "head.weight" else None
+        scheme = self.rounded_to(parameter, owner)
         if parameter in self.schemes:
             if not isinstance(owner, nn.Linear):
                 names = ", ".join(self.tensors[parameter])
@@ -264,6 +270,7 @@ class _Source:
             return
         shape = tuple(getattr(owner, leaf).shape)
         if scheme is not None:
+            scheme.groups(shape[1], parameter)
             rounded = round_onto(self.read_plain(parameter, shape, "cpu"), scheme, self.device, self.dtype)
             self.put(module, owner_path, rounded)
             return
@@ -273,6 +280,12 @@ class _Source:
             owner.bias = tensor
         else:
             setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+
+    def rounded_to(self, parameter: str, owner: nn.Module) -> Scheme | None:
+        """The scheme that a plain matrix is to be rounded to."""
+        if parameter == "head.weight":
+            return self.head
+        return self.linears if isinstance(owner, nn.Linear) and parameter.endswith(".weight") else None
 
     def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight) -> None:
         """A quantized layer in the place of the linear one at `path` within `module`."""

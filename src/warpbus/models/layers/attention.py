@@ -70,11 +70,11 @@ class CausalAttention:
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
         del layer
-        mask = self.mask if self.prompts_bt is None else self._reached(positions_bt, self.prompts_bt)
-        q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
-        grouped = q.shape[1] != k.shape[1]
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-        return attended.transpose(1, 2)
+        return attend_masked(q_bthd, k_bthd, v_bthd, self.reached(positions_bt))
+
+    def reached(self, positions_bt: Tensor) -> Tensor | None:
+        """Which keys each query sees, `[batch, 1, tokens, tokens]`; None where that is its row up to itself."""
+        return self.mask if self.prompts_bt is None else self._reached(positions_bt, self.prompts_bt)
 
     def with_prompts(self, prompts_bt: Tensor) -> Self:
         """The same context where the documents have these prompts."""
@@ -89,6 +89,17 @@ class CausalAttention:
         if self.documents_bt is not None:
             mask &= self.documents_bt[:, :, None] == self.documents_bt[:, None, :]
         return mask[:, None]
+
+
+def attend_masked(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax attention of grouped queries to the keys that a mask shows, or causal where there is none."""
+    q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
+    group = q.shape[1] // k.shape[1]
+    if mask is not None and group > 1 and q.device.type == "cuda":
+        # torch's fused kernels take a mask or groups, not both: with both it would write out all scores.
+        k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1)
+    return attended.transpose(1, 2)
 
 
 class Attention(nn.Module):

@@ -1,0 +1,39 @@
+"""Attention to a prefix of keys and values that stands before every sequence (P-Tuning v2; Liu et al., 2021)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from warpbus.models.layers.attention import CausalAttention, attend_masked
+
+
+class PrefixedAttention(CausalAttention):
+    """As `CausalAttention`, and each token attends to all of the prefix, also where a row holds several documents.
+
+    Args:
+        keys_lthd: `[layers, prefix tokens, kv_heads, head_dim]`, not rotated.
+        values_lthd: the same.
+        documents_bt, prompts_bt: as of `CausalAttention`; positions count from 0, without the prefix.
+    """
+
+    def __init__(
+        self,
+        keys_lthd: Tensor,
+        values_lthd: Tensor,
+        documents_bt: Tensor | None = None,
+        prompts_bt: Tensor | None = None,
+    ) -> None:
+        super().__init__(documents_bt, prompts_bt)
+        self._keys_lthd, self._values_lthd = keys_lthd, values_lthd
+
+    def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
+        rows, tokens = q_bthd.shape[:2]
+        mask = self.reached(positions_bt)
+        if mask is None:
+            mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q_bthd.device).tril()
+        mask = F.pad(mask, (self._keys_lthd.shape[1], 0), value=True)
+        k_bthd, v_bthd = (
+            torch.cat((prefix[layer].to(own.dtype).expand(rows, -1, -1, -1), own), dim=1)
+            for prefix, own in ((self._keys_lthd, k_bthd), (self._values_lthd, v_bthd))
+        )
+        return attend_masked(q_bthd, k_bthd, v_bthd, mask)
