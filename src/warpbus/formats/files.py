@@ -59,8 +59,13 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def check_target(directory: Path, *, overwrite: bool) -> None:
+def check_target(directory: Path, *, overwrite: bool, config: str = "config.json") -> None:
     """Refuse a directory that a model must not take the place of.
+
+    Args:
+        directory: where the model is to be.
+        overwrite: whether it may take the place of another one.
+        config: the file by which that is known.
 
     Raises:
         StorageError: if it exists and is not to be overwritten, or is no model directory.
@@ -73,9 +78,9 @@ def check_target(directory: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise StorageError(f"{directory}: exists and is not empty: name another directory, or ask to overwrite it")
-    if not (directory / "config.json").is_file():
+    if not (directory / config).is_file():
         raise StorageError(
-            f"{directory}: holds no model (no config.json), so it is not overwritten: name another directory"
+            f"{directory}: holds no model (no {config}), so it is not overwritten: name another directory"
         )
 
 
@@ -148,12 +153,13 @@ class FileLock:
     Args:
         path: of an empty file, which is there as long as the lock is held, or until the next holder releases it.
         what: what is locked, for the message.
+        wait: until another process that has it lets it go.
 
     Raises:
-        StorageError: if another process has it, or the file system has no locks.
+        StorageError: if another process has it and is not waited for, or the file system has no locks.
     """
 
-    def __init__(self, path: Path, what: Path) -> None:
+    def __init__(self, path: Path, what: Path, *, wait: bool = False) -> None:
         self._path = path
         while True:
             try:
@@ -161,7 +167,7 @@ class FileLock:
             except OSError as error:
                 raise storage_error(what, error, needed=0) from error
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 os.close(self._descriptor)
                 if isinstance(error, BlockingIOError):
