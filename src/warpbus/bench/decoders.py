@@ -168,7 +168,9 @@ class _Stopwatch:
 
 
 def random_prompt(config: ModelConfig, length: int) -> list[int]:
-    """Token ids, the same ones each time."""
+    """Token ids, the same ones each time; where the model's prompts end in a special token, it is the last."""
     generator = torch.Generator().manual_seed(0)
     tokens: list[int] = torch.randint(config.vocab_size, (length,), generator=generator).tolist()
+    if config.prompt_end is not None:
+        tokens[-1] = config.prompt_end
     return tokens

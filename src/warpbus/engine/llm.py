@@ -26,7 +26,7 @@ from warpbus.errors import ContextLengthError, UsageError
 from warpbus.formats import read_schemes
 from warpbus.models import Progress
 from warpbus.models.templates import Message, load_template
-from warpbus.models.tokenizers import StreamDecoder, load_tokenizer
+from warpbus.models.tokenizers import StreamDecoder, encode_prompt, load_tokenizer
 
 Prompts = str | abc.Sequence[str] | abc.Sequence[int] | abc.Sequence[abc.Sequence[int]]
 
@@ -200,7 +200,8 @@ class LLM:
         """Continue prompts. Each answer is what it would be if its prompt were alone.
 
         Args:
-            prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get no special tokens.
+            prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get no special tokens, but
+                those that end every prompt of ChatGLM-6B (`Tokenizer.prompt_suffix`).
             params: for all prompts, or one for each.
             stream: return pieces as they come rather than whole answers.
 
@@ -253,7 +254,7 @@ class LLM:
 
     def _ids(self, index: int, prompt: object) -> list[int]:
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
+            ids = encode_prompt(self.tokenizer, prompt)
         elif isinstance(prompt, abc.Sequence) and all(isinstance(token, int) for token in prompt):
             ids = list(prompt)
         else:

@@ -62,7 +62,7 @@ def main() -> None:
 def _measure(model: str, device: str, dtype: str, tokens: int) -> Speed:
     llm = LLM(model, device=device, dtype=dtype)
     # Ids rather than a text, so that every model is given the same; stop tokens would end a run early.
-    prompt = [list(range(10, 26))]
+    prompt = [[*range(10, 26), *llm.tokenizer.prompt_suffix]]
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(prompt, params)
     rates = []

@@ -49,10 +49,7 @@ def read_documents(
 
 def _documents(path: Path, tokenizer: Tokenizer, template: Template | None, length: int) -> Iterator[Document]:
     if path.suffix == ".txt":
-        ids = read_text(path, tokenizer)
-        for start in range(0, len(ids) - 1, length):
-            piece = ids[start : start + length]
-            yield Document(piece, [True] * len(piece))
+        yield from cut_text(read_text(path, tokenizer), tokenizer, length)
         return
     for where, line in read_lines(path):
         document = encode_line(where, line, tokenizer, template).cut(length)
@@ -84,14 +81,43 @@ def read_text(path: Path, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
+def cut_text(ids: list[int], tokenizer: Tokenizer, length: int, *, least: int = 2) -> Iterator[Document]:
+    """The tokens of a text as documents of `length` tokens; see `text_document`.
+
+    A last one with fewer than `least` tokens of the text is left out.
+
+    Raises:
+        DataError: if a document has no room for text behind the tokenizer's `prompt_suffix`.
+    """
+    given = len(tokenizer.prompt_suffix)
+    if length <= given:
+        raise DataError(f"a document of {length} tokens has no room for text: give more than {given}")
+    room = length - given
+    for start in range(0, len(ids) - least + 1, room):
+        yield text_document(ids[start : start + room], tokenizer)
+
+
+def text_document(ids: list[int], tokenizer: Tokenizer) -> Document:
+    """The tokens of a text that is to be predicted as a whole.
+
+    Where a model's prompts end in special tokens (`Tokenizer.prompt_suffix`), it is what the model says to an empty
+    prompt.
+    """
+    given = tokenizer.prompt_suffix
+    return Document([*given, *ids], [False] * len(given) + [True] * len(ids))
+
+
 def encode_line(where: str, line: str, tokenizer: Tokenizer, template: Template | None) -> Document:
-    """One line of a `.jsonl`; `where` names it in messages."""
+    """One line of a `.jsonl`; `where` names it in messages.
+
+    A conversation has the answers that the template can mark in one sequence: of ChatGLM-6B it is the last alone, with
+    all before it as its prompt (`Template.spans`).
+    """
     record = parse_line(where, line)
     text, messages = record.get("text"), record.get("messages")
     try:
         if isinstance(text, str):
-            ids = tokenizer.encode(text)
-            return Document(ids, [True] * len(ids))
+            return text_document(tokenizer.encode(text), tokenizer)
         if isinstance(messages, list):
             if template is None:
                 raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")

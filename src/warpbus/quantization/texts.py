@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from warpbus.errors import DataError, UsageError
-from warpbus.models.documents import parse_line, read_lines, read_text
+from warpbus.models.documents import cut_text, parse_line, read_lines, read_text, text_document
 from warpbus.models.templates import Template
 from warpbus.models.tokenizers import Tokenizer
 from warpbus.quantization.calibration import Calibration
@@ -24,7 +24,8 @@ def read_calibration(
             `{"text": ...}`, or a conversation under `messages` or `conversations`.
         tokenizer, template: of the model; a model without a template takes no conversations.
         samples: how many sequences are drawn at most.
-        seqlen: the longest sequence in tokens; longer lines are cut.
+        seqlen: the longest sequence in tokens; longer lines are cut, and a conversation of ChatGLM-6B is passed over
+            whose prompt alone is longer.
         seed: of the draw. The same file, seed and numbers give the same sequences.
 
     Raises:
@@ -33,8 +34,7 @@ def read_calibration(
     if not path.is_file():
         raise DataError(f"{path}: no such calibration file: expected a .txt, or a .jsonl of texts or conversations")
     if path.suffix == ".txt":
-        ids = read_text(path, tokenizer)
-        pieces = [tuple(ids[start : start + seqlen]) for start in range(0, len(ids), seqlen)]
+        pieces = [tuple(piece.ids) for piece in cut_text(read_text(path, tokenizer), tokenizer, seqlen, least=1)]
         random.Random(seed).shuffle(pieces)
         return Calibration(tuple(pieces[:samples]))
     if path.suffix != ".jsonl":
@@ -46,7 +46,9 @@ def read_calibration(
     for where, content in records:
         if len(sequences) == samples:
             break
-        if ids := _encode(where, content, tokenizer, template)[:seqlen]:
+        ids = _encode(where, content, tokenizer, template)[:seqlen]
+        # Of a model whose prompts end in special tokens, a prompt that was cut before them is no sequence it knows.
+        if ids and set(tokenizer.prompt_suffix) <= set(ids):
             sequences.append(tuple(ids))
     if not sequences:
         raise DataError(f'{path}: no usable line: expected lines such as {{"text": ...}} or {{"messages": [...]}}')
@@ -78,7 +80,7 @@ def _encode(
     where: str, content: str | list[dict[str, str]], tokenizer: Tokenizer, template: Template | None
 ) -> list[int]:
     if isinstance(content, str):
-        return tokenizer.encode(content)
+        return text_document(tokenizer.encode(content), tokenizer).ids
     if template is None:
         raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
     try:

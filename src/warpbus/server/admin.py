@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 import warpbus
+from warpbus.models.tokenizers import encode_prompt
 from warpbus.server.chat import messages_of
 from warpbus.server.generation import unless_gone
 from warpbus.server.metrics import CONTENT_TYPE, Metrics
@@ -46,13 +47,13 @@ def _described(model: Model) -> dict[str, Any]:
 def _add_text(app: FastAPI, models: Models) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-        """The token ids of a text or of a conversation."""
+        """The token ids of a text, as /v1/completions has it, or of a conversation."""
         model = models.find(body.model)
         service = model.service
 
         def work() -> list[int]:
             if body.messages is None:
-                return service.tokenizer.encode(body.prompt or "")
+                return encode_prompt(service.tokenizer, body.prompt or "")
             messages = messages_of(body.messages, model)
             return service.template.render(messages, add_generation_prompt=body.add_generation_prompt)
 

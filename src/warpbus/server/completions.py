@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from warpbus.engine import Piece
-from warpbus.models.tokenizers import Tokenizer
+from warpbus.models.tokenizers import Tokenizer, encode_prompt
 from warpbus.server.chat import LOWEST, token_text
 from warpbus.server.registry import Model
 from warpbus.server.responses import Json, new_id
@@ -17,13 +17,17 @@ DEFAULT_TOKENS = 16
 
 
 def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts as token ids; texts get no special tokens."""
+    """The prompts as token ids; texts get no special tokens but the tokenizer's `prompt_suffix`."""
     prompt = body.prompt
     if isinstance(prompt, str):
-        return [tokenizer.encode(prompt)]
+        return [encode_prompt(tokenizer, prompt)]
     if isinstance(prompt[0], int):
         return [[token for token in prompt if isinstance(token, int)]]
-    return [tokenizer.encode(one) if isinstance(one, str) else list(one) for one in prompt if not isinstance(one, int)]
+    return [
+        encode_prompt(tokenizer, one) if isinstance(one, str) else list(one)
+        for one in prompt
+        if not isinstance(one, int)
+    ]
 
 
 class TextForm:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from warpbus.errors import DataError
-from warpbus.models.documents import encode_line, read_lines, read_text
+from warpbus.models.documents import cut_text, encode_line, read_lines, read_text
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
@@ -134,11 +134,12 @@ def _encode_lines(model: Path, config: dict[str, Any], length: int, lines: _Line
 
 
 def _tokenize_text(path: Path, tokenizer: Tokenizer, length: int) -> Documents:
-    tokens = np.array(read_text(path, tokenizer), np.int32)
-    if len(tokens) % length == 1:
-        tokens = tokens[:-1]  # a document of one token predicts nothing
-    offsets = np.append(np.arange(0, len(tokens), length, dtype=np.int64), len(tokens))
-    return Documents(tokens, np.ones(len(tokens), np.bool_), offsets)
+    pieces = list(cut_text(read_text(path, tokenizer), tokenizer, length))
+    return Documents(
+        np.concatenate([np.array(piece.ids, np.int32) for piece in pieces]),
+        np.concatenate([np.array(piece.answers, np.bool_) for piece in pieces]),
+        np.cumsum([0, *[len(piece.ids) for piece in pieces]], dtype=np.int64),
+    )
 
 
 def pack(documents: Documents, order: Sequence[int] | NDArray[np.int64], length: int) -> list[NDArray[np.int64]]:

@@ -14,6 +14,7 @@ class Letters:
 
     vocab_size = 0x110000
     special_ids = {}  # noqa: RUF012
+    prompt_suffix = ()
 
     def encode(self, text):
         return [ord(character) for character in text]

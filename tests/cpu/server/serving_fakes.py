@@ -29,6 +29,7 @@ class ByteTokenizer:
     vocab_size = FIRST_SPECIAL + len(SPECIALS)
     special_ids = {text: FIRST_SPECIAL + at for at, text in enumerate(SPECIALS)}  # noqa: RUF012
     drops_first_space = False
+    prompt_suffix = ()
 
     def encode(self, text):
         try:

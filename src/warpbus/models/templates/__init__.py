@@ -9,7 +9,7 @@ from typing import Any
 
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.models.templates.base import Message, Template
-from warpbus.models.templates.chatglm import RoleTokenTemplate, RoundTemplate
+from warpbus.models.templates.chatglm import QueryTemplate, RoleTokenTemplate, RoundTemplate
 from warpbus.models.templates.jinja import JinjaTemplate
 from warpbus.models.tokenizers import Tokenizer
 
@@ -17,6 +17,7 @@ __all__ = [
     "JinjaTemplate",
     "Message",
     "NoTemplate",
+    "QueryTemplate",
     "RoleTokenTemplate",
     "RoundTemplate",
     "Template",
@@ -86,6 +87,8 @@ def find_template(checkpoint_dir: Path, config: dict[str, Any], tokenizer: Token
         )
     if config.get("model_type") != "chatglm":
         return None
+    if tokenizer.prompt_suffix:
+        return QueryTemplate(tokenizer, stop_ids=stop_ids)
     specials = tokenizer.special_ids
     if "<|user|>" in specials:
         return RoleTokenTemplate(tokenizer, sop="<sop>" if "<sop>" in specials else "sop", stop_ids=stop_ids)

@@ -1,8 +1,9 @@
-"""The prompts of ChatGLM2, ChatGLM3 and GLM-4, for checkpoints that bring no template of their own."""
+"""The prompts of ChatGLM-6B, ChatGLM2, ChatGLM3 and GLM-4, for checkpoints that bring no template of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.models.templates.base import Message, Plan, Special, Text, check_messages, contents_of, special_id
@@ -88,11 +89,10 @@ class RoundTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """See `Template.render`. UsageError unless user and assistant take turns."""
-        parts, _ = _rounds(messages)
+        parts, _ = _rounds(messages, _CHATGLM2)
         if add_generation_prompt:
-            if messages[-1]["role"] != "user":
-                raise UsageError("messages: ChatGLM2 answers a user, but the last message is not a user's; add one")
-            parts.append(_ANSWER)
+            _check_question(messages, _CHATGLM2)
+            parts.append(_CHATGLM2.answer)
         return Plan((*self._prefix, Text(tuple(parts)))).ids(self._tokenizer, contents_of(messages))
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
@@ -101,7 +101,7 @@ class RoundTemplate:
         Only the last answer has a stop token: the format puts none into the history. The last answer is encoded apart
         from what is before it, as the model meets it when it generates.
         """
-        parts, answers = _rounds(messages)
+        parts, answers = _rounds(messages, _CHATGLM2)
         items: list[Special | Text] = list(self._prefix)
         if messages[-1]["role"] == "assistant":
             last = answers.pop()
@@ -113,10 +113,91 @@ class RoundTemplate:
         return Plan(tuple(items)).spans(self._tokenizer, contents_of(messages))
 
 
-_ANSWER = "\n\n答："
+class QueryTemplate:
+    """ChatGLM-6B: the question as it is, or behind a history `[Round n]`, 问： and 答： from round 0 on, then
+    `[gMASK] <sop>`.
+
+    The format has no place for a system message; its text is put before what follows it. The model ends an answer with
+    `<eop>`.
+
+    Args:
+        tokenizer: one whose `prompt_suffix` is `[gMASK] <sop>`, and with <eop>; CheckpointError if it lacks that.
+        stop_ids: the ids at which an answer ends; <eop> is one of them in any case.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, stop_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._suffix = tuple(Special(token) for token in tokenizer.prompt_suffix)
+        self._end = special_id(tokenizer, "<eop>")
+        self.stop_ids = tuple(dict.fromkeys((self._end, *stop_ids)))
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """See `Template.render`. UsageError unless user and assistant take turns.
+
+        Without a generation prompt it is the text alone, which the model cannot go on with.
+        """
+        text = self._question(messages) if add_generation_prompt else Text(tuple(_parts(messages)[0]))
+        suffix = self._suffix if add_generation_prompt else ()
+        return Plan((text, *suffix)).ids(self._tokenizer, contents_of(messages))
+
+    def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """The prompt for the last answer, that answer and <eop>, of which the answer and <eop> are to be produced.
+
+        One answer is all there is: a sequence of ChatGLM-6B has one `[gMASK] <sop>`, before which nothing is generated,
+        so earlier answers are part of the prompt, and what follows the last one is left out. To learn from every
+        answer, give the conversation once for each, up to it. Without any answer it is the prompt alone. UsageError as
+        in `render`.
+        """
+        check_messages(messages)
+        answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        items: list[Special | Text]
+        if answered:
+            # The whole of it is checked, also what is left out.
+            _rounds(messages, _CHATGLM)
+            last = answered[-1]
+            items = [self._question(messages[:last]), *self._suffix]
+            items += [Text((last,), ((0, 1),)), Special(self._end, answer=True)]
+        else:
+            items = [self._question(messages), *self._suffix]
+        return Plan(tuple(items)).spans(self._tokenizer, contents_of(messages))
+
+    def _question(self, messages: Sequence[Message]) -> Text:
+        """What is asked, with the history before it."""
+        parts, with_history = _parts(messages)
+        _check_question(messages, _CHATGLM)
+        return Text((*parts, _CHATGLM.answer) if with_history else tuple(parts))
 
 
-def _rounds(messages: Sequence[Message]) -> tuple[list[str | int], list[tuple[int, int]]]:
+def _parts(messages: Sequence[Message]) -> tuple[list[str | int], bool]:
+    """The parts of ChatGLM-6B's text of a conversation, and whether they are rounds: a first question is not."""
+    parts, answers = _rounds(messages, _CHATGLM)
+    if answers:
+        return parts, True
+    plain = [part for index in range(len(messages)) for part in (_CHATGLM.separator, index)]
+    return plain[1:], False
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundFormat:
+    """How rounds are written: for whom, what stands between two parts, and the number of the first."""
+
+    name: str
+    separator: str
+    first: int
+
+    @property
+    def answer(self) -> str:
+        return f"{self.separator}答："
+
+    def question(self, number: int) -> str:
+        return f"[Round {self.first + number}]{self.separator}问："
+
+
+_CHATGLM = _RoundFormat("ChatGLM-6B", "\n", 0)
+_CHATGLM2 = _RoundFormat("ChatGLM2", "\n\n", 1)
+
+
+def _rounds(messages: Sequence[Message], form: _RoundFormat) -> tuple[list[str | int], list[tuple[int, int]]]:
     """The parts of the one text of a conversation, and the ranges of them that are answers."""
     check_messages(messages)
     parts: list[str | int] = []
@@ -127,17 +208,24 @@ def _rounds(messages: Sequence[Message]) -> tuple[list[str | int], list[tuple[in
         role = message["role"]
         if role not in ("system", "user", "assistant") or (role == "assistant") != asked:
             raise UsageError(
-                f"messages[{index}]: ChatGLM2 expects user and assistant in turn, found {role}; rearrange the messages"
+                f"messages[{index}]: {form.name} expects user and assistant in turn, found {role}; rearrange the "
+                "messages"
             )
         if role == "assistant":
-            parts += [_ANSWER, index]
+            parts += [form.answer, index]
             answers.append((len(parts) - 1, len(parts)))
         else:
             if parts:
-                parts.append("\n\n")
+                parts.append(form.separator)
             if role == "user":
+                parts.append(form.question(rounds))
                 rounds += 1
-                parts.append(f"[Round {rounds}]\n\n问：")
             parts.append(index)
         asked = role == "user"
     return parts, answers
+
+
+def _check_question(messages: Sequence[Message], form: _RoundFormat) -> None:
+    """Raises UsageError if there is nothing to answer."""
+    if messages[-1]["role"] != "user":
+        raise UsageError(f"messages: {form.name} answers a user, but the last message is not a user's; add one")

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from warpbus.errors import CheckpointError
-from warpbus.models.tokenizers.base import Tokenizer
+from warpbus.models.tokenizers.base import Tokenizer, encode_prompt
+from warpbus.models.tokenizers.chatglm import FILE as CHATGLM_FILE
+from warpbus.models.tokenizers.chatglm import ChatGLMTokenizer, load_chatglm
 from warpbus.models.tokenizers.huggingface import HuggingFaceTokenizer
 from warpbus.models.tokenizers.ranks import GLM4_SPECIALS, RankTokenizer
 from warpbus.models.tokenizers.spm import (
@@ -19,33 +21,39 @@ from warpbus.models.tokenizers.spm import (
 from warpbus.models.tokenizers.stream import StreamDecoder
 
 __all__ = [
+    "ChatGLMTokenizer",
     "HuggingFaceTokenizer",
     "RankTokenizer",
     "SentencePieceTokenizer",
     "StreamDecoder",
     "Tokenizer",
+    "encode_prompt",
     "load_tokenizer",
 ]
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model directory: its `tokenizer.json` if there is one, else its `tokenizer.model`.
+    """The tokenizer of a model directory: its `tokenizer.json`, or its `tokenizer.model`, or its `ice_text.model`.
 
-    A `tokenizer.model` is either a SentencePiece model or, for GLM-4, a list of ranks; its content tells which.
+    A `tokenizer.model` is either a SentencePiece model or, for GLM-4, a list of ranks; its content tells which. An
+    `ice_text.model` is ChatGLM-6B's.
 
-    Raises CheckpointError if the directory has neither, or if a file is damaged.
+    Raises CheckpointError if the directory has none of them, or if a file is damaged.
     """
     directory = Path(directory)
     path = directory / "tokenizer.json"
     if path.exists():
         return HuggingFaceTokenizer(path)
-    path = directory / "tokenizer.model"
-    if not path.exists():
-        raise CheckpointError(
-            f"{directory}: no tokenizer.json and no tokenizer.model: copy one from the model's source"
-        )
     config = _read_json(directory / "config.json")
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    path = directory / "tokenizer.model"
+    if not path.exists():
+        if (directory / CHATGLM_FILE).exists():
+            return load_chatglm(directory, config, tokenizer_config)
+        raise CheckpointError(
+            f"{directory}: no tokenizer.json and no tokenizer.model (nor ChatGLM-6B's {CHATGLM_FILE}): copy one from "
+            "the model's source"
+        )
     if _is_sentencepiece_file(path):
         return SentencePieceTokenizer(path, added_specials=_chatglm_specials(directory, config, tokenizer_config))
     return RankTokenizer(path, special_ids=_listed_specials(tokenizer_config) or GLM4_SPECIALS)

@@ -22,11 +22,14 @@ class Tokenizer(Protocol):
         vocab_size: number of ids, special tokens included: every id is in `range(vocab_size)`.
         special_ids: each special token's text and id, such as `{"<|user|>": 64795}`.
         drops_first_space: whether `encode` puts a space before the text that `decode` has to take away again.
+        prompt_suffix: the special tokens between a prompt and what the model says to it, where no template puts any:
+            `[gMASK] <sop>` of ChatGLM-6B, and nothing for all others.
     """
 
     vocab_size: int
     special_ids: dict[str, int]
     drops_first_space: bool
+    prompt_suffix: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with no special token in it and none added. UsageError if `text` is not valid Unicode."""
@@ -39,6 +42,11 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token adds to the text: none for special tokens and for ids that name no token."""
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text that the model is to go on with: its ids, then the tokenizer's `prompt_suffix`."""
+    return [*tokenizer.encode(text), *tokenizer.prompt_suffix]
 
 
 def join_bytes(parts: Iterable[bytes], *, drops_first_space: bool) -> str:

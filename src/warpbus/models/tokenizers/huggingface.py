@@ -26,6 +26,8 @@ class HuggingFaceTokenizer:
     Raises CheckpointError if the file is missing, damaged, or spells bytes in another way.
     """
 
+    prompt_suffix: tuple[int, ...] = ()
+
     def __init__(self, path: Path) -> None:
         try:
             source = path.read_text(encoding="utf-8")

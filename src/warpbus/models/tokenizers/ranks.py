@@ -58,6 +58,8 @@ class RankTokenizer:
     Raises CheckpointError if the file is missing or damaged, or if an id is taken twice.
     """
 
+    prompt_suffix: tuple[int, ...] = ()
+
     def __init__(self, path: Path, *, special_ids: Mapping[str, int]) -> None:
         ranks = _read_ranks(path)
         self.special_ids = dict(special_ids)

@@ -26,17 +26,10 @@ class SentencePieceTokenizer:
     Raises CheckpointError if the file is missing or is no SentencePiece model.
     """
 
+    prompt_suffix: tuple[int, ...] = ()
+
     def __init__(self, path: Path, *, added_specials: Sequence[str] = ()) -> None:
-        try:
-            model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: cannot be read ({error.strerror}); restore the file from the model's source"
-            ) from None
-        except RuntimeError:
-            raise CheckpointError(
-                f"{path}: not a SentencePiece model, or damaged; restore the file from the model's source"
-            ) from None
+        model = read_sentencepiece(path)
         self._encode = model.encode
         pieces = model.get_piece_size()
         self.special_ids = {model.id_to_piece(i): i for i in range(pieces) if model.is_control(i)}
@@ -44,7 +37,7 @@ class SentencePieceTokenizer:
         self.vocab_size = pieces + len(added_specials)
         # The model's header says this too, but the library shows it only through what encode does.
         self.drops_first_space = "".join(model.encode("a", out_type=str)).startswith(_SPACE)
-        self._bytes = [_piece_bytes(model, i) for i in range(pieces)]
+        self._bytes = [piece_bytes(model, i) for i in range(pieces)]
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer.encode`."""
@@ -60,7 +53,25 @@ class SentencePieceTokenizer:
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
 
-def _piece_bytes(model: sentencepiece.SentencePieceProcessor, index: int) -> bytes:
+def read_sentencepiece(path: Path, *, more: bytes = b"") -> sentencepiece.SentencePieceProcessor:
+    """The model in a file, with fields of a serialized `ModelProto` added behind its own.
+
+    Raises CheckpointError if the file is missing or is no SentencePiece model.
+    """
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes() + more)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); restore the file from the model's source"
+        ) from None
+    except RuntimeError:
+        raise CheckpointError(
+            f"{path}: not a SentencePiece model, or damaged; restore the file from the model's source"
+        ) from None
+
+
+def piece_bytes(model: sentencepiece.SentencePieceProcessor, index: int) -> bytes:
+    """The bytes that one piece adds to the text: none for control symbols and unused pieces."""
     if model.is_control(index) or model.is_unused(index):
         return b""
     if model.is_unknown(index):
