@@ -27,7 +27,7 @@ from functools import partial
 from warpbus.cuda.devices import free_memory
 from warpbus.cuda.lent import is_gpu, lent
 from warpbus.dist import Group
-from warpbus.engine.adapters import check_adapter, salt_of
+from warpbus.engine.adapters import adapt, check_adapter, salt_of
 from warpbus.engine.blocks import BLOCK, Blocks
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
@@ -147,6 +147,7 @@ class Engine:
             graphs=kernels,
             mixed_rows=mixed_rows,
             most_graphs=most_graphs,
+            selection=adapt(model, adapters),
         )
         self._runner = Runner(model, self._cache, self._step, batch_bucket(self._most_rows))
         self._rows: dict[Request, Row] = {}
@@ -163,6 +164,8 @@ class Engine:
         self._launching = 0.0
         self._dormant = dormant
         self._adapters = {adapter.name: adapter for adapter in adapters}
+        loras = [adapter.name for adapter in adapters if isinstance(adapter, Lora)]
+        self._loras: dict[str | None, int] = {name: number for number, name in enumerate(loras, start=1)}
         self._like_this = partial(
             type(self),
             max_model_len=self.max_model_len,
@@ -458,7 +461,7 @@ class Engine:
             sequence = self._sequences[request]
             sequence.cached_tokens = request.shared
             sequence.queue_seconds = time.perf_counter() - self._arrived.pop(request)
-            self._rows[request] = Row(sequence, request, self._slots.pop())
+            self._rows[request] = Row(sequence, request, self._slots.pop(), self._loras.get(sequence.adapter, 0))
         return self._rows[request]
 
     def _drafts(self, rows: Sequence[Row], plan: Plan) -> list[list[int]]:

@@ -35,12 +35,14 @@ class Row:
         sequence: what is asked, and what it got.
         request: the same, as the scheduler sees it.
         slot: its place in the state on the device.
+        adapter: which LoRA it has, from 1 on; 0: none.
         tabled: how many of its blocks the device knows, and since which preemption.
     """
 
     sequence: Asked
     request: Request
     slot: int
+    adapter: int = 0
     tabled: int = 0
     preemptions: int = 0
 
@@ -115,7 +117,7 @@ class Runner:
                 the host knows all last tokens.
         """
         with self._computing(len(decoding) + len(pieces)):
-            self._tell_blocks([*decoding, *(row for row, _ in pieces)])
+            self._tell([*decoding, *(row for row, _ in pieces)])
             guesses = drafts if drafts is not None else [()] * len(decoding)
             scores = self._scores(decoding, guesses, pieces, drafts is not None or self._step.host_embedding)
             ended = [(row, piece.end) for row, piece in pieces if piece.is_last]
@@ -134,10 +136,11 @@ class Runner:
         """Nobody knows how far the steps that were launched came."""
         self._arranged = None
 
-    def _tell_blocks(self, rows: Sequence[Row]) -> None:
-        """Complete the device's block tables."""
+    def _tell(self, rows: Sequence[Row]) -> None:
+        """Complete the device's block tables, and what it knows of adapters."""
         told: tuple[list[int], list[int], list[int]] = ([], [], [])
         for row in rows:
+            self._step.assign(row.slot, row.adapter)
             blocks = row.request.blocks
             if row.preemptions != row.request.preemptions:
                 row.preemptions, row.tabled = row.request.preemptions, 0
@@ -197,7 +200,8 @@ class Runner:
         tokens, positions, stored = to_device([rows.tokens, rows.positions, rows.stored], torch.int64, self._device)
         config, table = self._model.config, self._step.table
         context = PieceAttention(config, table, self._cache, positions.int(), stored, stretches)
-        hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
+        with self._step.adapting(rows.slots):
+            hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
         if not rows.chosen:
             return []
         return [self._model.scores(hidden.index_select(0, to_device(rows.chosen, torch.int64, self._device)))]

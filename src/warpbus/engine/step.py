@@ -7,6 +7,7 @@ sampling or text; `runner` says which rows there are.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import pinned, to_device
 from warpbus.kernels.ops.workspace import lent
 from warpbus.models import Decoder
+from warpbus.models.layers.adapted import Selection
 
 SHORTEST_BUCKET = 512
 """Tokens: sequences up to here share a graph; beyond, a graph is for those of up to twice as many."""
@@ -54,8 +56,9 @@ _MIXED_BUCKETS = (32, 64, 128, 256, 384, 512, 768, MIXED_ROWS)
 _ROWS_BESIDE = ((8, 128), (16, 256), (40, 384), (96, 512), (160, 768))
 _MIXED_LENGTH = 2048  # tokens: of longer sequences each token of a prompt would read too much of the cache again
 
-Key = tuple[int, int, str]
-"""Of a graph: rows, the bound of their positions, and what it is for: "own", "said" or "mixed" rows."""
+Key = tuple[int, int, str, bool]
+"""Of a graph: rows, the bound of their positions, what it is for: "own", "said" or "mixed" rows, and whether rows may
+have adapters."""
 
 
 @dataclass
@@ -92,11 +95,13 @@ class Step:
         graphs: whether steps are captured.
         mixed_rows: the most that a graph with prompts takes.
         most_graphs: that are kept, those used last; None: all.
+        selection: of the model's adapters; None where it has none.
 
     Attributes:
         last: int64 `[slots + 1]`, the last token of each sequence, which enters its next step.
         positions: int32 `[slots + 1]`, where it stands.
         blocks: int32 `[slots + 1, n]`, the blocks of each sequence.
+        adapters: int64 `[slots + 1]`, which LoRA each sequence has, from 1 on; 0: none.
         table: the rotary table (`Rotary.table`).
         host_embedding: the embedding lies on the CPU, and the host has to say the tokens.
     """
@@ -114,8 +119,10 @@ class Step:
         graphs: bool,
         mixed_rows: int = MIXED_ROWS,
         most_graphs: int | None = None,
+        selection: Selection | None = None,
     ) -> None:
         self._model = model
+        self._selection = selection or Selection(())
         self._cache = cache
         self._capacity = length
         self._mixed_rows = mixed_rows
@@ -123,6 +130,8 @@ class Step:
         self.last = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.blocks = torch.zeros(slots + 1, -(-length // BLOCK), dtype=torch.int32, device=device)
+        self.adapters = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._assigned = [0] * (slots + 1)
         self.host_embedding = model.embedding.weight.device != device
         chosen = batch_bucket(rows)
         rows = max(chosen, MIXED_ROWS)
@@ -154,8 +163,8 @@ class Step:
         count = len(slots)
         if self._graphs is None:
             self._show(slots, count)
-            return self._compute((count, self._blockwise(longest), "own"))
-        key = batch_bucket(count), length_bucket(longest, self._capacity), "own"
+            return self._compute((count, self._blockwise(longest), "own", self._adapted(slots)))
+        key = batch_bucket(count), length_bucket(longest, self._capacity), "own", self._adapted(slots)
         self._show(slots, key[0])
         self._replay(self._graphs, key)
         return self._scores[:count]
@@ -182,13 +191,13 @@ class Step:
         self._said[:, :count].copy_(said, non_blocking=True)
         if self.host_embedding:
             self._embed(rows.tokens)
-        longest, use = max(rows.positions) + 1, "mixed" if prompts else "said"
+        longest, use, adapted = max(rows.positions) + 1, "mixed" if prompts else "said", self._adapted(rows.slots)
         if self._graphs is None:
             self._show(rows.slots, count)
-            return self._compute((count, self._blockwise(longest), use))[:chosen]
+            return self._compute((count, self._blockwise(longest), use, adapted))[:chosen]
         bucket = next(size for size in _MIXED_BUCKETS if size >= count) if prompts else batch_bucket(count)
         self._show(rows.slots, bucket)
-        self._replay(self._graphs, (bucket, length_bucket(longest, self._capacity), use))
+        self._replay(self._graphs, (bucket, length_bucket(longest, self._capacity), use, adapted))
         return self._scores[:chosen]
 
     def advance(self, slots: list[int], tokens: Tensor, positions: Sequence[int] | None) -> None:
@@ -212,13 +221,26 @@ class Step:
         slots, tokens, positions = ([each[at] for each in lasts] for at in range(3))
         self.advance(slots, to_device(tokens, torch.int64, self.last.device), positions)
 
+    def assign(self, slot: int, adapter: int) -> None:
+        """Give the sequence of a slot a LoRA: its number, or 0 for none."""
+        if self._assigned[slot] != adapter:
+            self._assigned[slot] = adapter
+            self.adapters[slot] = adapter
+
+    def adapting(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+        """For calls of the model within, with rows of these slots: each has the adapter of its sequence."""
+        numbers = [self._assigned[slot] for slot in slots]
+        return self._selection.rows(to_device(numbers, torch.int64, self.last.device) if any(numbers) else None)
+
     def capture(self, rows: int, longest: int) -> None:
         """Capture the graphs for up to so many sequences of `longest` tokens, and for prompts, before they are used."""
         if self._graphs is None:
             return
         limit = length_bucket(longest, self._capacity)
-        keys: list[Key] = [(bucket, limit, "mixed") for bucket in _MIXED_BUCKETS if bucket <= self._mixed_rows]
-        keys += [(bucket, limit, "own") for bucket in {batch_bucket(count) for count in range(1, rows + 1)}]
+        uses = [(bucket, "mixed") for bucket in _MIXED_BUCKETS if bucket <= self._mixed_rows]
+        uses += [(bucket, "own") for bucket in {batch_bucket(count) for count in range(1, rows + 1)}]
+        kinds = (False, True) if self._selection.source else (False,)
+        keys: list[Key] = [(bucket, limit, use, adapted) for bucket, use in uses for adapted in kinds]
         self._said.zero_()
         self._show([], len(self._slots))
         # The largest first: what lies between finds room in their memory.
@@ -232,6 +254,9 @@ class Step:
             self._scores[: len(scores)].copy_(scores)
 
         graphs.run(key, work)
+
+    def _adapted(self, slots: Sequence[int]) -> bool:
+        return any(self._assigned[slot] for slot in slots)
 
     def _show(self, slots: Sequence[int], rows: int) -> None:
         """Tell the device which sequences there are, and fill up with the slot that is nobody's."""
@@ -253,7 +278,7 @@ class Step:
         self._embedded[: len(tokens)].copy_(rows, non_blocking=True)
 
     def _compute(self, key: Key) -> Tensor:
-        rows, limit, use = key
+        rows, limit, use, adapted = key
         model, slots = self._model, self._slots[:rows]
         blocks = self.blocks[:, : -(-limit // BLOCK)].index_select(0, slots)
         tokens, positions, stored = self.last.index_select(0, slots), self.positions, None
@@ -264,7 +289,8 @@ class Step:
             tokens = torch.where(said == FROM_DEVICE, tokens, said)
         context = StepAttention(model.config, self.table, self._cache, positions, blocks, limit, stored)
         x = self._embedded[:rows] if self.host_embedding else model.embed(tokens[:, None])
-        hidden = model.transform(x, None, context)[:, 0]
+        with self._selection.rows(self.adapters.index_select(0, slots) if adapted else None):
+            hidden = model.transform(x, None, context)[:, 0]
         if use == "mixed":
             hidden = hidden.index_select(0, self._said[3, : min(rows, len(self._scores))])
         return model.scores(hidden)

@@ -1,11 +1,15 @@
 """Small random models of each family, and what a model alone says to what an engine answers."""
 
+import copy
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from warpbus.engine.blocks import BLOCK
 from warpbus.models import SHAPES
+from warpbus.models.adapters import Lora, LowRank
+from warpbus.models.layers import QuantizedLinear
 
 SMALL = replace(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, head_dim=16)
 SMALL = replace(SMALL, num_kv_heads=2, ffn_size=128, max_context=512, rope=replace(SMALL.rope, rotary_dim=8))
@@ -16,6 +20,49 @@ FAMILIES = {
     "qwen3": replace(SMALL, qk_norm=True, tie_embeddings=True, num_kv_heads=4),
 }
 PROMPTS = [[1, 2, 3], [40], [7 * at % 300 for at in range(75)], list(range(50, 50 + BLOCK)), list(range(65))]
+
+
+def linears(model):
+    """The linears of a model's layers, by name."""
+    found = model.named_modules()
+    return {n: m for n, m in found if n.startswith("layers.") and isinstance(m, nn.Linear | QuantizedLinear)}
+
+
+def random_lora(model, name, rank, *, only="", scale=0.3):
+    """A LoRA of a model that changes what it prefers: of all linears, or of those whose names have `only` in them."""
+    draw = torch.Generator().manual_seed(sum(name.encode()))
+    parts = {}
+    for linear, module in linears(model).items():
+        if only in linear:
+            a = torch.randn(rank, module.in_features, generator=draw) / module.in_features**0.5
+            b = torch.randn(module.out_features, rank, generator=draw) * scale
+            parts[linear] = LowRank(a, b)
+    return Lora(name, parts)
+
+
+class ByHand(nn.Module):
+    """What a LoRA is by its definition."""
+
+    def __init__(self, linear, low):
+        super().__init__()
+        self.linear, self.low = linear, low
+
+    def forward(self, x):
+        return self.linear(x) + (x @ self.low.a.T) @ self.low.b.T
+
+
+@torch.no_grad()
+def with_lora(model, lora):
+    """A model that is what a LoRA makes of another: its matrices changed, or beside what is quantized."""
+    changed = copy.deepcopy(model)
+    for name, low in lora.parts.items():
+        linear = changed.get_submodule(name)
+        if isinstance(linear, nn.Linear):
+            linear.weight += low.b @ low.a
+        else:
+            path, _, leaf = name.rpartition(".")
+            setattr(changed.get_submodule(path), leaf, ByHand(linear, low))
+    return changed
 
 
 @torch.no_grad()
