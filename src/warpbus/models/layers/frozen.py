@@ -1,25 +1,30 @@
 """Gradients through quantized weights, which are not trained themselves (QLoRA; Dettmers et al., 2023).
 
-Forward is what the kernels compute anyway. Backward, `dx = dy W`, dequantizes some rows of W at a time into a buffer of
-the activations' dtype, so that no whole matrix of floating-point weights is ever held.
+Forward is what the kernels compute anyway. Backward, `dx = dy W`, dequantizes columns of W in the dtype of the
+activations, at most `BUFFER_BYTES` of them at a time: floating-point weights are never kept.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from warpbus.kernels.operators import autocast
 from warpbus.kernels.ops import wna16_linear
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.cpu import CpuWeight, cpu_linear
-from warpbus.kernels.ops.packed import PackedWeight, unpack
+from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.kernels.ops.w8a8 import w8a8_linear
+from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES, times_packed, wna16_frozen
 from warpbus.kernels.reference.w8a8 import w8a8_linear as reference_w8a8_linear
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor
 
 Form = QTensor | PackedWeight | CpuWeight
 """How a quantized weight may be held: as it is, or as the kernels of a GPU or of the CPU take it."""
+
+_COLUMNS = 32  # of any bits, they are whole words
 
 
 def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
@@ -40,20 +45,40 @@ def frozen_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
     Bengio et al., 2013).
 
     Args:
-        x: `[..., k]` as `quantized_linear` takes it.
+        x: `[..., k]` as `quantized_linear` takes it; an enclosing `torch.autocast` converts it.
         weight: `[n, k]`.
         bias: `[n]`; it gets no gradient.
 
     Returns:
         `[..., n]` in the dtype of x.
     """
+    x = autocast(x)
+    if isinstance(weight, PackedWeight):
+        return wna16_frozen(x, weight, bias)
     y: Tensor = _FrozenLinear.apply(x, weight, bias)
     return y
 
 
+@torch.no_grad()
+def times_frozen(dy: Tensor, weight: Form) -> Tensor:
+    """`dy @ weight` for dy `[m, n]` and a quantized weight `[n, k]`, in the dtype of dy."""
+    if isinstance(weight, PackedWeight):
+        return times_packed(dy, weight)
+    if isinstance(weight, CpuWeight):
+        weight = weight.unpack()
+    n, k = weight.shape
+    unit = math.lcm(_COLUMNS, weight.scheme.group_size or 1)  # no group may be cut
+    at_once = max(1, BUFFER_BYTES // (dy.element_size() * unit * n)) * unit
+    dx = dy.new_empty(len(dy), k)
+    for start in range(0, k, at_once):
+        stop = min(start + at_once, k)
+        torch.mm(dy, weight.columns(start, stop).dequantize(dy.dtype), out=dx[:, start:stop])
+    return dx
+
+
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: QTensor | CpuWeight, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
         return quantized_linear(x, weight, bias)
 
@@ -61,11 +86,3 @@ class _FrozenLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         return times_frozen(dy.reshape(-1, dy.shape[-1]), ctx.weight).view(*dy.shape[:-1], -1), None, None
-
-
-@torch.no_grad()
-def times_frozen(dy: Tensor, weight: Form) -> Tensor:
-    """`dy @ weight` for dy `[m, n]` and a quantized weight `[n, k]`, in the dtype of dy."""
-    if not isinstance(weight, QTensor):
-        weight = unpack(weight) if isinstance(weight, PackedWeight) else weight.unpack()
-    return dy @ weight.dequantize(dy.dtype)

@@ -1,0 +1,55 @@
+// out [n, 64 tiles] = the columns from 64 first on of a packed weight [n, k], dequantized.
+//
+// Shapes: any n, k >= 1; the last tile may reach beyond k, where what is written means nothing. ELEMENT = __half or
+// __nv_bfloat16: of the scales, the zero points and out, which is contiguous. `codes`, `scales` and `zeros` lie as in
+// kernels/ops/packed.py, in codes of BITS = 4 or 8 bits; zeros is null where all zero points are `middle`. Column c
+// belongs to group c >> group_shift of `groups`; a group has 32 columns or more. `stride` is how many 64 columns k has.
+//
+// The very bits of QTensor.dequantize. A warp takes 512 bytes of codes, 16 bytes a lane, and strides over all of them by
+// the size of the grid; the four lanes of a quad write 16 bytes of a row at a time, both halves of a sector in turn.
+#include "wna16/dequantize.cuh"
+
+using Packed = Codes<ELEMENT, BITS>;
+
+constexpr int kBlock = 256;
+constexpr int kLoads = BITS / 4;       // of 16 bytes a lane, for 16 rows and 64 columns
+constexpr int kSteps = 4 / kLoads;     // of 16 columns, in one of them
+constexpr int kColumns = 16 * kSteps;  // of one of them
+
+extern "C" __global__ void __launch_bounds__(kBlock)
+    wna16_dequantize(const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
+                     const ELEMENT* __restrict__ zeros, ELEMENT* __restrict__ out, int n, int stride, int first,
+                     int tiles, int groups, int group_shift, int middle) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int loads_of_row = tiles * kLoads;
+    const long long loads = static_cast<long long>((n + 15) / 16) * loads_of_row;
+    const long long warps = static_cast<long long>(gridDim.x) * (kBlock / 32);
+    const ptx::uint32 middle_pair = pack_pair<ELEMENT>(static_cast<float>(middle), static_cast<float>(middle));
+    for (long long i = static_cast<long long>(blockIdx.x) * (kBlock / 32) + threadIdx.x / 32; i < loads; i += warps) {
+        const int row_tile = static_cast<int>(i / loads_of_row);
+        const int load = static_cast<int>(i - static_cast<long long>(row_tile) * loads_of_row);
+        const uint4 loaded = codes[(static_cast<long long>(row_tile) * stride + first) * kLoads * 32 + load * 32 + lane];
+        const ptx::uint32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+        const int row = row_tile * 16 + g;
+        ELEMENT* const target = out + static_cast<long long>(row) * (64 * tiles) + load * kColumns + 2 * t;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            // Beyond k there may be no group: the last one's scale is as good as any.
+            const int column = first * 64 + load * kColumns + step * 16;
+            const int group = min(column >> group_shift, groups - 1);
+            const long long pair = ((static_cast<long long>(row_tile) * groups + group) * 8 + g) * 2;
+            const auto zero = Packed::zeros(
+                zeros == nullptr ? middle_pair : *reinterpret_cast<const ptx::uint32*>(zeros + pair));
+            ptx::uint32 a[4];
+            Packed::integers(a, &words[step * Packed::kWords], zero);
+            scale_fragment<ELEMENT>(a, spread_rows(*reinterpret_cast<const ptx::uint32*>(scales + pair)));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {  // rows g and g + 8
+                if (row + 8 * half >= n) continue;
+                ELEMENT* const place = target + static_cast<long long>(8 * half) * (64 * tiles) + step * 16;
+                *reinterpret_cast<ptx::uint32*>(place) = a[half];
+                *reinterpret_cast<ptx::uint32*>(place + 8) = a[half + 2];
+            }
+        }
+    }
+}
