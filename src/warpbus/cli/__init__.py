@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import warpbus
-from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, pool, quantize, serve, train
+from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, pool, pull, quantize, serve, train
 from warpbus.errors import WarpbusError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo.demo)
+app.command()(pull.pull)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(quantize.quantize)

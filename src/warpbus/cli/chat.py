@@ -44,7 +44,7 @@ DEMO_GREETING = """\
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="model directory, or demo for the packaged poet")],
+    model: Annotated[str, typer.Argument(help="model directory, name on a hub, or demo for the packaged poet")],
     prompt: Annotated[str | None, typer.Option(help="answer this and exit; - reads it from stdin")] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token every time")] = 0.7,

@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from warpbus.cli.models import model_directory
 from warpbus.cli.progress import progress_bar
 
 
 def convert(
-    model: Annotated[Path, typer.Argument(help="directory of a quantized model")],
+    model: Annotated[str, typer.Argument(help="directory of a quantized model, or its name on a hub")],
     output: Annotated[Path, typer.Argument(help="a new directory")],
     to: Annotated[
         str, typer.Option(help="compressed-tensors, gptq, gptq-v2 or awq; float16 or bfloat16: not quantized any more")
@@ -28,8 +29,9 @@ def convert(
     """
     from warpbus.models.convert import convert as run
 
+    directory = model_directory(model)
     with progress_bar() as show:
-        done = run(model, output, to=to, pad_ffn=pad_ffn, overwrite=overwrite, progress=show)
+        done = run(directory, output, to=to, pad_ffn=pad_ffn, overwrite=overwrite, progress=show)
     if as_json:
         print(json.dumps(done.to_json(), ensure_ascii=False))
     else:

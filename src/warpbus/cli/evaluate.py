@@ -7,13 +7,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from warpbus.cli.models import DEMO, model_directory
+from warpbus.cli.models import DEMO, model_directory, model_name
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import UsageError
 
 
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="model directories, or demo; the first is the reference")],
+    models: Annotated[
+        list[str], typer.Argument(help="model directories, names on a hub, or demo; the first is the reference")
+    ],
     data: Annotated[Path | None, typer.Option(help=".jsonl of conversations or texts, or .txt to predict")] = None,
     choices: Annotated[Path | None, typer.Option(help=".jsonl of multiple-choice questions")] = None,
     length: Annotated[int, typer.Option(min=2, help="tokens of a document; longer ones are cut")] = 2048,
@@ -38,7 +40,7 @@ def evaluate(
         if models[0] != DEMO:
             raise UsageError("--data is missing: give a .jsonl of conversations or texts, or a .txt, to predict")
         data, choices = data_path("validation.jsonl"), choices or data_path("next-verse.jsonl")
-    named = [(_name(model), model_directory(model)) for model in models]
+    named = [(model_name(model), model_directory(model)) for model in models]
     doubled = {name for name, _ in named if [other for other, _ in named].count(name) > 1}
     named = [(str(path) if name in doubled else name, path) for name, path in named]
     chosen = resolve_device(device)
@@ -63,7 +65,3 @@ def evaluate(
         report.draw(evaluations, plot)
     if html is not None:
         report.write_page(evaluations, title, html)
-
-
-def _name(model: str) -> str:
-    return "glm-poet" if model == DEMO else Path(model).resolve().name

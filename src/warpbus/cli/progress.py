@@ -1,10 +1,20 @@
 """The progress bar that every long verb shows, on stderr."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 
 @contextmanager
@@ -28,5 +38,30 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
                     bar.update(task.id, completed=task.total)
                 current[:] = [(what, bar.add_task(what, total=total))]
             bar.update(bar.tasks[-1].id, completed=done, total=total)
+
+        yield show
+
+
+@contextmanager
+def download_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar for a download, from its first bytes on; call what is yielded with the bytes that are there and all."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with ExitStack() as stack:
+        bar = Progress(*columns, console=Console(stderr=True))
+        task = bar.add_task(f"downloading {escape(name)}", start=False)
+
+        def show(done: int, total: int) -> None:
+            if not bar.tasks[task].started:
+                # What was there before is not part of the speed.
+                bar.update(task, completed=done, total=total)
+                bar.start_task(task)
+                stack.enter_context(bar)
+            bar.update(task, completed=done, total=total)
 
         yield show

@@ -14,7 +14,7 @@ _AT_ONCE = (None, "gptq", "awq", "smoothquant")
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="model directory, or demo")],
+    model: Annotated[str, typer.Argument(help="model directory, name on a hub, or demo")],
     output: Annotated[Path | None, typer.Argument(help="a new directory for the quantized model")] = None,
     scheme: Annotated[
         str | None,

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from warpbus.cli.models import model_directory
+from warpbus.cli.models import model_directory, model_name
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import DataError, UsageError
 
@@ -23,7 +23,9 @@ KEY_VARIABLE = "WARPBUS_API_KEY"
 
 
 def serve(
-    models: Annotated[list[str], typer.Argument(help="model directories, or demo for the packaged poet")],
+    models: Annotated[
+        list[str], typer.Argument(help="model directories, names on a hub, or demo for the packaged poet")
+    ],
     host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
     served_model_name: Annotated[
@@ -70,7 +72,7 @@ def serve(
     from warpbus.server import ServerOptions
 
     directories = [model_directory(name) for name in models]
-    names = served_model_name or [directory.resolve().name for directory in directories]
+    names = served_model_name or [model_name(model) for model in models]
     if len(names) != len(models):
         raise UsageError(f"--served-model-name: {len(names)} for {len(models)} models: give one for each, in order")
     if len(set(names)) < len(names):

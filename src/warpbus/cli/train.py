@@ -10,11 +10,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from warpbus.cli.models import model_directory
 from warpbus.errors import DeviceError, UsageError
 
 
 def train(
-    model: Annotated[Path, typer.Argument(help="directory with config.json and a tokenizer; weights if there are any")],
+    model: Annotated[
+        str,
+        typer.Argument(help="directory with config.json, a tokenizer and weights if there are any, or a name on a hub"),
+    ],
     output: Annotated[Path, typer.Argument(help="a new directory for the trained model")],
     data: Annotated[Path, typer.Option(help=".jsonl of conversations or texts, or .txt")],
     valid: Annotated[Path | None, typer.Option(help="held-out data of the same form")] = None,
@@ -73,6 +77,7 @@ def train(
         save_every=save_every,
         seed=seed,
     )
+    directory = model_directory(model)
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -93,7 +98,7 @@ def train(
                 bar.console.print(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")
 
         summary = run(
-            model,
+            directory,
             output,
             data=data,
             valid=valid,

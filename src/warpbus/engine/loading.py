@@ -17,6 +17,7 @@ from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan, Stored
 from warpbus.engine.step import MIXED_ROWS
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
+from warpbus.formats.hub import find_model
 from warpbus.models import ModelConfig, Progress, load_model, read_config, tensor_map
 
 
@@ -38,14 +39,18 @@ class Opened:
     plan: MemoryPlan | None
 
 
-def open_model(model: str | Path, device: torch.device, options: ServiceOptions) -> Opened:
+def open_model(
+    model: str | Path, device: torch.device, options: ServiceOptions, progress: Progress | None = None
+) -> Opened:
     """Look at a model directory, and plan its memory where the options give one.
+
+    A model that is named as on a hub is looked for there unless it is on the disk; `progress` is told what arrives.
 
     Raises:
         UsageError: an argument is out of range or not known, or the model does not fit `memory`.
-        CheckpointError: the directory is missing, damaged or not understood.
+        CheckpointError: the directory is missing, damaged or not understood, or a hub does not give it.
     """
-    checkpoint = Checkpoint(model)
+    checkpoint = Checkpoint(find_model(model, progress=progress))
     config = read_config(checkpoint)
     stored = checkpoint.dtype(tensor_map(config)["embedding.weight"][0])
     chosen = default_dtype(device, stored) if options.dtype == "auto" else resolve_dtype(options.dtype)

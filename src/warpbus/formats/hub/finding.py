@@ -11,7 +11,7 @@ from typing import Any
 from warpbus.errors import DownloadError, UsageError
 from warpbus.formats.files import FileLock, check_space
 from warpbus.formats.hub.cache import CachedRepository
-from warpbus.formats.hub.names import ModelName, Source, parse_name
+from warpbus.formats.hub.names import ModelName, parse_name
 from warpbus.formats.hub.needed import CONFIG, MAX_SMALL_BYTES, is_index, shards, small_files, weights_file
 from warpbus.formats.hub.repository import Repository, open_repository
 from warpbus.formats.hub.transfer import RemoteFile, Stopped, Transfer, partial_of
@@ -61,7 +61,7 @@ def find_model(
     name: str | Path,
     *,
     revision: str | None = None,
-    source: Source | None = None,
+    source: str | None = None,
     download: bool = True,
     progress: Progress | None = None,
 ) -> Path:
@@ -95,7 +95,7 @@ def find_model(
 
 
 def pull(
-    name: str, *, revision: str | None = None, source: Source | None = None, progress: Progress | None = None
+    name: str, *, revision: str | None = None, source: str | None = None, progress: Progress | None = None
 ) -> Pulled:
     """Ask a hub what it has under a name, and bring what of it is not on the disk.
 

@@ -38,7 +38,7 @@ class ModelName:
         return f"{prefix}{self.repository}" + ("" if self.revision is None else f"@{self.revision}")
 
 
-def parse_name(text: str, *, revision: str | None = None, source: Source | None = None) -> ModelName | None:
+def parse_name(text: str, *, revision: str | None = None, source: str | None = None) -> ModelName | None:
     """What a text names on a hub, or None where it is a path.
 
     A directory or file that is there is a path, and so is all that has not the form of a name.
@@ -52,11 +52,12 @@ def parse_name(text: str, *, revision: str | None = None, source: Source | None 
     Raises:
         UsageError: the text, with a source or a revision, is not a name, or tells them twice and differently.
     """
-    if source is not None and source not in SOURCES:
-        raise UsageError(f"source {source!r} is not known: expected {' or '.join(SOURCES)}")
+    given = next((known for known in SOURCES if known == source), None)
+    if source is not None and given is None:
+        raise UsageError(f"source {source!a} is not known: expected {' or '.join(SOURCES)}")
     prefix, colon, rest = text.partition(":")
     named = next((known for known in SOURCES if colon and known == prefix), None)
-    is_name = named is not None or source is not None or revision is not None
+    is_name = named is not None or given is not None or revision is not None
     if not is_name and Path(text).exists():
         return None
     repository, at, tail = (rest if named is not None else text).partition("@")
@@ -65,14 +66,14 @@ def parse_name(text: str, *, revision: str | None = None, source: Source | None 
         if is_name:
             raise UsageError(f"{text!a} is no name of a model on a hub: expected one such as THUDM/chatglm2-6b")
         return None
-    if named is not None and source is not None and named != source:
-        raise UsageError(f"{text} is on {named}, but source is {source}: leave one of them out")
+    if named is not None and given is not None and named != given:
+        raise UsageError(f"{text} is on {named}, but source is {given}: leave one of them out")
     if at and revision is not None and tail != revision:
         raise UsageError(f"{text} names the revision {tail!a}, but revision is {revision!a}: leave one of them out")
     wanted = tail if at else revision
     if wanted is not None and not _is_revision(wanted):
         raise UsageError(f"{wanted!a} is no revision: expected a branch, a tag or a commit after the @ of {repository}")
-    return ModelName(named or source or "huggingface", repository, wanted)
+    return ModelName(named or given or "huggingface", repository, wanted)
 
 
 def _is_part(text: str) -> bool:
