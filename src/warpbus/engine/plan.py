@@ -6,7 +6,7 @@ longer than was asked for, a cache of 16 bits for one of 8, a head of 16 bits fo
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from rich.console import Group, RenderableType
@@ -21,7 +21,7 @@ from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.packed import packed_shapes
-from warpbus.models import LINEARS, Decoder, ModelConfig, quantized_parameters
+from warpbus.models import Decoder, ModelConfig, quantized_parameters
 from warpbus.qtensor import Scheme
 
 CONTEXT_BYTES = 745_000_000
@@ -55,21 +55,25 @@ class Stored:
     Attributes:
         dtype: of the activations and of what is not quantized.
         quantized: the parameters whose matrices are quantized, and their schemes.
+        adapters: bytes of the LoRAs beside them.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     quantized: Mapping[str, Scheme]
+    adapters: int = 0
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> "Stored":
-        """What a checkpoint holds."""
-        return cls(config, dtype, quantized_parameters(checkpoint, config))
+    def of_checkpoint(
+        cls, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, *, adapters: int = 0
+    ) -> "Stored":
+        """What a checkpoint holds, with so many bytes of adapters."""
+        return cls(config, dtype, quantized_parameters(checkpoint, config), adapters)
 
     @classmethod
     def uniform(cls, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None) -> "Stored":
         """A model whose layers' matrices all have a scheme, such as `random_model` makes."""
-        names = [f"layers.{index}.{linear}.weight" for index in range(config.num_layers) for linear in LINEARS]
+        names = [f"layers.{index}.{linear}.weight" for index in range(config.num_layers) for linear in config.linears]
         return cls(config, dtype, {} if scheme is None else dict.fromkeys(names, scheme))
 
     def sizes(self) -> dict[str, int]:
@@ -257,22 +261,28 @@ def _fixed_parts(
     library = _uses_library(stored, rows, head)
     return {
         "layers": layers,
+        **({"adapters": stored.adapters} if stored.adapters else {}),
         "embedding": embedding,
         "head": heads,
         "workspace": sum(_activation_bytes(config, stored.dtype, tokens) for tokens in (piece, PLANNED_ROWS))
         + scores
         + _WORKSPACE
         + library * _LIBRARY_WORKSPACE,
-        "allocator's granularity": int(_GRANULARITY * (layers + embedding + heads)),
+        "allocator's granularity": int(_GRANULARITY * (layers + stored.adapters + embedding + heads)),
         "CUDA context and kernels": CONTEXT_BYTES + library * LIBRARY_BYTES,
     }
 
 
 def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
-    """Whether cuBLAS is called: for matrices of floating point, but for the head with a single row."""
+    """Whether cuBLAS is called: for matrices of floating point, but for the head with a single row, and for LoRAs."""
     layers = Stored.uniform(stored.config, stored.dtype, _SUGGESTED).quantized
     plain_head = head is None and "head.weight" not in stored.quantized
-    return stored.dtype not in HALVES or not layers.keys() <= stored.quantized.keys() or (plain_head and rows > 1)
+    return (
+        bool(stored.adapters)
+        or stored.dtype not in HALVES
+        or not layers.keys() <= stored.quantized.keys()
+        or (plain_head and rows > 1)
+    )
 
 
 def _activation_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
@@ -320,7 +330,7 @@ def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs
     if max_model_len is not None and shorter >= _CONTEXT_STEP:
         advice.append(f"a max_model_len of {shorter // _CONTEXT_STEP * _CONTEXT_STEP:,}")
     if not stored.quantized:
-        smaller = Stored.uniform(config, stored.dtype, _SUGGESTED)
+        smaller = replace(Stored.uniform(config, stored.dtype, _SUGGESTED), adapters=stored.adapters)
         try:
             fits = plan_memory(smaller, limit, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
         except (UsageError, ValueError):

@@ -59,6 +59,22 @@ def test_layers_of_different_schemes_are_counted_one_by_one():
     assert sum(mixed.sizes().values()) == sum(CHATGLM2.sizes().values()) + SHAPE.num_layers * more
 
 
+def test_adapters_have_a_place_in_the_plan():
+    """And the library that multiplies by them."""
+    size = 300_000_000
+    plain, adapted = (
+        plan_memory(each, 6 * GB, max_num_seqs=1) for each in (CHATGLM2, replace(CHATGLM2, adapters=size))
+    )
+    assert "adapters" not in plain.parts
+    assert adapted.parts["adapters"] == size
+    assert adapted.pool_tokens < plain.pool_tokens
+    assert plain.parts["CUDA context and kernels"] == CONTEXT_BYTES
+    assert adapted.parts["CUDA context and kernels"] == CONTEXT_BYTES + LIBRARY_BYTES
+    least = [least_memory(replace(CHATGLM2, adapters=each), max_num_seqs=1) for each in (0, 10 * size)]
+    assert least[1] - least[0] > 10 * size
+    assert adapted.total <= 6 * GB
+
+
 def test_chatglm2_in_six_gigabytes_gives_up_an_eighth_of_its_context():
     plan = plan_memory(CHATGLM2, 6 * GB, max_num_seqs=1)
     assert (plan.kv_dtype, plan.head, plan.embedding_on_cpu, plan.context) == ("auto", None, False, 28 * 1024)
