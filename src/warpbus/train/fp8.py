@@ -5,6 +5,7 @@ largest magnitude the format's largest. Products are summed in float32 and given
 On GPUs from sm_89 on that is `torch._scaled_mm`; on the CPU the same roundings, multiplied in float32.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def fits(linear: nn.Linear) -> bool:
 def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of x, and the float32 scale, a scalar, that they are to be multiplied with."""
     largest = torch.finfo(dtype).max
-    scale = x.detach().abs().amax().float().clamp_min(_SMALLEST) / largest
+    scale = torch.linalg.vector_norm(x.detach(), math.inf).float().clamp_min(_SMALLEST) / largest
     return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
 
 

@@ -11,6 +11,7 @@ from warpbus.errors import UsageError
 from warpbus.models.adapters import Lora, LowRank
 from warpbus.models.decoder import Decoder
 from warpbus.models.layers import QuantizedLinear
+from warpbus.train.sharding import whole
 
 
 class LoraLinear(nn.Module):
@@ -39,9 +40,11 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
-        seen = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        narrow = F.linear(seen, self.a.to(x.dtype))
-        return y + F.linear(narrow * self.scaling, self.b.to(x.dtype))
+        seen = F.dropout(x, self.dropout, self.training).to(y.dtype)
+        narrow = F.linear(seen, self.a.to(y.dtype)).flatten(0, -2)
+        # In place, since a sum of two wide matrices would be one more pass over both.
+        y.view(-1, self.out_features).addmm_(narrow, self.b.to(y.dtype).T, alpha=self.scaling)
+        return y
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
@@ -89,7 +92,7 @@ def attach_lora(
 
 @torch.no_grad()
 def lora_of(model: Decoder, name: str) -> Lora:
-    """What was trained, with the scaling in b: copies in float32 on the CPU.
+    """What was trained, with the scaling in b: copies in float32 on the CPU. All processes call it where it is sharded.
 
     Raises:
         UsageError: if the model has no `LoraLinear`.
@@ -97,7 +100,7 @@ def lora_of(model: Decoder, name: str) -> Lora:
     parts = {}
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
-            parts[path] = LowRank(module.a.detach().cpu().clone(), (module.b * module.scaling).cpu())
+            parts[path] = LowRank(whole(module.a).cpu().clone(), (whole(module.b) * module.scaling).cpu())
     if not parts:
         raise UsageError(f"adapter {name}: the model has no LoRA: attach_lora comes first")
     return Lora(name, parts)
