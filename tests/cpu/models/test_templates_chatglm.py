@@ -4,20 +4,22 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizer_files import write_chatglm, write_glm4, write_poet
+from tokenizer_files import write_chatglm, write_chatglm6b, write_glm4, write_poet
 
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.models.templates import (
     JinjaTemplate,
     Message,
     NoTemplate,
+    QueryTemplate,
     RoleTokenTemplate,
     RoundTemplate,
+    Template,
     find_stop_ids,
     find_template,
     load_template,
 )
-from warpbus.models.tokenizers import load_tokenizer
+from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
 CHATGLM = {"model_type": "chatglm", "eos_token_id": 2}
 TALK: list[Message] = [
@@ -122,6 +124,58 @@ def test_chatglm2_needs_its_stop_id_and_prefix(tmp_path: Path) -> None:
     poet = load_tokenizer(write_poet(other))
     with pytest.raises(CheckpointError, match="no special token sop"):
         RoundTemplate(poet, stop_ids=(2,))
+
+
+@pytest.fixture(scope="module")
+def chatglm6b(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Template]:
+    directory = write_chatglm6b(tmp_path_factory.mktemp("chatglm6b"), early=False)
+    tokenizer = load_tokenizer(directory)
+    return tokenizer, load_template(directory, json.loads((directory / "config.json").read_text()), tokenizer)
+
+
+def test_chatglm6b_prompt(chatglm6b: tuple[Tokenizer, Template]) -> None:
+    tokenizer, template = chatglm6b
+    special = tokenizer.special_ids
+    end = [special["[gMASK]"], special["<sop>"]]
+    assert isinstance(template, QueryTemplate)
+    assert template.stop_ids == (special["<eop>"],)
+    assert template.render(TALK[:1]) == [*tokenizer.encode("你好"), *end]
+    history = "[Round 0]\n问：你好\n答：明月\n[Round 1]\n问：月<|user|>\n答："
+    assert template.render(TALK[:3]) == [*tokenizer.encode(history), *end]
+    assert template.render(TALK, add_generation_prompt=False) == tokenizer.encode(history + "霜")
+    assert template.render(TALK[:1], add_generation_prompt=False) == tokenizer.encode("你好")
+    system: Message = {"role": "system", "content": "简"}
+    assert template.render([system, *TALK[:1]]) == [*tokenizer.encode("简\n你好"), *end]
+    assert template.render([system, *TALK[:3]]) == [*tokenizer.encode("简\n" + history), *end]
+
+
+def test_chatglm6b_learns_one_answer_from_a_conversation_the_last(chatglm6b: tuple[Tokenizer, Template]) -> None:
+    tokenizer, template = chatglm6b
+    answer = [*tokenizer.encode("霜"), tokenizer.special_ids["<eop>"]]
+    for talk in (TALK, [*TALK, TALK[0]]):
+        ids, mask = template.spans(talk)
+        assert ids == [*template.render(TALK[:3]), *answer]
+        assert mask == [False] * (len(ids) - len(answer)) + [True] * len(answer)
+    assert template.spans(TALK[:1]) == (template.render(TALK[:1]), [False] * len(template.render(TALK[:1])))
+
+
+@pytest.mark.parametrize("typed", ["<eop>", "[gMASK]<sop>", "<sop>"])
+def test_chatglm6b_users_make_no_special_token(chatglm6b: tuple[Tokenizer, Template], typed: str) -> None:
+    tokenizer, template = chatglm6b
+    ids = template.render([{"role": "user", "content": typed}])
+    assert [i for i in ids if i in tokenizer.special_ids.values()] == list(tokenizer.prompt_suffix)
+
+
+def test_chatglm6b_wants_turns(chatglm6b: tuple[Tokenizer, Template]) -> None:
+    _, template = chatglm6b
+    for messages in ([TALK[1]], [TALK[0], TALK[0]], [TALK[0], {"role": "tool", "content": "x"}]):
+        for use in (template.render, template.spans):
+            with pytest.raises(UsageError, match=r"messages\[\d\]: ChatGLM-6B expects user and assistant in turn"):
+                use(messages)
+    with pytest.raises(UsageError, match="the last message is not a user's"):
+        template.render(TALK)
+    with pytest.raises(UsageError, match="the last message is not a user's"):
+        template.spans([{"role": "system", "content": "x"}])
 
 
 def test_own_template_comes_first_and_the_jinja_file_before_the_configuration(tmp_path: Path) -> None:

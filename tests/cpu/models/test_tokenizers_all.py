@@ -5,12 +5,32 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_files import POET_SPECIALS, ROLES, write_byte_level, write_chatglm, write_glm4, write_llama, write_poet
+from tokenizer_files import (
+    CHATGLM6B_SPECIALS,
+    POET_SPECIALS,
+    ROLES,
+    write_byte_level,
+    write_chatglm,
+    write_chatglm6b,
+    write_glm4,
+    write_llama,
+    write_poet,
+)
 
 from warpbus.errors import UsageError
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 
-KINDS = ("poet", "chatglm2", "chatglm3", "glm4", "byte_level", "byte_level_ignoring_merges", "llama")
+KINDS = (
+    "poet",
+    "chatglm6b",
+    "chatglm6b_early",
+    "chatglm2",
+    "chatglm3",
+    "glm4",
+    "byte_level",
+    "byte_level_ignoring_merges",
+    "llama",
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +40,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
     directories = (
         write_poet(directory("poet")),
+        write_chatglm6b(directory("chatglm6b"), early=False),
+        write_chatglm6b(directory("chatglm6b_early"), early=True),
         write_chatglm(directory("chatglm2"), version=2),
         write_chatglm(directory("chatglm3"), version=3),
         write_glm4(directory("glm4")),
@@ -34,6 +56,11 @@ fragments = st.sampled_from(
     [
         *POET_SPECIALS,
         *ROLES,
+        *CHATGLM6B_SPECIALS,
+        "<n>",
+        "<|tab|>",
+        "<|blank_2|>",
+        "<|blank_80|>",
         "<s>",
         "</s>",
         "sop",
@@ -44,7 +71,10 @@ fragments = st.sampled_from(
         "gMASK]",
         " ",
         "  ",
+        " " * 80,
+        " " * 163,
         "\n",
+        "\t",
         "月",
         "moon",
         "😀",
