@@ -29,6 +29,8 @@ class CheckpointWriter:
         shard_bytes: a file of weights is closed before it would grow beyond this size.
         overwrite: replace a model that is there already; it is removed only once the new one is in its place.
         expected_bytes: what is going to be written; if given, free space is checked before anything is.
+        weights: the name of the file of weights where there is one shard.
+        config: the file that tells a directory that may be overwritten.
 
     Raises:
         StorageError: if the target exists and is not to be overwritten or is no model directory, cannot be written,
@@ -42,15 +44,18 @@ class CheckpointWriter:
         shard_bytes: int = 4 * 2**30,
         overwrite: bool = False,
         expected_bytes: int | None = None,
+        weights: str = "model.safetensors",
+        config: str = "config.json",
     ) -> None:
         self.directory = Path(directory).resolve()
+        self._weights = weights
         self._shard_bytes = shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self._names: set[str] = set()
         self._total_bytes = 0
-        check_target(self.directory, overwrite=overwrite)
+        check_target(self.directory, overwrite=overwrite, config=config)
         self._partial = self.directory.with_name(f".{self.directory.name}.partial-{os.getpid()}")
         try:
             self._partial.parent.mkdir(parents=True, exist_ok=True)
@@ -147,8 +152,8 @@ class CheckpointWriter:
             raise UsageError(f"{self.directory}: no tensor was added")
         count = len(self._shards)
         if count == 1:
-            with self._writing("model.safetensors", 0):
-                _shard_file(self._partial, 0).rename(self._partial / "model.safetensors")
+            with self._writing(self._weights, 0):
+                _shard_file(self._partial, 0).rename(self._partial / self._weights)
         else:
             weight_map: dict[str, str] = {}
             for number, names in enumerate(self._shards):
@@ -179,7 +184,7 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         file = _shard_file(self._partial, len(self._shards))
-        with self._writing("model.safetensors", self._pending_bytes):
+        with self._writing(self._weights, self._pending_bytes):
             write_file(file, self._pending)
         self._shards.append(list(self._pending))
         self._total_bytes += self._pending_bytes
