@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import warpbus
-from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, pool, pull, quantize, serve, train
+from warpbus.cli import bench, chat, convert, demo, doctor, evaluate, merge, pool, pull, quantize, serve, train
 from warpbus.errors import WarpbusError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(quantize.quantize)
 app.command()(convert.convert)
+app.command()(merge.merge)
 app.command("eval")(evaluate.evaluate)
 app.command()(train.train)
 app.add_typer(pool.pool, name="pool")

@@ -1,0 +1,32 @@
+"""`warpbus merge`: a model that has taken up a LoRA."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from warpbus.cli.models import model_directory
+from warpbus.cli.progress import progress_bar
+
+
+def merge(
+    model: Annotated[str, typer.Argument(help="directory of a model that is not quantized, or demo")],
+    adapter: Annotated[Path, typer.Argument(help="directory of a LoRA in PEFT's format")],
+    output: Annotated[Path, typer.Argument(help="a new directory")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
+) -> None:
+    """Add the LoRA at ADAPTER to the weights of MODEL, and write what comes of it to OUTPUT.
+
+    To have it quantized, run warpbus quantize on OUTPUT: a quantized MODEL is refused.
+    """
+    from warpbus.models.adapters import merge_lora
+
+    with progress_bar() as show:
+        done = merge_lora(model_directory(model), adapter, output, overwrite=overwrite, progress=show)
+    if as_json:
+        print(json.dumps(done.to_json(), ensure_ascii=False))
+    else:
+        Console().print(done.summary(), highlight=False, markup=False, soft_wrap=True)
