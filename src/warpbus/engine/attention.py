@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from warpbus.engine.kv_cache import KVCache
+from warpbus.engine.places import Places, Turns
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.rope import rope_and_cache
@@ -23,13 +24,17 @@ class Stretch:
     Attributes:
         begin, end: its tokens in the list.
         start: the position of the first in its sequence.
-        blocks: int32 `[n]`, the blocks of the sequence, on the device; None where the piece begins the sequence.
+        blocks: int32 `[n]`, the blocks of the sequence, on the device; None where nothing is stored before the piece.
+        prompt: so many of the sequence's first tokens see each other in both directions.
+        given: places of the cache before the first token, which all attend to.
     """
 
     begin: int
     end: int
     start: int
     blocks: Tensor | None
+    prompt: int = 0
+    given: int = 0
 
 
 class PieceAttention(FusedAttention):
@@ -37,9 +42,8 @@ class PieceAttention(FusedAttention):
 
     Args:
         config: the model's shape.
-        table: the rotary table (`Rotary.table`).
+        turns: by which angles the tokens turn.
         cache: has memory for the blocks.
-        positions: int32 `[tokens]`, on the device.
         slots: int64 `[tokens]`: block * BLOCK + offset within the block, on the device.
         stretches: the pieces, in the order of their tokens, without gaps.
     """
@@ -47,26 +51,24 @@ class PieceAttention(FusedAttention):
     def __init__(
         self,
         config: ModelConfig,
-        table: Tensor,
+        turns: Turns,
         cache: KVCache,
-        positions: Tensor,
         slots: Tensor,
         stretches: Sequence[Stretch],
     ) -> None:
         self._config = config
-        self._table = table
+        self._turns = turns
         self._cache = cache
-        self._positions = positions
         self._slots = slots
         self._stretches = stretches
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
-        config = self._config
+        config, turns = self._config, self._turns
         stored = self._cache.layers[layer]
         q, k, v = rope_and_cache(
-            qkv_btr[0],
-            self._table,
-            self._positions,
+            turns.ordered(qkv_btr[0]),
+            turns.table,
+            turns.positions,
             self._slots,
             *stored,
             heads=config.num_heads,
@@ -77,9 +79,14 @@ class PieceAttention(FusedAttention):
             part = slice(stretch.begin, stretch.end)
             keys, values = k[part], v[part]
             if stretch.blocks is not None:
-                tokens = stretch.start + stretch.end - stretch.begin
-                keys, values = self._read(stored, stretch.blocks, tokens, q.dtype)
-            attended[part] = _causal(q[part], keys, values)
+                places = stretch.given + stretch.start + stretch.end - stretch.begin
+                keys, values = self._read(stored, stretch.blocks, places, q.dtype)
+            first = min(max(0, stretch.prompt - stretch.start), stretch.end - stretch.begin)
+            if first:
+                seen = stretch.given + stretch.prompt
+                attended[part][:first] = _attend(q[part][:first], keys[:seen], values[:seen], causal=False)
+            if first < stretch.end - stretch.begin:
+                attended[part][first:] = _attend(q[part][first:], keys, values, causal=True)
         return attended.flatten(-2)[None]
 
     def _read(
@@ -150,11 +157,50 @@ class StepAttention(FusedAttention):
         return attended.view(len(qkv_btr), 1, -1)
 
 
-def _causal(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
-    """Causal attention of `[tokens, heads, head_dim]` whose last query is that of the last key."""
+class PlacedAttention(FusedAttention):
+    """As `StepAttention`, of tokens whose positions do not say by what they turn, where they lie and how far they see.
+
+    Args:
+        places: of the tokens.
+        config, cache, blocks, limit: as of `StepAttention`.
+    """
+
+    def __init__(self, config: ModelConfig, places: Places, cache: KVCache, blocks: Tensor, limit: int) -> None:
+        self._config = config
+        self._places = places
+        self._cache = cache
+        self._blocks = blocks
+        self._limit = limit
+
+    def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
+        places, stored = self._places, self._cache.layers[layer]
+        heads, interleaved = self._config.num_heads, self._config.rope.interleaved
+        qkv, turns = places.turns.ordered(qkv_btr[:, 0]), places.turns
+        q, _, _ = rope_and_cache(
+            qkv, turns.table, turns.positions, places.slots, *stored, heads=heads, interleaved=interleaved
+        )
+        queries = q.flatten(1)
+        attended = decode_attention(
+            torch.cat((queries, qkv[:, queries.shape[1] :]), dim=1),
+            places.still,
+            places.reach,
+            self._blocks,
+            *stored,
+            heads=heads,
+            interleaved=interleaved,
+            limit=self._limit,
+            stored=True,
+        )
+        return attended.view(len(qkv_btr), 1, -1)
+
+
+def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, causal: bool) -> Tensor:
+    """Attention of `[tokens, heads, head_dim]` to all keys; or causal, where the last query is that of the last key."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_thd, k_thd, v_thd))
     tokens, end = q.shape[2], k.shape[2]
-    mask = None if tokens == end else causal_lower_right(tokens, end)
+    mask = causal_lower_right(tokens, end) if causal and tokens != end else None
     grouped = q.shape[1] != k.shape[1]
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    attended = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=grouped
+    )
     return attended[0].transpose(0, 1)

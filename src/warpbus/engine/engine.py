@@ -33,6 +33,7 @@ from warpbus.engine.dormancy import Dormant
 from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
 from warpbus.engine.logits import Row as Choice
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
+from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.runner import Chosen, Row, Runner
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Plan, Request, Scheduler
@@ -64,13 +65,14 @@ class Engine:
 
     Args:
         model: in eval mode; where its norms lie, it is computed.
-        max_model_len: the longest prompt with its answer, in tokens; what the model allows by default.
+        max_model_len: the longest prompt with its answer, in tokens, those of a prefix not counted; what the model
+            allows by default.
         max_num_seqs: the most sequences that run at once; more wait.
         kv_dtype: see `KV_DTYPES`; other than "auto" on a GPU alone.
         prefill_tokens: of prompts, read in a step.
-        cache_tokens: the most that the cache holds. None: what all sequences need, or what the memory that is free now
-            allows. The cache takes no more of it than it needs, but for a lent device: there it takes all at once, up
-            to three quarters of what the lease has left.
+        cache_tokens: the most that the cache holds, beside prefixes. None: what all sequences need, or what the memory
+            that is free now allows. The cache takes no more of it than it needs, but for a lent device: there it takes
+            all at once, up to three quarters of what the lease has left.
         mixed_rows: the most tokens of a step in which some decode and prompts are read.
         most_graphs: CUDA graphs that are kept, those used last; None: all.
         prefix_caching: prompts that begin alike share what is computed of them.
@@ -116,6 +118,7 @@ class Engine:
                 f"{self.device}: give auto, or float16 or bfloat16 on a GPU"
             )
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS
+        self._prefixes = Prefixes(adapters, config)
         blocks = self._cache_blocks(config, kv_dtype) if cache_tokens is None else cache_tokens // BLOCK
         if model.group is not None:
             blocks = model.group.smallest(blocks)
@@ -126,12 +129,11 @@ class Engine:
                 "quantize the model, or give kv_dtype int8"
             )
         self.max_model_len = min(self.max_model_len, blocks * BLOCK)
-        count = blocks + 1
+        count = 1 + self._prefixes.blocks + blocks + self._prefixes.lead
         self._cache = KVCache(config, count, device=self.device, dtype=self.dtype, kv_dtype=kv_dtype)
-        if self._cache.back(1) < 1:
-            raise DeviceError(f"{self.device}: out of memory for a cache: end what else uses it, or quantize the model")
-        self._blocks = Blocks(count, back=partial(_back, self._cache, model.group), sharing=prefix_caching)
-        self._blocks.backed = self._cache.backed
+        back = partial(_back, self._cache, model.group)
+        self._blocks = Blocks(count, back=back, sharing=prefix_caching, kept=self._prefixes.blocks)
+        self._begin_cache("end what else uses it, or quantize the model")
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=max_num_seqs,
@@ -148,6 +150,7 @@ class Engine:
             mixed_rows=mixed_rows,
             most_graphs=most_graphs,
             selection=adapt(model, adapters),
+            given=self._prefixes.longest,
         )
         self._runner = Runner(model, self._cache, self._step, batch_bucket(self._most_rows))
         self._rows: dict[Request, Row] = {}
@@ -224,7 +227,8 @@ class Engine:
 
         Raises:
             ContextLengthError: the prompt with its answer is longer than `max_model_len`.
-            UsageError: its parameters name a token that the vocabulary lacks, or there is no such adapter.
+            UsageError: its parameters name a token that the vocabulary lacks, there is no such adapter, or the prompt
+                lacks the token that prompts of the model end with.
         """
         check_adapter(sequence.adapter, self._adapters)
         sequence.params.check_ids(self.model.config.vocab_size)
@@ -234,7 +238,12 @@ class Engine:
                 f"a request needs {length:,} tokens, the context holds {self.max_model_len:,}: shorten it or raise "
                 "max_model_len"
             )
-        request = Request(list(sequence.prompt), length, salt_of(sequence.adapter))
+        prefix, given = self._prefixes.of(sequence.adapter)
+        request = Request(
+            *(list(sequence.prompt), length, salt_of(sequence.adapter), self._whole(sequence.prompt)),
+            prefix=prefix,
+            given=given,
+        )
         self._requests[sequence] = request
         self._sequences[request] = sequence
         self._arrived[request] = time.perf_counter()
@@ -308,13 +317,14 @@ class Engine:
         """
         if not is_gpu(self.device):
             return
+        end = self.model.config.prompt_end or 0
         for length in (*_WARM_PROMPTS, self._prefill_tokens):
-            self.decode([[0] * max(1, min(length, self.max_model_len - 2))], 2)
-        self.add(request([0], tokens=2, params=SamplingParams(top_p=0.9, seed=0)))
+            self.decode([[*[0] * (max(1, min(length, self.max_model_len - 2)) - 1), end]], 2)
+        self.add(request([end], tokens=2, params=SamplingParams(top_p=0.9, seed=0)))
         while self.has_work:
             self.step()
         for longest in (*(_WARM_LENGTHS if rows is not None else ()), *lengths):
-            self._step.capture(rows or 1, min(longest, self.max_model_len))
+            self._step.capture(rows or 1, longest)
         self.shrink()
 
     def shrink(self) -> None:
@@ -341,9 +351,8 @@ class Engine:
             DeviceError: others have the memory; it can be tried again.
         """
         self._able_to_sleep().wake()
-        if self._cache.back(1) < 1:
-            raise DeviceError(f"{self.device}: out of memory for a cache: end what else uses it")
-        self._blocks.backed = self._cache.backed
+        if self._blocks.backed <= self._prefixes.blocks:
+            self._begin_cache("end what else uses it")
 
     def twin(self, model: Decoder, *, dormant: Dormant | None = None) -> "Engine":
         """An engine like this one for another copy of the model, to move to. See `warpbus.engine.moving`.
@@ -359,8 +368,8 @@ class Engine:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that runs."""
-        return max((request.length for request in self._scheduler.running), default=0)
+        """Places of the cache that the longest sequence that runs needs."""
+        return max((request.given + request.length for request in self._scheduler.running), default=0)
 
     def drain(self) -> list[tuple[Asked, Piece]]:
         """Read the steps that are under way, and launch none. Raises: as `step`."""
@@ -377,12 +386,12 @@ class Engine:
         """The blocks whose content stays as it is while they have it, and its key."""
         filled = self._blocks.keyed()
         for request in self._scheduler.running:
-            filled.update(zip(request.blocks[: request.published], request.keys, strict=False))
+            filled.update(zip(request.blocks[request.lent :][: request.published], request.keys, strict=False))
         return filled
 
     def used_blocks(self) -> set[int]:
-        """The blocks that sequences use."""
-        return {block for request in self._scheduler.running for block in request.blocks}
+        """The blocks that sequences use, but for those of prefixes."""
+        return {block for request in self._scheduler.running for block in request.blocks[request.lent :]}
 
     def copy_blocks(self, blocks: Sequence[int], twin: "Engine") -> int:
         """Copy blocks of the cache, as they are after the steps under way, to the same place in a twin's; their bytes.
@@ -430,6 +439,26 @@ class Engine:
         self._step.blocks.zero_()
         for row in self._rows.values():
             row.tabled = 0
+
+    def _begin_cache(self, advice: str) -> None:
+        """Take memory for the first blocks, and write the prefixes."""
+        first = 1 + self._prefixes.blocks
+        if self._cache.back(first) < first:
+            raise DeviceError(f"{self.device}: out of memory for a cache: {advice}")
+        self._blocks.backed = self._cache.backed
+        self._prefixes.write(self._cache, self.dtype)
+
+    def _whole(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt have to be read in one piece: see `Request`."""
+        end = self.model.config.prompt_end
+        if end is None:
+            return 0
+        if end not in prompt:
+            raise UsageError(
+                f"the prompt lacks the token {end}, behind which a {self.model.config.family} answers: end it with "
+                "[gMASK] <sop>, as chats and prompts of text do by themselves"
+            )
+        return prompt.index(end) + 1
 
     def _able_to_sleep(self) -> Dormant:
         if self._dormant is None:
@@ -516,13 +545,14 @@ class Engine:
 
     def _cache_blocks(self, config: ModelConfig, kv_dtype: str) -> int:
         """What all sequences can need, as far as there is memory for it."""
-        each = -(-self.max_model_len // BLOCK)
+        each = -(-self.max_model_len // BLOCK) + self._prefixes.lead
         free = free_memory(self.device)
         if free is None:
             return self.max_num_seqs * each
         block = BLOCK * token_bytes(config, self.dtype, kv_dtype)
         kept = _KEPT_FREE if lent(self.device) is None else _KEPT_FREE_LENT
-        return min(self.max_num_seqs * each, int(free * (1 - kept)) // block - 1)
+        own = 1 + self._prefixes.blocks + self._prefixes.lead
+        return min(self.max_num_seqs * each, int(free * (1 - kept)) // block - own)
 
 
 def _back(cache: KVCache, group: Group | None, blocks: int) -> int:

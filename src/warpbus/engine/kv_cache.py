@@ -92,6 +92,11 @@ class KVCache:
             device = part.data.device
             part.rows().index_copy_(0, to_device(blocks, torch.int64, device), content.to(device, non_blocking=True))
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy what one block holds into another."""
+        for part in self._parts:
+            part.rows()[target].copy_(part.rows()[source])
+
     def close(self) -> None:
         """Return all memory and addresses."""
         self.layers = []

@@ -118,6 +118,7 @@ class Runner:
         """
         with self._computing(len(decoding) + len(pieces)):
             self._tell([*decoding, *(row for row, _ in pieces)])
+            self._complete_prefixes(pieces)
             guesses = drafts if drafts is not None else [()] * len(decoding)
             scores = self._scores(decoding, guesses, pieces, drafts is not None or self._step.host_embedding)
             ended = [(row, piece.end) for row, piece in pieces if piece.is_last]
@@ -141,6 +142,8 @@ class Runner:
         told: tuple[list[int], list[int], list[int]] = ([], [], [])
         for row in rows:
             self._step.assign(row.slot, row.adapter)
+            if self._step.placing is not None:
+                self._step.placing.assign(row.slot, row.request.prompt, row.request.given)
             blocks = row.request.blocks
             if row.preemptions != row.request.preemptions:
                 row.preemptions, row.tabled = row.request.preemptions, 0
@@ -151,6 +154,13 @@ class Runner:
         if told[0]:
             slots, columns, blocks_told = to_device(told, torch.int64, self._device)
             self._step.blocks[slots, columns] = blocks_told.int()
+
+    def _complete_prefixes(self, pieces: Sequence[tuple[Row, Piece]]) -> None:
+        """Where a prefix does not fill its last block, the first tokens go into a copy of that."""
+        for row, piece in pieces:
+            request = row.request
+            if piece.start == 0 and request.lead:
+                self._cache.copy(request.prefix[-1], request.blocks[request.lent])
 
     def _arrange(self, rows: list[Row], drafts: Sequence[Sequence[int]] | None) -> None:
         sequences = [row.sequence for row in rows]
@@ -175,14 +185,14 @@ class Runner:
         """
         step = self._step
         count = sum(len(own) + 1 for own in guesses) + sum(piece.end - piece.start for _, piece in pieces)
-        longest = max(row.request.computed for row in (*decoding, *(row for row, _ in pieces)))
+        longest = max(row.request.places for row in (*decoding, *(row for row, _ in pieces)))
         if pieces and step.takes(count, longest):
             return step.scores_of(_together(decoding, guesses, pieces, known), prompts=True)
         parts: list[Tensor] = []
         if decoding and known:
             parts.append(step.scores_of(_together(decoding, guesses, (), known), prompts=False))
         elif decoding:
-            parts.append(step.scores([row.slot for row in decoding], max(row.request.computed for row in decoding)))
+            parts.append(step.scores([row.slot for row in decoding], max(row.request.places for row in decoding)))
         if pieces:
             parts += self._prompt_scores(pieces)
         return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
@@ -194,12 +204,14 @@ class Runner:
         begin = 0
         for row, piece in pieces:
             end = begin + piece.end - piece.start
-            blocks = self._step.blocks[row.slot, : -(-piece.end // BLOCK)] if piece.start else None
-            stretches.append(Stretch(begin, end, piece.start, blocks))
+            request, blocks = row.request, None
+            if piece.start or request.given:
+                blocks = self._step.blocks[row.slot, : -(-(request.given + piece.end) // BLOCK)]
+            stretches.append(Stretch(begin, end, piece.start, blocks, request.prompt, request.given))
             begin = end
         tokens, positions, stored = to_device([rows.tokens, rows.positions, rows.stored], torch.int64, self._device)
-        config, table = self._model.config, self._step.table
-        context = PieceAttention(config, table, self._cache, positions.int(), stored, stretches)
+        turns = self._step.turns(positions.int(), rows.slots)
+        context = PieceAttention(self._model.config, turns, self._cache, stored, stretches)
         with self._step.adapting(rows.slots):
             hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
         if not rows.chosen:
@@ -257,7 +269,9 @@ def _together(
 
 def _append(rows: Rows, row: Row, start: int, end: int) -> None:
     """Say where the tokens `start` to `end - 1` of a sequence stand, and where they are stored."""
-    blocks = row.request.blocks
+    blocks, given = row.request.blocks, row.request.given
     rows.positions += range(start, end)
-    rows.stored += [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(start, end)]
+    places = range(given + start, given + end)
+    rows.stored += [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in places]
+    rows.places = max(rows.places, places.stop)
     rows.slots += [row.slot] * (end - start)

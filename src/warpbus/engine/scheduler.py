@@ -27,8 +27,9 @@ class Request:
         ids: the token ids that are known: the prompt, and what was generated and read.
         limit: the most tokens there can be, the prompt included.
         salt: requests of different salts share no blocks.
-        whole: so many of the first tokens are read in one piece, since they see each other in both directions. Then no
-            block can be shared: what it holds depends on what follows. 0: all attention is causal.
+        whole: so many of the first tokens are read in one piece, the prompt up to the token that ends it, since those
+            before see each other in both directions. Then no block can be shared: what it holds depends on what
+            follows. 0: all attention is causal.
         prefix: the blocks of a prefix, which nobody writes to; requests that have one share a salt of their own.
         given: how many places of the cache the prefix takes. Where it does not fill its last block, that is copied
             into one of the request's own.
@@ -59,6 +60,16 @@ class Request:
 
     def __post_init__(self) -> None:
         self.length = self.length or len(self.ids)
+
+    @property
+    def prompt(self) -> int:
+        """How many of its first tokens see each other in both directions: those before the end of the prompt."""
+        return max(0, self.whole - 1)
+
+    @property
+    def places(self) -> int:
+        """How many places of the cache are taken, by the prefix and all that is computed."""
+        return self.given + self.computed
 
     @property
     def lent(self) -> int:

@@ -17,12 +17,14 @@ from torch.nn import functional as F
 from warpbus.cuda.capture import capture
 from warpbus.cuda.lent import LentDevice, Recorded
 from warpbus.cuda.lent import lent as lent_device
-from warpbus.engine.attention import StepAttention
+from warpbus.engine.attention import PlacedAttention, StepAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import pinned, to_device
+from warpbus.engine.places import Placing, Turns, needed
 from warpbus.kernels.ops.workspace import lent
 from warpbus.models import Decoder
+from warpbus.models.layers import FusedAttention
 from warpbus.models.layers.adapted import Selection
 
 SHORTEST_BUCKET = 512
@@ -71,6 +73,7 @@ class Rows:
         stored: where their keys and values go: block * BLOCK + offset.
         slots: of their sequences.
         chosen: those rows after which a token is chosen.
+        places: that the longest of their sequences has in the cache, up to them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -78,6 +81,7 @@ class Rows:
     stored: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     chosen: list[int] = field(default_factory=list)
+    places: int = 0
 
 
 class Step:
@@ -96,6 +100,7 @@ class Step:
         mixed_rows: the most that a graph with prompts takes.
         most_graphs: that are kept, those used last; None: all.
         selection: of the model's adapters; None where it has none.
+        given: places of the cache that the longest prefix takes.
 
     Attributes:
         last: int64 `[slots + 1]`, the last token of each sequence, which enters its next step.
@@ -103,6 +108,7 @@ class Step:
         blocks: int32 `[slots + 1, n]`, the blocks of each sequence.
         adapters: int64 `[slots + 1]`, which LoRA each sequence has, from 1 on; 0: none.
         table: the rotary table (`Rotary.table`).
+        placing: what else the device has to know of sequences; None where positions say it all.
         host_embedding: the embedding lies on the CPU, and the host has to say the tokens.
     """
 
@@ -120,16 +126,19 @@ class Step:
         mixed_rows: int = MIXED_ROWS,
         most_graphs: int | None = None,
         selection: Selection | None = None,
+        given: int = 0,
     ) -> None:
         self._model = model
         self._selection = selection or Selection(())
         self._cache = cache
-        self._capacity = length
+        self._capacity = length + given
         self._mixed_rows = mixed_rows
         self.table = model.rotary.table(length, device)
         self.last = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        self.blocks = torch.zeros(slots + 1, -(-length // BLOCK), dtype=torch.int32, device=device)
+        self.blocks = torch.zeros(slots + 1, -(-self._capacity // BLOCK), dtype=torch.int32, device=device)
+        placed = needed(model.config, given)
+        self.placing = Placing(model, slots, self._capacity, self.table) if placed else None
         self.adapters = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._assigned = [0] * (slots + 1)
         self.host_embedding = model.embedding.weight.device != device
@@ -158,7 +167,7 @@ class Step:
 
         Args:
             slots: of the sequences.
-            longest: the tokens of the longest of them.
+            longest: places in the cache of the longest of them.
         """
         count = len(slots)
         if self._graphs is None:
@@ -170,7 +179,7 @@ class Step:
         return self._scores[:count]
 
     def takes(self, rows: int, longest: int) -> bool:
-        """Whether so many rows, prompts among them, of sequences of at most `longest` tokens are one graph."""
+        """Whether so many rows, prompts among them, of sequences of at most `longest` places are one graph."""
         return self._graphs is not None and rows <= self._mixed_rows and longest <= _MIXED_LENGTH
 
     def scores_of(self, rows: Rows, *, prompts: bool) -> Tensor:
@@ -191,7 +200,7 @@ class Step:
         self._said[:, :count].copy_(said, non_blocking=True)
         if self.host_embedding:
             self._embed(rows.tokens)
-        longest, use, adapted = max(rows.positions) + 1, "mixed" if prompts else "said", self._adapted(rows.slots)
+        longest, use, adapted = rows.places, "mixed" if prompts else "said", self._adapted(rows.slots)
         if self._graphs is None:
             self._show(rows.slots, count)
             return self._compute((count, self._blockwise(longest), use, adapted))[:chosen]
@@ -226,6 +235,12 @@ class Step:
         if self._assigned[slot] != adapter:
             self._assigned[slot] = adapter
             self.adapters[slot] = adapter
+
+    def turns(self, positions: Tensor, slots: Sequence[int]) -> Turns:
+        """By which angles tokens turn that stand at `positions`, int32 `[tokens]`, of the sequences of these slots."""
+        if self.placing is None:
+            return Turns(self.table, positions)
+        return self.placing.turns(positions, to_device(slots, torch.int64, positions.device))
 
     def adapting(self, slots: Sequence[int]) -> AbstractContextManager[None]:
         """For calls of the model within, with rows of these slots: each has the adapter of its sequence."""
@@ -287,7 +302,12 @@ class Step:
         else:
             said, positions, stored = self._said[0, :rows], self._said[1, :rows].int(), self._said[2, :rows]
             tokens = torch.where(said == FROM_DEVICE, tokens, said)
-        context = StepAttention(model.config, self.table, self._cache, positions, blocks, limit, stored)
+        context: FusedAttention
+        if self.placing is None:
+            context = StepAttention(model.config, self.table, self._cache, positions, blocks, limit, stored)
+        else:
+            places = self.placing.places(positions, slots, blocks, stored)
+            context = PlacedAttention(model.config, places, self._cache, blocks, limit)
         x = self._embedded[:rows] if self.host_embedding else model.embed(tokens[:, None])
         with self._selection.rows(self.adapters.index_select(0, slots) if adapted else None):
             hidden = model.transform(x, None, context)[:, 0]

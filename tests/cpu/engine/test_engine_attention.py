@@ -10,6 +10,7 @@ from engine_models import SMALL
 from warpbus.engine.attention import PieceAttention, StepAttention, Stretch
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
+from warpbus.engine.places import Turns
 from warpbus.models.layers import CausalAttention, Rotary, rotate
 
 CPU = torch.device("cpu")
@@ -67,7 +68,8 @@ class Cached:
             blocks = torch.tensor(TABLES[which][: -(-end // BLOCK)], dtype=torch.int32) if start else None
             stretches.append(Stretch(begin, len(positions), start, blocks))
         places = torch.tensor(positions, dtype=torch.int32)
-        attention = PieceAttention(self.config, self.table, self.cache, places, torch.tensor(slots), stretches)
+        turns = Turns(self.table, places)
+        attention = PieceAttention(self.config, turns, self.cache, torch.tensor(slots), stretches)
         found = attention.attend_fused(1, torch.cat(flat).flatten(-2)[None])[0]
         return [found[stretch.begin : stretch.end] for stretch in stretches]
 
