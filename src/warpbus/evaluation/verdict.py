@@ -15,7 +15,6 @@ from warpbus.evaluation import report as evaluations
 from warpbus.evaluation.page import PageTable, Picture, write_page
 from warpbus.evaluation.side_by_side import Evaluation, evaluate
 from warpbus.formats.files import replace_file
-from warpbus.models import LINEARS
 from warpbus.quantization import pictures
 from warpbus.quantization.report import Report
 
@@ -178,7 +177,7 @@ class Verdict:
         figures = [[(f"{name} {chinese}", *cells) for name, chinese, *cells in rows] for rows in self.sections()]
         tables = [
             PageTable(["", "before 量化前", "after 量化后", "change 变化"], figures),
-            PageTable(["layer 层", *LINEARS], [_errors(done)], f"{done.error_kind} 各矩阵的相对误差"),
+            PageTable(["layer 层", *done.linears], [_errors(done)], f"{done.error_kind} 各矩阵的相对误差"),
         ]
         if done.stages:
             stages = [[stage, f"{seconds:.2f}"] for stage, seconds in done.stages.items()]
@@ -249,7 +248,7 @@ def _errors(done: Report) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for layer in sorted({each.layer for each in done.layers}):
         cells = {each.linear: done.cell(each, " · ") for each in done.layers if each.layer == layer}
-        rows.append([str(layer), *(cells.get(linear, "–") for linear in LINEARS)])
+        rows.append([str(layer), *(cells.get(linear, "–") for linear in done.linears)])
     return rows
 
 

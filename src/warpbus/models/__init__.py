@@ -4,7 +4,6 @@ from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
 from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import Family, TensorMap
 from warpbus.models.loading import (
-    LINEARS,
     Progress,
     load_layer,
     load_model,
@@ -16,7 +15,6 @@ from warpbus.models.random import random_model
 from warpbus.models.shapes import SHAPES
 
 __all__ = [
-    "LINEARS",
     "SHAPES",
     "Decoder",
     "DecoderLayer",

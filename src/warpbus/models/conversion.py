@@ -13,7 +13,7 @@ from warpbus.formats.layout import WRITABLE
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
 from warpbus.models.families import BY_NAME
-from warpbus.models.loading import LINEARS, part_rows, quantized_parameters, read_config, tensor_map
+from warpbus.models.loading import part_rows, quantized_parameters, read_config, tensor_map
 from warpbus.models.padding import padded_size
 from warpbus.qtensor import Scheme
 
@@ -113,7 +113,9 @@ class Plan:
     def _unquantized(self) -> list[str]:
         """The linear layers that are not quantized, by the names that the checkpoint has for them."""
         tensors = tensor_map(replace(self.config, tie_embeddings=False))
-        linears = [f"layers.{index}.{linear}" for index in range(self.config.num_layers) for linear in LINEARS]
+        linears = [
+            f"layers.{index}.{linear}" for index in range(self.config.num_layers) for linear in self.config.linears
+        ]
         names = [name.removesuffix(".weight") for linear in ("head", *linears) for name in tensors[f"{linear}.weight"]]
         return [name for name in names if name not in self.schemes]
 
@@ -138,6 +140,8 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Plan:
     downs = [schemes.get(f"layers.{index}.mlp.down.weight") for index in range(config.num_layers)]
     widest = max((each.group_size for each in downs if each is not None and each.group_size), default=None)
     ffn = padded_size(config.ffn_size, pad_ffn, widest)
+    if ffn != config.ffn_size and config.mlp_bias:
+        raise UsageError(f"--pad-ffn {pad_ffn}: the MLP of {model} has biases, which are not widened: leave it out")
     if source.name == to and ffn == config.ffn_size:
         raise UsageError(f"{model}: is in the format {to} already: there is nothing to convert")
     return Plan(

@@ -14,21 +14,20 @@ from warpbus.formats.layout import Layout, layout_of
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer
-from warpbus.models.families import BY_MODEL_TYPE, BY_NAME, TensorMap
+from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
 from warpbus.models.families.fields import Fields
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.parallel import Lines, Part, copy_lines, joined, quantized_columns, quantized_rows
 from warpbus.models.placement import place, round_onto
+from warpbus.models.row_order import lines_in_file
 from warpbus.qtensor import QTensor, Scheme
-
-LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
-"""The linear layers of a `DecoderLayer`: what gets quantized."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of the file that have been read so far, and with all that will be."""
 
 # Constants that some exporters wrote next to the weights.
 _KNOWN_EXTRAS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
+_PREFIX_ENCODER = "transformer.prefix_encoder."
 _ELEMENTS_AT_ONCE = 2**24
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,11 +43,11 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
         CheckpointError: for a value that is missing, senseless or not supported; the message names its key.
     """
     model_type = checkpoint.config.get("model_type")
-    family = BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
+    family = family_of(checkpoint.config)
     if family is None:
         raise UnknownArchitectureError(
             f"{checkpoint.directory}: config.json: model_type: {model_type!r} is not supported: "
-            f"expected one of {', '.join(sorted(BY_MODEL_TYPE))}"
+            f"expected one of {', '.join(MODEL_TYPES)}"
         )
     generation = Fields(checkpoint.load_json("generation_config.json") or {}, "generation_config.json")
     try:
@@ -205,6 +204,7 @@ class _Source:
         layout, tensors = layout_of(checkpoint.config), tensor_map(config)
         schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
         source = cls(checkpoint, config, tensors, layout, schemes, device, dtype)
+        source.refuse_prefix()
         source.refuse_unexpected()
         return source
 
@@ -218,6 +218,15 @@ class _Source:
     def nbytes(self, parameters: list[str]) -> int:
         """Bytes of these parameters in the file. Raises TensorError if one is missing."""
         return sum(self.checkpoint.nbytes(name) for parameter in parameters for name in self.files_names(parameter))
+
+    def refuse_prefix(self) -> None:
+        """A prefix of ChatGLM's P-Tuning belongs beside a model; that config.json tells of one does no harm."""
+        name = next((name for name in self.checkpoint.names() if name.startswith(_PREFIX_ENCODER)), None)
+        if name is not None:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {name}: this is a P-Tuning prefix: give it as an adapter, beside the "
+                "model that it was trained on"
+            )
 
     def refuse_unexpected(self) -> None:
         """Weights that the decoder would leave out mean another architecture than config.json says."""
@@ -305,7 +314,8 @@ class _Source:
         names = self.tensors[parameter]
         fused = part.rows(parameter, shape[0])
         if len(names) == 1:
-            fused = (joined(fused),)
+            count, lines = joined(fused)
+            fused = ((count, lines_in_file(self.config, parameter, lines)),)
         rows = [(name, count, lines) for name, (count, lines) in zip(names, fused, strict=True)]
         return rows, *(part.columns(parameter, shape[1]) if len(shape) == 2 else (0, None))
 

@@ -1,6 +1,6 @@
 """Tensor parallelism (Shoeybi et al., 2019): which rows and columns of a decoder's matrices each process has.
 
-    attention.qkv  rows, by heads               mlp.gate_up  rows, in both halves alike
+    attention.qkv  rows, by heads               mlp.gate_up  rows, in both halves alike (mlp.up: rows)
     attention.o    the columns of these heads   mlp.down     the columns of these rows
     head           rows, by tokens              all else     whole, on every process
 
@@ -109,7 +109,7 @@ class Part:
 
     def has(self, parameter: str) -> bool:
         """Whether this part has anything of a parameter of the decoder."""
-        return _of_layer(parameter) != "attention.o.bias" or self.rank == 0
+        return _of_layer(parameter) not in ("attention.o.bias", "mlp.down.bias") or self.rank == 0
 
     def rows(self, parameter: str, total: int) -> tuple[tuple[int, Lines], ...]:
         """The rows of a parameter that this part has: for each matrix that was fused, how many it has, and which.
@@ -123,8 +123,10 @@ class Part:
             keys = tuple(Span(head, head + 1) for head in self._kv_heads)
             lines = [tuple(span.times(whole.head_dim) for span in spans) for spans in (self._queries, keys, keys)]
             return tuple(zip(whole.qkv_rows, lines, strict=True))
-        if name == "mlp.gate_up.weight":
+        if name in ("mlp.gate_up.weight", "mlp.gate_up.bias"):
             return ((whole.ffn_size, self._ffn),) * 2
+        if name in ("mlp.up.weight", "mlp.up.bias"):
+            return ((whole.ffn_size, self._ffn),)
         if name == "head.weight":
             own = self.vocabulary[self.rank]
             return ((whole.vocab_size, (Span(own.start, own.stop),)),)
@@ -140,9 +142,12 @@ class Part:
         return total, (Span(0, total),)
 
     def narrow(self, model: Decoder) -> None:
-        """Give a decoder of `config`, on the device "meta", a head of this part's rows."""
+        """Give a decoder of `config`, on the device "meta", a head of this part's rows, and the first part biases."""
         rows = len(self.vocabulary[self.rank])
         model.add_module("head", nn.Linear(self.whole.hidden_size, rows, bias=False, device="meta"))
+        for layer in model.layers if self.rank > 0 else ():
+            assert isinstance(layer, DecoderLayer)
+            layer.mlp.down.register_parameter("bias", None)
 
     def tied_head(self, embedding: Tensor) -> nn.Parameter:
         """This part's rows of an embedding that is the head, too (a view)."""

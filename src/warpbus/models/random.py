@@ -73,6 +73,8 @@ def random_model(
                 draw = _Draw(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
         elif hasattr(module, "weight"):
             module.weight = _fixed(torch.ones(module.weight.shape, dtype=dtype, device=device))
+            if getattr(module, "bias", None) is not None:
+                module.bias = _fixed(torch.zeros(module.weight.shape, dtype=dtype, device=device))
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
     if part is not None and group is not None:

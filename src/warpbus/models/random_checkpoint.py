@@ -52,7 +52,7 @@ def write_random_checkpoint(
 
     Args:
         directory: where the model is to be.
-        shape: one of `SHAPES`, or a config of the family chatglm2 or llama.
+        shape: one of `SHAPES`, or a config of the family chatglm, chatglm2 or llama.
         dtype: of all tensors, float16, bfloat16 or float32.
         seed: the same one draws the same model on the same kind of device.
         layers: decoder layers, in place of the shape's.
@@ -98,7 +98,8 @@ def _config(shape: str | ModelConfig, layers: int | None) -> ModelConfig:
         return shape
     if layers < 1:
         raise UsageError(f"layers is {layers}: it has to be at least 1")
-    return replace(shape, num_layers=layers)
+    residual = shape.normed_residual and (2 * layers) ** 0.5
+    return replace(shape, num_layers=layers, normed_residual=residual)
 
 
 class _Draw:
@@ -132,6 +133,23 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     if config.family not in _NATIVE:
         raise UsageError(f"a random checkpoint of family {config.family}: choose among {', '.join(_NATIVE)}")
     return _NATIVE[config.family](config)
+
+
+def _chatglm(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "chatglm",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "inner_hidden_size": config.ffn_size,
+        "layernorm_epsilon": config.norm_eps,
+        "max_sequence_length": config.max_context,
+        "position_encoding_2d": True,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.prompt_end,
+        "eos_token_id": list(config.stop_ids),
+    }
 
 
 def _chatglm2(config: ModelConfig) -> dict[str, Any]:
@@ -183,4 +201,8 @@ def _llama(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_NATIVE: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {"chatglm2": _chatglm2, "llama": _llama}
+_NATIVE: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    "chatglm": _chatglm,
+    "chatglm2": _chatglm2,
+    "llama": _llama,
+}

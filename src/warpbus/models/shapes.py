@@ -3,6 +3,28 @@
 from warpbus.models.config import ModelConfig, RopeConfig
 
 SHAPES = {
+    "chatglm-6b": ModelConfig(
+        family="chatglm",
+        vocab_size=130528,
+        hidden_size=4096,
+        num_layers=28,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        ffn_size=16384,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4, rotary_dim=64, interleaved=False, two_dimensional=True),
+        max_context=2048,
+        qkv_bias=True,
+        output_bias=True,
+        tie_embeddings=True,
+        stop_ids=(130005,),
+        layer_norm=True,
+        gated=False,
+        mlp_bias=True,
+        normed_residual=56**0.5,
+        prompt_end=130004,
+    ),
     "chatglm2-6b": ModelConfig(
         family="chatglm2",
         vocab_size=65024,

@@ -16,13 +16,14 @@ from warpbus.cuda.devices import resolve_device
 from warpbus.dist import SHARES, Processes
 from warpbus.dist.cluster import launch_on_cluster
 from warpbus.errors import CheckpointError, DataError, StorageError, UsageError
+from warpbus.formats.hub import find_model
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import Scheme, Schemes
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.estimate import Estimate
 from warpbus.quantization.job import Begun, Job, run_job
-from warpbus.quantization.methods import METHODS
+from warpbus.quantization.methods import METHODS, suits
 from warpbus.quantization.preflight import Plan, prepare
 from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.survey import model_hash, weight_files
@@ -74,7 +75,7 @@ def quantize(
     complete: after an interruption, of whatever kind, the same call goes on there.
 
     Args:
-        model: a model directory, not quantized.
+        model: a model directory, not quantized, or a name on a hub, see `formats.hub.find_model`.
         output: a new directory.
         scheme: see `Scheme`; `Schemes` where matrices differ.
         algorithm: "gptq" (Frantar et al., 2022), "awq" (Lin et al., 2023) or, for activations of 8 bits, "smoothquant"
@@ -111,6 +112,7 @@ def quantize(
     progress = progress or Progress()
     schemes = _schemes(scheme)
     _check_arguments(algorithm, schemes, calibration, samples, seqlen, damping)
+    model = find_model(model)
     state = _Told(progress)
     crew: AbstractContextManager[Callable[[Job], None]]
     if cluster is None:
@@ -123,6 +125,11 @@ def quantize(
     # The other processes start while this one looks at the model.
     with crew as run:
         plan = prepare(Path(model), Path(output), schemes, layout)
+        if not suits(algorithm, plan.config):
+            raise UsageError(
+                f"{algorithm} moves factors of a matrix' inputs into what precedes it, and the blocks of {model} "
+                f"({plan.config.family}) do not allow that: use gptq, or rtn"
+            )
         data = None
         if algorithm in METHODS:
             assert calibration is not None

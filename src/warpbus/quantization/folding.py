@@ -9,8 +9,9 @@ o          the rows of qkv that make the values, and their bias
 gate_up    mlp_norm.weight
 down       the rows of gate_up that make `up`: silu(gate) * up is linear in it
 
-All four can be folded in every family: rotary positions and the norms of queries and keys do not touch the values, and
-norms of outputs come after o and down.
+All four can be folded in every family but ChatGLM-6B: rotary positions and the norms of queries and keys do not touch
+the values, and norms of outputs come after o and down. ChatGLM-6B carries on what its norms give, which would be
+divided too, and its GELU is not linear in what `up` makes.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.errors import NumericError, TensorError, UsageError
-from warpbus.models import LINEARS, DecoderLayer, ModelConfig
+from warpbus.models import DecoderLayer, ModelConfig
 from warpbus.models.layers import RMSNorm
 from warpbus.qtensor import QTensor
 
@@ -39,6 +40,11 @@ class Folded:
     changed: dict[str, Tensor]
 
 
+def can_fold(config: ModelConfig) -> bool:
+    """Whether factors of all four matrices can be moved into what precedes them."""
+    return config.gated and not config.normed_residual
+
+
 @torch.no_grad()
 def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype | None = None) -> Folded:
     """Multiply the columns of a linear layer by `scale` and divide what makes its inputs by it, in place.
@@ -48,19 +54,22 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype
 
     Args:
         layer: its matrices are plain (dequantized ones too: see `divide_rows` for the quantized form).
-        linear: one of `LINEARS`.
+        linear: one of `ModelConfig.linears`.
         scale: positive `[in]`; for `attention.o` equal for all heads that share a value: see `tie`.
         stored: the dtype that what precedes is written to the disk in, where it is narrower than the layer's: it is
             rounded to that at once, so that the layer computes what the file will.
 
     Raises:
-        UsageError: if there is no such linear layer.
+        UsageError: if there is no such linear layer, or the model does not allow it: see `can_fold`.
         TensorError: if `scale` has the wrong shape.
         NumericError: if `scale` is not positive and finite, differs between heads that share a value, or takes a
             parameter out of its dtype's range.
     """
-    if linear not in LINEARS:
-        raise UsageError(f"{linear}: no such linear layer: expected one of {', '.join(LINEARS)}")
+    config = layer.attention.config
+    if linear not in config.linears:
+        raise UsageError(f"{linear}: no such linear layer: expected one of {', '.join(config.linears)}")
+    if not can_fold(config):
+        raise UsageError(f"{linear}: in a {config.family} model no factor can be moved into what precedes a matrix")
     module = layer.get_submodule(linear)
     assert isinstance(module, nn.Linear)
     wide = torch.promote_types(module.weight.dtype, torch.float32)
@@ -72,7 +81,7 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype
         scale = _divide_norm(norm.weight, scale, name, stored)
         changed: dict[str, Tensor] = {f"{name}.weight": norm.weight}
     elif linear == "attention.o":
-        config, qkv = layer.attention.config, layer.attention.qkv
+        qkv = layer.attention.qkv
         shared = _by_value(config, scale)
         if not torch.equal(shared, shared[:, :1].expand_as(shared)):
             raise NumericError(f"{linear}: its scale differs between heads that share a value: tie it first")
@@ -80,6 +89,7 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype
         changed = _divide_linear(qkv, rows, shared[:, 0].flatten(), "attention.qkv", stored)
     else:
         gate_up = layer.mlp.gate_up
+        assert isinstance(gate_up, nn.Linear)
         rows = slice(gate_up.out_features // 2, gate_up.out_features)
         changed = _divide_linear(gate_up, rows, scale, "mlp.gate_up", stored)
     weight = module.weight.to(wide) * scale

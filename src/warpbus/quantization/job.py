@@ -28,7 +28,7 @@ from warpbus.kernels.ops.arguments import ELEMENTS
 from warpbus.kernels.units import compile_ahead
 from warpbus.models import DecoderLayer, load_layer, tensor_map
 from warpbus.models.layers.fusion import gpu_has_kernels
-from warpbus.models.loading import part_rows
+from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import QTensor, Schemes
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.estimate import Estimate, Rates, estimate
@@ -249,12 +249,11 @@ class _Run:
                 for source in matrix.sources
             ]
             weight = layer.get_submodule(linear).get_parameter("weight").data
-            weight.copy_(QTensor.concatenate(pieces).to(self.group.device).dequantize(weight.dtype))
+            stored = in_decoder_order(self.plan.config, f"{linear}.weight", QTensor.concatenate(pieces))
+            weight.copy_(stored.to(self.group.device).dequantize(weight.dtype))
         for parameter, names in kept_parameters(self.plan, index):
-            target = layer.get_parameter(parameter).data
-            rows = part_rows(self.plan.config, f".{parameter}", len(names), len(target))
-            for name, piece in zip(names, target.split(rows), strict=True):
-                piece.copy_(part.tensor(name))
+            whole = torch.cat([part.tensor(name) for name in names])
+            layer.get_parameter(parameter).data.copy_(in_decoder_order(self.plan.config, parameter, whole))
         for result in self._recorded(index):
             self._tell(result)
 

@@ -8,7 +8,7 @@ alongside, so that a layer can make up for what the inputs have become.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from warpbus.dist import SHARES, Group
 from warpbus.models import DecoderLayer, ModelConfig
-from warpbus.models.layers import CausalAttention, Rotary
+from warpbus.models.layers import CausalAttention, Rotary, prompt_lengths
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.statistics import DRIFT, Collector, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
@@ -25,9 +25,10 @@ COMPARED_TOKENS = 2**17
 """Of more tokens than that the unquantized model sees about half: enough to tell where the inputs have drifted to."""
 
 Solve = Callable[[str, Statistics], Tensor | None]
-"""Called with a linear layer's name (as in `LINEARS`) and the statistics of its inputs; it replaces the weight. What it
-returns are factors `[in]` that it has folded into what precedes the layer, so that the inputs are others from now on:
-they are computed again, not divided, since what precedes was rounded to the dtype that it is stored in."""
+"""Called with a linear layer's name (as in `ModelConfig.linears`) and the statistics of its inputs; it replaces the
+weight. What it returns are factors `[in]` that it has folded into what precedes the layer, so that the inputs are
+others from now on: they are computed again, not divided, since what precedes was rounded to the dtype that it is stored
+in."""
 
 
 @dataclass
@@ -42,6 +43,7 @@ class States:
             so causal attention keeps it from what is real; it only has to be left out of the statistics.
         positions: int64 `[batch, tokens]`.
         angles: the rotary cosines and sines of these positions.
+        context: what each token attends to.
     """
 
     share: int
@@ -50,6 +52,7 @@ class States:
     real: Tensor | None
     positions: Tensor
     angles: tuple[Tensor, Tensor]
+    context: CausalAttention = field(default_factory=CausalAttention)
 
     def tokens(self, x: Tensor) -> Tensor:
         """The rows `[tokens, features]` of `[batch, tokens, features]` that are no padding."""
@@ -89,7 +92,11 @@ def embed(
             x = embedding[batch.ids].to(group.device, dtype)
             original = x if place < compared else None
             real = None if batch.real.all() else batch.real.to(group.device)
-            states.append(States(share, x, original, real, positions, rotary(positions, dtype)))
+            prompts = None
+            if config.prompt_end is not None:
+                prompts = prompt_lengths(batch.ids, config.prompt_end).to(group.device)
+            angles, context = rotary(positions, dtype, prompts), CausalAttention(prompts_bt=prompts)
+            states.append(States(share, x, original, real, positions, angles, context))
     return states
 
 
@@ -124,7 +131,6 @@ class LayerPass:
         self._group = group
         self._watch = watch
         self._keep = keep
-        self._context = CausalAttention()
         self._unquantized = copy.deepcopy(layer) if DRIFT in needed else None
 
     @torch.no_grad()
@@ -149,22 +155,24 @@ class LayerPass:
                 self._add(collector, state, kept[place], originals[place])
         changed = self._solve("attention.o", collector, solve)
 
-        collector = self._collector("mlp.gate_up")
+        widening = layer.attention.config.linears[2]
+        collector = self._collector(widening)
         for place, state in enumerate(states):
             inputs = kept[place]
             if inputs is None or changed:
                 with _left_out(layer.attention, "o"):
                     inputs = self._attended(layer, state.x, state)
-            state.x = state.x + layer.attention_output_norm(layer.attention.o(inputs))
+            carried = layer.carried(state.x, layer.attention_norm)
+            state.x = carried + layer.attention_output_norm(layer.attention.o(inputs))
             kept[place] = inputs = None  # given back as soon as it is used
             original = originals[place]
             if unquantized is not None and original is not None and state.original is not None:
                 attended = unquantized.attention_output_norm(unquantized.attention.o(original))
-                state.original = state.original + attended
+                state.original = unquantized.carried(state.original, unquantized.attention_norm) + attended
                 original = unquantized.mlp_norm(state.original)
             originals[place] = None
             self._add(collector, state, layer.mlp_norm(state.x), original)
-        self._solve("mlp.gate_up", collector, solve)
+        self._solve(widening, collector, solve)
 
         collector = self._collector("mlp.down")
         for place, state in enumerate(states):
@@ -172,7 +180,7 @@ class LayerPass:
             if unquantized is not None and state.original is not None:
                 original = self._inner(unquantized, state.original)
                 moved = unquantized.mlp_output_norm(unquantized.mlp.down(original))
-                state.original = state.original + moved
+                state.original = unquantized.carried(state.original, unquantized.mlp_norm) + moved
             kept[place] = inner if self._keep else None
             self._add(collector, state, inner, original)
             del inner, original
@@ -183,7 +191,7 @@ class LayerPass:
             if inputs is None or changed:
                 inputs = self._inner(layer, state.x)
             kept[place] = None
-            state.x = state.x + layer.mlp_output_norm(layer.mlp.down(inputs))
+            state.x = layer.carried(state.x, layer.mlp_norm) + layer.mlp_output_norm(layer.mlp.down(inputs))
         self._watch.lap("forward")
 
     @torch.no_grad()
@@ -215,7 +223,7 @@ class LayerPass:
         return solve(linear, statistics) is not None
 
     def _attended(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
-        return layer.attention(layer.attention_norm(x), self._index, state.positions, state.angles, self._context)
+        return layer.attention(layer.attention_norm(x), self._index, state.positions, state.angles, state.context)
 
     def _inner(self, layer: DecoderLayer, x: Tensor) -> Tensor:
         """What enters the last linear layer."""
@@ -223,7 +231,7 @@ class LayerPass:
             return layer.mlp(layer.mlp_norm(x))
 
     def _moved(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
-        return layer(x, self._index, state.positions, state.angles, self._context)
+        return layer(x, self._index, state.positions, state.angles, state.context)
 
 
 def _of(layer: DecoderLayer | None) -> DecoderLayer:

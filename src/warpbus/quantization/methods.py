@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 from warpbus.cuda.graphs import Replayed
 from warpbus.dist import SHARES, Group
-from warpbus.models import DecoderLayer
+from warpbus.models import DecoderLayer, ModelConfig
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import awq, round_rows, rtn, smoothing
 from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.factored import factored
 from warpbus.quantization.algorithms.gptq import gptq_rows
 from warpbus.quantization.algorithms.grid import check_weight
-from warpbus.quantization.folding import Folded, fold, rescaled, tie
+from warpbus.quantization.folding import Folded, can_fold, fold, rescaled, tie
 from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
@@ -33,7 +33,7 @@ class Task:
 
     Attributes:
         layer: what it belongs to; a method may change what precedes the matrix, but not the matrix.
-        linear: its name in the layer, one of `LINEARS`.
+        linear: its name in the layer, one of `ModelConfig.linears`.
         name: the matrix, for messages.
         scheme: what it is quantized to.
         scale_dtype: of its scales.
@@ -117,9 +117,11 @@ class Method(ABC):
 
     Attributes:
         needed: the names of the statistics it asks for, see `Statistics`.
+        folds: it moves factors into what precedes a matrix, which not every model allows (see `can_fold`).
     """
 
     needed: frozenset[str]
+    folds = False
 
     @abstractmethod
     def solve(self, task: Task, statistics: Statistics) -> Solved:
@@ -170,6 +172,7 @@ class Awq(Method):
     """Channels with large inputs scaled up before what is then aimed at is rounded: see `algorithms.awq` and `aim`."""
 
     needed = frozenset({MOMENTS, DRIFT, MEAN_ABS})
+    folds = True
 
     @classmethod
     def fits(cls, scheme: Scheme) -> bool:
@@ -194,6 +197,7 @@ class SmoothQuant(Method):
     """Outliers of the inputs moved into the weights, for activations of 8 bits: see `algorithms.smoothquant`."""
 
     needed = frozenset({MOMENTS, MAX_ABS})
+    folds = True
 
     @classmethod
     def fits(cls, scheme: Scheme) -> bool:
@@ -209,6 +213,11 @@ class SmoothQuant(Method):
 
 METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "smoothquant": SmoothQuant}
 """The algorithms that are calibrated, by their names. A run makes its own method, which is for its process alone."""
+
+
+def suits(algorithm: str, config: ModelConfig) -> bool:
+    """Whether an algorithm, "rtn" included, can quantize a model of this shape."""
+    return algorithm not in METHODS or not METHODS[algorithm].folds or can_fold(config)
 
 
 def round_to_nearest(

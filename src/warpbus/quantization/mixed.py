@@ -8,6 +8,7 @@ independent, so their squares add up; relative to the output, they are in one un
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -119,7 +120,7 @@ def _importance(layer: DecoderLayer, index: int, states: list[States], group: Gr
         assert statistics.moments is not None
         found[linear] = statistics.moments.diagonal().contiguous()
 
-    own = [States(each.share, each.x, None, each.real, each.positions, each.angles) for each in states]
+    own = [replace(each, original=None) for each in states]
     LayerPass(layer, index, own, frozenset({MOMENTS}), group=group, watch=Stopwatch(group.device)).quantize(look)
     return found
 

@@ -13,7 +13,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from warpbus.formats.files import replace_file
-from warpbus.models import LINEARS
 from warpbus.quantization.report import Report
 
 # For names: the first that is installed draws what DejaVu, which comes with matplotlib, has no glyphs for.
@@ -92,7 +91,7 @@ def _errors(axis: Axes, report: Report) -> None:
     schemes = list(dict.fromkeys(row.scheme for row in report.layers))
     markers = {scheme: _MARKERS[index % len(_MARKERS)] for index, scheme in enumerate(schemes)}
     handles = []
-    for index, linear in enumerate(LINEARS):
+    for index, linear in enumerate(report.linears):
         rows = [row for row in report.layers if row.linear == linear]
         handles += axis.plot([row.layer for row in rows], [100 * row.error for row in rows], f"C{index}", label=linear)
         for scheme, marker in markers.items():

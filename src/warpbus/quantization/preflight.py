@@ -9,7 +9,7 @@ import torch
 from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
-from warpbus.models import LINEARS, DecoderLayer, ModelConfig, read_config, tensor_map
+from warpbus.models import DecoderLayer, ModelConfig, read_config, tensor_map
 from warpbus.qtensor import Scheme, Schemes
 
 REPORT_NAME = "warpbus-report.json"
@@ -23,7 +23,7 @@ class Matrix:
 
     Attributes:
         layer: the number of its decoder layer.
-        linear: its name there, one of `LINEARS`.
+        linear: its name there, one of `ModelConfig.linears`.
         sources: the checkpoint's tensors that are stacked along rows to make it.
         rows: the rows of each of them.
         columns: its input features.
@@ -172,7 +172,7 @@ def _matrices(checkpoint: Checkpoint, config: ModelConfig, schemes: Schemes) -> 
         layer = DecoderLayer(config)
     found = []
     for index in range(config.num_layers):
-        for linear in LINEARS:
+        for linear in config.linears:
             expected = tuple(layer.get_submodule(linear).get_parameter("weight").shape)
             sources = tensors[f"layers.{index}.{linear}.weight"]
             shapes = [checkpoint.shape(source) for source in sources]

@@ -14,7 +14,6 @@ from rich.table import Table
 
 import warpbus
 from warpbus.errors import DataError, UsageError
-from warpbus.models import LINEARS
 
 
 @dataclass(frozen=True)
@@ -157,14 +156,19 @@ class Report:
         title = f"{self.scheme}, {self.algorithm}: {self.error_kind}"
         drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
         drawn.add_column("layer", justify="right")
-        for linear in LINEARS:
+        for linear in self.linears:
             drawn.add_column(linear, justify="right")
         drawn.add_column("seconds", justify="right")
         for layer in sorted({row.layer for row in self.layers}):
             rows = {row.linear: row for row in self.layers if row.layer == layer}
-            cells = [self.cell(rows[linear]) if linear in rows else "-" for linear in LINEARS]
+            cells = [self.cell(rows[linear]) if linear in rows else "-" for linear in self.linears]
             drawn.add_row(str(layer), *cells, f"{sum(row.seconds for row in rows.values()):.1f}")
         return Group(drawn, self._stage_table()) if self.stages else drawn
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The names of a layer's matrices, in their order."""
+        return tuple(dict.fromkeys(row.linear for row in self.layers))
 
     def cell(self, row: LayerResult, separator: str = "\n") -> str:
         """An error as text, and where they are not those of the whole, scheme and algorithm."""

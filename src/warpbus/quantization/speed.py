@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from warpbus.cuda.capture import capture
-from warpbus.models import LINEARS, ModelConfig, random_model
+from warpbus.models import ModelConfig, random_model
 from warpbus.models.layers.linear import project
 from warpbus.qtensor import Scheme
 
@@ -40,7 +40,7 @@ def token_seconds(config: ModelConfig, scheme: Scheme | None, *, device: torch.d
     model = random_model(shape, scheme, device, dtype)
     pairs = []
     for layer in model.layers:
-        for linear in map(layer.get_submodule, LINEARS):
+        for linear in map(layer.get_submodule, config.linears):
             assert isinstance(linear.in_features, int)
             pairs.append((linear, torch.randn(1, linear.in_features, device=device).to(dtype)))
 
@@ -57,7 +57,7 @@ def _copies(config: ModelConfig, scheme: Scheme | None, device: torch.device, dt
     """Layers that are twice the size of the cache, but no more than there are."""
     cache = _CPU_CACHE if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
     attended = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    weights = config.hidden_size * (attended + 3 * config.ffn_size)
+    weights = config.hidden_size * (attended + (3 if config.gated else 2) * config.ffn_size)
     bits = dtype.itemsize * 8 if scheme is None else scheme.bits
     return min(config.num_layers, math.ceil(2 * cache / (weights * bits / 8)))
 

@@ -27,7 +27,7 @@ from warpbus.quantization import unquantized
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.driver import read_data
 from warpbus.quantization.layerwise import LayerPass, States
-from warpbus.quantization.methods import METHODS, Method, Solved, Task, round_to_nearest
+from warpbus.quantization.methods import METHODS, Method, Solved, Task, round_to_nearest, suits
 from warpbus.quantization.preflight import Plan, prepare
 from warpbus.quantization.recommend import GOALS, Candidate, Recommendation, Trial, candidates
 from warpbus.quantization.solving import LayerSolver
@@ -152,7 +152,7 @@ def _plans(
     plans: dict[Scheme, Plan | None] = {}
     found = {}
     for candidate in candidates(columns, fp8=fp8, scheme=scheme):
-        if algorithm not in (None, candidate.algorithm):
+        if algorithm not in (None, candidate.algorithm) or not suits(candidate.algorithm, config):
             continue
         if candidate.scheme not in plans:
             try:

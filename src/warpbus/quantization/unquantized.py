@@ -8,7 +8,6 @@ from torch import Tensor
 
 from warpbus.dist import Group
 from warpbus.models import DecoderLayer, load_layer, tensor_map
-from warpbus.models.layers import CausalAttention
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.job import BATCH_TOKENS
 from warpbus.quantization.layerwise import States, embed
@@ -39,7 +38,7 @@ def layers(
 @torch.no_grad()
 def output(layer: DecoderLayer, index: int, state: States) -> Tensor:
     """What comes out of a layer, `[batch, tokens, hidden]`."""
-    return layer(state.x, index, state.positions, state.angles, CausalAttention())
+    return layer(state.x, index, state.positions, state.angles, state.context)
 
 
 def squared_error(found: list[Tensor], expected: list[Tensor], states: list[States]) -> float:

@@ -8,6 +8,7 @@ from torch import Tensor
 from warpbus.formats import FinishedParts
 from warpbus.models import tensor_map
 from warpbus.models.loading import part_rows
+from warpbus.models.row_order import in_file_order
 from warpbus.qtensor import QTensor
 from warpbus.quantization.preflight import Matrix, Plan
 
@@ -57,7 +58,7 @@ def kept_tensors(plan: Plan, index: int, changed: Mapping[str, Tensor]) -> dict[
         if parameter not in changed:
             tensors |= {name: checkpoint.tensor(name) for name in names}
             continue
-        whole = changed[parameter].detach()
+        whole = in_file_order(plan.config, parameter, changed[parameter].detach())
         rows = part_rows(plan.config, f".{parameter}", len(names), len(whole))
         for name, piece in zip(names, whole.split(rows), strict=True):
             tensors[name] = piece.to(checkpoint.dtype(name), copy=True)
@@ -71,6 +72,7 @@ def stored_tensors(plan: Plan, matrix: Matrix, weight: QTensor) -> dict[str, Ten
         SchemeError: if the format cannot hold its zero points.
     """
     tensors: dict[str, Tensor] = {}
+    weight = in_file_order(plan.config, f"{matrix.name}.weight", weight)
     start = 0
     for source, rows in zip(matrix.sources, matrix.rows, strict=True):
         part = weight.rows(start, start + rows)

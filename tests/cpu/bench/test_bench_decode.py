@@ -127,7 +127,7 @@ def test_a_planned_model_is_laid_out_within_its_limit(monkeypatch):
 
 
 def test_what_cannot_be_asked_for():
-    with pytest.raises(UsageError, match="--shape gpt: there is no such shape: choose among chatglm2-6b"):
+    with pytest.raises(UsageError, match="--shape gpt: there is no such shape: choose among chatglm-6b"):
         DECODE.cases(settings(shape="gpt"))
     with pytest.raises(UsageError, match="--size 1: give 2 or more tokens"):
         DECODE.cases(settings(sizes=(1,)))

@@ -116,7 +116,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tiny, tmp_path, mo
         return run(quantize_benchmark(replace(WORK, **{"directory": tmp_path, **changes})), settings())
 
     for changes, message in (
-        ({"shape": "gpt-2"}, "--shape gpt-2: there is no such shape: choose among chatglm2-6b"),
+        ({"shape": "gpt-2"}, "--shape gpt-2: there is no such shape: choose among chatglm-6b"),
         ({"algorithm": "rtn"}, "--algorithm rtn: choose one that is calibrated: gptq"),
         ({"algorithm": "smoothquant"}, "--algorithm smoothquant: it cannot quantize to w4a16-g32"),
         ({"samples": 0}, "--samples 0: it has to be at least 1"),

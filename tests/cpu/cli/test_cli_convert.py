@@ -14,8 +14,10 @@ from warpbus.engine import LLM, SamplingParams
 from warpbus.errors import CheckpointError
 from warpbus.formats import Checkpoint, CheckpointWriter, layout_named, read_schemes
 from warpbus.formats.companions import find_companions
-from warpbus.models import LINEARS, read_config, tensor_map
+from warpbus.models import read_config, tensor_map
 from warpbus.qtensor import QTensor, Scheme
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 app = typer.Typer()
 app.command()(convert)

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from warpbus.errors import DataError, DeviceError, QualityError
 from warpbus.evaluation import Evaluation, Speed, Verdict, check_data, judge
-from warpbus.models import LINEARS
 from warpbus.quantization import LayerResult, Report, quantize
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 WriteLines = MakeModel = Callable[..., Path]
 HOSTILE = "<script>alert(1)</script>[/bold] $\\frac$ 诗人"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from warpbus.formats import Checkpoint, layout_named
 from warpbus.models import Decoder, tensor_map
-from warpbus.models.families import BY_MODEL_TYPE
+from warpbus.models.families import family_of
 from warpbus.models.loading import part_rows
 from warpbus.qtensor import QTensor, Scheme
 
@@ -46,7 +46,7 @@ CHATGLM: dict[str, Any] = SIZES | {
 
 def plain_tensors(values: dict[str, Any], dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
     """Random weights for a config.json, by the checkpoint's names."""
-    config = BY_MODEL_TYPE[values["model_type"]].config(values)
+    config = family_of(values).config(values)
     generator = torch.Generator().manual_seed(5)
     parameters = dict(Decoder(config).named_parameters())
     tensors = {}

@@ -21,9 +21,11 @@ from torch import Tensor
 
 from warpbus.errors import CheckpointError, SchemeError, StorageError, TensorError, UsageError, WarpbusError
 from warpbus.formats import Checkpoint, layout_of, safetensors_io, writer
-from warpbus.models import LINEARS, load_model, read_config
+from warpbus.models import load_model, read_config
 from warpbus.models.convert import convert
 from warpbus.models.layers import QuantizedLinear
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 TOKENS = torch.arange(12).view(2, 6)
 FORMS = ("compressed-tensors", "gptq", "gptq-v2", "awq")

@@ -6,10 +6,31 @@ from typing import Any
 import pytest
 import torch
 
-from warpbus.errors import CheckpointError, UnknownArchitectureError
-from warpbus.models import Decoder, ModelConfig, tensor_map
-from warpbus.models.families import BY_MODEL_TYPE, FAMILIES
+from warpbus.errors import CheckpointError
+from warpbus.models import SHAPES, Decoder, ModelConfig, RopeConfig, tensor_map
+from warpbus.models.families import FAMILIES, MODEL_TYPES, family_of
 
+CHATGLM: dict[str, Any] = {
+    "_name_or_path": "THUDM/chatglm-6b",
+    "architectures": ["ChatGLMModel"],
+    "model_type": "chatglm",
+    "num_layers": 28,
+    "vocab_size": 130528,
+    "hidden_size": 4096,
+    "inner_hidden_size": 16384,
+    "num_attention_heads": 32,
+    "layernorm_epsilon": 1e-05,
+    "max_sequence_length": 2048,
+    "position_encoding_2d": True,
+    "bos_token_id": 130004,
+    "eos_token_id": 130005,
+    "mask_token_id": 130000,
+    "gmask_token_id": 130001,
+    "pad_token_id": 3,
+    "quantization_bit": 0,
+    "pre_seq_len": None,
+    "prefix_projection": False,
+}
 CHATGLM2: dict[str, Any] = {
     "_name_or_path": "THUDM/chatglm2-6b",
     "model_type": "chatglm",
@@ -61,6 +82,7 @@ NATIVE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 MODELS = {
+    "chatglm-1": CHATGLM,
     "chatglm": CHATGLM2,
     **{kind: {**NATIVE, "model_type": kind} for kind in ("glm", "glm4", "llama", "qwen2", "qwen3")},
 }
@@ -68,7 +90,49 @@ MODELS = {
 
 def read(values: dict[str, Any], **changes: Any) -> ModelConfig:
     changed = {**values, **changes}
-    return BY_MODEL_TYPE[changed["model_type"]].config(changed)
+    family = family_of(changed)
+    assert family is not None
+    return family.config(changed)
+
+
+def test_the_first_chatglm() -> None:
+    config = read(CHATGLM)
+    assert config == SHAPES["chatglm-6b"]
+    assert (config.family, config.num_layers, config.num_heads, config.num_kv_heads) == ("chatglm", 28, 32, 32)
+    assert (config.head_dim, config.ffn_size, config.max_context, config.norm_eps) == (128, 16384, 2048, 1e-5)
+    assert config.rope == RopeConfig(theta=1e4, rotary_dim=64, interleaved=False, two_dimensional=True)
+    assert config.normed_residual == pytest.approx(math.sqrt(56))
+    assert (config.layer_norm, config.gated, config.mlp_bias, config.qkv_bias, config.output_bias) == (
+        *(True, False, True),
+        *(True, True),
+    )
+    assert config.tie_embeddings
+    assert (config.prompt_end, config.stop_ids) == (130004, (130005,))
+    assert config.linears == ("attention.qkv", "attention.o", "mlp.up", "mlp.down")
+    assert config.num_parameters == 6_173_286_400
+
+
+def test_the_first_chatglm_by_its_vocabulary_alone() -> None:
+    """Early revisions had entries for images first, and their config.json may name no token."""
+    for vocabulary, ends in ((130528, (130004, 130005)), (150528, (150004, 150005))):
+        config = read(CHATGLM, vocab_size=vocabulary, bos_token_id=None, eos_token_id=None)
+        assert (config.prompt_end, *config.stop_ids) == ends
+    early = read(CHATGLM, vocab_size=150528, bos_token_id=150004, eos_token_id=150005)
+    assert (early.prompt_end, early.stop_ids, early.vocab_size) == (150004, (150005,), 150528)
+
+
+def test_a_prefix_that_config_tells_of_does_no_harm() -> None:
+    assert read(CHATGLM, pre_seq_len=128) == read(CHATGLM)
+    assert read(CHATGLM2, pre_seq_len=128) == read(CHATGLM2)
+
+
+@pytest.mark.parametrize("key", ["inner_hidden_size", "position_encoding_2d", "max_sequence_length"])
+def test_which_chatglm_it_is(key: str) -> None:
+    others = {"inner_hidden_size": None, "position_encoding_2d": None, "max_sequence_length": None}
+    family = family_of({**CHATGLM, **others, key: CHATGLM[key]})
+    assert family is not None
+    assert family.name == "chatglm"
+    assert read(CHATGLM2, **{key: CHATGLM[key]}).family == "chatglm2"
 
 
 def test_chatglm2() -> None:
@@ -116,12 +180,6 @@ def test_multi_head_chatglm() -> None:
     assert read(CHATGLM2, multi_query_attention=False).num_kv_heads == 32
 
 
-@pytest.mark.parametrize("key", ["inner_hidden_size", "position_encoding_2d"])
-def test_the_first_chatglm_is_named(key: str) -> None:
-    with pytest.raises(UnknownArchitectureError, match=r"ChatGLM-6B \(v1\)"):
-        read(CHATGLM2, **{key: 16384})
-
-
 def test_glm_defaults() -> None:
     config = read({**NATIVE, "model_type": "glm"}, eos_token_id=None, head_dim=None)
     assert config.stop_ids == (151329, 151336, 151338)
@@ -164,7 +222,13 @@ def test_other_rotary_scalings_are_refused(key: str, kind: object) -> None:
 
 
 REFUSED = [
-    ("chatglm", {"pre_seq_len": 128}, "pre_seq_len.*P-Tuning"),
+    ("chatglm-1", {"position_encoding_2d": False}, "position_encoding_2d: False is not supported"),
+    ("chatglm-1", {"num_attention_heads": 31}, "num_attention_heads.*divisor"),
+    ("chatglm-1", {"num_attention_heads": 2048}, "num_attention_heads.*heads of a multiple of 4"),
+    ("chatglm-1", {"vocab_size": 1000, "bos_token_id": None}, "bos_token_id: expected the id of <sop>.*missing"),
+    ("chatglm-1", {"bos_token_id": 130528}, "bos_token_id: expected the id of <sop>, less than"),
+    ("chatglm-1", {"bos_token_id": [1, 2]}, "bos_token_id: expected the id of <sop>"),
+    ("chatglm-1", {"num_layers": 0}, "num_layers"),
     ("chatglm", {"add_bias_linear": True}, "add_bias_linear"),
     ("chatglm", {"rmsnorm": False}, "rmsnorm"),
     ("chatglm", {"post_layer_norm": False}, "post_layer_norm"),
@@ -224,6 +288,8 @@ OPTIONAL = {
     *("_name_or_path", "model_type", "original_rope", "add_bias_linear", "add_qkv_bias", "rmsnorm", "pre_seq_len"),
     *("apply_residual_connection_post_layernorm", "post_layer_norm", "quantization_bit", "tie_word_embeddings"),
     *("eos_token_id", "hidden_act", "head_dim", "rope_theta", "multi_query_attention"),
+    *("architectures", "position_encoding_2d", "bos_token_id", "mask_token_id", "gmask_token_id", "pad_token_id"),
+    "prefix_projection",
 }
 
 
@@ -277,4 +343,5 @@ def test_tensor_map_covers_the_decoder(model: str, tied: bool) -> None:
 
 def test_names_are_distinct() -> None:
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
-    assert set(BY_MODEL_TYPE) == {"chatglm", "glm", "glm4", "llama", "qwen2", "qwen3"}
+    assert MODEL_TYPES == ("chatglm", "glm", "glm4", "llama", "qwen2", "qwen3")
+    assert family_of({"model_type": ["chatglm"]}) is family_of({}) is None

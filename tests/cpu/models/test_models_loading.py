@@ -12,10 +12,12 @@ from torch import Tensor
 
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint, quantization_config, to_tensors
-from warpbus.models import LINEARS, Decoder, load_layer, load_model, quantized_parameters, read_config, tensor_map
-from warpbus.models.families import BY_MODEL_TYPE
+from warpbus.models import Decoder, load_layer, load_model, quantized_parameters, read_config, tensor_map
+from warpbus.models.families import family_of
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import QTensor, Scheme
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 HF: dict[str, Any] = {
     "hidden_act": "silu",
@@ -35,7 +37,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def random_tensors(values: dict[str, Any]) -> dict[str, Tensor]:
     """Weights for a config.json, by the checkpoint's names, float32."""
-    config = BY_MODEL_TYPE[values["model_type"]].config(values)
+    config = family_of(values).config(values)
     generator = torch.Generator().manual_seed(5)
     parameters = dict(Decoder(config).named_parameters())
     tensors = {}

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from warpbus.errors import NumericError
 from warpbus.formats import Checkpoint, CheckpointWriter, FinishedParts, from_tensors, layout_named, read_schemes
-from warpbus.models import LINEARS, load_model, read_config, tensor_map
+from warpbus.models import load_model, read_config, tensor_map
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization import Calibration, Progress, job, quantize
 from warpbus.quantization.layerwise import States
 from warpbus.quantization.methods import round_to_nearest
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 TOKENS = torch.arange(2, 42).view(2, 20)
 SEQUENCES = Calibration(tuple(tuple((7 * i + 3 * j) % 400 for j in range(5 + i % 9)) for i in range(30)))

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from warpbus.errors import NumericError, TensorError, UsageError
-from warpbus.models import LINEARS, DecoderLayer, ModelConfig
+from warpbus.models import DecoderLayer, ModelConfig
 from warpbus.models.config import RopeConfig
 from warpbus.models.layers import CausalAttention, Rotary
 from warpbus.qtensor import Scheme
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.folding import divide_rows, fold, rescaled, tie
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 SHAPE = {
     "vocab_size": 64,

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.dist import SHARES
-from warpbus.models import LINEARS, Decoder, DecoderLayer, ModelConfig, RopeConfig
+from warpbus.models import Decoder, DecoderLayer, ModelConfig, RopeConfig
 from warpbus.quantization import Calibration, layerwise
 from warpbus.quantization.folding import fold
 from warpbus.quantization.layerwise import LayerPass, States, embed
 from warpbus.quantization.statistics import ALONE, DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 ALL = frozenset({MOMENTS, DRIFT, MEAN_ABS, MAX_ABS})
 TRAITS: list[dict[str, Any]] = [{}, {"qkv_bias": True, "output_norms": True}, {"qk_norm": True}]
@@ -234,7 +236,7 @@ def test_the_states_are_those_of_the_quantized_layer(traits: dict[str, Any], kee
         through.quantize(lambda linear, found, layer=layer, index=index: halve(index, layer, linear, found))
         for state, x in zip(states, before, strict=True):
             with torch.no_grad():
-                expected = layer(x, index, state.positions, state.angles, through._context)
+                expected = layer(x, index, state.positions, state.angles, state.context)
             assert torch.equal(state.x, expected)
 
 
@@ -294,7 +296,7 @@ def test_factors_that_are_folded_in_divide_the_inputs(traits: dict[str, Any], ke
         through.quantize(solve)
         for state, x in zip(states, before, strict=True):
             with torch.no_grad():
-                expected = layer(x, index, state.positions, state.angles, through._context)
+                expected = layer(x, index, state.positions, state.angles, state.context)
             assert torch.equal(state.x, expected)
     for folded, state in zip(states, original, strict=True):
         assert torch.allclose(folded.x, state.x, rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from warpbus.dist import SHARES, Group
 from warpbus.errors import NumericError
-from warpbus.models import LINEARS, DecoderLayer, ModelConfig, RopeConfig
+from warpbus.models import DecoderLayer, ModelConfig, RopeConfig
 from warpbus.models.layers import CausalAttention, Rotary
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import rtn
@@ -20,6 +20,8 @@ from warpbus.quantization.loss import squared_loss
 from warpbus.quantization.methods import METHODS, Solved, Task, round_to_nearest
 from warpbus.quantization.statistics import ALONE, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 # Rows of o and down (36) and of gate_up (84) that do not divide into shares.
 CONFIG = ModelConfig(

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from warpbus.errors import DataError, StorageError, UsageError
-from warpbus.models import LINEARS
 from warpbus.quantization import LayerResult, Report, pictures
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 
 def make_report(algorithm="gptq", **changes):

@@ -9,10 +9,12 @@ import torch
 from warpbus.demo import data_path, model_path
 from warpbus.evaluation import evaluate
 from warpbus.formats import Checkpoint
-from warpbus.models import LINEARS, load_model
+from warpbus.models import load_model
 from warpbus.models.random_checkpoint import write_random_checkpoint
 from warpbus.models.shapes import SHAPES
 from warpbus.quantization import Calibration, Progress, Report, quantize
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

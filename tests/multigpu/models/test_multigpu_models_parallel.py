@@ -13,7 +13,7 @@ from warpbus.dist import Group, Send, launch
 from warpbus.formats import Checkpoint, to_tensors
 from warpbus.formats.compressed_tensors import quantization_config
 from warpbus.models import SHAPES, Decoder, load_model, random_model, tensor_map
-from warpbus.models.families import BY_MODEL_TYPE
+from warpbus.models.families import family_of
 from warpbus.models.loading import part_rows
 from warpbus.qtensor import QTensor, Scheme
 
@@ -46,7 +46,7 @@ def devices(count: int) -> list[torch.device]:
 def write(directory: Path, family: str, scheme: Scheme | None) -> Path:
     """A model of random weights; its matrices quantized where there is a scheme."""
     values = VALUES | {"model_type": family}
-    config = BY_MODEL_TYPE[family].config(values)
+    config = family_of(values).config(values)
     generator = torch.Generator().manual_seed(5)
     parameters = dict(Decoder(config).named_parameters())
     tensors: dict[str, Tensor] = {}

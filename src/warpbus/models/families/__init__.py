@@ -1,5 +1,9 @@
 """The families: one short declaration each, found by `model_type`. How to add one: docs/add_a_model.md."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from warpbus.models.families.chatglm import CHATGLM
 from warpbus.models.families.chatglm2 import CHATGLM2
 from warpbus.models.families.family import Family, TensorMap
 from warpbus.models.families.glm import GLM
@@ -7,9 +11,16 @@ from warpbus.models.families.glm4 import GLM4
 from warpbus.models.families.llama import LLAMA
 from warpbus.models.families.qwen import QWEN2, QWEN3
 
-FAMILIES = (CHATGLM2, GLM, GLM4, LLAMA, QWEN2, QWEN3)
+FAMILIES = (CHATGLM, CHATGLM2, GLM, GLM4, LLAMA, QWEN2, QWEN3)
 
 BY_NAME = {family.name: family for family in FAMILIES}
-BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
+MODEL_TYPES = tuple(sorted({model_type for family in FAMILIES for model_type in family.model_types}))
 
-__all__ = ["BY_MODEL_TYPE", "BY_NAME", "FAMILIES", "Family", "TensorMap"]
+
+def family_of(values: Mapping[str, Any]) -> Family | None:
+    """The family of a parsed config.json; None for a `model_type` that no family declares."""
+    fitting = (family for family in FAMILIES if values.get("model_type") in family.model_types)
+    return next((family for family in fitting if family.claims(values)), None)
+
+
+__all__ = ["BY_NAME", "FAMILIES", "MODEL_TYPES", "Family", "TensorMap", "family_of"]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from warpbus.errors import CheckpointError, UnknownArchitectureError
+from warpbus.errors import CheckpointError
 from warpbus.models.config import ModelConfig, RopeConfig
 from warpbus.models.families import glm
 from warpbus.models.families.family import Family, TensorMap, expand
@@ -87,12 +87,6 @@ def _generation(values: Mapping[str, Any], vocabulary: int) -> int | None:
 
 
 def _refuse_what_differs(fields: Fields) -> None:
-    if "inner_hidden_size" in fields or "position_encoding_2d" in fields:
-        raise UnknownArchitectureError(
-            f"{fields.name}: this is ChatGLM-6B (v1), which this version does not support: use ChatGLM2-6B or later"
-        )
-    if "pre_seq_len" in fields:
-        raise CheckpointError(f"{fields.name}: pre_seq_len: P-Tuning prefixes are not supported: use the base model")
     fields.insist("add_bias_linear", False, "only the query, key and value projections may have biases")
     fields.insist("apply_residual_connection_post_layernorm", False, "the residual is taken before the norm")
     fields.insist("rmsnorm", True, "the shared decoder has RMSNorm")

@@ -20,6 +20,9 @@ class Family:
         config: reads a parsed config.json; raises `CheckpointError` naming the key that is wrong.
         tensors: the tensors that a decoder of that config needs, and no others.
         ffn_key: the key of config.json that has the size of the FFN.
+        claims: whether a parsed config.json with one of these types is of this family, where others share the type.
+        qkv_by_head: the file's fused projection has each head's queries, keys and values together, see
+            `warpbus.models.row_order`.
     """
 
     name: str
@@ -27,6 +30,8 @@ class Family:
     config: Callable[[Mapping[str, Any]], ModelConfig]
     tensors: Callable[[ModelConfig], TensorMap]
     ffn_key: str = "intermediate_size"
+    claims: Callable[[Mapping[str, Any]], bool] = lambda values: True
+    qkv_by_head: bool = False
 
 
 def expand(
@@ -52,6 +57,8 @@ def expand(
         absent.add("attention.qkv.bias")
     if not config.output_bias:
         absent.add("attention.o.bias")
+    if not config.mlp_bias:
+        absent |= {"mlp.gate_up.bias", "mlp.up.bias", "mlp.down.bias"}
     tensors = {parameter: names for parameter, names in whole.items() if parameter not in absent}
     for index in range(config.num_layers):
         start = prefix.format(index)
