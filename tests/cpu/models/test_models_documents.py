@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizer_files import write_chatglm6b
 
 from warpbus.errors import DataError
 from warpbus.models.documents import Document, read_documents
@@ -53,6 +54,44 @@ def test_a_text_file_is_cut_into_documents(tmp_path: Path, tokenizer: Tokenizer)
     # The eleventh token alone would predict nothing.
     assert [tokenizer.decode(document.ids) for document in documents] == ["床前明月光", "疑是地上霜"]
     assert all(all(document.answers) for document in documents)
+
+
+@pytest.fixture(scope="module")
+def chatglm6b(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Template | None]:
+    directory = write_chatglm6b(tmp_path_factory.mktemp("chatglm6b"), early=True)
+    tokenizer = load_tokenizer(directory)
+    return tokenizer, find_template(directory, json.loads((directory / "config.json").read_text()), tokenizer)
+
+
+def test_texts_of_chatglm6b_are_said_to_an_empty_prompt(
+    tmp_path: Path, chatglm6b: tuple[Tokenizer, Template | None], write_lines: WriteLines
+) -> None:
+    tokenizer, template = chatglm6b
+    begin = [tokenizer.special_ids["[gMASK]"], tokenizer.special_ids["<sop>"]]
+    path = write_lines(tmp_path / "a.jsonl", {"text": "明月"}, {"messages": [*TURNS, *TURNS]})
+    text, conversation = read_documents(path, tokenizer, template, length=100)
+    ids = tokenizer.encode("明月")
+    assert text == Document([*begin, *ids], [False, False, *[True] * len(ids)])
+    # One answer, behind the only <sop>.
+    assert conversation.ids.count(begin[1]) == 1
+    told = [token for token, answer in zip(conversation.ids, conversation.answers, strict=True) if answer]
+    assert told == conversation.ids[conversation.ids.index(begin[1]) + 1 :]
+    assert told == [*tokenizer.encode("明月光"), tokenizer.special_ids["<eop>"]]
+
+
+def test_each_piece_of_a_text_of_chatglm6b_has_a_prompt(
+    tmp_path: Path, chatglm6b: tuple[Tokenizer, Template | None]
+) -> None:
+    tokenizer, _ = chatglm6b
+    path = tmp_path / "a.txt"
+    path.write_text("床前明月光疑是地上霜举", encoding="utf-8")
+    ids = tokenizer.encode("床前明月光疑是地上霜举")
+    documents = read_documents(path, tokenizer, None, length=5)
+    begin = list(tokenizer.prompt_suffix)
+    assert [document.ids for document in documents] == [[*begin, *ids[at : at + 3]] for at in range(0, len(ids) - 1, 3)]
+    assert all(document.answers == [False, False] + [True] * (len(document.ids) - 2) for document in documents)
+    with pytest.raises(DataError, match="a document of 2 tokens has no room for text: give more than 2"):
+        read_documents(path, tokenizer, None, length=2)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -52,6 +52,36 @@ def test_text_is_cut_into_sequences(tmp_path):
     assert len(read(tmp_path / "a.txt", seqlen=4, samples=2)) == 2
 
 
+class EndedPrompts(Letters):
+    """One whose prompts end in two special tokens, as ChatGLM-6B's do."""
+
+    prompt_suffix = (2, 3)
+
+
+class OneAnswer:
+    """A template: the first message, the two tokens, the second message."""
+
+    stop_ids = ()
+
+    def spans(self, messages):
+        prompt, answer = (Letters().encode(message["content"]) for message in messages)
+        return [*prompt, 2, 3, *answer], [False] * (len(prompt) + 2) + [True] * len(answer)
+
+
+def test_every_sequence_of_a_model_with_ended_prompts_has_such_an_end(tmp_path):
+    def read_ended(path, seqlen):
+        found = read_calibration(path, EndedPrompts(), OneAnswer(), samples=100, seqlen=seqlen, seed=0)
+        return sorted(Letters().decode(ids) for ids in found.sequences)
+
+    (tmp_path / "a.txt").write_text("abcdefg", encoding="utf-8")
+    assert read_ended(tmp_path / "a.txt", 5) == ["\x02\x03abc", "\x02\x03def", "\x02\x03g"]
+    talks = [[{"role": "user", "content": asked}, {"role": "assistant", "content": "xyz"}] for asked in ("a", "abcde")]
+    path = write(tmp_path / "a.jsonl", {"text": "plain"}, *[{"messages": talk} for talk in talks])
+    assert read_ended(path, 100) == ["\x02\x03plain", "a\x02\x03xyz", "abcde\x02\x03xyz"]
+    # A prompt that is cut before its end is passed over.
+    assert read_ended(path, 5) == ["\x02\x03pla", "a\x02\x03xy"]
+
+
 def test_lines_of_texts_and_conversations(tmp_path):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     shared = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]

@@ -30,6 +30,19 @@ def test_a_text_goes_on(client, served):
     }
 
 
+def test_texts_end_as_the_models_prompts_do(client, served, monkeypatch):
+    monkeypatch.setattr(served.service.tokenizer, "prompt_suffix", (256, 258), raising=False)
+    assert ask(client, "abc", echo=True).choices[0].text == "abcabc"
+    ask(client, ["d", "e"])
+    ask(client, [104, 105])
+    assert [prompt for prompt, _ in served.service.asked] == [
+        [*b"abc", 256, 258],
+        [*b"d", 256, 258],
+        [*b"e", 256, 258],
+        [104, 105],
+    ]
+
+
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [
