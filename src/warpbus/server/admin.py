@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -38,7 +39,9 @@ def _add_models(app: FastAPI, models: Models) -> None:
 
 
 def _described(model: Model) -> dict[str, Any]:
+    base = model.base
     found = {"id": model.name, "object": "model", "created": model.created, "owned_by": "warpbus"}
+    found |= {"root": (base or model).name, "parent": None if base is None else base.name}
     if model.context is not None:
         found |= {"max_model_len": model.context, "tools": model.dialect is not None}
     return {**found, "state": model.state}
@@ -73,7 +76,7 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
     @app.get("/health", responses={503: {"description": "a model is not ready"}})
     async def health() -> Response:
         """Whether all models answer: 200, or 503 while one starts, restarts or sleeps."""
-        states = {model.state for model in models.all()}
+        states = {model.state for model in models.bases()}
         if states == {"ready"}:
             return JSONResponse({"status": "ready"})
         status = ", ".join(sorted(states - {"ready"}))
@@ -112,8 +115,8 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
         return {"is_sleeping": any(one.state == "asleep" for one in _chosen(models, model))}
 
 
-def _chosen(models: Models, name: str | None) -> list[Model]:
-    return list(models.all()) if name is None else [models.find(name)]
+def _chosen(models: Models, name: str | None) -> Collection[Model]:
+    return models.bases() if name is None else [models.find(name)]
 
 
 async def _change(models: Models, name: str | None, *, asleep: bool) -> dict[str, bool]:

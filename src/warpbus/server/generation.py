@@ -93,7 +93,7 @@ class Generations:
     async def _follow(self, index: int, job: Job, queue: asyncio.Queue[tuple[int, Piece | Exception]]) -> None:
         watch = _Watch(self._model.name, job, self._metrics, self._record)
         try:
-            async with aclosing(self._model.awake().generate(job.prompt, job.params)) as answer:
+            async with aclosing(self._model.generate(job.prompt, job.params)) as answer:
                 async for piece in answer:
                     watch.saw(piece)
                     if piece.finish_reason == "abort":

@@ -9,7 +9,7 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ _CROWDED = (
 
 @dataclass(frozen=True)
 class ModelToServe:
-    """A model directory, and the name that requests call it by."""
+    """A model directory, and the name that requests call it by; its adapters' names and directories."""
 
     name: str
     directory: Path
+    adapters: tuple[tuple[str, str], ...] = ()
 
 
 def serve(
@@ -58,7 +59,7 @@ def serve(
     Args:
         wanted: the models, loaded one after another.
         options: of the server.
-        service: how each of the models is served.
+        service: how each of the models is served, but for its adapters.
         progress: gives for a model's name what is told how much of it is loaded.
         ready: called with the server's address once all are loaded.
 
@@ -103,7 +104,7 @@ async def _serve(
 ) -> None:
     models = Models()
     for one in wanted:
-        models.add(one.name)
+        models.add(one.name, adapters=[name for name, _ in one.adapters])
     server = make_server(create_app(models, options), options)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -111,7 +112,8 @@ async def _serve(
 
     async def load() -> None:
         for one in wanted:
-            models.find(one.name).loaded(await Service.start(one.directory, service, progress=progress(one.name)))
+            own = replace(service, adapters=one.adapters)
+            models.find(one.name).loaded(await Service.start(one.directory, own, progress=progress(one.name)))
         ready(address(listening, options))
 
     loading = asyncio.create_task(load())

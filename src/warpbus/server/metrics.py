@@ -73,7 +73,7 @@ class Metrics:
 
     async def text(self, models: Models) -> bytes:
         """Everything, as Prometheus reads it."""
-        names = [model.name for model in models.all()]
+        names = [model.name for model in models.bases()]
         found = await asyncio.gather(*[self._stats(models, name) for name in names])
         self._engine.stats = [(name, stats) for name, stats in zip(names, found, strict=True) if stats is not None]
         return generate_latest(self._registry)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -54,7 +54,7 @@ class Service(Protocol):
     template: Template
     max_model_len: int
 
-    def generate(self, prompt: list[int], params: SamplingParams) -> Answer:
+    def generate(self, prompt: list[int], params: SamplingParams, adapter: str | None) -> Answer:
         """Begin a request. Raises WarpbusErrors, as iterating the answer does."""
 
     async def stats(self) -> Stats:
@@ -81,34 +81,52 @@ class Service(Protocol):
         """End the processes."""
 
 
+class _Shared:
+    """What a model and its adapters share."""
+
+    def __init__(self, name: str) -> None:
+        self.dialect: ToolDialect | None = None
+        self.context: int | None = None
+        self.service: Service | None = None
+        # One thread: tokenizers and templates keep caches that are not made for several.
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
+
+
 class Model:
-    """A model under one of its names.
+    """A model, or a model with one of its adapters, under a name.
 
     Attributes:
         name: what requests call it.
         created: when the server took it up, in seconds since 1970.
-        dialect: how it calls tools, or None.
-        context: tokens of the longest prompt with its answer; None while it loads.
+        base: the model that has the adapter; None for a model as it is.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, base: Model | None = None) -> None:
         self.name = name
         self.created = int(time.time())
-        self.dialect: ToolDialect | None = None
-        self.context: int | None = None
-        self._service: Service | None = None
-        # One thread: tokenizers and templates keep caches that are not made for several.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
+        self.base = base
+        self._shared: _Shared = _Shared(name) if base is None else base._shared
+
+    @property
+    def dialect(self) -> ToolDialect | None:
+        """How it calls tools, or None."""
+        return self._shared.dialect
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the longest prompt with its answer; None while it loads."""
+        return self._shared.context
 
     @property
     def state(self) -> str:
         """ "starting", or that of `Health`: "ready", "asleep", "restarting", "failed", "closing" or "closed"."""
-        return "starting" if self._service is None else self._service.health.state
+        service = self._shared.service
+        return "starting" if service is None else service.health.state
 
     @property
     def service(self) -> Service:
         """Raises RequestError (503) while the model loads or its engine starts again."""
-        service = self._service
+        service = self._shared.service
         if service is not None and service.alive:
             return service
         reason = f": {service.health.reason}" if service is not None and service.health.reason else ""
@@ -129,21 +147,25 @@ class Model:
             )
         return service
 
+    def generate(self, prompt: list[int], params: SamplingParams) -> Answer:
+        """Begin a request. Raises as `awake` and the service do."""
+        return self.awake().generate(prompt, params, None if self.base is None else self.name)
+
     def loaded(self, service: Service) -> None:
-        """The model can answer from now on."""
-        self.dialect = find_dialect(service.template)
-        self.context = service.max_model_len
-        self._service = service
+        """The model, with its adapters, can answer from now on."""
+        self._shared.dialect = find_dialect(service.template)
+        self._shared.context = service.max_model_len
+        self._shared.service = service
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Tokenizing and rendering: the event loop goes on meanwhile, however long the text is."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._shared.thread, work)
 
     async def close(self, drain: float) -> None:
-        """End the model's processes, after `drain` seconds at most."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._service is not None:
-            await self._service.close(drain=drain)
+        """End the model's processes, after `drain` seconds at most; its adapters are gone too."""
+        self._shared.thread.shutdown(wait=False, cancel_futures=True)
+        if self._shared.service is not None:
+            await self._shared.service.close(drain=drain)
 
 
 class Models:
@@ -152,16 +174,21 @@ class Models:
     def __init__(self) -> None:
         self._models: dict[str, Model] = {}
 
-    def add(self, name: str, service: Service | None = None) -> Model:
-        """Take up a model, which may be loaded later (`Model.loaded`)."""
+    def add(self, name: str, service: Service | None = None, *, adapters: Iterable[str] = ()) -> Model:
+        """Take up a model, which may be loaded later (`Model.loaded`), and after it its adapters."""
         model = self._models[name] = Model(name)
+        self._models |= {adapter: Model(adapter, model) for adapter in adapters}
         if service is not None:
             model.loaded(service)
         return model
 
     def all(self) -> Collection[Model]:
-        """Every model."""
+        """Every name that a request can give."""
         return self._models.values()
+
+    def bases(self) -> Collection[Model]:
+        """Every model, its adapters left out."""
+        return [model for model in self.all() if model.base is None]
 
     def find(self, name: str | None) -> Model:
         """The model of this name, or the first. RequestError (404) if there is none."""
@@ -178,4 +205,4 @@ class Models:
 
     async def close(self, drain: float) -> None:
         """End all models."""
-        await asyncio.gather(*[model.close(drain) for model in self.all()])
+        await asyncio.gather(*[model.close(drain) for model in self.bases()])

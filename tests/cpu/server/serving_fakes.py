@@ -64,6 +64,7 @@ class FakeService:
         script: the answer to give; None gives the last line of the prompt, and the seed if there is one.
         pause: seconds before each character; an Event instead is waited for before the second one.
         asked: the prompts and parameters of all requests.
+        adapters: that they named.
         running: requests that have begun and not ended.
         ended: how they ended, counted: "done" or "aborted".
         fails: raised by `generate`; or after so many characters: (count, error).
@@ -80,6 +81,7 @@ class FakeService:
         self.script = None
         self.pause = 0.0
         self.asked = []
+        self.adapters = []
         self.running = 0
         self.ended = Counter()
         self.fails = None
@@ -94,12 +96,13 @@ class FakeService:
     def alive(self):
         return self.state in ("ready", "asleep")
 
-    def generate(self, prompt, params):
+    def generate(self, prompt, params, adapter=None):
         if isinstance(self.fails, Exception):
             raise self.fails
         if len(prompt) >= self.max_model_len:
             raise ContextLengthError("too long")
         self.asked.append((prompt, params))
+        self.adapters.append(adapter)
         return self._pieces(prompt, params)
 
     async def _pieces(self, prompt, params):

@@ -1,0 +1,122 @@
+"""Adapters under names of their own, beside the model that has them: one service, asked by the name."""
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving_fakes import FakeService, Running, until
+
+from warpbus.server import Models, ServerOptions
+
+HELLO = [{"role": "user", "content": "ab"}]
+NAMES = ("parrot", "li-bai", "org/du-fu")
+
+
+@pytest.fixture
+def service():
+    return FakeService("<sop>")
+
+
+@pytest.fixture
+def running(service):
+    models = Models()
+    models.add("other", FakeService())
+    models.add("parrot", service, adapters=NAMES[1:])
+    with Running(models, ServerOptions()) as running:
+        yield running
+
+
+@pytest.fixture
+def client(running):
+    with running.openai() as client:
+        yield client
+
+
+@pytest.fixture
+def http(running):
+    with running.http() as http:
+        yield http
+
+
+def test_the_name_chooses_the_adapter(client, service):
+    for name, adapter in zip(NAMES, (None, *NAMES[1:]), strict=True):
+        answer = client.chat.completions.create(model=name, messages=HELLO, n=2)
+        assert (answer.model, [choice.message.content for choice in answer.choices]) == (name, ["ab", "ab"])
+        chunks = list(client.chat.completions.create(model=name, messages=HELLO, stream=True))
+        assert {chunk.model for chunk in chunks} == {name}
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "ab"
+        text = client.completions.create(model=name, prompt=["x", "y"])
+        assert (text.model, [choice.text for choice in text.choices]) == (name, ["x", "y"])
+        assert service.adapters == [adapter] * 5
+        service.adapters.clear()
+
+
+def test_they_are_listed_with_the_model_that_has_them(client):
+    listed = {model.id: model for model in client.models.list()}
+    assert list(listed) == ["other", *NAMES]
+    assert [(model.parent, model.root) for model in listed.values()] == [
+        (None, "other"),
+        (None, "parrot"),
+        ("parrot", "parrot"),
+        ("parrot", "parrot"),
+    ]
+    assert client.models.retrieve("org/du-fu") == listed["org/du-fu"]
+    assert {listed[name].max_model_len for name in NAMES} == {2048}
+    assert {listed[name].tools for name in NAMES} == {True}
+    assert listed["other"].tools is False
+
+
+def test_other_names_are_refused_with_all_that_there_are(client):
+    with pytest.raises(openai.NotFoundError, match="give one of other, parrot, li-bai, org/du-fu"):
+        client.chat.completions.create(model="du-fu", messages=HELLO)
+
+
+def test_an_adapter_is_as_its_model_is(http, service):
+    tokens = http.post("/tokenize", json={"model": "li-bai", "messages": HELLO}).json()
+    assert tokens == http.post("/tokenize", json={"model": "parrot", "messages": HELLO}).json()
+    assert http.post("/sleep", params={"model": "li-bai"}).json() == {"is_sleeping": True}
+    assert service.state == "asleep"
+    assert http.get("/is_sleeping", params={"model": "parrot"}).json() == {"is_sleeping": True}
+    refused = http.post("/v1/chat/completions", json={"model": "org/du-fu", "messages": HELLO})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (
+        503,
+        "the model org/du-fu sleeps: POST /wake_up first",
+    )
+    http.post("/wake_up")
+    assert {http.get(f"/v1/models/{name}").json()["state"] for name in NAMES} == {"ready"}
+    # The model moves once.
+    assert set(http.post("/move", params={"device": "cuda:1"}).json()) == {"other", "parrot"}
+
+
+def test_metrics_count_requests_by_the_name_and_the_engine_once(http, service):
+    for name in ("li-bai", "li-bai", "parrot"):
+        http.post("/v1/completions", json={"model": name, "prompt": "abc"})
+    until(lambda: service.running == 0)
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    found = {
+        (sample.name, sample.labels.get("model_name")): sample.value for each in families for sample in each.samples
+    }
+    assert found["warpbus:prompt_tokens_total", "li-bai"] == 6
+    assert found["warpbus:prompt_tokens_total", "parrot"] == 3
+    assert ("warpbus:prompt_tokens_total", "org/du-fu") not in found
+    assert {model for name, model in found if name == "warpbus:num_preemptions_total"} == {"other", "parrot"}
+
+
+def test_they_load_and_close_with_their_model():
+    models, service = Models(), FakeService()
+    closed = []
+
+    async def close(*, drain):
+        closed.append(drain)
+
+    service.close = close
+    loading = models.add("slow", adapters=["li-bai"])
+    with Running(models, ServerOptions()) as running, running.http() as http:
+        assert http.get("/v1/models/li-bai").json()["state"] == "starting"
+        asked = {"model": "li-bai", "messages": HELLO}
+        refused = http.post("/v1/chat/completions", json=asked)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_not_ready")
+        loading.loaded(service)
+        assert http.get("/health").status_code == 200
+        assert http.post("/v1/chat/completions", json=asked).status_code == 200
+        assert service.adapters == ["li-bai"]
+    assert len(closed) == 1
