@@ -1,26 +1,37 @@
 """What a training step takes of each GPU's memory, reckoned before anything is made."""
 
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+
+from warpbus.kernels.ops.packed import packed_shapes
 from warpbus.models.config import ModelConfig
+from warpbus.models.decoder import Decoder
 from warpbus.qtensor import Scheme
+from warpbus.train.fp8 import fits
+from warpbus.train.lora import attach_lora
 from warpbus.train.loss import piece_rows
+from warpbus.train.settings import TrainingSettings
 
-_FLOAT, _HALF = 4, 2
+_FLOAT, _HALF, _BYTE = 4, 2, 1
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one GPU, by what they are for.
+    """Bytes on one GPU, by what they are for, each at its most; not all are at their most at once.
 
     Attributes:
         weights: of the model, and of what is trained beside it.
         gradients: of all that is trained.
         optimizer: AdamW's two moments.
-        casts: copies of float32 weights in 16 bits, from the forward to the backward pass.
-        activations: what the layers keep for the backward pass, and what they need in between.
-        scores: those of a piece of tokens, and the gradients of hidden states and head.
+        casts: weights in the dtype of the products, from the forward to the backward pass; with FSDP2 those that are
+            gathered at a time.
+        activations: what is kept of the forward pass for the backward pass.
+        scores: those of a piece of tokens, and gradients of the hidden states and of the head.
+        layer: what the backward pass needs besides for a layer, with `recompute` all of its activations.
+        accumulates: there are gradients already while the forward pass runs.
     """
 
     weights: int
@@ -29,103 +40,177 @@ class Estimate:
     casts: int
     activations: int
     scores: int
+    layer: int
+    accumulates: bool
 
     @property
     def total(self) -> int:
-        """Of all parts."""
-        return sum(asdict(self).values())
+        """The most at one time: when the loss is computed, or at one end of the backward pass."""
+        before = self.gradients if self.accumulates else 0
+        forward = before + self.casts + self.activations + max(self.scores, self.layer)
+        return self.weights + self.optimizer + max(forward, self.gradients + self.layer)
 
 
 def training_memory(
-    config: ModelConfig,
-    *,
-    method: str = "full",
-    dtype: str = "bfloat16",
-    rows: int,
-    length: int,
-    world: int = 1,
-    sharding: str = "ddp",
-    recompute: bool = False,
-    fp8: bool = False,
-    quantize: Scheme | None = None,
-    rank: int = 8,
-    targets: Collection[str] = (),
-    prefix_tokens: int = 0,
+    config: ModelConfig, settings: TrainingSettings, world: int = 1, *, scheme: Scheme | None = None
 ) -> Estimate:
-    """The most that a step holds on each of `world` GPUs.
+    """What each of `world` GPUs needs for a step of packed rows, without `torch.compile`, which needs less.
 
     Args:
         config: the model's shape.
-        method: "full", "lora" or "ptuning".
-        dtype: "bfloat16" or "float32": of activations, and of weights that are not trained.
-        rows, length: of one forward pass on one GPU.
-        world, sharding: GPUs, which with "fsdp" share weights, gradients and optimizer, with "ddp" have all of it each.
-        recompute: of each layer its input alone is kept.
-        fp8: linears are computed in fp8.
-        quantize: the scheme of the frozen linears.
-        rank, targets: of LoRA; by default all linears of a layer.
-        prefix_tokens: of P-Tuning.
+        settings: how it is trained.
+        world: GPUs that train together. With FSDP2 they share all but quantized weights, with DDP nothing.
+        scheme: of the layers' matrices, where the model is quantized already.
     """
-    half = _HALF if dtype == "bfloat16" else _FLOAT
-    linears = linear_shapes(config)
-    trained = trained_parameters(config, method, rank, targets, prefix_tokens)
-    if method == "full":
-        weights = _FLOAT * config.num_parameters
-        casts = (half if half != _FLOAT else 0) * config.num_layers * sum(n * k for n, k in linears.values())
-    else:
-        matrices = sum(n * k for n, k in linears.values()) * config.num_layers
-        rest = config.num_parameters - matrices
-        per_weight = float(half) if quantize is None else quantize.bits_per_weight(config.hidden_size) / 8
-        if fp8 and quantize is None:
-            per_weight = 2.0
-        weights = int(matrices * per_weight) + half * rest + _FLOAT * trained
-        casts = 0
-    share = world if sharding == "fsdp" else 1
-    tokens = rows * length
-    kept = _kept_by_layer(config, tokens, half, method, rank)
-    inputs = config.num_layers * tokens * config.hidden_size * half
-    activations = inputs + kept if recompute else config.num_layers * kept
+    if settings.quantize is not None:
+        scheme = Scheme.parse(settings.quantize)
+    half = _HALF if settings.dtype == "bfloat16" else _FLOAT
+    rows = -(-settings.rows_per_step // world)
+    tokens = min(rows, settings.rows_at_once) * settings.length
+    layer = _Layer(config, settings, half)
+    kept = tokens * layer.kept
+    inputs = tokens * config.hidden_size * layer.stream
+    recomputed = -(-config.num_layers // settings.recompute) if settings.recompute else 0
+    activations = recomputed * inputs + (config.num_layers - recomputed) * kept
+    activations += tokens * config.hidden_size * (layer.stream + 2 * _FLOAT)  # the embedded tokens, the last norm
+    held = _held(config, settings, scheme, half)
+    share = world if settings.sharding == "fsdp" else 1
+    trained = sum(_part(tensor, share) for tensor in held.trained)
+    frozen = sum(_part(tensor, share) * tensor.element_size() for tensor in held.frozen)
     return Estimate(
-        weights=weights // share,
-        gradients=_FLOAT * trained // share,
-        optimizer=2 * _FLOAT * trained // share,
-        casts=casts,
+        weights=held.packed + frozen + _FLOAT * trained,
+        gradients=_FLOAT * trained,
+        optimizer=2 * _FLOAT * trained,
+        casts=_casts(config, settings, half, share),
         activations=activations,
-        scores=_scores(config, tokens, half, method),
+        scores=_scores(config, settings, tokens, half),
+        layer=tokens * layer.work + (kept if settings.recompute else 0),
+        accumulates=rows > settings.rows_at_once,
     )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Tensors without memory, and the bytes of quantized weights."""
+
+    trained: list[Tensor]
+    frozen: list[Tensor]
+    packed: int
+
+
+def _held(config: ModelConfig, settings: TrainingSettings, scheme: Scheme | None, half: int) -> _Held:
+    """What a process has of the model."""
+    with torch.device("meta"):
+        model = Decoder(config)
+        if settings.method == "full":
+            return _Held(list(model.parameters()), [], 0)
+        if settings.method == "lora":
+            trained: list[Tensor] = list(attach_lora(model, rank=settings.rank, alpha=1.0, targets=settings.targets))
+        else:
+            shape = config.num_layers, settings.prefix_tokens, config.num_kv_heads, config.head_dim
+            trained = [torch.empty(shape), torch.empty(shape)]
+    matrices = {id(each.weight): each for each in _linears(model)}
+    packed, frozen = 0, []
+    for parameter in model.parameters():
+        if any(parameter is each for each in trained):
+            continue
+        linear = matrices.get(id(parameter))
+        if linear is not None and scheme is not None:
+            packed += _packed_bytes(scheme, *linear.weight.shape)
+        elif linear is not None and settings.fp8 and fits(linear):
+            packed += 2 * _BYTE * linear.weight.numel() + _FLOAT
+        else:
+            frozen.append(parameter.to(torch.bfloat16) if half == _HALF else parameter)
+    return _Held(trained, frozen, packed)
+
+
+def _linears(model: Decoder) -> Iterable[nn.Linear]:
+    return (module for module in model.layers.modules() if isinstance(module, nn.Linear))
+
+
+def _packed_bytes(scheme: Scheme, n: int, k: int) -> int:
+    """Of a quantized matrix as GPUs hold it."""
+    if scheme.activations is not None:
+        return n * k + _FLOAT * n
+    words, (tiles, groups, rows, pairs) = packed_shapes(scheme, n, k)
+    return 4 * words + _HALF * tiles * groups * rows * pairs * (1 if scheme.symmetric else 2)
+
+
+def _part(tensor: Tensor, share: int) -> int:
+    """Elements of a tensor that each of so many processes has: FSDP2 deals out its first axis."""
+    return -(-tensor.shape[0] // share) * (tensor.numel() // max(1, tensor.shape[0]))
+
+
+def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: int) -> int:
+    """Weights as the products take them, where they are not held like that."""
+    layer = sum(rows * columns for rows, columns in linear_shapes(config).values())
+    ends = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    per_weight = _BYTE if settings.fp8 else half
+    if share > 1:
+        # The embedding and the head are whole all the time, and two layers: one that computes, and the one ahead.
+        frozen = settings.method != "full"
+        return half * (ends + 2 * layer) + (0 if frozen else _FLOAT * layer)
+    if settings.method != "full" or (half == _FLOAT and not settings.fp8):
+        return 0
+    return config.num_layers * layer * per_weight
+
+
+def _scores(config: ModelConfig, settings: TrainingSettings, tokens: int, half: int) -> int:
+    """What `summed_cross_entropy` needs at its end."""
+    piece = min(tokens, piece_rows(config.vocab_size)) * config.vocab_size * (half + _FLOAT)
+    head = config.vocab_size * config.hidden_size
+    # The head in the dtype of the products, its gradient, and the part of it that a piece gives.
+    trained = head * (_FLOAT + 2 * half) if settings.method == "full" else 0
+    return piece + trained + 2 * half * tokens * config.hidden_size
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """`(out, in)` of a layer's linears by name."""
     hidden = config.hidden_size
-    widening = {"mlp.gate_up": 2 * config.ffn_size} if config.gated else {"mlp.up": config.ffn_size}
-    return {
-        "attention.qkv": (sum(config.qkv_rows), hidden),
-        "attention.o": (hidden, config.num_heads * config.head_dim),
-        **{name: (rows, hidden) for name, rows in widening.items()},
-        "mlp.down": (hidden, config.ffn_size),
-    }
+    shapes = (
+        (sum(config.qkv_rows), hidden),
+        (hidden, config.num_heads * config.head_dim),
+        (config.ffn_size * (2 if config.gated else 1), hidden),
+        (hidden, config.ffn_size),
+    )
+    return dict(zip(config.linears, shapes, strict=True))
 
 
-def trained_parameters(
-    config: ModelConfig, method: str, rank: int = 0, targets: Collection[str] = (), prefix_tokens: int = 0
-) -> int:
-    """How many numbers a method trains."""
-    if method == "full":
-        return config.num_parameters
-    if method == "lora":
-        shapes = linear_shapes(config)
-        return config.num_layers * sum(rank * sum(shapes[name]) for name in targets or shapes)
-    return prefix_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim
+class _Layer:
+    """Bytes of a layer's activations for each token.
 
+    Attributes:
+        stream: of a number of the residual stream, which is in float32 where the embedding is.
+        kept: from the forward to the backward pass.
+        work: of what only the backward pass makes, at most at a time.
+    """
 
-def _kept_by_layer(config: ModelConfig, tokens: int, half: int, method: str, rank: int) -> int:
-    heads = config.num_heads * config.head_dim
-    width = 5 * config.hidden_size + 2 * sum(config.qkv_rows) + heads + 4 * config.ffn_size
-    return tokens * half * (width + (4 * rank if method == "lora" else 0))
-
-
-def _scores(config: ModelConfig, tokens: int, half: int, method: str) -> int:
-    piece = min(tokens, piece_rows(config.vocab_size))
-    head = config.vocab_size * config.hidden_size * (half + _FLOAT) if method == "full" else 0
-    return piece * config.vocab_size * (half + _FLOAT) + head + tokens * config.hidden_size * half
+    def __init__(self, config: ModelConfig, settings: TrainingSettings, half: int) -> None:
+        full = settings.method == "full"
+        self.stream = _FLOAT if full else half
+        qkv, o, widening, down = config.linears
+        learning = set(config.linears if full else settings.targets or config.linears)
+        if settings.method == "ptuning":
+            learning = set()
+        taken = _BYTE if full and settings.fp8 else half  # what a product keeps of its input
+        hidden, heads, kv = config.hidden_size, config.num_heads * config.head_dim, config.qkv_rows[1]
+        # A norm keeps its input in float32, and its output but for the weight where the weight is trained.
+        norm = hidden * (_FLOAT + (_FLOAT if full and not config.layer_norm else 0))
+        norms = norm * (4 if config.output_norms else 2)
+        if config.qk_norm:
+            norms += (heads + kv) * (_FLOAT + (half if full else 0))
+        inputs = hidden * taken * ((qkv in learning) + (widening in learning)) + config.ffn_size * taken * (
+            down in learning
+        )
+        if o in learning and full and settings.fp8:
+            inputs += heads * taken
+        # Queries, keys and values as attention takes them (packed rows have a mask, for which keys and values are
+        # repeated for every head), its output, a sum for each head, and the mask as numbers that are added.
+        grouped = config.num_heads != config.num_kv_heads
+        attention = half * (2 * heads + (2 * heads if grouped else heads + 2 * kv + kv)) + _FLOAT * config.num_heads
+        attention += half * settings.length
+        # Gate, up and silu(gate); or what goes through GELU.
+        mlp = half * config.ffn_size * (3 if config.gated else 1)
+        ranks = 4 * settings.rank * half if settings.method == "lora" else 0
+        self.kept = norms + inputs + attention + mlp + ranks
+        self.work = half * config.ffn_size * (4 if config.gated else 2) + 2 * _FLOAT * hidden
