@@ -1,6 +1,11 @@
-"""Training: `dataset` makes packed rows of conversations, `pretrain` trains a decoder on them."""
+"""Training a decoder: `job` starts a run, `run` is its course, `methods` says what is trained, and `dataset` on what.
 
-from warpbus.train.pretrain import train
+See docs/training.md.
+"""
+
+from warpbus.train.job import train
+from warpbus.train.run import Begun, Progress
 from warpbus.train.settings import TrainingSettings
+from warpbus.train.stopping import Stopped
 
-__all__ = ["TrainingSettings", "train"]
+__all__ = ["Begun", "Progress", "Stopped", "TrainingSettings", "train"]

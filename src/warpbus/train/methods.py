@@ -1,0 +1,137 @@
+"""What is trained of a decoder: all of it, two narrow matrices beside each linear, or a prefix.
+
+Each method is a module whose forward gives the loss, and knows how what it has learnt is written.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from warpbus.errors import UsageError
+from warpbus.formats import Checkpoint
+from warpbus.models import Decoder, ModelConfig, load_model
+from warpbus.models.adapters import Lora, Prefix
+from warpbus.models.layers import CausalAttention
+from warpbus.qtensor import Scheme
+from warpbus.train.dataset import Documents
+from warpbus.train.fp8 import use_fp8
+from warpbus.train.lora import attach_lora, lora_of
+from warpbus.train.loss import summed_cross_entropy
+from warpbus.train.ptuning import TrainedPrefix
+from warpbus.train.recompute import recompute_layers
+from warpbus.train.settings import TrainingSettings
+from warpbus.train.sharding import whole
+
+
+class Method(nn.Module):
+    """A decoder that is trained; called with packed rows it gives their loss.
+
+    Attributes:
+        model: the decoder.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        """The cross-entropy summed over the targets of rows `[rows, length]` (see `warpbus.train.dataset`), in nats."""
+        hidden = self.model.hidden(tokens, positions, self.context(documents))
+        return summed_cross_entropy(hidden, self.model.head, targets)
+
+    def context(self, documents: Tensor) -> CausalAttention:
+        """What the tokens of packed rows attend to."""
+        return CausalAttention(documents)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name."""
+        return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+
+
+class FullMethod(Method):
+    """Trains all weights, in float32."""
+
+
+class LoraMethod(Method):
+    """Trains a `LoraLinear` in place of each linear."""
+
+    def lora(self, name: str) -> Lora:
+        """What was trained; every process calls it."""
+        return lora_of(self.model, name)
+
+
+class PrefixMethod(Method):
+    """Trains the keys and values of a prefix."""
+
+    def __init__(self, model: Decoder, prefix: TrainedPrefix) -> None:
+        super().__init__(model)
+        self.learnt = prefix
+
+    def context(self, documents: Tensor) -> CausalAttention:
+        return self.learnt.context(documents)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return dict(self.learnt.named_parameters())
+
+    def prefix(self, name: str) -> Prefix:
+        """What was trained, on the CPU; every process calls it."""
+        return Prefix(name, whole(self.learnt.keys).cpu(), whole(self.learnt.values).cpu())
+
+
+def prepare(
+    checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSettings, data: Documents, device: torch.device
+) -> Method:
+    """The model of a checkpoint, ready to be trained on a device: the same in every process.
+
+    Args:
+        checkpoint: with weights; without any, fresh ones are drawn, for "full" alone.
+        data: what it is trained on.
+
+    Raises:
+        UsageError: settings that do not fit the model.
+        CheckpointError: the model is not understood.
+        DeviceError: FP8 on a GPU that has none.
+    """
+    if settings.method == "full":
+        model = _whole_model(checkpoint, config, settings.seed, device).requires_grad_(True)
+        made: Method = FullMethod(model)
+    else:
+        model = _frozen_model(checkpoint, settings, device)
+        if settings.method == "lora":
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(settings.seed)
+                attach_lora(
+                    model,
+                    rank=settings.rank,
+                    alpha=settings.alpha,
+                    dropout=settings.dropout,
+                    targets=settings.targets,
+                )
+            made = LoraMethod(model)
+        else:
+            made = PrefixMethod(model, TrainedPrefix.beginning(model, data.tokens, settings.prefix_tokens))
+    if settings.fp8:
+        use_fp8(model)
+    if settings.recompute:
+        recompute_layers(model, settings.recompute)
+    return made.train()
+
+
+def _whole_model(checkpoint: Checkpoint, config: ModelConfig, seed: int, device: torch.device) -> Decoder:
+    """The weights to begin with: those of the checkpoint, or fresh ones if it has none."""
+    if checkpoint.names():
+        return load_model(checkpoint, device=device, dtype=torch.float32)
+    model = Decoder(config)
+    # Drawn on the CPU, so that every device and every process begins with the same weights.
+    model.initialize(torch.Generator().manual_seed(seed))
+    return model.to(device)
+
+
+def _frozen_model(checkpoint: Checkpoint, settings: TrainingSettings, device: torch.device) -> Decoder:
+    """The model that an adapter is trained for."""
+    if not checkpoint.names():
+        raise UsageError(
+            f"{checkpoint.directory}: holds no weights, and {settings.method} trains none of them: use method full"
+        )
+    linears = None if settings.quantize is None else Scheme.parse(settings.quantize)
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    return load_model(checkpoint, device=device, dtype=dtype, linears=linears).requires_grad_(False)

@@ -1,0 +1,135 @@
+"""What a run leaves: a model or an adapter with its curves, written whole or not at all."""
+
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.dist import Group
+from warpbus.errors import StorageError, UsageError
+from warpbus.formats import CheckpointWriter
+from warpbus.formats.files import put_in_place, replace_file, storage_error, sync, write_json
+from warpbus.models.adapters import save_lora, save_prefix
+from warpbus.models.saving import named_tensors
+from warpbus.train.curve import draw_curve
+from warpbus.train.inputs import Inputs, weight_files
+from warpbus.train.methods import LoraMethod, Method, PrefixMethod
+from warpbus.train.sharding import whole
+
+_SUMMARY, _LOG, _CURVE = "training.json", "training-log.json", "training.png"
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Refuse an output that must not be written.
+
+    Raises:
+        UsageError: if it is a file, or exists and is not to be overwritten, or holds neither model nor adapter.
+    """
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UsageError(f"{output}: is a file: name a directory that does not exist yet")
+    if not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{output}: exists already: choose another output or pass --overwrite")
+    if not any((output / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise UsageError(f"{output}: holds no model, so it is not overwritten: choose another output")
+
+
+def write(
+    output: Path,
+    inputs: Inputs,
+    method: Method,
+    summary: Mapping[str, Any],
+    log: list[dict[str, float]],
+    group: Group,
+    overwrite: bool,
+) -> None:
+    """Write what was trained to `output`; every process calls it, and the first writes.
+
+    A whole model is written in bfloat16 with the source's other files; a LoRA as PEFT has it, and a prefix as
+    ChatGLM's P-Tuning has it, both in float32.
+
+    Args:
+        summary, log: for `training.json`, and for `training-log.json` and the picture.
+
+    Raises:
+        StorageError: if it could not be written; nothing is left then, and what was at `output` is still there.
+    """
+    config, base = inputs.config, str(inputs.checkpoint.directory)
+    if isinstance(method, LoraMethod):
+        lora, settings = method.lora(output.name), inputs.settings
+        if group.is_first:
+            with _new_directory(output) as partial:
+                save_lora(partial, lora, config, base=base, rank=settings.rank, alpha=settings.alpha)
+                _write_curves(partial, summary, log)
+    elif isinstance(method, PrefixMethod):
+        prefix = method.prefix(output.name)
+        if group.is_first:
+            with _new_directory(output) as partial:
+                save_prefix(partial, prefix, config, base=base)
+                _write_curves(partial, summary, log)
+    else:
+        tensors = named_tensors(method.model, torch.bfloat16, whole)
+        if group.is_first:
+            _write_model(output, inputs, tensors, summary, log, overwrite)
+        else:
+            deque(tensors, maxlen=0)  # they are gathered from all processes
+
+
+def _write_model(
+    output: Path,
+    inputs: Inputs,
+    tensors: Iterable[tuple[str, Tensor]],
+    summary: Mapping[str, Any],
+    log: list[dict[str, float]],
+    overwrite: bool,
+) -> None:
+    source, config = inputs.checkpoint.directory, inputs.checkpoint.config
+    dtype = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    written = {"config.json": {**config, dtype: "bfloat16"}, _SUMMARY: summary, _LOG: log}
+    left_out = {*weight_files(source), *(source / name for name in (*written, _CURVE))}
+    bytes_ = torch.bfloat16.itemsize * inputs.config.num_parameters
+    with CheckpointWriter(output, overwrite=overwrite, expected_bytes=bytes_) as writer:
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        for file in sorted(source.iterdir()):
+            if file.is_file() and file not in left_out:
+                writer.copy_file(file)
+        for name, content in written.items():
+            writer.write_json(name, content)
+        writer.finish(lambda directory: _write_curve(directory, log))
+
+
+def _write_curves(directory: Path, summary: Mapping[str, Any], log: list[dict[str, float]]) -> None:
+    write_json(directory / _SUMMARY, summary)
+    write_json(directory / _LOG, log)
+    _write_curve(directory, log)
+
+
+def _write_curve(directory: Path, log: list[dict[str, float]]) -> None:
+    replace_file(directory / _CURVE, lambda path: draw_curve(log, path))
+
+
+@contextmanager
+def _new_directory(output: Path) -> Iterator[Path]:
+    """A directory to write to, which becomes `output` when the block ends, in the place of one that is there."""
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        sync(partial)
+        put_in_place(partial, output, output.with_name(f".{output.name}.replaced-{os.getpid()}"))
+    except StorageError:
+        raise
+    except OSError as error:
+        raise storage_error(output, error, needed=0) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
