@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from hub_standin import StandIn
 
 from warpbus.demo import recipe
 from warpbus.formats import Checkpoint, CheckpointWriter
+from warpbus.formats.hub import transfer
 from warpbus.models import Decoder, read_config
 from warpbus.models.saving import named_tensors
 from warpbus.models.tokenizers.training import train_sentencepiece
@@ -107,3 +109,24 @@ def ray_cluster() -> Iterator[Any]:
     yield nodes
     ray.shutdown()
     nodes.shutdown()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without models and without a token; a download that fails is tried again at once."""
+    for name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "MODELSCOPE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(transfer, "PAUSES", (0.0, 0.0, 0.0))
+    return tmp_path
+
+
+@pytest.fixture
+def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    """A hub that has no models yet, in the place of Hugging Face and of ModelScope."""
+    with StandIn() as standin:
+        monkeypatch.setenv("HF_ENDPOINT", standin.url)
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", standin.url)
+        yield standin

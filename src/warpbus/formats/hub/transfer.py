@@ -18,7 +18,7 @@ from warpbus.formats.hub.http import Connection, reason_of
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before the next try after none, one, ... that brought nothing; then it is given up."""
 
-_PIECE = 2**20
+_PIECE = 2**18
 _RETRIED = (408, 429, 500, 502, 503, 504)
 
 

@@ -1,0 +1,96 @@
+"""Models by their names, as a person and a program use them: `warpbus pull`, the verbs, the Python API."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hub_standin import StandIn
+from typer.testing import CliRunner
+
+import warpbus
+from warpbus.cli import app, main
+from warpbus.cli.models import model_directory, model_name
+from warpbus.demo import model_path
+from warpbus.engine import SamplingParams
+
+NAME = "someone/tiny"
+
+
+@pytest.fixture
+def listed(hub: StandIn, tiny_model: Path) -> StandIn:
+    """The hub, with a model of which there is more than the weights, under both hubs' default branches."""
+    files = {file.name: file.read_bytes() for file in tiny_model.iterdir()} | {"README.md": b"# tiny"}
+    for branch in ("main", "master"):
+        hub.add(NAME, files, branch)
+    return hub
+
+
+def invoke(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_pull_says_where_the_model_is(listed: StandIn, tiny_model: Path) -> None:
+    said = invoke("pull", NAME)
+    directory = Path(said.splitlines()[0])
+    assert {file.name for file in directory.iterdir()} == {file.name for file in tiny_model.iterdir()}
+    assert "MB downloaded" in said
+    assert "nothing new" in invoke("pull", NAME)
+
+
+def test_pull_as_json(listed: StandIn) -> None:
+    first = json.loads(invoke("pull", NAME, "--source", "modelscope", "--json"))
+    again = json.loads(invoke("pull", f"modelscope:{NAME}@master", "--json"))
+    assert first == again | {"revision": None, "downloaded_bytes": first["bytes"]}
+    assert (again["revision"], again["downloaded_bytes"], again["name"]) == ("master", 0, NAME)
+
+
+def test_errors_are_one_line(
+    listed: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["warpbus", "pull", "someone/else"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: someone/else: is not on 127.0.0.1")
+    assert said.count("\n") == 1
+
+
+def test_verbs_take_names(listed: StandIn, tmp_path: Path) -> None:
+    output = tmp_path / "tiny-w4"
+    invoke("quantize", NAME, output, "--scheme", "w4a16-g32", "--algorithm", "rtn", "--device", "cpu")
+    listed.asked.clear()
+    answer = json.loads(
+        invoke("chat", NAME, "--prompt", "春夜", "--max-tokens", 4, "--temperature", 0, "--device", "cpu", "--json")
+    )
+    assert 1 <= answer["tokens"] <= 4
+    listed.add("someone/tiny-w4", {file.name: file.read_bytes() for file in output.iterdir()})
+    invoke("convert", "someone/tiny-w4", tmp_path / "tiny-gptq", "--to", "gptq")
+    assert (tmp_path / "tiny-gptq/config.json").is_file()
+    assert {asked.path.split("/")[3] for asked in listed.asked if "/api/" in asked.path} == {"someone"}
+    assert not any("someone/tiny/" in asked.path for asked in listed.asked)
+
+
+def test_the_python_api_takes_names(listed: StandIn, tiny_model: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    llm = warpbus.LLM(NAME, device="cpu", progress=lambda done, total: told.append((done, total)))
+    assert told
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    expected = warpbus.LLM(tiny_model, device="cpu").generate(["床前"], greedy)[0].token_ids
+    assert llm.generate(["床前"], greedy)[0].token_ids == expected
+    warpbus.quantize(f"modelscope:{NAME}", tmp_path / "w8", scheme="w8a16-g32", algorithm="rtn", device="cpu")
+    assert (tmp_path / "w8/config.json").is_file()
+
+
+def test_what_models_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "glm").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_name("demo") == "glm-poet"
+    assert model_directory("demo") == model_path()
+    assert model_name("glm/.") == "glm"
+    assert model_name("modelscope:ZhipuAI/chatglm2-6b@v1") == "chatglm2-6b"
+    assert model_name("no-such") == "no-such"
+    assert model_directory("no-such") == Path("no-such")

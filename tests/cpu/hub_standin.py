@@ -1,0 +1,247 @@
+"""A hub of our own on this machine: it speaks what Warpbus, and `huggingface_hub` as its oracle, ask Hugging Face and
+ModelScope for, and it fails as it is told to."""
+
+import hashlib
+import json
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+from urllib.parse import parse_qs, unquote, urlsplit
+
+LARGE = (".safetensors", ".bin", ".model")
+"""How the names of those files end that Hugging Face keeps beside Git, under their SHA-256."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    method: str
+    path: str
+    token: str | None
+    range: str | None
+
+
+@dataclass
+class Model:
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+
+
+class StandIn:
+    """Use it in a `with` statement.
+
+    Attributes:
+        asked: the requests so far.
+        cuts: of the next answers with a file: after how many bytes of it the connection is cut.
+        errors: the status codes of the next answers with a file.
+        wrong: files whose bytes are not those that are listed.
+        token: who does not send it is told that there is no such model.
+        gated: models whose terms were not accepted.
+        cdn: another host, where files are redirected to.
+        ranges: whether parts of files are given; else they come whole.
+        gate: files stop in the middle until it is set.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[str, Model] = {}
+        self.asked: list[Asked] = []
+        self.cuts: list[int] = []
+        self.errors: list[int] = []
+        self.wrong: set[str] = set()
+        self.token: str | None = None
+        self.gated: set[str] = set()
+        self.cdn: StandIn | None = None
+        self.ranges = True
+        self.gate = threading.Event()
+        self.gate.set()
+        hub = self
+
+        class Handler(_Handler):
+            standin = hub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gate.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def add(self, repository: str, files: dict[str, bytes], branch: str = "main") -> str:
+        """Let a branch of a model be these files; the name of the commit."""
+        told = repr(sorted((name, hashlib.sha256(content).hexdigest()) for name, content in files.items()))
+        commit = hashlib.sha1(told.encode()).hexdigest()
+        model = self.models.setdefault(repository, Model())
+        model.commits[commit] = files
+        model.branches[branch] = commit
+        return commit
+
+    def files_asked(self) -> list[Asked]:
+        """The requests for files, without those about them."""
+        return [asked for asked in self.asked if "/resolve/" in asked.path or "FilePath=" in asked.path]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    standin: StandIn
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _answer(self) -> None:
+        hub, headers = self.standin, self.headers
+        token = headers.get("Authorization")
+        hub.asked.append(Asked(self.command, self.path, token, headers.get("Range")))
+        url = urlsplit(self.path)
+        parts, query = [unquote(part) for part in url.path.strip("/").split("/")], parse_qs(url.query)
+        with suppress(ConnectionError):
+            if parts[:3] == ["api", "v1", "models"]:
+                self._modelscope("/".join(parts[3:5]), parts[5:], query)
+            elif parts[:2] == ["api", "models"]:
+                self._huggingface("/".join(parts[2:4]), parts[4], parts[5], token)
+            else:
+                self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), token)
+
+    def _huggingface(self, repository: str, what: str, revision: str, token: str | None) -> None:
+        found = self._found(repository, revision, token)
+        if found is None:
+            return
+        commit, files = found
+        if what == "tree":
+            self._json([_tree_entry(name, content) for name, content in files.items()])
+        else:
+            siblings = [_sibling(name, content) for name, content in files.items()]
+            self._json({"id": repository, "sha": commit, "siblings": siblings})
+
+    def _found(self, repository: str, revision: str, token: str | None) -> tuple[str, dict[str, bytes]] | None:
+        hub = self.standin
+        model = hub.models.get(repository)
+        if model is None or (hub.token is not None and token != f"Bearer {hub.token}"):
+            self._refuse(404 if token else 401, "RepoNotFound")
+            return None
+        if repository in hub.gated:
+            self._refuse(403, "GatedRepo")
+            return None
+        commit = model.branches.get(revision, revision)
+        if commit not in model.commits:
+            self._refuse(404, "RevisionNotFound")
+            return None
+        return commit, model.commits[commit]
+
+    def _file(self, repository: str, revision: str, name: str, token: str | None) -> None:
+        hub = self.standin
+        found = self._found(repository, revision, token)
+        if found is None:
+            return
+        commit, files = found
+        if name not in files:
+            self._refuse(404, "EntryNotFound")
+            return
+        content = files[name]
+        about = {"X-Repo-Commit": commit, "ETag": f'"{_key(name, content)}"'}
+        if name.endswith(LARGE):
+            about |= {"X-Linked-Etag": about["ETag"], "X-Linked-Size": str(len(content))}
+        if hub.cdn is not None and name.endswith(LARGE):
+            self.send_response(302)
+            for key, value in {**about, "Location": hub.cdn.url + self.path, "Content-Length": "0"}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            return
+        self._send(name, content, about)
+
+    def _modelscope(self, repository: str, what: list[str], query: dict[str, list[str]]) -> None:
+        model = self.standin.models.get(repository)
+        commit = None if model is None else model.branches.get(query["Revision"][0])
+        if model is None or commit is None:
+            self._json({"Code": 10010205001, "Message": "no such\nmodel or revision", "Success": False}, 404)
+            return
+        files = model.commits[commit]
+        if what == ["repo", "files"]:
+            listed: list[dict[str, Any]] = [
+                {"Name": "figures", "Path": "figures", "Type": "tree", "Size": 0, "Sha256": ""}
+            ]
+            for path, content in files.items():
+                sha = hashlib.sha256(content).hexdigest()
+                listed.append({"Name": path, "Path": path, "Type": "blob", "Size": len(content), "Sha256": sha})
+            self._json({"Code": 200, "Data": {"Files": listed}, "Message": "success", "Success": True})
+        else:
+            name = query["FilePath"][0]
+            self._send(name, files[name], {})
+
+    def _send(self, name: str, content: bytes, about: dict[str, str]) -> None:
+        hub = self.standin
+        if self.command == "GET" and hub.errors:
+            self._refuse(hub.errors.pop(0), "")
+            return
+        if name in hub.wrong:
+            content = bytes(255 - byte for byte in content)
+        asked = self.headers.get("Range") if hub.ranges else None
+        start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
+        self.send_response(206 if asked else 200)
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        for key, value in {**about, "Content-Length": str(len(content) - start)}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        rest = content[start:]
+        if name.endswith(LARGE) and hub.cuts:
+            self.wfile.write(rest[: hub.cuts.pop(0)])
+            self.close_connection = True
+            return
+        if name.endswith(LARGE) and not hub.gate.is_set():
+            self.wfile.write(rest[: len(rest) // 2])
+            hub.gate.wait()
+            self.close_connection = True
+            return
+        self.wfile.write(rest)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._json({"error": code}, status, {"X-Error-Code": code})
+
+    def _json(self, content: Any, status: int = 200, about: dict[str, str] | None = None) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **(about or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _git_key(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _key(name: str, content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest() if name.endswith(LARGE) else _git_key(content)
+
+
+def _lfs(name: str, content: bytes, key: str) -> dict[str, Any]:
+    if not name.endswith(LARGE):
+        return {}
+    return {"lfs": {key: hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}}
+
+
+def _sibling(name: str, content: bytes) -> dict[str, Any]:
+    key = _git_key(content)
+    return {"rfilename": name, "size": len(content), "blobId": key} | _lfs(name, content, "sha256")
+
+
+def _tree_entry(name: str, content: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": name, "size": len(content), "oid": _git_key(content)} | _lfs(name, content, "oid")
