@@ -12,9 +12,8 @@ from functools import cache
 
 import pytest
 import torch
-from engine_models import PROMPTS, SMALL, finish
+from engine_models import PROMPTS, SMALL, as_on_a_gpu, finish
 
-from warpbus.engine import engine as engine_module
 from warpbus.engine import kv_cache
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.dormancy import Dormant
@@ -33,30 +32,6 @@ SEEDED = SamplingParams(seed=5, top_p=0.9, temperature=0.8)
 @pytest.fixture(scope="module")
 def model():
     return random_model(SMALL, None, "cpu", torch.float32)
-
-
-class Recorder:
-    """Stands for the CUDA graphs: does what one would hold, twice when it is new, the rows that fill it up included."""
-
-    def __init__(self):
-        self.keys = []
-
-    def run(self, key, work):
-        if key not in self.keys:
-            work()
-        self.keys.append(key)
-        work()
-
-
-def as_on_a_gpu(engine):
-    """Steps go ahead of what is read, and are those of graphs."""
-    engine._step._graphs = Recorder()
-    engine._runs_ahead = lambda: (
-        not engine._speculation
-        and not engine._step.host_embedding
-        and all(engine_module._is_plain(row.sequence) for row in engine._rows.values())
-    )
-    return engine
 
 
 @cache
@@ -115,7 +90,7 @@ def test_graphs_are_for_filled_up_rows_and_bounded_lengths(model):
     engine = as_on_a_gpu(Engine(model, max_num_seqs=8))
     requests = [request([at], tokens=6) for at in range(3)]
     finish(engine, requests)
-    assert set(engine._step._graphs.keys) == {(32, 512, "mixed"), (4, 512, "own")}
+    assert set(engine._step._graphs.keys) == {(32, 512, "mixed", False), (4, 512, "own", False)}
     assert engine.stats().steps == 6
 
 
