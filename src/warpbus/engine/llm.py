@@ -7,7 +7,7 @@ do. There is no state between two calls, so that an interrupted one leaves nothi
 import threading
 import time
 from collections import abc, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Literal, overload
 import torch
 
 from warpbus.cuda.devices import resolve_device
+from warpbus.engine.adapters import check_adapter
 from warpbus.engine.grammar import GrammarCompiler
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
@@ -28,6 +29,7 @@ from warpbus.models import Progress
 from warpbus.models.templates import Message, load_template
 from warpbus.models.tokenizers import StreamDecoder, encode_prompt, load_tokenizer
 
+Adapters = str | abc.Sequence[str | None] | None
 Prompts = str | abc.Sequence[str] | abc.Sequence[int] | abc.Sequence[abc.Sequence[int]]
 
 
@@ -83,7 +85,8 @@ class LLM:
     """A language model ready to answer.
 
     Args:
-        model: a model directory (Hugging Face layout), quantized by Warpbus or not.
+        model: a model directory (Hugging Face layout), quantized by Warpbus or not, or a name on a hub, see
+            `formats.hub.find_model`.
         device: "auto" (a GPU if PyTorch sees one), "cpu", "cuda" or "cuda:N", or the device of a remote GPU that is
             connected (`warpbus.pool.connect(...).device`).
         dtype: of activations and of what is not quantized: "float32", "float16", "bfloat16", or "auto", which is
@@ -95,7 +98,9 @@ class LLM:
             None: weights go to the GPU as they are, and the cache grows with what is asked for.
         kv_dtype: how keys and values are kept: "auto", which is in the dtype of the activations or as `memory` needs
             it, or in 8 bits, "int8" or "fp8", on a GPU.
-        progress: called while the weights are read; see `warpbus.models.Progress`.
+        adapters: directories of LoRAs (PEFT's format) or prefixes (P-Tuning v2) by the names that `generate` and `chat`
+            take; see `warpbus.models.adapters.load_adapter`.
+        progress: called while the weights are downloaded, and while they are read; see `warpbus.models.Progress`.
         planned: called with the plan before anything is loaded, where `memory` is given.
 
     Attributes:
@@ -107,11 +112,12 @@ class LLM:
         schemes: the `Schemes` that its matrices are quantized by.
         engine: the `Engine` that decodes.
         plan: the `MemoryPlan`, or None where no memory was given.
+        adapters: their names.
 
     Raises:
         UsageError: an argument is out of range or not known, or the model does not fit `memory`.
         DeviceError: the device is not there, its memory is full, or others hold what was planned.
-        CheckpointError: the directory is missing, damaged or not understood.
+        CheckpointError: the directory, or an adapter's, is missing, damaged or not understood.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class LLM:
         max_num_seqs: int = 16,
         memory: str | int | None = None,
         kv_dtype: str = "auto",
+        adapters: Mapping[str, str | Path] | None = None,
         progress: Progress | None = None,
         planned: Callable[[MemoryPlan], None] | None = None,
     ) -> None:
@@ -134,13 +141,15 @@ class LLM:
             max_num_seqs=max_num_seqs,
             memory=memory,
             kv_dtype=kv_dtype,
+            adapters=tuple((name, str(directory)) for name, directory in (adapters or {}).items()),
         )
-        opened = open_model(model, self.device, options)
+        opened = open_model(model, self.device, options, progress)
         self.path = opened.checkpoint.directory
         self.config, self.dtype, self.plan = opened.config, opened.dtype, opened.plan
         self.schemes = read_schemes(opened.checkpoint.config)
         if opened.plan is not None and planned is not None:
             planned(opened.plan)
+        self.adapters = tuple(adapter.name for adapter in opened.adapters)
         self.tokenizer = load_tokenizer(self.path)
         self.template = load_template(self.path, opened.checkpoint.config, self.tokenizer)
         self.stop_ids = frozenset(self.config.stop_ids) | frozenset(self.template.stop_ids)
@@ -178,6 +187,7 @@ class LLM:
         prompts: Prompts,
         params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
+        adapter: Adapters = None,
         stream: Literal[False] = False,
     ) -> list[Completion]: ...
 
@@ -187,6 +197,7 @@ class LLM:
         prompts: Prompts,
         params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
+        adapter: Adapters = None,
         stream: Literal[True],
     ) -> Iterator[Chunk]: ...
 
@@ -195,6 +206,7 @@ class LLM:
         prompts: Prompts,
         params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
+        adapter: Adapters = None,
         stream: bool = False,
     ) -> list[Completion] | Iterator[Chunk]:
         """Continue prompts. Each answer is what it would be if its prompt were alone.
@@ -203,18 +215,21 @@ class LLM:
             prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get no special tokens, but
                 those that end every prompt of ChatGLM-6B (`Tokenizer.prompt_suffix`).
             params: for all prompts, or one for each.
+            adapter: the name of one of the model's adapters, for all prompts or one for each; None asks the model as it
+                is.
             stream: return pieces as they come rather than whole answers.
 
         Returns:
             one `Completion` a prompt, in order; or with `stream` an iterator of `Chunk`.
 
         Raises:
-            UsageError: an empty prompt, an id that is not in the vocabulary, or a grammar that cannot be used.
+            UsageError: an empty prompt, an id that is not in the vocabulary, a grammar that cannot be used, or an
+                adapter that is not there.
             ContextLengthError: a prompt leaves no room for an answer.
             DeviceError: the device's memory is full.
             NumericError: the model's scores are NaN or infinite.
         """
-        sequences = self._sequences(self._tokenize(prompts), params)
+        sequences = self._sequences(self._tokenize(prompts), params, adapter)
         if stream:
             return self._stream(sequences)
         answers = {chunk.index: chunk.completion for chunk in self._stream(sequences) if chunk.completion is not None}
@@ -222,29 +237,45 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: abc.Sequence[Message], params: SamplingParams | None = None, *, stream: Literal[False] = False
+        self,
+        messages: abc.Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        stream: Literal[False] = False,
     ) -> Completion: ...
 
     @overload
     def chat(
-        self, messages: abc.Sequence[Message], params: SamplingParams | None = None, *, stream: Literal[True]
+        self,
+        messages: abc.Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        stream: Literal[True],
     ) -> Iterator[str]: ...
 
     def chat(
-        self, messages: abc.Sequence[Message], params: SamplingParams | None = None, *, stream: bool = False
+        self,
+        messages: abc.Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        stream: bool = False,
     ) -> Completion | Iterator[str]:
         """Answer a conversation.
 
         Args:
             messages: such as `[{"role": "user", "content": "你好"}]`.
+            adapter: as of `generate`.
             stream: return the answer's pieces of text as they come.
 
         Raises: as `generate` and `render`.
         """
         prompt = self.render(messages)
         if stream:
-            return (chunk.text for chunk in self.generate(prompt, params, stream=True) if chunk.text)
-        return self.generate(prompt, params)[0]
+            return (chunk.text for chunk in self.generate(prompt, params, adapter=adapter, stream=True) if chunk.text)
+        return self.generate(prompt, params, adapter=adapter)[0]
 
     def _tokenize(self, prompts: Prompts) -> list[list[int]]:
         many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
@@ -269,7 +300,10 @@ class LLM:
         return ids
 
     def _sequences(
-        self, prompts: list[list[int]], params: SamplingParams | abc.Sequence[SamplingParams] | None
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None,
+        adapter: Adapters,
     ) -> list[Sequence]:
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(prompts)
@@ -277,8 +311,12 @@ class LLM:
             each = list(params)
         if len(each) != len(prompts):
             raise UsageError(f"params: {len(each)} for {len(prompts)} prompts; give one for all or one for each")
+        names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(names) != len(prompts):
+            raise UsageError(f"adapter: {len(names)} for {len(prompts)} prompts; give one for all or one for each")
         sequences = []
-        for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        for index, (prompt, own, name) in enumerate(zip(prompts, each, names, strict=True)):
+            check_adapter(name, self.adapters)
             room = self.room(len(prompt))
             if room < 1:
                 raisable = self.max_model_len < self.config.max_context
@@ -295,6 +333,7 @@ class LLM:
                     stop_ids=self.stop_ids,
                     stream=StreamDecoder(self.tokenizer, keep_first_space=own.grammar is not None),
                     matcher=None if own.grammar is None else self._grammars.compile(own.grammar),
+                    adapter=name,
                 )
             )
         return sequences

@@ -9,6 +9,7 @@ from warpbus.cuda.devices import default_dtype, resolve_dtype
 from warpbus.cuda.lent import lent
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.dist import Group
+from warpbus.engine.adapters import Adapter, adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
@@ -19,6 +20,8 @@ from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
 from warpbus.models import ModelConfig, Progress, load_model, read_config, tensor_map
+from warpbus.models.adapters import load_adapter
+from warpbus.models.parallel import Part
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Opened:
         dtype: of the activations and of what is not quantized.
         max_model_len: the longest prompt with its answer, in tokens, as far as is known; the memory may be for less.
         plan: how it is laid out, where its memory is given.
+        adapters: that requests can name, on the CPU.
     """
 
     checkpoint: Checkpoint
@@ -37,6 +41,7 @@ class Opened:
     dtype: torch.dtype
     max_model_len: int
     plan: MemoryPlan | None
+    adapters: tuple[Adapter, ...] = ()
 
 
 def open_model(
@@ -57,6 +62,8 @@ def open_model(
     length = config.max_context if options.max_model_len is None else options.max_model_len
     if not 1 < length <= config.max_context:
         raise UsageError(f"max_model_len is {length:,}: give 2 to {config.max_context:,}, the model's context")
+    # Adapters are small, and how much room they take is known once they are read.
+    adapters = tuple(load_adapter(directory, config, name=name, dtype=chosen) for name, directory in options.adapters)
     plan = None
     if options.memory is not None:
         if lent(device) is not None:
@@ -67,14 +74,14 @@ def open_model(
         if device.type != "cuda":
             raise UsageError(f"memory is {options.memory!r}, which plans a GPU's: the device is {device}: leave it out")
         plan = plan_memory(
-            Stored.of_checkpoint(checkpoint, config, chosen),
+            Stored.of_checkpoint(checkpoint, config, chosen, adapters=stacked_bytes(adapters, chosen)),
             parse_memory(options.memory, torch.cuda.get_device_properties(device).total_memory),
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs + options.speculation,  # guesses are rows of a step too
             kv_dtype=options.kv_dtype,
         )
         length = plan.context
-    return Opened(checkpoint, config, device, chosen, length, plan)
+    return Opened(checkpoint, config, device, chosen, length, plan, adapters)
 
 
 def build_engine(
@@ -113,6 +120,12 @@ def build_engine(
         embedding="cpu" if plan is not None and plan.embedding_on_cpu else None,
         group=group,
     )
+    adapters = opened.adapters
+    if group is not None and group.world > 1:
+        part = Part(opened.config, group.rank, group.world)
+        adapters = tuple(cut(adapter, part) for adapter in adapters)
+    # Before the weights are laid out anew: those of the adapters sleep with them.
+    adapt(decoder, adapters)
     return Engine(
         decoder,
         max_model_len=options.max_model_len if plan is None else plan.context,
@@ -125,6 +138,7 @@ def build_engine(
         prefix_caching=options.prefix_caching,
         speculation=options.speculation,
         dormant=Dormant(decoder) if can_sleep and not counted else None,
+        adapters=adapters,
     )
 
 
