@@ -5,6 +5,8 @@ into those of the hidden states and the head, and forgotten. Only what a row of 
 memory, never `[tokens, vocabulary]` (Wijmans et al., 2024, avoid it in a kernel).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,15 +123,14 @@ def _pieces(
     """The loss, and the gradients of hidden states, weight and bias as far as they are wanted."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
-    like = (hidden, weight, bias)
-    to_hidden, to_weight, to_bias = (
-        torch.zeros_like(each) if want and each is not None else None for want, each in zip(wanted, like, strict=True)
-    )
-    factor = hidden if weight is None else weight.detach().to(hidden.dtype)
-    added = None if bias is None else bias.to(hidden.dtype)
+    to_hidden = torch.zeros_like(hidden) if wanted[0] else None
+    # Sums of all pieces, in float32 even where the head is in 16 bits.
+    to_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] and weight is not None else None
+    to_bias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
+    multiply, multiply_back = _products(weight, bias, head, hidden.dtype)
     for start in range(0, len(hidden), rows):
         x, own = hidden[start : start + rows], targets[start : start + rows, None]
-        scores = F.linear(x, factor, added) if head is None else head(x)
+        scores = multiply(x)
         likelihoods = torch.log_softmax(scores, -1, dtype=wide)
         loss -= likelihoods.gather(1, own).sum()
         if not any(wanted):
@@ -139,10 +140,22 @@ def _pieces(
         del likelihoods
         scores.scatter_add_(1, own, scores.new_full(own.shape, -1.0))
         if to_hidden is not None:
-            to_hidden[start : start + rows] = scores @ factor if head is None else times_frozen(scores, head.form)
+            to_hidden[start : start + rows] = multiply_back(scores)
         if to_weight is not None:
             to_weight += scores.T @ x
         if to_bias is not None:
             to_bias += scores.sum(0)
         del scores  # before those of the next piece are made
-    return loss, [to_hidden, to_weight, to_bias]
+    sums = (to_hidden, hidden), (to_weight, weight), (to_bias, bias)
+    return loss, [None if each is None or like is None else each.to(like.dtype) for each, like in sums]
+
+
+def _products(
+    weight: Tensor | None, bias: Tensor | None, head: QuantizedLinear | None, dtype: torch.dtype
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """From hidden states to scores, and from gradients of scores to those of hidden states."""
+    if head is not None:
+        return head, partial(times_frozen, weight=head.form)
+    assert weight is not None
+    matrix, added = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+    return lambda x: F.linear(x, matrix, added), lambda scores: scores @ matrix
