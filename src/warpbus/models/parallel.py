@@ -136,7 +136,7 @@ class Part:
         """How many columns a parameter has in the whole decoder, and which of them this part has; see `rows`."""
         name, whole = _of_layer(parameter), self.whole
         if name == "attention.o.weight":
-            return whole.num_heads * whole.head_dim, tuple(span.times(whole.head_dim) for span in self._queries)
+            return whole.num_heads * whole.head_dim, _merged([span.times(whole.head_dim) for span in self._queries])
         if name == "mlp.down.weight":
             return whole.ffn_size, self._ffn
         return total, (Span(0, total),)
@@ -306,6 +306,17 @@ def _copy_columns(target: Tensor, source: Tensor, columns: Lines | None) -> None
         target[:, done : done + width].copy_(source[:, span.start : span.stop])
         target[:, done + width : done + span.size] = 0
         done += span.size
+
+
+def _merged(lines: Sequence[Span]) -> Lines:
+    """The same with spans that follow each other made one, so that what is read whole is not cut."""
+    found: list[Span] = []
+    for span in lines:
+        if found and found[-1].zeros == 0 and found[-1].stop == span.start:
+            found[-1] = replace(span, start=found[-1].start)
+        else:
+            found.append(span)
+    return tuple(found)
 
 
 def _even(size: int, unit: int, parts: int) -> list[int]:

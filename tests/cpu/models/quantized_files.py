@@ -42,6 +42,18 @@ CHATGLM: dict[str, Any] = SIZES | {
     "add_qkv_bias": True,
     "torch_dtype": "float16",
 }
+CHATGLM6B: dict[str, Any] = SIZES | {
+    "model_type": "chatglm",
+    "inner_hidden_size": 160,
+    "num_layers": 2,
+    "layernorm_epsilon": 1e-5,
+    "vocab_size": 48,
+    "max_sequence_length": 64,
+    "position_encoding_2d": True,
+    "bos_token_id": 40,
+    "eos_token_id": 41,
+    "torch_dtype": "float16",
+}
 
 
 def plain_tensors(values: dict[str, Any], dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
@@ -111,16 +123,16 @@ def write_quantized(
         matrix = random_matrix((tensor.shape[0], tensor.shape[1]), schemes[prefix], seed, scale_dtype)
         tensors.update(layout.to_tensors(prefix, matrix))
         plain[name] = matrix.dequantize(torch.float32)
-    head = "transformer.output_layer" if values["model_type"] == "chatglm" else "lm_head"
+    head = "transformer.output_layer" if "padded_vocab_size" in values else "lm_head"
     kept = [name.removesuffix(".weight") for name in tensors if is_linear(name) and keep in name]
     described = layout.quantization_config(schemes, [head, *kept])
     return write_files(directory, values | {"quantization_config": described}, tensors), plain
 
 
-def write_thudm(directory: Path, bits: int) -> tuple[Path, dict[str, Tensor]]:
-    """A ChatGLM2 of THUDM's int4 or int8, and the plain tensors that mean the same, in float32."""
+def write_thudm(directory: Path, bits: int, values: dict[str, Any] = CHATGLM) -> tuple[Path, dict[str, Tensor]]:
+    """A ChatGLM2 or ChatGLM-6B of THUDM's int4 or int8, and the plain tensors that mean the same, in float32."""
     tensors, plain = {}, {}
-    for seed, (name, tensor) in enumerate(plain_tensors(CHATGLM).items()):
+    for seed, (name, tensor) in enumerate(plain_tensors(values).items()):
         tensors[name], plain[name] = tensor, tensor.float()
         if not is_linear(name):
             continue
@@ -133,7 +145,7 @@ def write_thudm(directory: Path, bits: int) -> tuple[Path, dict[str, Tensor]]:
             numbers = (numbers[:, 0::2] << 4) | (numbers[:, 1::2] & 15)
         tensors[name] = numbers.to(torch.uint8).view(torch.int8)
         tensors[f"{name}_scale"] = scales
-    return write_files(directory, CHATGLM | {"quantization_bit": bits}, tensors), plain
+    return write_files(directory, values | {"quantization_bit": bits}, tensors), plain
 
 
 def write_files(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_files import CHATGLM, HF, plain_tensors, write_files, write_quantized, write_thudm
+from quantized_files import CHATGLM, CHATGLM6B, HF, plain_tensors, write_files, write_quantized, write_thudm
 from torch import Tensor
 
 from warpbus.dist import Group, Send, launch
@@ -23,11 +23,13 @@ from warpbus.qtensor import Scheme
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 45, (2, 9), generator=torch.Generator().manual_seed(1))
+TOKENS[:, 4] = CHATGLM6B["bos_token_id"]
 WIDE: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 8, "vocab_size": 45}
 GLM = HF | WIDE | {"intermediate_size": 256}
 GLM4 = GLM | {"model_type": "glm4", "num_key_value_heads": 4}
 LLAMA = GLM | {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 8}
 QWEN3 = GLM | {"model_type": "qwen3", "intermediate_size": 160}
+CHATGLM1 = CHATGLM6B | {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 45}
 CHATGLM2 = CHATGLM | {"hidden_size": 128, "num_attention_heads": 8, "padded_vocab_size": 45}
 
 
@@ -83,6 +85,7 @@ def same_logits(directory: Path, world: int, tolerance: float = 1e-5, **options:
     [
         (GLM, "compressed-tensors", "w4a16-g128"),
         (GLM4, "gptq", "w3a16-g64"),
+        (CHATGLM1, "compressed-tensors", "w4a16-g32"),
         (CHATGLM2, "compressed-tensors", "w8a16-asym"),
         (LLAMA, "awq", "w4a16-g64-asym"),
         (QWEN3, "compressed-tensors", "w2a16-g32-asym"),
@@ -94,7 +97,7 @@ def test_logits_of_quantized_models(tmp_path: Path, values: dict[str, Any], form
         assert isinstance(model.layers[0].mlp.down.part, QuantizedLinear)
 
 
-@pytest.mark.parametrize("values", [GLM, GLM4, LLAMA, QWEN3, CHATGLM2])
+@pytest.mark.parametrize("values", [GLM, GLM4, LLAMA, QWEN3, CHATGLM1, CHATGLM2])
 def test_logits_of_plain_models(tmp_path: Path, values: dict[str, Any]) -> None:
     directory = write_files(tmp_path / "model", values, plain_tensors(values, torch.float32))
     for model in same_logits(directory, 3):
@@ -109,8 +112,9 @@ def test_logits_with_eight_bits_of_everything(tmp_path: Path) -> None:
 
 
 def test_logits_of_published_checkpoints_and_rounded_heads(tmp_path: Path) -> None:
-    directory, _ = write_thudm(tmp_path / "thudm", 4)
-    same_logits(directory, 2, head=Scheme.parse("w8a16"))
+    for name, values in (("thudm", CHATGLM), ("first", CHATGLM6B)):
+        directory, _ = write_thudm(tmp_path / name, 4, values)
+        same_logits(directory, 2, head=Scheme.parse("w8a16"))
     tied = write_files(tmp_path / "tied", LLAMA, plain_tensors(LLAMA, torch.float32))
     for model in same_logits(tied, 2, head=Scheme.parse("w8a16-g32")):
         assert isinstance(model.head.part, QuantizedLinear)
@@ -168,6 +172,7 @@ def test_how_known_models_are_cut() -> None:
     assert cut("chatglm2-6b", 4) == [(8, 1, 26 * 128), *[(8, 1, 27 * 128)] * 3]
     assert cut("llama-3-8b", 3) == [(8, 2, 37 * 128), (12, 3, 37 * 128), (12, 3, 38 * 128)]
     assert {heads for heads, _, _ in cut("glm-4-9b", 8)} == {4}
+    assert cut("chatglm-6b", 4) == [(8, 8, 32 * 128)] * 4
     parts = [Part(SHAPES["chatglm2-6b"], rank, 3) for rank in range(3)]
     assert [len(tokens) for tokens in parts[0].vocabulary] == [21672, 21672, 21680]
     assert sum(part.ffn_size for part in (part.config for part in parts)) == 13696
@@ -178,8 +183,23 @@ def test_too_many_processes(tmp_path: Path) -> None:
         Part(SHAPES["glm-4-9b"], 0, 33)
     small = GLM | {"head_dim": 16, "partial_rotary_factor": 0.5}
     directory, _ = write_quantized(tmp_path / "model", small, "compressed-tensors", "w4a16-g32")
-    with pytest.raises(UsageError, match=r"o_proj.weight: groups of 32 .* the columns 32 to 63, 64 to 79, expected"):
+    with pytest.raises(UsageError, match=r"o_proj.weight: groups of 32 .* the columns 32 to 79, expected"):
         load(directory, Group(1, 3, CPU))
+
+
+def test_random_models_of_the_first_chatglm() -> None:
+    config = replace(SHAPES["chatglm-6b"], vocab_size=301, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
+    config = replace(config, head_dim=32, ffn_size=224, rope=replace(config.rope, rotary_dim=16), prompt_end=40)
+
+    def work(group: Group) -> tuple[Decoder, Tensor]:
+        model = random_model(config, Scheme.parse("w4a16-g32"), "cpu", torch.float32, group=group)
+        return model, model(TOKENS)
+
+    (first, logits), (second, others) = together(2, work)
+    assert torch.equal(logits, others)
+    assert first.layers[1].mlp.down.part.bias is not None
+    assert second.layers[1].mlp.down.part.bias is None
+    assert not any(tensor.is_meta for model in (first, second) for tensor in model.state_dict().values())
 
 
 def test_random_models() -> None:
