@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import torch
 
-from warpbus.pool.client.connection import exception
 from warpbus.pool.client.device import let_gradients_flow, register
 from warpbus.pool.client.session import Session, use
 from warpbus.pool.protocol.failures import PoisonedError
@@ -25,7 +24,7 @@ class Direct:
         self.sent += 1
         failures = self.executor.execute(self.sent, memoryview(bytes(payload)))
         if failures:
-            raise exception(failures[0])
+            raise failures[0].exception()
 
     def ask(self, question: list[Value]) -> Value:
         asked = decode(encode(question))
@@ -33,7 +32,7 @@ class Direct:
         try:
             (answer,) = self.executor.answer(asked)
         except PoisonedError as error:
-            raise exception(error.failure) from None
+            raise error.failure.exception() from None
         assert not isinstance(answer, memoryview)
         return decode(encode(answer))
 
@@ -45,7 +44,7 @@ class Direct:
                 into[filled : filled + len(part)] = part
                 filled += len(part)
         except PoisonedError as error:
-            raise exception(error.failure) from None
+            raise error.failure.exception() from None
         assert filled == len(into)
 
     def ask_for(self, handle: int, offset: int, nbytes: int) -> bytearray:

@@ -21,8 +21,9 @@ from warpbus.pool.daemon.daemon import Daemon
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import MAGIC, Channel, connect
+from warpbus.pool.protocol.failures import sent_error
 from warpbus.pool.protocol.frames import Kind, pack_header
-from warpbus.pool.protocol.steering import Steering, sent_error
+from warpbus.pool.protocol.steering import Steering
 from warpbus.pool.protocol.wire import decode, encode
 
 MEMORY = 10_000_000

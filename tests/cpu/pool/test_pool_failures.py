@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from warpbus import errors
-from warpbus.errors import DeviceError, TensorError
+from warpbus.errors import DeviceError, LeaseLostError, QueueFullError, TensorError, WarpbusError
 from warpbus.pool.protocol import wire
-from warpbus.pool.protocol.failures import Failure
+from warpbus.pool.protocol.failures import Failure, sent_error
 
 
 class OddError(Exception):
@@ -32,6 +32,25 @@ def test_the_kind_of_an_error_goes_over(error, name):
     failure = Failure.of(error, "aten::add", 4)
     assert failure == Failure(name, str(error), "aten::add", 4)
     assert Failure.read(wire.decode(wire.encode(failure.plain()))) == failure
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("IndexError", IndexError),
+        ("OutOfMemoryError", torch.OutOfMemoryError),
+        ("LeaseLostError", LeaseLostError),
+        ("QueueFullError", QueueFullError),
+        ("RequestError", RuntimeError),  # is not made from a message alone
+        ("SystemExit", RuntimeError),
+        ("__doc__", RuntimeError),
+    ],
+)
+def test_a_client_raises_it_again(name, kind):
+    error = Failure(name, "no", "aten::add", 4).exception()
+    assert (type(error), str(error)) == (kind, "no")
+    own = issubclass(kind, WarpbusError)
+    assert type(sent_error({"type": name, "message": "no"})) is (kind if own else DeviceError)
 
 
 def test_messages_end_somewhere():

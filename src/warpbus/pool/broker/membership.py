@@ -49,7 +49,7 @@ _OPERATIONS = {
     "status": True,
 }
 
-# Those that a broker may be asked twice without harm: where it dies meanwhile, the one that is started after it answers.
+# Those that a broker may be asked twice without harm: where it dies meanwhile, the one started after it answers.
 _REPEATABLE = frozenset({"measured", "drain", "undrain", "lease", "seen", "status", "defragment"})
 _REPEATED = 5
 

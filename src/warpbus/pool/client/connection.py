@@ -15,8 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from warpbus import errors
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, WarpbusError
+from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
 from warpbus.pool.protocol.address import Address, address
 from warpbus.pool.protocol.channel import Channel, connect
 from warpbus.pool.protocol.failures import Failure
@@ -30,15 +29,6 @@ _KEPT_BYTES = 256 << 20
 _LOOKED_EVERY = 8
 _ANSWERS = (Kind.ANSWER, Kind.DATA, Kind.ERROR)
 _RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
-
-_BUILTIN: dict[str, type[Exception]] = {
-    "RuntimeError": RuntimeError,
-    "ValueError": ValueError,
-    "TypeError": TypeError,
-    "IndexError": IndexError,
-    "NotImplementedError": NotImplementedError,
-    "OutOfMemoryError": torch.OutOfMemoryError,
-}
 
 
 class Welcome(NamedTuple):
@@ -168,7 +158,7 @@ class Connection:
                 self._reconnect(lost)
         if reading.failure is not None:
             self._failures.clear()  # what led to this one, most likely
-            raise exception(reading.failure)
+            raise reading.failure.exception()
         self._raise()
         return reading.data
 
@@ -197,7 +187,7 @@ class Connection:
                         continue
                     if frame.kind is Kind.ERROR:
                         self._failures.clear()  # what led to this one, most likely
-                        raise exception(Failure.read(decode(frame.payload)))
+                        raise Failure.read(decode(frame.payload)).exception()
                     finished, answer = take(frame)
                     if finished:
                         self._raise()
@@ -234,8 +224,7 @@ class Connection:
 
     def _raise(self) -> None:
         if self._failures:
-            failure = self._failures.popleft()
-            raise exception(failure)
+            raise self._failures.popleft().exception()
 
     def _reconnect(self, lost: ConnectionLost) -> None:
         """Find the lease again, and send what may not have arrived.
@@ -314,15 +303,6 @@ class Connection:
             if not reading.arrived:
                 reading.filled = 0
                 self._channel.send(Kind.ASK, number, reading.payload)
-
-
-def exception(failure: Failure) -> Exception:
-    """The exception that a failure on the other side is on this one."""
-    found = _BUILTIN.get(failure.type)
-    if found is None:
-        own = getattr(errors, failure.type, None)
-        found = own if isinstance(own, type) and issubclass(own, WarpbusError) else RuntimeError
-    return found(failure.message)
 
 
 def _refusal(value: Any) -> Exception:

@@ -24,7 +24,8 @@ from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.tenant_processes import Spares, TenantProcess
 from warpbus.pool.protocol import wire
-from warpbus.pool.protocol.steering import Tell, need, sent_error
+from warpbus.pool.protocol.failures import sent_error
+from warpbus.pool.protocol.steering import Tell, need
 
 # Loading torch and opening a GPU on a busy machine.
 _SECONDS_TO_START = 180.0

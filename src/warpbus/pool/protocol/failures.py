@@ -1,26 +1,26 @@
 """What went wrong on the pool's side, as the client gets to know it: the name of an exception, its words, and where."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from warpbus import errors
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, WarpbusError
 from warpbus.pool.protocol.wire import Value
 
-_PLAIN = (
-    (torch.OutOfMemoryError, "OutOfMemoryError"),
-    (NotImplementedError, "NotImplementedError"),
-    (IndexError, "IndexError"),
-    (ValueError, "ValueError"),
-    (TypeError, "TypeError"),
-)
-_OWN = frozenset(
-    name
+# Those of Python and torch that callers tell apart; each stands before what it is derived from.
+_PLAIN: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (torch.OutOfMemoryError, NotImplementedError, IndexError, ValueError, TypeError, RuntimeError)
+}
+# What is raised again as what it was: these are made from a message alone.
+_OWN: dict[str, type[WarpbusError]] = {
+    name: kind
     for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, errors.WarpbusError) and kind is not errors.WarpbusError
-)
+    if isinstance(kind, type) and issubclass(kind, WarpbusError) and not issubclass(kind, errors.RequestError)
+}
 _MAX_MESSAGE = 16_384
 
 
@@ -49,8 +49,13 @@ class Failure:
             return Failure(name, message, operator, batch)
         if "can't allocate memory" in message:  # how PyTorch words it on a CPU
             return Failure("OutOfMemoryError", message, operator, batch)
-        kind = next((name for kind, name in _PLAIN if isinstance(error, kind)), "RuntimeError")
-        return Failure(kind, message, operator, batch)
+        plain = next((name for name, kind in _PLAIN.items() if isinstance(error, kind)), "RuntimeError")
+        return Failure(plain, message, operator, batch)
+
+    def exception(self) -> Exception:
+        """The exception that it is on the client's side: of the same name, or a RuntimeError."""
+        kind: type[Exception] = _OWN.get(self.type) or _PLAIN.get(self.type, RuntimeError)
+        return kind(self.message)
 
     def plain(self) -> dict[str, Value]:
         """As a value of `warpbus.pool.protocol.wire`, the payload of an ERROR frame."""
@@ -63,6 +68,11 @@ class Failure:
         if not isinstance(value, dict) or {key: type(item) for key, item in value.items()} != kinds:
             raise DeviceError("what is said to be a failure is none")
         return Failure(**value)
+
+
+def sent_error(said: Mapping[str, Any]) -> WarpbusError:
+    """The error that a daemon sent; one of an unknown kind becomes a `DeviceError`."""
+    return _OWN.get(str(said.get("type")), DeviceError)(str(said.get("message")))
 
 
 class PoisonedError(DeviceError):

@@ -4,20 +4,14 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-import warpbus.errors
-from warpbus.errors import ConnectionLost, DeviceError, UsageError, WarpbusError
+from warpbus.errors import ConnectionLost, UsageError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.channel import connect
+from warpbus.pool.protocol.failures import sent_error
 from warpbus.pool.protocol.frames import PROTOCOL, Kind
 
 _SECONDS = 10.0
-# What is raised again as what it was: these are made from a message alone.
-_ERRORS = {
-    kind.__name__: kind
-    for kind in vars(warpbus.errors).values()
-    if isinstance(kind, type) and issubclass(kind, WarpbusError) and not issubclass(kind, warpbus.errors.RequestError)
-}
 
 Tell = Callable[[dict[str, Any]], None]
 """Called with answers that are not final: they say how far something is."""
@@ -108,11 +102,6 @@ class Steering:
 def is_final(answer: Mapping[str, Any]) -> bool:
     """Whether an answer is the last: those that say how far something is have "queued" or "phase"."""
     return "queued" not in answer and "phase" not in answer
-
-
-def sent_error(said: Mapping[str, Any]) -> WarpbusError:
-    """The error that a daemon sent; one of an unknown kind becomes a `DeviceError`."""
-    return _ERRORS.get(str(said.get("type")), DeviceError)(str(said.get("message")))
 
 
 def need(question: Mapping[str, Any], name: str, *kinds: type) -> Any:
