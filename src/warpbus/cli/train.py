@@ -1,17 +1,14 @@
-"""`warpbus train`: train a model from scratch, or go on training one."""
+"""`warpbus train`: train a model from scratch, go on training one, or train an adapter for one."""
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from warpbus.cli.models import model_directory
-from warpbus.errors import DeviceError, UsageError
 
 
 def train(
@@ -19,49 +16,74 @@ def train(
         str,
         typer.Argument(help="directory with config.json, a tokenizer and weights if there are any, or a name on a hub"),
     ],
-    output: Annotated[Path, typer.Argument(help="a new directory for the trained model")],
+    output: Annotated[Path, typer.Argument(help="a new directory for the trained model or adapter")],
     data: Annotated[Path, typer.Option(help=".jsonl of conversations or texts, or .txt")],
     valid: Annotated[Path | None, typer.Option(help="held-out data of the same form")] = None,
+    method: Annotated[str, typer.Option(help="full: all weights; or an adapter: lora or ptuning")] = "full",
     steps: Annotated[int, typer.Option(min=0, help="optimizer steps; 0: as many as --epochs makes")] = 0,
     epochs: Annotated[float, typer.Option(min=0.001, help="passes over the data")] = 1.0,
     length: Annotated[int, typer.Option(min=8, help="tokens in a row; documents are packed into rows")] = 512,
-    rows: Annotated[int, typer.Option(min=1, help="rows in an optimizer step, over all GPUs")] = 128,
-    rows_at_once: Annotated[int, typer.Option(min=1, help="rows in one forward pass; more are accumulated")] = 128,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="at its peak")] = 1e-3,
-    warmup: Annotated[int, typer.Option(min=0, help="steps over which the learning rate rises")] = 200,
-    weight_decay: Annotated[float, typer.Option(min=0.0, help="of matrices; biases and norms have none")] = 0.1,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="rows in an optimizer step, over all GPUs (128; adapters: 16)")
+    ] = None,
+    rows_at_once: Annotated[
+        int | None, typer.Option(min=1, help="rows in one forward pass; more are accumulated (128; adapters: 4)")
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(min=0.0, help="at its peak (0.001; ptuning: 0.01)")] = None,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="steps over which the learning rate rises (200; adapters: 20)")
+    ] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(min=0.0, help="of matrices; biases and norms have none (0.1; adapters: 0)")
+    ] = None,
     clip: Annotated[float, typer.Option(min=0.0, help="largest norm of a gradient")] = 1.0,
+    rank: Annotated[int, typer.Option(min=1, help="of lora: rows of its first matrix")] = 8,
+    alpha: Annotated[float, typer.Option(min=0.0, help="of lora: its scaling is alpha / rank")] = 16.0,
+    dropout: Annotated[float, typer.Option(min=0.0, help="of lora: share of its inputs left out")] = 0.0,
+    target: Annotated[
+        list[str] | None, typer.Option(help="of lora: a linear such as attention.qkv; repeatable; all by default")
+    ] = None,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="of ptuning: tokens that the prefix stands for")] = 64,
+    quantize: Annotated[
+        str | None, typer.Option(metavar="SCHEME", help="of adapters: round the model while loading: w4a16-g64")
+    ] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="multiply in FP8 in the layers")] = False,
+    recompute: Annotated[
+        int, typer.Option(min=0, help="compute activations of every n-th layer again instead of keeping them")
+    ] = 0,
     compile: Annotated[bool, typer.Option("--compile", help="use torch.compile")] = False,
     dtype: Annotated[str, typer.Option(help="bfloat16, float32, or auto: bfloat16 on a GPU")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of this machine; torchrun works too")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="that share the work, with --device cpu or --cluster")] = 1,
+    cluster: Annotated[
+        str | None, typer.Option(help="a Ray cluster that has --processes GPUs: auto, or ray://HOST:PORT")
+    ] = None,
+    sharding: Annotated[
+        str, typer.Option(help="ddp: each GPU has the whole model; fsdp: each has a part of it")
+    ] = "ddp",
     valid_every: Annotated[int, typer.Option(min=1, help="steps between validations")] = 250,
     save_every: Annotated[int, typer.Option(min=1, help="steps between checkpoints")] = 500,
     workers: Annotated[int, typer.Option(min=1, help="processes to tokenize with")] = min(16, os.cpu_count() or 1),
-    seed: Annotated[int, typer.Option(min=0, help="of fresh weights and of the shuffles")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of fresh weights, of the shuffles and of dropout")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUTPUT if it exists")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only reckon memory and time by number of GPUs")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
-    """Train MODEL on --data and write it to OUTPUT.
+    """Train MODEL on --data, or an adapter for it, and write that to OUTPUT.
 
-    The state is kept in OUTPUT.training; the same command goes on where an interrupted run stopped.
+    The state is kept in OUTPUT.training; the same command goes on where an interrupted run stopped, also with another
+    number of GPUs.
     """
-    import torch
-
+    from warpbus.cli.training import is_silent, plan_table, shown
     from warpbus.cuda.devices import resolve_device
-    from warpbus.dist import relaunch
     from warpbus.train import TrainingSettings
     from warpbus.train import train as run
-    from warpbus.train.pretrain import Progress as Step
+    from warpbus.train.plan import plan
 
-    place = resolve_device(device).type
-    if gpus > 1 and "WORLD_SIZE" not in os.environ:
-        if place != "cuda":
-            raise UsageError(f"--gpus {gpus}: this would run on the CPU: leave it out, or see warpbus doctor")
-        if gpus > torch.cuda.device_count():
-            raise DeviceError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()}: give fewer")
-        relaunch(gpus, sys.argv[1:])
-    settings = TrainingSettings(
+    place = resolve_device(device)
+    settings = TrainingSettings.of(
+        method,
         steps=steps,
         epochs=epochs,
         length=length,
@@ -72,31 +94,29 @@ def train(
         weight_decay=weight_decay,
         clip=clip,
         compile=compile,
-        dtype=("bfloat16" if place == "cuda" else "float32") if dtype == "auto" else dtype,
+        dtype=("bfloat16" if place.type == "cuda" else "float32") if dtype == "auto" else dtype,
+        fp8=fp8,
+        recompute=recompute,
+        sharding=sharding,
         valid_every=valid_every,
         save_every=save_every,
         seed=seed,
+        rank=rank,
+        alpha=alpha,
+        dropout=dropout,
+        targets=tuple(target or ()),
+        prefix_tokens=prefix_tokens,
+        quantize=quantize,
     )
     directory = model_directory(model)
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )
-    silent = os.environ.get("RANK", "0") != "0"
-    with Progress(*columns, console=console, disable=silent) as bar:
-        task = bar.add_task("reading the data", total=None, figures="")
-
-        def show(step: Step) -> None:
-            figures = f"loss {step.loss:.3f}  {step.tokens_per_second / 1e3:,.0f}k tokens/s"
-            bar.update(task, description="training", completed=step.step, total=step.steps, figures=figures)
-            if step.valid_loss is not None:
-                bar.console.print(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")
-
+    if dry_run:
+        needs = plan(directory, data, settings, place, workers=workers)
+        if as_json:
+            print(json.dumps(needs.to_json(), ensure_ascii=False))
+        else:
+            Console().print(plan_table(needs))
+        return
+    with shown(output) as (begun, report):
         summary = run(
             directory,
             output,
@@ -104,15 +124,20 @@ def train(
             valid=valid,
             settings=settings,
             device=device,
+            gpus=gpus,
+            processes=processes,
+            cluster=cluster,
             workers=workers,
             overwrite=overwrite,
-            report=show,
+            begun=begun,
+            report=report,
         )
-    if silent:
+    if is_silent():
         return
     if as_json:
         print(json.dumps(summary, ensure_ascii=False))
     else:
+        console = Console(stderr=True)
         validated = summary["valid_loss"]
         held_out = "" if validated is None else f", validation {validated:.4f}"
         console.print(f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s{held_out}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpbus.dist.group import Group, joined_group
     from warpbus.dist.outcome import Job, Line, Receive, Send
-    from warpbus.dist.processes import ProcessDiedError, Processes, launch, relaunch
+    from warpbus.dist.processes import ProcessDiedError, Processes, launch
     from warpbus.dist.shares import SHARES
     from warpbus.dist.tree import TreeSum
 
@@ -26,7 +26,6 @@ __all__ = [
     "TreeSum",
     "joined_group",
     "launch",
-    "relaunch",
 ]
 
 # None has the name of a file of this room, which would hide it.
@@ -42,7 +41,6 @@ _FILES = {
     "TreeSum": "tree",
     "joined_group": "group",
     "launch": "processes",
-    "relaunch": "processes",
 }
 
 

@@ -1,10 +1,8 @@
 """Starting the processes of a job on this machine."""
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -230,15 +228,3 @@ def _death(member: _Member) -> ProcessDiedError:
     if -code == signal.SIGKILL:
         advice = "somebody killed it, or the system for want of memory (see dmesg): run it again"
     return ProcessDiedError(f"{member.name} was killed by signal {-code} ({name})", advice)
-
-
-def relaunch(processes: int, arguments: Sequence[str]) -> None:
-    """Replace this process by torchrun running `warpbus` with `arguments` in `processes` processes.
-
-    torchrun ends the others and returns an error when one process dies. Does not return.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    # Without this torchrun warns that it chose one thread a process.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    sys.stdout.flush()
-    os.execv(sys.executable, [*command, "-m", "warpbus", *arguments])

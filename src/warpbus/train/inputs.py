@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
 
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.formats import Checkpoint, read_schemes
-from warpbus.models import ModelConfig, read_config
+from warpbus.models import DecoderLayer, ModelConfig, quantized_parameters, read_config
 from warpbus.qtensor import Scheme
 from warpbus.train.dataset import Batches, Documents, tokenize
-from warpbus.train.memory import linear_shapes
 from warpbus.train.settings import TrainingSettings
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
@@ -52,6 +55,11 @@ class Inputs:
             settings = replace(settings, steps=max(1, round(settings.epochs * batches.steps_per_epoch())))
         return cls(checkpoint, config, batches, settings)
 
+    @property
+    def scheme(self) -> Scheme | None:
+        """Of the layers' matrices, where the model is quantized already; of the first where there are several."""
+        return next(iter(quantized_parameters(self.checkpoint, self.config).values()), None)
+
     def held_out(self, data: Path, workers: int) -> Documents:
         """Further data, for validation; arguments and errors as of `read`."""
         return _read(data, self.checkpoint, self.config, self.settings.length, workers)
@@ -73,8 +81,11 @@ def _check_fit(checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSe
         if settings.quantize is not None:
             raise UsageError(f"--quantize {settings.quantize}: {model} is quantized already: leave it out")
     if settings.quantize is not None:
-        for name, (_, columns) in linear_shapes(config).items():
-            Scheme.parse(settings.quantize).groups(columns, f"--quantize {settings.quantize}: {name}")
+        with torch.device("meta"):
+            layer = DecoderLayer(config)
+        for name in config.linears:
+            columns = cast(nn.Linear, layer.get_submodule(name)).in_features
+            Scheme.parse(settings.quantize).groups(columns, f"--quantize: {name}")
     if settings.length > config.max_context:
         raise UsageError(f"--length {settings.length}: the positions of {model} end at {config.max_context}: lower it")
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 from warpbus.errors import UsageError
 from warpbus.qtensor import Scheme
@@ -10,6 +11,14 @@ METHODS = ("full", "lora", "ptuning")
 
 # What changes how a run is computed but not what it learns: it may differ when a run goes on.
 _FREE = ("rows_at_once", "compile", "recompute", "sharding", "save_every")
+
+# What adapters want otherwise: few rows, larger steps, nothing that pulls what is learnt back to 0.
+_ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "warmup": 20, "weight_decay": 0.0}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {**_ADAPTER, "learning_rate": 1e-3},
+    "ptuning": {**_ADAPTER, "learning_rate": 1e-2},
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,16 @@ class TrainingSettings:
             raise UsageError(f"quantize is {self.quantize!r}: expected weights only, symmetric, such as w4a16-g64")
         if self.fp8:
             raise UsageError("quantize and fp8: rounded matrices are not multiplied in FP8: choose one of the two")
+
+    @classmethod
+    def of(cls, method: str, **given: Any) -> "TrainingSettings":
+        """Settings for a method, with its own defaults for those that are None or not given.
+
+        Raises:
+            UsageError: as the class.
+        """
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return cls(method=method, **{**_DEFAULTS.get(method, {}), **chosen})
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then a cosine."""

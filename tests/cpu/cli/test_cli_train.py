@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import warpbus.dist
 from warpbus.cli import app, main
 from warpbus.errors import DeviceError, UsageError
+from warpbus.train.job import devices_of
 
 SHORT = ["--device", "cpu", "--steps", "3", "--length", "32", "--rows", "2", "--rows-at-once", "1"]
 SHORT += ["--warmup", "1", "--workers", "1"]
@@ -68,22 +68,18 @@ def test_what_cannot_be(blank_model, tmp_path, data):
     assert not (tmp_path / "out").exists()
 
 
-def test_several_gpus_start_a_process_each(blank_model, tmp_path, data, monkeypatch):
-    started = []
-
-    def relaunch(processes, arguments):
-        started.append((processes, arguments))
-        raise SystemExit
-
+def test_a_process_for_each_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(warpbus.dist, "relaunch", relaunch)
-    monkeypatch.setattr(sys, "argv", ["warpbus", "train", "a", "b", "--gpus", "2"])
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    invoke(blank_model, tmp_path / "out", "--data", data, "--gpus", 2)
-    assert started == [(2, ["train", "a", "b", "--gpus", "2"])]
+    assert devices_of("auto", 2, 1) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert devices_of("cuda:1", 1, 1) == [torch.device("cuda", 1)]
+    assert devices_of("cpu", 1, 3) == [torch.device("cpu")] * 3
     with pytest.raises(DeviceError, match="--gpus 3: this machine has 2: give fewer"):
-        invoke(blank_model, tmp_path / "out", "--data", data, "--gpus", 3)
+        devices_of("cuda", 3, 1)
+    with pytest.raises(UsageError, match="--device cuda:1 is one GPU"):
+        devices_of("cuda:1", 2, 1)
+    with pytest.raises(UsageError, match="--processes 2: that is for the CPU and for clusters"):
+        devices_of("auto", 1, 2)
 
 
 def test_an_error_is_one_line_and_an_exit_code(blank_model, tmp_path, data, monkeypatch, capsys):

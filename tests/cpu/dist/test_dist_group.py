@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from warpbus.dist import joined_group, relaunch
+from warpbus.dist import joined_group
 from warpbus.errors import DeviceError, UsageError
 
 PROGRAM = """
@@ -64,22 +64,3 @@ def test_each_process_takes_the_gpu_of_its_local_rank(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(DeviceError, match=r"cuda:2: this machine has 2 GPU"), joined_group("cuda"):
         pass
-
-
-def test_relaunch_becomes_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    became: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(os, "execv", lambda program, arguments: became.append((program, arguments)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    relaunch(4, ["train", "a", "--gpus", "4"])
-    assert os.environ["OMP_NUM_THREADS"] == "3"
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    relaunch(64, ["train"])
-    assert os.environ["OMP_NUM_THREADS"] == "5"
-    (program, arguments), _ = became
-    assert program == arguments[0] == sys.executable
-    assert arguments[1:] == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
-        *("-m", "warpbus", "train", "a", "--gpus", "4"),
-    ]

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import Checkpoint
-from warpbus.models import load_model
-from warpbus.train import TrainingSettings, pretrain, train
+from warpbus.models import Decoder, load_model, read_config
+from warpbus.train import Progress, TrainingSettings, train
 from warpbus.train.curve import draw_curve
-from warpbus.train.pretrain import Progress
+from warpbus.train.dataset import Batches, Rows, pack, tokenize
+from warpbus.train.run import _Run
 
 WriteLines = MakeModel = Callable[..., Path]
 VERSES = ("床前明月光", "疑是地上霜", "举头望明月", "低头思故乡", "春夜", "明月", "故乡霜", "光")
@@ -114,13 +115,13 @@ def test_the_first_loss_is_that_of_the_documents_one_by_one(blank_model: Path, t
     """With a learning rate of 0 the written model is the initial one, and all of the data are in the first step."""
     _, steps = run(blank_model, tmp_path / "out", data, steps=1, rows_per_step=16, rows_at_once=16, learning_rate=0.0)
     # Written in bfloat16, but fresh weights are drawn from the seed.
-    documents = pretrain.tokenize(data, blank_model, Checkpoint(blank_model, weights=False).config, length=32)
-    rows = pretrain.pack(documents, range(len(documents)), 32)
+    documents = tokenize(data, blank_model, Checkpoint(blank_model, weights=False).config, length=32)
+    rows = pack(documents, range(len(documents)), 32)
     assert len(rows) <= 16
-    model = pretrain.Decoder(pretrain.read_config(Checkpoint(blank_model, weights=False)))
+    model = Decoder(read_config(Checkpoint(blank_model, weights=False)))
     model.initialize(torch.Generator().manual_seed(0))
     total = count = 0.0
-    batch = next(pretrain.Batches(documents, 32, 16, 0).steps(0, 1))
+    batch = next(Batches(documents, 32, 16, 0).steps(0, 1))
     for tokens, targets, numbers in zip(batch.tokens, batch.targets, batch.documents, strict=True):
         for number in range(int(numbers.max()) + 1):
             own = numbers == number
@@ -199,14 +200,14 @@ def test_a_loss_that_is_not_finite_is_an_error(make_model: MakeModel, tmp_path: 
 def test_an_explosion_names_the_state_that_was_kept(
     blank_model: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validate = pretrain._Run._validate
+    validate = _Run._validate
 
-    def explode(run: pretrain._Run, rows: pretrain.Rows) -> float:
+    def explode(run: _Run, rows: Rows) -> float:
         with torch.no_grad():
-            run.model.final_norm.weight.fill_(float("inf"))
+            run.method.model.final_norm.weight.fill_(float("inf"))
         return validate(run, rows)
 
-    monkeypatch.setattr(pretrain._Run, "_validate", explode)
+    monkeypatch.setattr(_Run, "_validate", explode)
     with pytest.raises(
         NumericError, match=r"step 3: the validation loss is nan.*state\.pt has the last state"
     ) as raised:
@@ -319,7 +320,7 @@ def test_what_does_not_fit_together(blank_model: Path, tmp_path: Path, data: Pat
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": scheme}
     quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": group}}
-    with pytest.raises(UsageError, match="a quantized model cannot be trained"):
+    with pytest.raises(UsageError, match="the weights of a quantized model cannot be trained"):
         run(edited(blank_model, tmp_path / "quantized", quantization_config=quantization), output, data)
     assert not output.exists()
 

@@ -1,0 +1,104 @@
+"""What the terminal shows of a training run, all of it on stderr."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from warpbus.cuda.memory_size import gigabytes
+from warpbus.train import Begun, Stopped
+from warpbus.train import Progress as Step
+from warpbus.train.plan import Plan
+
+_PARTS = ("weights", "gradients", "optimizer", "activations")
+
+
+def is_silent() -> bool:
+    """Whether another process of a torchrun job speaks for this one."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+@contextmanager
+def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Step], None]]]:
+    """The functions to hand to `train` as `begun` and `report`: a bar with the loss, the speed and the time left.
+
+    Raises:
+        typer.Exit: after SIGINT or SIGTERM; what is kept and how to go on has been said.
+    """
+    console = Console(stderr=True, soft_wrap=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    silent = is_silent()
+
+    def say(text: str) -> None:
+        if not silent:
+            console.print(text, highlight=False, markup=False)
+
+    try:
+        with Progress(*columns, console=console, disable=silent) as bar:
+            task = bar.add_task("reading model and data", total=None, figures="")
+
+            def begun(start: Begun) -> None:
+                if start.step:
+                    bar.console.print(
+                        f"{output}: {start.step:,} of {start.steps:,} steps are done: going on from there"
+                    )
+                bar.console.print(f"training {start.trained:,} numbers of a model of {start.parameters:,}")
+                # The time left is reckoned from the steps of this session alone.
+                bar.reset(task, total=start.steps, completed=start.step, description="training")
+
+            def report(step: Step) -> None:
+                speed = step.tokens_per_second
+                told = f"{speed / 1e3:,.0f}k" if speed >= 1e4 else f"{speed:,.0f}"
+                bar.update(task, completed=step.step, figures=f"loss {step.loss:.3f}  {told} tokens/s")
+                if step.valid_loss is not None:
+                    bar.console.print(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")
+
+            yield begun, report
+    except Stopped as stopped:
+        going_on = "" if stopped.state is None else ": the same command goes on from there"
+        say(f"{stopped}{going_on}")
+        raise typer.Exit(128 + stopped.signal) from None
+
+
+def plan_table(plan: Plan) -> Table:
+    """Memory and time by the number of GPUs."""
+    title = f"{plan.steps:,} steps, {plan.tokens:,} tokens; {plan.trained:,} of {plan.parameters:,} numbers are trained"
+    table = Table(title=title, title_justify="left")
+    table.add_column("GPUs", justify="right")
+    for name in ("memory of each", *_PARTS, "other"):
+        table.add_column(name, justify="right")
+    table.add_column("time", justify="right")
+    for need in plan.needs:
+        memory = need.memory
+        parts = [getattr(memory, name) for name in _PARTS]
+        fits = plan.device_memory is None or memory.total <= plan.device_memory
+        table.add_row(
+            str(need.gpus),
+            gigabytes(memory.total) + ("" if fits else ", too much"),
+            *map(gigabytes, parts),
+            gigabytes(max(0, memory.total - sum(parts))),
+            "needs a GPU" if need.seconds is None else f"{_duration(need.seconds)} or more",
+        )
+    if plan.flops_per_second is None:
+        table.caption = "the time is reckoned from what a GPU does: run this where there is one"
+    else:
+        table.caption = f"at {plan.flops_per_second / 1e12:,.0f} TFLOP/s in matrix products of {plan.device}"
+    return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
