@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from warpbus.cli.adapters import one_adapter
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.errors import DataError, UsageError, WarpbusError
 
@@ -47,6 +48,7 @@ def chat(
     model: Annotated[str, typer.Argument(help="model directory, name on a hub, or demo for the packaged poet")],
     prompt: Annotated[str | None, typer.Option(help="answer this and exit; - reads it from stdin")] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="directory of a LoRA or a prefix to answer with")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token every time")] = 0.7,
     top_p: Annotated[float, typer.Option(help="draw among the likeliest tokens with this much probability")] = 0.9,
     top_k: Annotated[int, typer.Option(help="draw among this many likeliest tokens; 0: all")] = 0,
@@ -72,6 +74,7 @@ def chat(
     if text is not None and not text.strip():
         raise UsageError("--prompt is empty: give the text to answer")
     directory = model_directory(model)
+    named = None if adapter is None else one_adapter(adapter)
     with _loading(model) as progress:
         from warpbus.engine import LLM, SamplingParams
 
@@ -91,17 +94,18 @@ def chat(
             max_num_seqs=1,
             memory=memory,
             kv_dtype=kv_dtype,
+            adapters=None if named is None else dict([named]),
             progress=progress,
             planned=None if as_json else lambda plan: Console(stderr=True).print(plan.table()),
         )
-    conversation = Conversation(llm, params, system)
+    conversation = Conversation(llm, params, system, None if named is None else named[0])
     if text is not None:
         _answer_one(conversation, text, as_json, llm.plan)
     elif sys.stdin.isatty():
         # A model without a chat template says so here, before anything is typed.
         llm.render([{"role": "user", "content": "?"}])
         console = Console(highlight=False)
-        console.print(f"[dim]{escape(llm.describe())}[/]")
+        console.print(f"[dim]{escape(', '.join([llm.describe(), *llm.adapters]))}[/]")
         if model == DEMO:
             console.print(DEMO_GREETING)
         console.print("[dim]/help lists the commands, Ctrl-D leaves[/]")
@@ -127,13 +131,14 @@ class Conversation:
         completion: the last answer, or None if it was interrupted or there is none.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, adapter: str | None = None) -> None:
         self.messages: list[dict[str, str]] = []
         self.system = system
         self.dropped = 0
         self.completion: Completion | None = None
         self._llm = llm
         self._params = params
+        self._adapter = adapter
         self._answers = 0
 
     def ask(self, text: str) -> Generator[Chunk, None, None]:
@@ -147,7 +152,7 @@ class Conversation:
         answer = ""
         try:
             prompt = self._fitting_prompt()
-            for chunk in self._llm.generate(prompt, self._next_params(), stream=True):
+            for chunk in self._llm.generate(prompt, self._next_params(), adapter=self._adapter, stream=True):
                 answer += chunk.text
                 self.completion = chunk.completion
                 yield chunk

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from warpbus.cli.adapters import adapters_by_model
 from warpbus.cli.models import model_directory, model_name
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import DataError, UsageError
@@ -31,6 +32,13 @@ def serve(
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="what requests call the models, one for each; else their directories' names"),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=DIR: answer requests for NAME by the model with this LoRA or prefix; MODEL:NAME=DIR where it "
+            "fits several"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
     dtype: Annotated[str, typer.Option(help="of activations: auto, float32, float16 or bfloat16")] = "auto",
@@ -77,6 +85,7 @@ def serve(
         raise UsageError(f"--served-model-name: {len(names)} for {len(models)} models: give one for each, in order")
     if len(set(names)) < len(names):
         raise UsageError(f"two models are called {_twice(names)}: tell them apart by --served-model-name")
+    adapters = adapters_by_model(adapter or [], dict(zip(names, directories, strict=True)))
     options = ServerOptions(
         host=host,
         port=port,
@@ -108,7 +117,7 @@ def serve(
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("warpbus").setLevel(logging.INFO)
-    wanted = [ModelToServe(name, directory) for name, directory in zip(names, directories, strict=True)]
+    wanted = [ModelToServe(name, path, adapters[name]) for name, path in zip(names, directories, strict=True)]
     with ExitStack() as loading:
         show = loading.enter_context(progress_bar())
 
