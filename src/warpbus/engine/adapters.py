@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.models import Decoder
 from warpbus.models.adapters import Lora, LowRank, Prefix
-from warpbus.models.layers import QuantizedLinear
-from warpbus.models.layers.adapted import Adapted, Selection, padded
+from warpbus.models.layers import Adapted, QuantizedLinear, Selection
+from warpbus.models.layers.adapted import padded
 from warpbus.models.layers.parallel import Parallel
 from warpbus.models.parallel import Lines, Part, Span, copy_lines, joined
 

@@ -24,8 +24,7 @@ from warpbus.engine.logits import pinned, to_device
 from warpbus.engine.places import Placing, Turns, needed
 from warpbus.kernels.ops.workspace import lent
 from warpbus.models import Decoder
-from warpbus.models.layers import FusedAttention
-from warpbus.models.layers.adapted import Selection
+from warpbus.models.layers import FusedAttention, Selection
 
 SHORTEST_BUCKET = 512
 """Tokens: sequences up to here share a graph; beyond, a graph is for those of up to twice as many."""

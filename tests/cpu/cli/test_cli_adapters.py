@@ -15,7 +15,6 @@ from warpbus.models import read_config
 from warpbus.models.adapters import Lora, LowRank, save_lora
 from warpbus.server import listening
 
-
 ADAPTERS = ("poet", None)
 
 

@@ -1,5 +1,6 @@
 """The layers that every family shares."""
 
+from warpbus.models.layers.adapted import Adapted, Selection
 from warpbus.models.layers.attention import Attention, AttentionContext, CausalAttention, FusedAttention
 from warpbus.models.layers.linear import QuantizedLinear, project
 from warpbus.models.layers.mlp import GatedMLP, PlainMLP, make_mlp
@@ -7,6 +8,7 @@ from warpbus.models.layers.norm import LayerNorm, Norm, RMSNorm, make_norm
 from warpbus.models.layers.rope import Rotary, coordinates, prompt_lengths, rotate
 
 __all__ = [
+    "Adapted",
     "Attention",
     "AttentionContext",
     "CausalAttention",
@@ -18,6 +20,7 @@ __all__ = [
     "QuantizedLinear",
     "RMSNorm",
     "Rotary",
+    "Selection",
     "coordinates",
     "make_mlp",
     "make_norm",
