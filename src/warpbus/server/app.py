@@ -112,7 +112,14 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         return await responder.respond(
             request,
             model,
-            ChatForm(model, service.tokenizer, count, tools, logprobs=bool(body.logprobs)),
+            ChatForm(
+                model,
+                service.tokenizer,
+                count,
+                tools,
+                logprobs=bool(body.logprobs),
+                grammar=grammar is not None,
+            ),
             [Job(prompt, for_answer(params, index)) for index in range(count)],
             per_prompt=count,
             stream=bool(body.stream),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from warpbus.engine import Grammar, Piece
 from warpbus.errors import RequestError
 from warpbus.models.templates import Message
 from warpbus.models.templates.tools import AnswerStream, ToolCall, ToolDialect, Turn
-from warpbus.models.tokenizers import Tokenizer
+from warpbus.models.tokenizers import StreamDecoder, Tokenizer
 from warpbus.server.options import ServerOptions
 from warpbus.server.params import check_size
 from warpbus.server.registry import Model
@@ -91,14 +92,17 @@ class ChatForm:
         count: answers.
         tools: that they may call.
         logprobs: are wanted.
+        grammar: the answers follow one.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, count: int, tools: ToolUse, *, logprobs: bool) -> None:
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, count: int, tools: ToolUse, *, logprobs: bool, grammar: bool
+    ) -> None:
         self._head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model.name}
         self._tokenizer = tokenizer
         self._count = count
         self._logprobs = logprobs
-        self._readers = [_Reader(model.dialect, tools) for _ in range(count)]
+        self._readers = [_Reader(model.dialect, tools, tokenizer, grammar=grammar) for _ in range(count)]
 
     def opening(self) -> list[Json]:
         """See `Form.opening`: the role of each answer."""
@@ -106,24 +110,26 @@ class ChatForm:
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
         """See `Form.chunks`."""
-        text, calls = self._readers[index].read(piece)
+        reader = self._readers[index]
+        text, calls = reader.read(piece)
         logprobs = self._content([piece])
         found = []
         if text or (logprobs is not None and piece.logprobs):
             found.append(self._choice(index, {"content": text}, logprobs=logprobs))
         if calls:
-            numbered = [{"index": at, **_call(call)} for at, call in enumerate(calls)]
+            numbered = [{"index": at, **_call(call)} for at, call in enumerate(calls, reader.calls - len(calls))]
             found.append(self._choice(index, {"tool_calls": numbered}))
-        if piece.finish_reason is not None:
-            found.append(self._choice(index, {}, finish="tool_calls" if calls else piece.finish_reason))
+        if reader.finish_reason is not None:
+            found.append(self._choice(index, {}, finish=reader.finish_reason))
         return found
 
     def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
         """See `Form.whole`."""
         text = ""
         calls: list[ToolCall] = []
+        reader = self._readers[index]
         for piece in pieces:
-            new, found = self._readers[index].read(piece)
+            new, found = reader.read(piece)
             text += new
             calls += found
         message: Json = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
@@ -133,7 +139,7 @@ class ChatForm:
             "index": index,
             "message": message,
             "logprobs": self._content(pieces),
-            "finish_reason": "tool_calls" if calls else pieces[-1].finish_reason,
+            "finish_reason": reader.finish_reason,
         }
 
     def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
@@ -178,21 +184,57 @@ def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
 
 
 class _Reader:
-    """One answer's text, and the calls in it."""
+    """One answer's text, and the calls in it.
 
-    def __init__(self, dialect: ToolDialect | None, tools: ToolUse) -> None:
+    Where the model knows tools, `<|assistant|>` in its answer begins a further message, and has no text of its own: its
+    place in the text is found by decoding the tokens once more.
+
+    Attributes:
+        calls: how many there were so far.
+        finish_reason: of the last piece, "tool_calls" where the answer ended with calls.
+    """
+
+    def __init__(self, dialect: ToolDialect | None, tools: ToolUse, tokenizer: Tokenizer, *, grammar: bool) -> None:
         self._stream = None if dialect is None else AnswerStream(dialect, tools.allowed)
         self._most = tools.most
+        self._next = tokenizer.special_ids.get("<|assistant|>")
+        self._decoder = StreamDecoder(tokenizer, keep_first_space=grammar)
+        self._decoded = 0  # characters of the tokens so far
+        self._taken = 0  # of these, how many have come as text
+        self._ends: deque[int] = deque()  # where messages end that are not taken yet
+        self.calls = 0
+        self.finish_reason: str | None = None
 
     def read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
-        """What is certain now; calls come with the last piece, and not from an answer that was cut off."""
+        """What is certain now; a call comes with the end of its message, and not from one that was cut off."""
+        self.finish_reason = piece.finish_reason
         if self._stream is None:
             return piece.text, []
-        text = self._stream.push(piece.text)
-        if piece.finish_reason is None:
-            return text, []
-        rest, calls = self._stream.flush()
-        return text + rest, calls[: self._most]
+        for token in piece.token_ids:
+            if token == self._next:
+                self._ends.append(self._decoded)
+            else:
+                self._decoded += len(self._decoder.push(token))
+        text = ""
+        calls: list[ToolCall] = []
+        rest = piece.text
+        while self._ends and self._taken + len(rest) >= self._ends[0]:
+            own = self._ends.popleft() - self._taken
+            text += self._stream.push(rest[:own])
+            self._taken, rest = self._taken + own, rest[own:]
+            kept, found = self._stream.turn()
+            text, calls = text + kept, calls + found
+        text += self._stream.push(rest)
+        self._taken += len(rest)
+        found = []
+        if piece.finish_reason is not None:
+            kept, found = self._stream.flush()
+            text, calls = text + kept, calls + found
+        calls = calls if self._most is None else calls[: max(0, self._most - self.calls)]
+        self.calls += len(calls)
+        if found or (self.calls and piece.finish_reason == "stop"):
+            self.finish_reason = "tool_calls"
+        return text, calls
 
 
 def _call(call: ToolCall) -> Json:

@@ -16,6 +16,8 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 TIME = {"name": "get_time"}
+PYTHON = {"name": "python", "description": "runs Python"}
+INTERPRETER = {"name": "interpreter", "description": "runs Python", "parameters": {"properties": {"code": {}}}}
 GLM4, GLM3 = GLM4Tools(), ChatGLM3Tools()
 NAMES = ("get_weather", "get_time")
 
@@ -163,16 +165,112 @@ def test_forced_calls_have_a_grammar():
     assert '"get_weather\\n" %json {"type": "object"' in grammar
     blanks = '"x-guidance": {"whitespace_pattern": "[ ]?"}'
     assert GLM4.grammar([TIME]) == f'start: tool0\ntool0: "get_time\\n" %json {{"type": "object", {blanks}}}'
-    with pytest.raises(UsageError, match="auto or none"):
-        GLM3.grammar([TIME])
+    assert GLM4.grammar([PYTHON]) == 'start: tool0\ntool0: "python\\n" /(.|\\n)+/'
+    with pytest.raises(UsageError, match="cannot be made to run code: give auto, or tools other than interpreter"):
+        GLM3.grammar([TIME, INTERPRETER])
+    with pytest.raises(UsageError, match="tools: f: ChatGLM3 cannot write the argument's name 'two words'"):
+        GLM3.grammar([{"name": "f", "parameters": {"properties": {"two words": {}}}}])
 
 
-def test_the_grammar_is_one_that_llguidance_takes():
+FORECAST = {
+    "name": "forecast",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "days": {"type": "integer"},
+            "city": {"type": "string"},
+            "unit": {"enum": ["C", "it's  F"]},
+            "more": {"type": "object"},
+        },
+        "required": ["city"],
+    },
+}
+SWITCH = {
+    "name": "switch",
+    "parameters": {"properties": {"on": {"type": "boolean"}, "at": {}, "by": {"type": "number"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "allowed"),
+    [
+        (GLM4, 'forecast\n{"city":"北京"}', True),
+        (GLM4, 'forecast\n{"days":1}', False),
+        (GLM4, "switch\n{}", True),
+        (GLM4, "other\n{}", False),
+        (GLM3, "forecast\n ```python\ntool_call(city='北京')\n```", True),
+        (GLM3, " forecast\n ```python\ntool_call(city='it\\'s', days=-3, more={'a': [1, None], 'b': {}})\n```", True),
+        (GLM3, "forecast\n ```python\ntool_call(city='x', unit=\"it's  F\")\n```", True),
+        (GLM3, "forecast\n ```python\ntool_call(city='x', unit='K')\n```", False),
+        (GLM3, "forecast\n ```python\ntool_call(days=3)\n```", False),
+        (GLM3, "forecast\n ```python\ntool_call(city=1)\n```", False),
+        (GLM3, "forecast\n ```python\ntool_call(city=open('x'))\n```", False),
+        (GLM3, "switch\n ```python\ntool_call()\n```", True),
+        (GLM3, "switch\n ```python\ntool_call(on=True, by=1.5)\n```", True),
+        (GLM3, "switch\n ```python\ntool_call(at=[True, 'x'], by=-2)\n```", True),
+        (GLM3, "switch\n ```python\ntool_call(by=1, on=True)\n```", False),
+        (GLM3, "get_time\n ```python\ntool_call()\n```", True),
+        (GLM3, "get_time\n ```python\ntool_call(a=1)\n```", False),
+    ],
+)
+def test_a_forced_call_is_one_that_can_be_read(dialect, text, allowed):
     llguidance = pytest.importorskip("llguidance")
-    assert (
-        llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_lark(GLM4.grammar([WEATHER, TIME])))
-        == ""
-    )
+    grammar = llguidance.LLMatcher.grammar_from_lark(dialect.grammar([FORECAST, SWITCH, TIME]))
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(text.encode())
+    taken = matcher.validate_tokens(tokens)
+    assert (taken == len(tokens)) == allowed
+    if allowed:
+        assert matcher.consume_tokens(tokens)
+        assert matcher.is_accepting()
+        [call] = dialect.read(text, ("forecast", "switch", "get_time"))
+        assert isinstance(json.loads(call.arguments), dict)
+
+
+def test_code_interpreters_are_told_apart_from_functions():
+    [head, _] = GLM4.render_tools([Turn("user", "u")], [TIME, PYTHON])
+    assert head["content"].endswith("\n\n## python\n\nruns Python")
+    assert head["content"].count("## ") == 2
+    [head, _] = GLM3.render_tools([Turn("user", "u")], [TIME, INTERPRETER])
+    assert head["content"].startswith("runs Python\nAnswer the following questions")
+    assert "interpreter" not in head["content"]
+    # One that wants something else than code is a function like others.
+    other = {**INTERPRETER, "parameters": {"properties": {"line": {"type": "integer"}}}}
+    assert '"interpreter"' in GLM3.render_tools([Turn("user", "u")], [other])[0]["content"]
+    # Without a description there is nothing to say.
+    assert GLM3.render_tools([Turn("user", "u")], [{"name": "interpreter"}]) == [{"role": "user", "content": "u"}]
+
+
+CODE = "import math\nprint({1: 'a'})\n```\nprint(2)"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name", "written"),
+    [(GLM3, "interpreter", f" ```python\n{CODE}\n```"), (GLM4, "python", CODE)],
+)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_code_is_read_and_rendered_back(dialect, name, written, size):
+    shown, [call] = split(dialect, f"{name}\n{written}", size, (*NAMES, name))
+    assert (shown, call.name, json.loads(call.arguments)) == ("", name, {"code": CODE})
+    [message] = dialect.render_tools([Turn("assistant", "", (call,))], [])
+    assert message == {"role": "assistant", "metadata": name, "content": written}
+    # Where it was not offered, it is text.
+    assert split(dialect, f"{name}\n{written}", size) == (f"{name}\n{written}", [])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_messages_of_one_answer_are_apart(size):
+    stream = AnswerStream(GLM4, NAMES)
+    shown, calls = "", []
+    for message in ("\n好的。", 'get_weather\n{"city": "x"}', "get_time\n{}", "\n 再见", "get_time"):
+        shown += "".join(stream.push(message[at : at + size]) for at in range(0, len(message), size))
+        text, found = stream.turn()
+        shown += text
+        calls += found
+    assert shown == "好的。\n再见\nget_time"
+    assert [(call.name, call.arguments) for call in calls] == [("get_weather", '{"city": "x"}'), ("get_time", "{}")]
+    assert stream.flush() == ("", [])
 
 
 def test_models_that_know_no_tools_have_no_dialect():

@@ -21,6 +21,8 @@ from warpbus.server.listening import make_server
 SPECIALS = ["[gMASK]", "sop", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 FIRST_SPECIAL = 256
 STOP = FIRST_SPECIAL + SPECIALS.index("<|user|>")
+NEXT_MESSAGE = "\x1e"
+"""In a script: the token <|assistant|>, which has no text."""
 
 
 class ByteTokenizer:
@@ -118,6 +120,8 @@ class FakeService:
                 if isinstance(self.fails, tuple) and said >= self.fails[0]:
                     raise self.fails[1]
                 tokens = tuple(text.encode()) + ((STOP,) if finish == "stop" else ())
+                if text == NEXT_MESSAGE:
+                    text, tokens = "", (FIRST_SPECIAL + SPECIALS.index("<|assistant|>"),)
                 logprobs = None
                 if params.logprobs is not None:
                     logprobs = tuple(

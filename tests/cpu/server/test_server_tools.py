@@ -4,6 +4,7 @@ import json
 
 import pytest
 from openai import BadRequestError
+from serving_fakes import NEXT_MESSAGE
 
 WEATHER = {
     "type": "function",
@@ -14,7 +15,9 @@ WEATHER = {
     },
 }
 TIME = {"type": "function", "function": {"name": "get_time", "strict": True}}
+CODE = {"type": "function", "function": {"name": "interpreter", "description": "runs Python"}}
 ASKED = [{"role": "user", "content": "北京？"}]
+TWO_CALLS = (("weather", "city='北京'"), ("time", ""))
 CALL = 'get_weather\n{"city": "北京"}'
 
 
@@ -59,6 +62,66 @@ def test_calls_are_streamed(client, served):
     assert "".join(choice.delta.content or "" for choice in deltas) == ""
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_and_several_calls_of_one_answer(client, served, stream):
+    city, date = (f"get_{name}\n ```python\ntool_call({given})\n```" for name, given in TWO_CALLS)
+    served.glm3.script = NEXT_MESSAGE.join(["\n 好的，我看看。", city, date])
+    answer = ask(client, model="chatglm3", stream=stream)
+    if stream:
+        deltas = [chunk.choices[0] for chunk in answer]
+        text = "".join(choice.delta.content or "" for choice in deltas)
+        calls = [call for choice in deltas for call in choice.delta.tool_calls or ()]
+        assert [call.index for call in calls] == [0, 1]
+        # The first call is there before the second has begun.
+        assert [len(choice.delta.tool_calls) for choice in deltas if choice.delta.tool_calls] == [1, 1]
+        reason = deltas[-1].finish_reason
+    else:
+        [choice] = answer.choices
+        text, calls, reason = choice.message.content, choice.message.tool_calls, choice.finish_reason
+    assert (text, reason) == ("好的，我看看。", "tool_calls")
+    assert [(call.function.name, call.function.arguments) for call in calls] == [
+        ("get_weather", '{"city": "北京"}'),
+        ("get_time", "{}"),
+    ]
+
+
+def test_further_messages_of_an_answer_are_text_where_they_call_nothing(client, served):
+    served.glm4.script = f"\n一{NEXT_MESSAGE}\n二{NEXT_MESSAGE}unknown\n{{}}"
+    [choice] = ask(client).choices
+    assert (choice.message.content, choice.finish_reason) == ("一\n二\nunknown\n{}", "stop")
+
+
+def test_a_stop_string_ends_an_answer_before_its_next_message(client, served):
+    served.glm4.script = f"\n一二{NEXT_MESSAGE}{CALL}"
+    [choice] = ask(client, stop="二").choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("一", None, "stop")
+
+
+def test_an_answer_that_is_cut_off_in_its_second_call_keeps_the_first(client, served):
+    served.glm4.script = f"{CALL}{NEXT_MESSAGE}get_time\n{{}}"
+    [choice] = ask(client, max_tokens=len(CALL.encode()) + 6).choices
+    assert choice.finish_reason == "length"
+    assert [call.function.name for call in choice.message.tool_calls] == ["get_weather"]
+    assert choice.message.content == "get_t"
+
+
+@pytest.mark.parametrize(("model", "name"), [("chatglm3", "interpreter"), ("glm-4", "python")])
+def test_code_is_handed_out_and_rendered_back(client, served, model, name):
+    tool = {"type": "function", "function": {"name": name, "description": "runs Python"}}
+    service = served.glm3 if model == "chatglm3" else served.glm4
+    service.script = f"{name}\n ```python\nprint(1)\n```" if model == "chatglm3" else f"{name}\nprint(1)"
+    message = ask(client, model=model, tools=[tool]).choices[0].message
+    [call] = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == (name, {"code": "print(1)"})
+    prompt = service.tokenizer.decode(service.asked[-1][0])
+    assert "runs Python" in prompt
+    assert '"parameters"' not in prompt
+    said, service.script = service.script, "\n1"
+    history = [*ASKED, message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "1"}]
+    assert ask(client, model=model, messages=history, tools=[tool]).choices[0].message.content == "1"
+    assert service.tokenizer.decode(service.asked[-1][0]).endswith(f"{said}\n1")
+
+
 def test_parallel_calls_can_be_switched_off(client, served):
     served.glm4.script = f"{CALL}\nget_time\n{{}}"
     assert len(ask(client, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
@@ -98,8 +161,12 @@ def test_a_call_can_be_forced(client, served):
     assert required.kind == named.kind == "lark"
     assert "get_weather" in required.text
     assert "get_weather" not in named.text
-    with pytest.raises(BadRequestError, match="auto or none"):
-        ask(client, model="chatglm3", tool_choice="required")
+    served.glm3.script = "get_time\n ```python\ntool_call()\n```"
+    [choice] = ask(client, model="chatglm3", tool_choice="required").choices
+    assert (choice.finish_reason, choice.message.tool_calls[0].function.name) == ("tool_calls", "get_time")
+    assert "tool_call(" in served.glm3.asked[-1][1].grammar.text
+    with pytest.raises(BadRequestError, match="cannot be made to run code"):
+        ask(client, model="chatglm3", tools=[CODE], tool_choice="required")
     with pytest.raises(BadRequestError, match="grammar"):
         ask(client, tool_choice="required", response_format={"type": "json_object"})
 

@@ -1,0 +1,153 @@
+"""The tool dialect of ChatGLM3."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from warpbus.errors import UsageError
+from warpbus.models.templates.base import Message
+from warpbus.models.templates.dialect import (
+    LONGEST_CALL,
+    Tool,
+    ToolCall,
+    Turn,
+    arguments_of,
+    code_call,
+    code_of,
+    described,
+    messages_of_turns,
+    split_tools,
+)
+
+_FENCED = re.compile(r"\s*```(?:python)?[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL)
+
+# Values as Python writes them.
+_LITERALS = r"""
+value: STRING | NUMBER | "True" | "False" | "None" | list | dict
+list: "[" (value (", " value)*)? "]"
+dict: "{" (STRING ": " value (", " STRING ": " value)*)? "}"
+STRING: /'([^'\\\x00-\x1f]|\\['\\nt])*'/
+NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?/
+INTEGER: /-?(0|[1-9][0-9]{0,17})/"""
+_TYPES = {
+    "string": "STRING",
+    "number": "NUMBER",
+    "integer": "INTEGER",
+    "boolean": '("True" | "False")',
+    "null": '"None"',
+    "array": "list",
+    "object": "dict",
+}
+
+
+class ChatGLM3Tools:
+    """ChatGLM3: a tool's name, then a Python call `tool_call(key=value, ...)` in a fence, its values literals.
+
+    The code interpreter is `interpreter`, and called with the code in a fence.
+    """
+
+    interpreter = "interpreter"
+
+    def render_tools(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Message]:
+        """See `ToolDialect.render_tools`. What the code interpreter is said to be comes first."""
+        functions, interpreter = split_tools(tools, self.interpreter)
+        head = [str(interpreter.get("description") or "")] if interpreter is not None else []
+        if functions:
+            head.append(
+                "Answer the following questions as best as you can. You have access to the following tools:\n"
+                + json.dumps([described(tool) for tool in functions], ensure_ascii=False, indent=4)
+            )
+        return messages_of_turns(turns, "\n".join(filter(None, head)), self._call)
+
+    def read(self, text: str, names: Collection[str]) -> list[ToolCall]:
+        """See `ToolDialect.read`. Nothing is evaluated but literals."""
+        name, _, rest = text.partition("\n")
+        name = name.strip()
+        fenced = _FENCED.fullmatch(rest)
+        if name not in names or not fenced or len(text) > LONGEST_CALL:
+            return []
+        arguments = _literal_arguments(fenced[1].strip())
+        if arguments is not None:
+            return [ToolCall(name, arguments)]
+        return [code_call(name, fenced[1])] if name == self.interpreter else []
+
+    def grammar(self, tools: Sequence[Tool]) -> str:
+        """See `ToolDialect.grammar`.
+
+        A call has the required parameters in their order, then some of the others in theirs; of a parameter's schema
+        the type is held to, and `enum` of texts. UsageError for a parameter whose name Python does not allow.
+        """
+        rules = [f"start: {' | '.join(f'tool{i}' for i in range(len(tools)))}"]
+        for i, tool in enumerate(tools):
+            if split_tools([tool], self.interpreter)[1] is not None:
+                raise UsageError(
+                    f"tool_choice: ChatGLM3 cannot be made to run code: give auto, or tools other than {tool['name']}"
+                )
+            # The tokenizer puts a space before its texts, and the model before its fences.
+            head, tail = json.dumps(f"{tool['name']}\n ```python\ntool_call("), json.dumps(")\n```")
+            rules.append(" ".join(filter(None, (f'tool{i}: " "?', head, _parameters(tool), tail))))
+        return "\n".join(rules) + _LITERALS
+
+    def _call(self, call: ToolCall) -> Message:
+        code = code_of(call, self.interpreter)
+        if code is None:
+            arguments = arguments_of(call)
+            _check_names(f"tool_calls: {call.name}", arguments)
+            code = f"tool_call({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        return {"role": "assistant", "metadata": call.name, "content": f" ```python\n{code}\n```"}
+
+
+def _literal_arguments(source: str) -> str | None:
+    """The arguments of `tool_call(key=literal, ...)` as a JSON object; None if the source is anything else."""
+    try:
+        node = ast.parse(source, mode="eval").body
+        if (
+            not isinstance(node, ast.Call)
+            or not isinstance(node.func, ast.Name)
+            or node.func.id != "tool_call"
+            or node.args
+        ):
+            return None
+        found = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+        if None in found or len(found) < len(node.keywords):
+            return None
+        return json.dumps(found, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _check_names(where: str, names: Collection[str]) -> None:
+    strange = [name for name in names if not name.isidentifier()]
+    if strange:
+        raise UsageError(f"{where}: ChatGLM3 cannot write the argument's name {strange[0][:40]!r}")
+
+
+def _parameters(tool: Tool) -> str:
+    """What may stand between the parentheses of a call."""
+    schema = tool.get("parameters") or {}
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    _check_names(f"tools: {tool['name']}", properties)
+    required = [name for name in properties if name in (schema.get("required") or ())]
+    optional = [name for name in properties if name not in required]
+    written = {name: f"{json.dumps(name + '=')} {_value(properties[name])}" for name in properties}
+    tails = [f'(", " {written[name]})?' for name in optional]
+    if required:
+        return " ".join([' ", " '.join(written[name] for name in required), *tails])
+    # None of them, or one with some of those behind it.
+    choices = [" ".join([written[name], *tails[i + 1 :]]) for i, name in enumerate(optional)]
+    return f"({' | '.join(choices)})?" if choices else ""
+
+
+def _value(schema: object) -> str:
+    """The rule for a parameter's values."""
+    if not isinstance(schema, Mapping):
+        return "value"
+    among = schema.get("enum")
+    if isinstance(among, list) and among and all(isinstance(one, str | int | None) for one in among):
+        return f"({' | '.join(json.dumps(repr(one), ensure_ascii=False) for one in among)})"
+    kind = schema.get("type")
+    return _TYPES.get(kind, "value") if isinstance(kind, str) else "value"
