@@ -41,10 +41,8 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
         seen = F.dropout(x, self.dropout, self.training).to(y.dtype)
-        narrow = F.linear(seen, self.a.to(y.dtype)).flatten(0, -2)
-        # In place, since a sum of two wide matrices would be one more pass over both.
-        y.view(-1, self.out_features).addmm_(narrow, self.b.to(y.dtype).T, alpha=self.scaling)
-        return y
+        narrow = F.linear(seen, self.a.to(y.dtype)) * self.scaling
+        return y + F.linear(narrow, self.b.to(y.dtype))
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"

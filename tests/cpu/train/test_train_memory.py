@@ -1,0 +1,158 @@
+"""What a step is reckoned to take, against the tensors of small models."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from warpbus.kernels.ops.packed import pack
+from warpbus.models import SHAPES, Decoder, ModelConfig
+from warpbus.models.config import RopeConfig
+from warpbus.models.layers import CausalAttention
+from warpbus.qtensor import QTensor, Scheme
+from warpbus.train.fp8 import use_fp8
+from warpbus.train.lora import attach_lora
+from warpbus.train.memory import linear_shapes, training_memory
+from warpbus.train.settings import TrainingSettings
+
+CONFIG = ModelConfig(
+    family="chatglm2",
+    vocab_size=96,
+    hidden_size=128,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=32,
+    ffn_size=352,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=1e4, rotary_dim=16, interleaved=True),
+    max_context=128,
+    qkv_bias=True,
+)
+V1_LIKE = replace(CONFIG, gated=False, mlp_bias=True, output_bias=True, layer_norm=True, normed_residual=2.0)
+TIED = replace(CONFIG, tie_embeddings=True, qk_norm=True, output_norms=True)
+SMALL = {"length": 64, "rows_per_step": 2, "rows_at_once": 2}
+
+
+def prepared(config: ModelConfig, settings: TrainingSettings) -> Decoder:
+    """As the loop makes it, but for the prefix."""
+    model = Decoder(config)
+    if settings.method != "full":
+        model.to(torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32).requires_grad_(False)
+    if settings.method == "lora":
+        attach_lora(model, rank=settings.rank, alpha=1.0, targets=settings.targets)
+    if settings.fp8:
+        use_fp8(model)
+    return model.train()
+
+
+def held_bytes(model: Decoder) -> int:
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("config", [CONFIG, V1_LIKE, TIED], ids=["gated", "v1", "tied"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"method": "full", "dtype": "bfloat16"},
+        {"method": "lora", "dtype": "bfloat16"},
+        {"method": "lora", "dtype": "float32", "rank": 3, "targets": ("attention.qkv", "mlp.down")},
+        {"method": "lora", "dtype": "bfloat16", "fp8": True},
+    ],
+    ids=["full", "lora", "some", "fp8"],
+)
+def test_weights_gradients_and_optimizer_are_exact(config: ModelConfig, chosen: dict[str, object]) -> None:
+    settings = TrainingSettings(**SMALL, **chosen)  # type: ignore[arg-type]
+    model = prepared(config, settings)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for each in trained:
+        each.grad = torch.zeros_like(each)
+    optimizer = torch.optim.AdamW(trained)
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    found = training_memory(config, settings)
+    assert found.weights == held_bytes(model)
+    assert found.gradients == sum(each.grad.nbytes for each in trained if each.grad is not None)
+    assert found.optimizer == sum(each.nbytes for each in moments)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16"])
+def test_quantized_weights_are_exact(scheme: str) -> None:
+    """As GPUs hold them, which the CPU's own form is not."""
+    parsed = Scheme.parse(scheme)
+    settings = TrainingSettings(**SMALL, method="lora", dtype="bfloat16", quantize=scheme)  # type: ignore[arg-type]
+    model = prepared(CONFIG, settings)
+    expected = held_bytes(model)
+    for n, k in linear_shapes(CONFIG).values():
+        weight = QTensor.from_codes(
+            parsed, torch.zeros(n, k, dtype=torch.uint8), torch.ones(n, parsed.groups(k), dtype=torch.bfloat16)
+        )
+        expected += CONFIG.num_layers * (pack(weight, torch.bfloat16).nbytes - 2 * n * k)
+    assert training_memory(CONFIG, settings).weights == expected
+    already = replace(settings, quantize=None)
+    assert training_memory(CONFIG, already, scheme=parsed) == training_memory(CONFIG, settings)
+
+
+@pytest.mark.parametrize("config", [CONFIG, V1_LIKE], ids=["gated", "v1"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_activations_are_what_autograd_keeps(config: ModelConfig, method: str, dtype: str) -> None:
+    """Between two layers, so that neither the embedding nor the last norm counts."""
+    settings = TrainingSettings(**SMALL, method=method, dtype=dtype)  # type: ignore[arg-type]
+    model = prepared(config, settings)
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    storages: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
+    sums: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: sums.append(sum(storages.values())))
+    tokens = torch.randint(96, (2, 64))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
+    ):
+        model.hidden(tokens, None, CausalAttention(torch.zeros_like(tokens)))
+    kept = sums[2] - sums[1]
+    more = training_memory(replace(config, num_layers=4), settings)
+    less = training_memory(config, settings)
+    reckoned = more.activations - less.activations + more.casts - less.casts
+    assert reckoned == pytest.approx(kept, rel=0.1)
+
+
+def test_what_is_shared_and_what_is_not() -> None:
+    config = SHAPES["chatglm2-6b"]
+    settings = TrainingSettings(method="full", dtype="bfloat16", length=2048, rows_per_step=8, rows_at_once=1)
+    alone, copied = training_memory(config, settings), training_memory(config, settings, 4)
+    assert alone.weights == 4 * config.num_parameters
+    assert (copied.weights, copied.optimizer) == (alone.weights, alone.optimizer)
+    shared = training_memory(config, replace(settings, sharding="fsdp"), 4)
+    for part in ("weights", "gradients", "optimizer"):
+        assert 0.25 <= getattr(shared, part) / getattr(alone, part) < 0.2501
+    assert shared.total < alone.total / 2
+
+
+def test_recomputation_and_pieces_save_memory() -> None:
+    config = SHAPES["chatglm2-6b"]
+    settings = TrainingSettings(
+        method="lora",
+        dtype="bfloat16",
+        quantize="w4a16-g128",
+        length=2048,
+        rows_per_step=1,
+        rows_at_once=1,
+        recompute=1,
+    )
+    qlora = training_memory(config, settings)
+    assert qlora.total < 10e9
+    assert training_memory(config, replace(settings, recompute=0)).total > 1.5 * qlora.total
+    assert training_memory(config, replace(settings, recompute=2)).total > qlora.total
+    assert not qlora.accumulates
+    assert training_memory(config, replace(settings, rows_per_step=2)).accumulates
