@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from warpbus.errors import UsageError
+from warpbus.formats.peft import MAX_RANK
+from warpbus.formats.ptuning import MAX_TOKENS
 from warpbus.qtensor import Scheme
 
 METHODS = ("full", "lora", "ptuning")
@@ -93,6 +95,10 @@ class TrainingSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} is {value}: expected a number above 0")
+        # What cannot be saved need not be trained.
+        for name, most in (("rank", MAX_RANK), ("prefix_tokens", MAX_TOKENS)):
+            if getattr(self, name) > most:
+                raise UsageError(f"{name} is {getattr(self, name)}: expected {most} at most")
         # AdamW moves each weight by about the learning rate: above 1, no weight would survive a step.
         for name in ("learning_rate", "final_rate"):
             if getattr(self, name) > 1:
