@@ -2,23 +2,20 @@
 
 import json
 import os
-import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from warpbus.bench.servers import serving
 from warpbus.errors import DeviceError
 
-_SECONDS_TO_STOP = 30.0
 _SECONDS_OF_A_JOB = 900.0
 _BURST_SECONDS = 0.001  # of a shaped link: at its rate, the bytes that may come at once
 
@@ -46,27 +43,10 @@ def daemon(*flags: str, prefix: Sequence[str] = ()) -> Iterator[str]:
         DeviceError: it does not start; the message is its own.
     """
     with tempfile.TemporaryDirectory(prefix="warpbus-bench-") as directory:
-        command = [*prefix, sys.executable, "-m", "warpbus", "pool", "serve", "--port", "0", "--directory", directory]
-        with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-            assert process.stderr is not None
-            try:
-                said = ""
-                for line in process.stderr:
-                    ready = re.match(r"ready: \S+ at (\S+)", line)
-                    if ready:
-                        break
-                    said = line.strip() or said
-                else:
-                    raise DeviceError(f"bench pool: the pool's daemon did not start: {said or 'it said nothing'}")
-                # Else what it says later would fill the pipe, and stop it.
-                threading.Thread(target=process.stderr.read, daemon=True).start()
-                yield ready[1]
-            finally:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(_SECONDS_TO_STOP)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+        command = ["pool", "serve", "--port", "0", "--directory", directory, *flags]
+        failed = "bench pool: the pool's daemon did not start"
+        with serving(command, r"ready: \S+ at (\S+)", failed, prefix=prefix) as address:
+            yield address
 
 
 def do(job: str, place: Place, **arguments: Any) -> dict[str, Any]:

@@ -4,16 +4,12 @@ import asyncio
 import json
 import math
 import os
-import re
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from warpbus.bench.servers import serving
 from warpbus.bench.serving_load import Figures, Load, Source, Trace
 from warpbus.errors import DataError, DeviceError
 
@@ -26,8 +22,6 @@ except ModuleNotFoundError:
 else:
     HAS_HTTPX = True
 
-_SECONDS_TO_STOP = 30.0
-
 
 @contextmanager
 def served(model: str, device: str) -> Iterator[str]:
@@ -36,27 +30,9 @@ def served(model: str, device: str) -> Iterator[str]:
     Raises:
         DeviceError: the server does not start; the message is its own.
     """
-    command = [sys.executable, "-m", "warpbus", "serve", model, "--port", "0", "--device", device]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            said = ""
-            for line in process.stderr:
-                ready = re.match(r"ready at (\S+?):? ", line)
-                if ready:
-                    break
-                said = line.strip() or said
-            else:
-                raise DeviceError(f"bench serving: {model} is not served: {said or 'it said nothing'}")
-            # Else what it says later would fill the pipe, and stop it.
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            yield ready[1]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_SECONDS_TO_STOP)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    command = ["serve", model, "--port", "0", "--device", device]
+    with serving(command, r"ready at (\S+?):? ", f"bench serving: {model} is not served") as url:
+        yield url
 
 
 def first_model(url: str) -> str:
