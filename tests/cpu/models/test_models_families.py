@@ -163,6 +163,16 @@ def test_glm4_chat() -> None:
     assert config.num_parameters == 9_399_951_360
 
 
+@pytest.mark.parametrize(("generation", "scale", "theta"), [(2, 16, 1e4), (3, 1, 16e4)])
+def test_a_model_that_was_saved_elsewhere_names_its_base_in_auto_map(generation: int, scale: int, theta: float) -> None:
+    base = {"AutoConfig": f"THUDM/chatglm{generation}-6b-32k--configuration_chatglm.ChatGLMConfig"}
+    rope = read(CHATGLM2, rope_ratio=16, _name_or_path="/data/base", auto_map=base).rope
+    assert (rope.position_scale, rope.theta) == (scale, theta)
+    # Names that contradict each other tell nothing.
+    with pytest.raises(CheckpointError, match="neither _name_or_path nor auto_map tells which"):
+        read(CHATGLM2, rope_ratio=16, _name_or_path=f"chatglm{5 - generation}-6b", auto_map=base)
+
+
 def test_rope_ratio_means_positions_in_chatglm2_and_the_base_in_chatglm3() -> None:
     second = read(CHATGLM2, rope_ratio=16, _name_or_path="THUDM/chatglm2-6b-32k").rope
     third = read(CHATGLM2, rope_ratio=50, _name_or_path="/data/ChatGLM3-6B-32k").rope

@@ -50,6 +50,7 @@ def _chatglm(directory: Path, **changes: object) -> Path:
     [
         ({"eos_token_id": [2, 64795, 64797]}, True),
         ({"_name_or_path": "THUDM/chatglm3-6b"}, True),
+        ({"auto_map": {"AutoConfig": "THUDM/chatglm3-6b-32k--configuration_chatglm.ChatGLMConfig"}}, True),
         ({"seq_length": 8192}, True),
         ({"_name_or_path": "THUDM/chatglm2-6b", "seq_length": 32768}, False),
     ],

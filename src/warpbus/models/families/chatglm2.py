@@ -66,7 +66,7 @@ def _rope(fields: Fields, head_dim: int, generation: int | None) -> RopeConfig:
     if ratio != 1.0 and generation is None:
         raise CheckpointError(
             f"{fields.name}: rope_ratio: it divides the positions in ChatGLM2 and multiplies the base in ChatGLM3, and "
-            "_name_or_path tells neither: set _name_or_path to the model this one comes from, "
+            "neither _name_or_path nor auto_map tells which it is: set _name_or_path to the model this one comes from, "
             "for instance THUDM/chatglm2-6b-32k or THUDM/chatglm3-6b-32k"
         )
     return RopeConfig(
@@ -81,8 +81,10 @@ def _generation(values: Mapping[str, Any], vocabulary: int) -> int | None:
     """2, 3 or 4; `None` where 2 and 3, whose configs have the same keys, cannot be told apart."""
     if vocabulary > 2 * _SENTENCEPIECE_ENTRIES:
         return 4
-    name = str(values.get("_name_or_path") or "").lower()
-    named = [generation for generation in (2, 3) if f"chatglm{generation}" in name]
+    # A model that was trained further names its base in one or the other: "THUDM/chatglm2-6b-32k--modeling_chatglm...".
+    classes = values.get("auto_map")
+    names = f"{values.get('_name_or_path')} {list(classes.values()) if isinstance(classes, dict) else ''}".lower()
+    named = [generation for generation in (2, 3) if f"chatglm{generation}" in names]
     return named[0] if len(named) == 1 else None
 
 

@@ -35,6 +35,9 @@ _RUN = re.compile(f" {{2,{_LONGEST_BLANK}}}")
 # Wherever somebody typed what only this module may write.
 _TYPED = re.compile("(?=" + "|".join(map(re.escape, (*_MEANT, *_SPECIALS))) + ")")
 
+# By the vocab_size of the two revisions.
+_IMAGE_TOKENS = {130528: 0, 150528: 20000}
+
 # SentencePiece's kinds of pieces, in sentencepiece_model.proto.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
@@ -107,45 +110,42 @@ class ChatGLMTokenizer:
 def load_chatglm(directory: Path, config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> ChatGLMTokenizer:
     """The tokenizer in a directory of ChatGLM-6B, in the revision that its files name.
 
-    `num_image_tokens` in tokenizer_config.json says it, or `bos_token_id` in config.json, the id of <sop>; where both
-    do, they have to agree.
+    `num_image_tokens` in tokenizer_config.json says it, `bos_token_id` in config.json, which is the id of <sop>, or
+    `vocab_size`; where several do, they have to agree.
 
     Args:
         config, tokenizer_config: the parsed config.json and tokenizer_config.json.
 
-    Raises CheckpointError if neither says it, if they disagree, or if the ids do not fit the `vocab_size`.
+    Raises CheckpointError if none says it, if they disagree, or if the ids do not fit the `vocab_size`.
     """
     path = directory / FILE
-    said = tokenizer_config.get("num_image_tokens")
-    begin = config.get("bos_token_id")
-    if said is not None and (type(said) is not int or not 0 <= said < 2**20):
+    unshifted = ChatGLMTokenizer(path, num_image_tokens=0)
+    said, begin, size = tokenizer_config.get("num_image_tokens"), config.get("bos_token_id"), config.get("vocab_size")
+    shifts: dict[str, int] = {}
+    if type(said) is int:
+        shifts["num_image_tokens in tokenizer_config.json"] = said
+    if type(begin) is int:
+        shifts["bos_token_id in config.json"] = begin - unshifted.special_ids["<sop>"]
+    if size in _IMAGE_TOKENS:
+        shifts["vocab_size in config.json"] = _IMAGE_TOKENS[size]
+    if not shifts:
         raise CheckpointError(
-            f"{directory / 'tokenizer_config.json'}: num_image_tokens: expected a number such as 0 or 20000, found "
-            f"{said!r}; restore the file from the model's source"
+            f"{directory}: neither num_image_tokens in tokenizer_config.json nor bos_token_id in config.json says "
+            "which vocabulary this is: set num_image_tokens to 0 (vocab_size 130528) or 20000 (vocab_size 150528)"
         )
-    if type(begin) is not int:
-        if said is None:
-            raise CheckpointError(
-                f"{directory}: neither num_image_tokens in tokenizer_config.json nor bos_token_id in config.json says "
-                "which vocabulary this is: set num_image_tokens to 0 (vocab_size 130528) or 20000 (vocab_size 150528)"
-            )
-        shift = said
-    else:
-        shift = begin - ChatGLMTokenizer(path, num_image_tokens=0).special_ids["<sop>"]
-        if shift < 0 or said not in (None, shift):
-            raise CheckpointError(
-                f"{directory}: bos_token_id {begin} in config.json does not go with {FILE} and num_image_tokens "
-                f"{said if said is not None else 'unsaid'}: expected the id of <sop>; restore the files from one "
-                "revision of the model"
-            )
-    tokenizer = ChatGLMTokenizer(path, num_image_tokens=shift)
-    size = config.get("vocab_size")
-    if type(size) is int and tokenizer.vocab_size > size:
+    shift = next(iter(shifts.values()))
+    if len(set(shifts.values())) > 1 or not 0 <= shift < 2**20:
+        told = ", ".join(f"{name} says {number}" for name, number in shifts.items())
         raise CheckpointError(
-            f"{path}: ids up to {tokenizer.vocab_size - 1}, but vocab_size in config.json is {size}: restore the files "
-            "from one revision of the model"
+            f"{path}: how many tokens of images come first (0 or 20000): {told}; restore the files from one revision "
+            "of the model"
         )
-    return tokenizer
+    if type(size) is int and shift + unshifted.vocab_size > size:
+        raise CheckpointError(
+            f"{path}: ids up to {shift + unshifted.vocab_size - 1}, but vocab_size in config.json is {size}: restore "
+            "the files from one revision of the model"
+        )
+    return ChatGLMTokenizer(path, num_image_tokens=shift) if shift else unshifted
 
 
 def _written(text: str) -> str:
