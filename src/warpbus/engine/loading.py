@@ -15,6 +15,7 @@ from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan, Stored, enforce, plan_memory
+from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.step import MIXED_ROWS
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
@@ -64,6 +65,7 @@ def open_model(
         raise UsageError(f"max_model_len is {length:,}: give 2 to {config.max_context:,}, the model's context")
     # Adapters are small, and how much room they take is known once they are read.
     adapters = tuple(load_adapter(directory, config, name=name, dtype=chosen) for name, directory in options.adapters)
+    prefixes = Prefixes(adapters, config)
     plan = None
     if options.memory is not None:
         if lent(device) is not None:
@@ -74,7 +76,11 @@ def open_model(
         if device.type != "cuda":
             raise UsageError(f"memory is {options.memory!r}, which plans a GPU's: the device is {device}: leave it out")
         plan = plan_memory(
-            Stored.of_checkpoint(checkpoint, config, chosen, adapters=stacked_bytes(adapters, chosen)),
+            Stored.of_checkpoint(
+                *(checkpoint, config, chosen),
+                adapters=stacked_bytes(adapters, chosen),
+                prefix_blocks=prefixes.blocks + prefixes.lead,
+            ),
             parse_memory(options.memory, torch.cuda.get_device_properties(device).total_memory),
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs + options.speculation,  # guesses are rows of a step too

@@ -56,19 +56,32 @@ class Stored:
         dtype: of the activations and of what is not quantized.
         quantized: the parameters whose matrices are quantized, and their schemes.
         adapters: bytes of the LoRAs beside them.
+        prefix_blocks: of the cache, which prefixes take.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     quantized: Mapping[str, Scheme]
     adapters: int = 0
+    prefix_blocks: int = 0
 
     @classmethod
     def of_checkpoint(
-        cls, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, *, adapters: int = 0
+        cls,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        adapters: int = 0,
+        prefix_blocks: int = 0,
     ) -> "Stored":
-        """What a checkpoint holds, with so many bytes of adapters."""
-        return cls(config, dtype, quantized_parameters(checkpoint, config), adapters)
+        """What a checkpoint holds, with so many bytes of LoRAs and blocks of prefixes."""
+        return cls(config, dtype, quantized_parameters(checkpoint, config), adapters, prefix_blocks)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens for which the cache has room beside those of sequences: a block that is nobody's, and the prefixes."""
+        return BLOCK * (1 + self.prefix_blocks)
 
     @classmethod
     def uniform(cls, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None) -> "Stored":
@@ -93,8 +106,8 @@ class MemoryPlan:
     """How a model is laid out to stay within `limit` bytes of a GPU's memory.
 
     Attributes:
-        context: the longest sequence, in tokens.
-        pool_tokens: what the cache holds, all sequences of a batch together.
+        context: the longest sequence, in tokens; those of a prefix are not counted.
+        pool_tokens: what the cache holds beside prefixes, all sequences of a batch together.
         kv_dtype: of the cache; see `KV_DTYPES`.
         head: the scheme that the head is rounded to at load, or None.
         embedding_on_cpu: whether the embedding stays in the CPU's memory.
@@ -167,21 +180,22 @@ def plan_memory(
     config = stored.config
     least = max_model_len or min(config.max_context, _SHORTEST_CONTEXT)
     rows = batch_bucket(max_num_seqs)
-    piece = _piece(config, stored.dtype, limit)
+    piece = _piece(config, stored.dtype, limit, max_model_len)
     sizes = stored.sizes()
     for kv, head, on_cpu in _options(stored, kv_dtype):
         parts = _fixed_parts(stored, sizes, rows, piece, head, on_cpu)
         per_token = token_bytes(config, stored.dtype, kv)
         left = limit - sum(parts.values()) - _PAGE
-        # Whole blocks, beside one that is nobody's.
+        # Whole blocks, beside those that no sequence gets.
         reading = _read_bytes(config, stored.dtype)
-        tokens = (left // (per_token + reading + _table_bytes(config)) // BLOCK - 1) * BLOCK
+        places = left // (per_token + reading + _table_bytes(config)) // BLOCK * BLOCK
+        tokens = places - stored.kept_tokens
         if tokens < least:
             continue
         context = max_model_len or min(config.max_context, max(least, tokens // _CONTEXT_STEP * _CONTEXT_STEP))
         pool = min(tokens, -(-context // BLOCK) * BLOCK * max_num_seqs)
-        cache = -(-(pool + BLOCK) * per_token // _PAGE) * _PAGE
-        parts["workspace"] += context * reading
+        cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
+        parts["workspace"] += (context + stored.prefix_blocks * BLOCK) * reading
         parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
         return MemoryPlan(limit, context, pool, kv, head, on_cpu, piece, parts)
     raise UsageError(_refusal(stored, limit, max_model_len, max_num_seqs, kv_dtype))
@@ -200,7 +214,7 @@ def least_memory(
     Arguments as of `plan_memory`; how the prompts are read depends a little on the limit.
     """
     least, fixed, per_token = _smallest(stored, limit, max_model_len, max_num_seqs, kv_dtype)
-    return fixed + (-(-least // BLOCK) + 1) * BLOCK * per_token + _PAGE
+    return fixed + (-(-least // BLOCK) * BLOCK + stored.kept_tokens) * per_token + _PAGE
 
 
 def enforce(plan: MemoryPlan, device: torch.device) -> None:
@@ -287,12 +301,15 @@ def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
 
 def _activation_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
     """What is alive at once while a piece of the prompts passes through a layer, with room to spare."""
-    features = 4 * config.hidden_size + 3 * config.ffn_size + 2 * sum(config.qkv_rows)
+    mlp = (3 if config.gated else 2) * config.ffn_size
+    features = 4 * config.hidden_size + mlp + 2 * sum(config.qkv_rows)
     return tokens * features * dtype.itemsize
 
 
-def _piece(config: ModelConfig, dtype: torch.dtype, limit: int) -> int:
+def _piece(config: ModelConfig, dtype: torch.dtype, limit: int, max_model_len: int | None) -> int:
     """How many tokens of the prompts to read at a time."""
+    if config.prompt_end is not None:  # a prompt is read whole, and may be as long as the context
+        return max_model_len or config.max_context
     fitting = [piece for piece in _PIECES if _activation_bytes(config, dtype, piece) <= _SHARE_OF_PIECE * limit]
     return fitting[0] if fitting else _PIECES[-1]
 
@@ -313,9 +330,8 @@ def _smallest(
     """Of the layout that takes least: the shortest context, the bytes of everything but the cache, those of a token."""
     config = stored.config
     kv, head, on_cpu = list(_options(stored, kv_dtype))[-1]
-    fixed = _fixed_parts(
-        stored, stored.sizes(), batch_bucket(max_num_seqs), _piece(config, stored.dtype, limit), head, on_cpu
-    )
+    piece = _piece(config, stored.dtype, limit, max_model_len)
+    fixed = _fixed_parts(stored, stored.sizes(), batch_bucket(max_num_seqs), piece, head, on_cpu)
     per_token = token_bytes(config, stored.dtype, kv) + _read_bytes(config, stored.dtype) + _table_bytes(config)
     return max_model_len or min(config.max_context, _SHORTEST_CONTEXT), sum(fixed.values()), per_token
 
@@ -326,11 +342,12 @@ def _refusal(stored: Stored, limit: int, max_model_len: int | None, max_num_seqs
     least, fixed, per_token = _smallest(stored, limit, max_model_len, max_num_seqs, kv_dtype)
     need = least_memory(stored, limit, max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
     advice = [f"give memory {math.ceil(need / 1e8) / 10:.1f}GB"]
-    shorter = (limit - fixed - _PAGE) // per_token - BLOCK
+    shorter = (limit - fixed - _PAGE) // per_token - stored.kept_tokens
     if max_model_len is not None and shorter >= _CONTEXT_STEP:
         advice.append(f"a max_model_len of {shorter // _CONTEXT_STEP * _CONTEXT_STEP:,}")
     if not stored.quantized:
-        smaller = replace(Stored.uniform(config, stored.dtype, _SUGGESTED), adapters=stored.adapters)
+        quantized = Stored.uniform(config, stored.dtype, _SUGGESTED).quantized
+        smaller = replace(stored, quantized=quantized)
         try:
             fits = plan_memory(smaller, limit, max_num_seqs=max_num_seqs, kv_dtype=kv_dtype)
         except (UsageError, ValueError):

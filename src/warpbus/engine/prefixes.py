@@ -59,19 +59,20 @@ class Prefixes:
         Raises:
             CheckpointError: one holds NaN or infinity in `dtype`.
         """
+        device = cache.layers[0][0].device
+        order = turned_order(self._config).to(device)
         for prefix in self._prefixes:
-            device = cache.layers[0][0].device
-            keys, values = (x.to(device, dtype) for x in (prefix.keys_lthd, prefix.values_lthd))
-            if not (keys.isfinite().all() and values.isfinite().all()):
-                raise CheckpointError(
-                    f"adapter {prefix.name}: its keys and values hold NaN or infinity in {dtype}: it is damaged, or "
-                    "needs dtype bfloat16 or float32"
-                )
             first = self._blocks[prefix.name].start * BLOCK
             slots = torch.arange(first, first + prefix.tokens, device=device)
-            keys = keys.index_select(-1, turned_order(self._config).to(device))
-            for stored, k_thd, v_thd in zip(cache.layers, keys, values, strict=True):
-                _store(k_thd, v_thd, slots, stored)
+            # A layer at a time: what is planned for activations is not much.
+            for stored, *own in zip(cache.layers, prefix.keys_lthd, prefix.values_lthd, strict=True):
+                k_thd, v_thd = (x.to(device, dtype) for x in own)
+                if not (k_thd.isfinite().all() and v_thd.isfinite().all()):
+                    raise CheckpointError(
+                        f"adapter {prefix.name}: its keys and values hold NaN or infinity in {dtype}: it is damaged, "
+                        "or needs dtype bfloat16 or float32"
+                    )
+                _store(k_thd.index_select(-1, order), v_thd, slots, stored)
 
 
 def prefix_blocks(tokens: int) -> int:

@@ -251,3 +251,29 @@ def test_what_a_plan_gave_up_stands_below_its_table_line_by_line():
         "embedding on the CPU",
         f"prompts read {plan.prefill_tokens:,} tokens at a time",
     ]
+
+
+CHATGLM = SHAPES["chatglm-6b"]
+
+
+def test_chatglm_in_six_gigabytes():
+    """Its cache takes 16 times what ChatGLM2-6B's does, and its prompts are read whole."""
+    assert token_bytes(CHATGLM, torch.float16, "auto") == 448 * 1024
+    plan = plan_memory(Stored.uniform(CHATGLM, torch.float16, W4), 6 * GB, max_num_seqs=1)
+    assert (plan.context, plan.kv_dtype, plan.head, plan.embedding_on_cpu) == (2048, "int8", None, False)
+    assert plan.prefill_tokens == 2048
+    shorter = plan_memory(Stored.uniform(CHATGLM, torch.float16, W4), 6 * GB, max_model_len=1024, max_num_seqs=1)
+    assert (shorter.context, shorter.kv_dtype, shorter.prefill_tokens) == (1024, "auto", 1024)
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 40])
+def test_prefixes_have_room_beside_all_that_sequences_need(blocks):
+    behind = replace(CHATGLM2, prefix_blocks=blocks)
+    plain, plan = (plan_memory(stored, 6 * GB, max_model_len=4096, max_num_seqs=1) for stored in (CHATGLM2, behind))
+    assert (plan.context, plan.pool_tokens) == (plain.context, plain.pool_tokens) == (4096, 4096)
+    more = blocks * BLOCK * token_bytes(SHAPE, torch.float16, "auto")
+    assert abs(plan.parts["KV cache"] - plain.parts["KV cache"] - more) < 2**21  # whole pages
+    assert plan.parts["workspace"] > plain.parts["workspace"]
+    least = least_memory(behind, 6 * GB, max_model_len=4096, max_num_seqs=1)
+    assert plan_memory(behind, least, max_model_len=4096, max_num_seqs=1).total <= least
+    assert least > least_memory(CHATGLM2, 6 * GB, max_model_len=4096, max_num_seqs=1) + more // 2  # of 8 bits
