@@ -178,7 +178,7 @@ def _profile(run: Run, model: Decoder, scheme: Scheme) -> str:
     least = {part: count / copy_bandwidth(run.device) * 1e6 for part, count in of_each.items()}
     layers = config.num_layers
     roles = {
-        "wna16": [(part, least[part] / layers) for part in ("qkv", "o", "gate_up", "down")],
+        "wna16": [(part, least[part] / layers) for part in ("qkv", "o", _widening(config), "down")],
         "decode_attention": [("", least["attention"] / layers)],
         "hgemv": [("head", least["head"])],
     }
@@ -191,7 +191,7 @@ def step_bytes(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, c
     shapes = {
         "qkv": (sum(config.qkv_rows), hidden),
         "o": (hidden, attended),
-        "gate_up": (2 * config.ffn_size, hidden),
+        _widening(config): ((2 if config.gated else 1) * config.ffn_size, hidden),
         "down": (hidden, config.ffn_size),
     }
 
@@ -202,6 +202,11 @@ def step_bytes(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, c
     read["attention"] = 2 * config.num_layers * config.num_kv_heads * context * config.head_dim * dtype.itemsize
     read["head"] = config.vocab_size * hidden * dtype.itemsize
     return read
+
+
+def _widening(config: ModelConfig) -> str:
+    """The first part of the MLP, as the reports call it."""
+    return "gate_up" if config.gated else "up"
 
 
 def _dtype(run: Run) -> torch.dtype:

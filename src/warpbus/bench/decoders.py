@@ -12,6 +12,7 @@ from torch import Tensor
 from warpbus.bench.plain import Int4Linear, Linear, PlainDecoder
 from warpbus.cuda.capture import capture
 from warpbus.engine.engine import Engine, request
+from warpbus.errors import UsageError
 from warpbus.models import Decoder, ModelConfig
 
 Generate = Callable[[int, int], float]
@@ -48,6 +49,7 @@ class Plain:
     """
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device, linear: Linear = Int4Linear) -> None:
+        _check_peer(config, "the plain decoder")
         # Else functions compiled before this count towards torch's limit.
         torch.compiler.reset()
         with torch.device(device), torch.no_grad():
@@ -96,8 +98,10 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
     """A model of the library transformers that has a shape, in bfloat16.
 
     Raises:
+        UsageError: transformers has no model of the family.
         ImportError: transformers is not installed; and whatever it raises where it knows no such model.
     """
+    _check_peer(config, "transformers")
     library = importlib.import_module("transformers")
     rope = {
         "rope_type": "default",
@@ -165,6 +169,11 @@ class _Stopwatch:
     def seconds(self) -> float:
         """From the first token to the last."""
         return self._times[-1] - self._times[1]
+
+
+def _check_peer(config: ModelConfig, name: str) -> None:
+    if config.family == "chatglm":
+        raise UsageError(f"{name} has no ChatGLM-6B: choose the shape of a later model to compare with it")
 
 
 def random_prompt(config: ModelConfig, length: int) -> list[int]:

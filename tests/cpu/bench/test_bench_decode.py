@@ -185,6 +185,17 @@ def test_the_bytes_of_a_step():
     assert read["head"] == 65024 * 4096 * 2
     # 4 bits for each weight of the layers, 16 for the scale of 128 of them.
     assert sum(read.values()) - read["attention"] == pytest.approx(3.39e9 + 0.09e9, rel=0.01)
+    first = decode.step_bytes(SHAPES["chatglm-6b"], None, torch.float16, 128)
+    assert first["up"] == 28 * 16384 * 4096 * 2
+    assert sum(first.values()) - first["attention"] == pytest.approx(2 * SHAPES["chatglm-6b"].num_parameters, rel=1e-3)
+
+
+def test_what_has_no_peer():
+    config = SHAPES["chatglm-6b"]
+    with pytest.raises(UsageError, match="transformers has no ChatGLM-6B"):
+        decoders.transformers(config, CPU)
+    with pytest.raises(UsageError, match="the plain decoder has no ChatGLM-6B"):
+        decoders.Plain(config, 16, CPU)
 
 
 def test_a_stopwatch_begins_with_the_first_token(monkeypatch):
