@@ -12,7 +12,7 @@ from warpbus.cli.progress import progress_bar
 
 
 def merge(
-    model: Annotated[str, typer.Argument(help="directory of a model that is not quantized, or demo")],
+    model: Annotated[str, typer.Argument(help="model directory, name on a hub, or demo; not quantized")],
     adapter: Annotated[Path, typer.Argument(help="directory of a LoRA in PEFT's format")],
     output: Annotated[Path, typer.Argument(help="a new directory")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
