@@ -5,10 +5,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_files import write_byte_level
 
 from warpbus.errors import UsageError
-from warpbus.models.templates import RoundTemplate
+from warpbus.models.templates import JinjaTemplate, QueryTemplate, RoundTemplate
 from warpbus.models.templates.tools import AnswerStream, ChatGLM3Tools, GLM4Tools, ToolCall, Turn, find_dialect
+from warpbus.models.tokenizers import load_tokenizer
 
 WEATHER = {
     "name": "get_weather",
@@ -273,5 +275,50 @@ def test_messages_of_one_answer_are_apart(size):
     assert stream.flush() == ("", [])
 
 
+# As GLM-4's checkpoints bring them: with a place for tools and for the metadata of a message. The first is of
+# glm-4-9b-chat's form, the second of GLM-4-0414's, which puts system messages first.
+BROUGHT = (
+    "[gMASK]<sop>{% for item in messages %}{% if item['tools'] is defined %}<|system|>\n# 可用工具"
+    "{% for tool in item['tools'] %}{{ tool['function'] | tojson(indent=4) }}{% endfor %}{% endif %}"
+    "{% if item['content'] %}<|{{ item['role'] }}|>{{ item['metadata'] }}\n{{ item['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "[gMASK]<sop>{%- if tools -%}<|system|>\n# 可用工具{{ tools | tojson(indent=4, ensure_ascii=False) }}{%- endif -%}"
+    "{%- for m in messages if m.role == 'system' %}<|system|>\n{{ m.content }}{%- endfor %}"
+    "{%- for m in messages if m.role != 'system' %}{%- set metadata = m.get('metadata', '') %}"
+    "<|{{ m.role }}|>{{ metadata }}\n{{ m.content }}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|>{% endif %}",
+)
+
+
+@pytest.mark.parametrize("source", BROUGHT)
+def test_templates_that_glm4_brings_take_tools(tmp_path, source):
+    tokenizer = load_tokenizer(write_byte_level(tmp_path))
+    special = tokenizer.special_ids
+    template = JinjaTemplate(source, tokenizer, name="brought", variables={}, stop_ids=(), end_id=None)
+    dialect = find_dialect(template)
+    assert isinstance(dialect, GLM4Tools)
+    turns = [
+        Turn("system", "简短"),
+        Turn("user", "<|observation|>"),
+        Turn("assistant", "", (ToolCall("get_time", "{}"), ToolCall("python", '{"code": "1 + 1"}'))),
+        Turn("tool", "2"),
+        Turn("tool", "正午"),
+    ]
+    messages = dialect.render_tools(turns, [TIME, PYTHON])
+    expected = [special["[gMASK]"], special["<sop>"]]
+    for role, text in (
+        ("system", "\n" + messages[0]["content"]),
+        ("system", "\n简短"),
+        ("user", "\n<|observation|>"),
+        ("assistant", "get_time\n{}"),
+        ("assistant", "python\n1 + 1"),
+        ("observation", "\n2"),
+        ("observation", "\n正午"),
+    ):
+        expected += [special[f"<|{role}|>"], *tokenizer.encode(text)]
+    assert template.render(messages) == [*expected, special["<|assistant|>"]]
+
+
 def test_models_that_know_no_tools_have_no_dialect():
     assert find_dialect(RoundTemplate.__new__(RoundTemplate)) is None
+    assert find_dialect(QueryTemplate.__new__(QueryTemplate)) is None
