@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "gpu" / "engine"))
-from gpu_engine_models import GPU, SMALL, W4, finish, model_of
+from gpu_engine_models import GPU, SMALL, W4, finish, model_of, random_lora
 
 from warpbus.cuda.vmm import mapped_bytes
 from warpbus.engine.dormancy import Dormant
@@ -124,3 +124,30 @@ def test_the_first_gpu_gets_its_memory_back_and_a_moved_engine_sleeps():
     assert mapped_bytes(OTHER) == 0
     engine.wake()
     assert engine.decode([[1, 2, 3]], 20) == expected
+
+
+def test_adapters_move_with_the_model():
+    model = model_of()
+    loras = [random_lora(model, "one", 4), random_lora(model, "two", 16)]
+
+    def named():
+        found = requests(GREEDY)
+        for each, name in zip(found, ("one", None, "two", "one", "two"), strict=True):
+            each.adapter = name
+        return found
+
+    expected, asked = named(), named()
+    finish(Engine(model_of(), adapters=loras), expected)
+    engine = Engine(model, adapters=loras)
+    for each in asked:
+        engine.add(each)
+    for device in (OTHER, GPU):
+        for _ in range(20):
+            engine.step()
+        move = Move(engine, device)
+        move.prepare()
+        move.finish()
+        move.release()
+        assert {each.device for each in engine.model.buffers()} == {device}
+    finish(engine)
+    assert [each.token_ids for each in asked] == [each.token_ids for each in expected]
