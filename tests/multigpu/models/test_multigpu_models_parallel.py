@@ -34,7 +34,21 @@ VALUES = {
     "eos_token_id": 2,
     "torch_dtype": "float16",
 }
+CHATGLM6B = {
+    "model_type": "chatglm",
+    "hidden_size": 512,
+    "num_attention_heads": 4,
+    "inner_hidden_size": 11 * 128,
+    "num_layers": 3,
+    "layernorm_epsilon": 1e-5,
+    "vocab_size": 1001,
+    "max_sequence_length": 512,
+    "position_encoding_2d": True,
+    "bos_token_id": 990,
+    "eos_token_id": 991,
+}
 TOKENS = torch.randint(0, 1000, (2, 33), generator=torch.Generator().manual_seed(1))
+TOKENS[:, 20] = 990
 
 
 def devices(count: int) -> list[torch.device]:
@@ -45,7 +59,7 @@ def devices(count: int) -> list[torch.device]:
 
 def write(directory: Path, family: str, scheme: Scheme | None) -> Path:
     """A model of random weights; its matrices quantized where there is a scheme."""
-    values = VALUES | {"model_type": family}
+    values = CHATGLM6B if family == "chatglm" else VALUES | {"model_type": family}
     config = family_of(values).config(values)
     generator = torch.Generator().manual_seed(5)
     parameters = dict(Decoder(config).named_parameters())
@@ -55,12 +69,12 @@ def write(directory: Path, family: str, scheme: Scheme | None) -> Path:
         fused = torch.randn(shape, generator=generator) * 512**-0.5 + parameter.endswith("norm.weight")
         parts = fused.half().split(part_rows(config, parameter, len(names), shape[0]))
         for name, part in zip(names, parts, strict=True):
-            if scheme is None or "proj" not in name or not name.endswith(".weight"):
+            if scheme is None or not name.endswith(".weight") or "norm" in name or ".layers." not in name:
                 tensors[name] = part.clone()
             else:
                 tensors |= to_tensors(name.removesuffix(".weight"), quantized(part, scheme, generator))
     if scheme is not None:
-        values["quantization_config"] = quantization_config(scheme, ["lm_head"])
+        values = values | {"quantization_config": quantization_config(scheme, ["lm_head"])}
     directory.mkdir()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(values))
@@ -97,6 +111,8 @@ def job(group: Group, send: Send, directory: Path, dtype: torch.dtype) -> None:
         ("glm4", None, torch.bfloat16, 0.05),
         ("qwen3", None, torch.float16, 0.01),
         ("glm4", "w4a16-g128", torch.float16, 0.01),
+        ("chatglm", None, torch.bfloat16, 0.05),
+        ("chatglm", "w4a16-g128", torch.float16, 0.01),
         ("glm", "w8a16-g64-asym", torch.bfloat16, 0.05),
         ("llama", "w3a16", torch.float16, 0.01),
         ("glm4", "w8a8-int8", torch.float16, 0.08),
