@@ -1,7 +1,8 @@
 """Modules as PEFT's `adapter_config.json` names them: the ends of their names, or a regular expression.
 
 The expressions come from files that anyone may have written, and Python's `re` can take hours for a short one. So only
-those are matched whose work is bounded: few repetitions, and none of a group.
+those are matched whose work is bounded: few repetitions, and none of a group. For a name of 60 characters five of them
+take 0.2 s at worst, three less than a millisecond.
 """
 
 import re
@@ -20,23 +21,34 @@ _REPETITION = re.compile(r"[*+?}]+")
 class ModulePattern:
     """A regular expression for the names of modules.
 
+    Args:
+        expression: what Python's `re` takes.
+        where: the file and the setting, for messages.
+        most: how many repetitions it may have.
+
+    Attributes:
+        repeats: whether it has any.
+
     Raises:
         CheckpointError: if it is none, or one whose matching has no bound.
     """
 
-    def __init__(self, expression: str, where: str) -> None:
+    def __init__(self, expression: str, where: str, most: int = MAX_REPETITIONS) -> None:
         if len(expression) > MAX_LENGTH:
             raise CheckpointError(
                 f"{where}: a pattern of {len(expression):,} characters: expected {MAX_LENGTH} at most"
             )
         bare = _ATOMS.sub("x", expression)
         repeats_group = re.search(r"\)[*+?{]", bare) is not None
-        refers_back = re.search(r"\\[1-9]|\(\?P=", expression) is not None
-        if repeats_group or refers_back or len(_REPETITION.findall(bare)) > MAX_REPETITIONS:
+        # Flags could let spaces stand between a group and what repeats it.
+        refers_back_or_has_flags = re.search(r"\\[1-9]|\(\?(P=|[aiLmsux-])", expression) is not None
+        repetitions = len(_REPETITION.findall(bare))
+        if repeats_group or refers_back_or_has_flags or repetitions > most:
             raise CheckpointError(
-                f"{where}: {expression[:80]!a}: a pattern with repeated groups or more than {MAX_REPETITIONS} "
+                f"{where}: {expression[:80]!a}: a pattern with repeated groups, references, flags or more than {most} "
                 "repetitions may take forever to match: list the names of the modules instead"
             )
+        self.repeats = repetitions > 0
         try:
             self._compiled = re.compile(expression)
         except (re.error, OverflowError, RecursionError) as error:

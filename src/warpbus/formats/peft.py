@@ -30,6 +30,7 @@ from warpbus.formats.writer import CheckpointWriter
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MAX_RANK = 4096
+_MAX_REPEATING = 64
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -329,7 +330,13 @@ def _patterns(file: Path, config: Mapping[str, Any], key: str) -> list[tuple[str
     value = config.get(key) or {}
     if not isinstance(value, dict):
         raise _wrong(file, key, value, "an object of patterns")
-    return [(shown(name), ModulePattern(name, f"{file}: {key}"), each) for name, each in value.items()]
+    listed = [(shown(name), ModulePattern(name, f"{file}: {key}", most=3), each) for name, each in value.items()]
+    if sum(pattern.repeats for _, pattern, _ in listed) > _MAX_REPEATING:
+        raise CheckpointError(
+            f"{file}: {key}: more than {_MAX_REPEATING} patterns with repetitions, which may take forever to match: "
+            "write out the names of the modules instead"
+        )
+    return listed
 
 
 def _layers(file: Path, value: object) -> frozenset[int] | None:

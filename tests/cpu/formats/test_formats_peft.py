@@ -152,6 +152,8 @@ def test_targets(settings: dict[str, Any], found: bool | None, tmp_path: Path) -
         ({"lora_alpha": float("inf")}, "lora_alpha: expected a finite number, found inf"),
         ({"lora_alpha": "16"}, "lora_alpha: expected a finite number, found '16'"),
         ({"alpha_pattern": {"(": 1}}, "alpha_pattern: '\\(': not a regular expression"),
+        ({"alpha_pattern": {".*a.*b.*c.*": 1}}, "alpha_pattern: .* more than 3 repetitions"),
+        ({"rank_pattern": {f".*{name}": 1 for name in range(65)}}, "rank_pattern: more than 64 patterns"),
         ({"use_rslora": "yes"}, "use_rslora: expected true or false, found 'yes'"),
         ({"target_modules": 3}, "target_modules: expected a list of names, or a pattern, found 3"),
         ({"target_modules": "(a+)+b"}, "target_modules: .* may take forever to match"),
@@ -275,7 +277,7 @@ def test_writes_what_peft_reads(tmp_path: Path) -> None:
     "expression",
     [
         "(a+)+b", "(a*)*", "(?:a|b)*c", "(.*)(.*)(.*)(.*)(.*)(.*)x", "a?a?a?a?a?a?aaaaaa", r"(.)\1+", "(x{1,9}){1,9}",
-        "[ab](c)+", r"(\))+", "x" * 1001, "(?P<n>a)(?P=n)", "a{2}b{2}c{2}d{2}e{2}f{2}",
+        "(?x)(a+) *b", "(?i)a", "[ab](c)+", r"(\))+", "x" * 1001, "(?P<n>a)(?P=n)", "a{2}b{2}c{2}d{2}e{2}f{2}",
     ],
 )  # fmt: skip
 def test_patterns_without_a_bound_are_refused(expression: str) -> None:
