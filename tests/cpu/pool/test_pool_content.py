@@ -106,6 +106,7 @@ def test_what_is_left_of_former_days_goes(store, tmp_path):
 def upload(uploads, data, handle=1, nbytes=None, step=MAX_WRITE):
     for start in range(0, len(data), step):
         uploads.wrote(handle, start, memoryview(data)[start : start + step], nbytes or len(data))
+    uploads.settle()
 
 
 def test_uploads_are_found_among_writes(store):
@@ -117,6 +118,7 @@ def test_uploads_are_found_among_writes(store):
         if start < LEAST:
             uploads.wrote(2, start, memoryview(DATA)[start : start + LEAST // 2], len(DATA))
     uploads.wrote(2, LEAST, memoryview(DATA)[LEAST:], len(DATA))
+    uploads.settle()
     assert store.promise(HASH)
     assert store.promise(hashlib.sha256(big).digest())
 
@@ -149,6 +151,7 @@ def test_other_writes_are_not(store, tmp_path, way):
         upload(uploads, DATA[: LEAST - 1])
     else:
         upload(uploads, DATA, nbytes=store.limit + 1)
+    uploads.settle()
     assert not any(name for name in files(tmp_path / "content") if not name.startswith("incoming-"))
 
 
@@ -157,6 +160,7 @@ def test_unfinished_uploads_are_few(store, tmp_path):
     assert not store.promise(HASH)
     for handle in range(20):
         uploads.wrote(handle, 0, memoryview(DATA)[:100], len(DATA))
+    uploads.settle()
     assert len(files(tmp_path / "content")) == 4
 
 
@@ -194,6 +198,7 @@ def test_a_lease_uses_what_another_one_of_its_tenant_has_uploaded(tmp_path):
     one, other = lease(), lease()
     assert list(one.answer(["known", [HASH, bytes(32)]])) == [[False, False]]
     assert execute(one, first) == []
+    one.settle()
     assert list(other.answer(["known", [HASH, bytes(32)]])) == [[True, False]]
     assert execute(other, second) == []
     assert bytes(other.storages.read(7, 8, len(DATA))) == DATA

@@ -13,8 +13,12 @@ import shutil
 import stat
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import Queue
+from threading import Lock, Thread
 
 from warpbus.errors import DeviceError
 
@@ -26,6 +30,7 @@ LIMIT = 64 << 30
 
 _MAX_PROMISES = 4096
 _MAX_OPEN = 4
+_MAX_WAITING = 8  # writes, of 4 MiB at most
 _HOUR = 3600.0
 _MOMENT = 5.0
 
@@ -49,6 +54,7 @@ class ContentStore:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         self.trouble = ""
         self.expected: OrderedDict[bytes, None] = OrderedDict()
+        self._asked = Lock()
         self._promised: OrderedDict[bytes, int] = OrderedDict()
         self._last_promise = 0.0
         self._numbers = itertools.count()
@@ -77,9 +83,10 @@ class ContentStore:
         try:
             descriptor = os.open(self._directory / sha256.hex(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            self.expected[sha256] = None
-            if len(self.expected) > _MAX_PROMISES:
-                self.expected.popitem(last=False)
+            with self._asked:
+                self.expected[sha256] = None
+                if len(self.expected) > _MAX_PROMISES:
+                    self.expected.popitem(last=False)
             return False
         with suppress(OSError):
             os.utime(descriptor)
@@ -88,6 +95,13 @@ class ContentStore:
         if len(self._promised) > _MAX_PROMISES:
             os.close(self._promised.popitem(last=False)[1])
         return True
+
+    def expects(self, sha256: bytes) -> bool:
+        """Whether a client has asked for a content that was not here. It is not expected any more then."""
+        with self._asked:
+            found = sha256 in self.expected
+            self.expected.pop(sha256, None)
+            return found
 
     @property
     def awaited(self) -> bool:
@@ -131,10 +145,16 @@ class ContentStore:
 
 
 class Incoming:
-    """An upload on its way into a store."""
+    """An upload on its way into a store. It is begun by the thread that executes, and the rest is done by another one.
+
+    Attributes:
+        size: the bytes that came so far.
+        failed: what there is of it is of no use.
+    """
 
     def __init__(self, store: ContentStore, path: Path) -> None:
         self.size = 0
+        self.failed = False
         self._store = store
         self._path = path
         self._hash = hashlib.sha256()
@@ -142,7 +162,6 @@ class Incoming:
 
     def write(self, data: memoryview) -> None:
         """The next bytes. Raises OSError."""
-        self.size += len(data)
         self._hash.update(data)
         while data:
             data = data[os.write(self._file, data) :]
@@ -150,8 +169,7 @@ class Incoming:
     def finish(self) -> bytes:
         """It is complete. Returns its hash; raises OSError."""
         digest = self._hash.digest()
-        if digest in self._store.expected:
-            del self._store.expected[digest]
+        if self._store.expects(digest):
             os.close(self._file)
             self._store.keep(self._path, digest)
         else:
@@ -160,7 +178,9 @@ class Incoming:
 
     def abandon(self) -> None:
         """It is of no use."""
-        os.close(self._file)
+        self.failed = True
+        with suppress(OSError):  # it was closed
+            os.close(self._file)
         self._path.unlink(missing_ok=True)
 
 
@@ -168,6 +188,8 @@ class Uploads:
     """Finds uploads among the writes of a lease: those that fill a storage from its start to its end, in order.
 
     Only while the client has asked for something that is not here: batches of data come once, and are not looked at.
+    A thread of its own hashes and writes them, and the lease goes on meanwhile; where it does not keep up, the lease
+    waits for it.
 
     Args:
         store: that keeps them.
@@ -176,29 +198,60 @@ class Uploads:
     def __init__(self, store: ContentStore) -> None:
         self._store = store
         self._open: OrderedDict[int, Incoming] = OrderedDict()
+        self._work: Queue[Callable[[], object]] = Queue(_MAX_WAITING)
+        self._worker: Thread | None = None
 
     def wrote(self, handle: int, offset: int, data: memoryview, nbytes: int) -> None:
-        """A storage of `nbytes` was written. What goes wrong here stops no upload; `trouble` of the store tells it."""
+        """A storage of `nbytes` was written. What goes wrong here stops no upload; `trouble` of the store tells it.
+
+        Args:
+            data: it is looked at later: nobody may change it.
+        """
         if nbytes < LEAST or nbytes > self._store.limit:
             return
         incoming = self._open.pop(handle, None)
-        try:
-            if incoming is not None and incoming.size != offset:
-                incoming.abandon()
-                incoming = None
-            if incoming is None:
-                if offset or not self._store.expected:
-                    return
-                incoming = self._store.incoming()
-            incoming.write(data)
-            if incoming.size == nbytes:
-                incoming.finish()
-                self._store.trouble = ""
+        if incoming is not None and (incoming.failed or incoming.size != offset):
+            self._later(incoming.abandon)
+            incoming = None
+        if incoming is None:
+            if offset or not self._store.expected:
                 return
+            try:
+                incoming = self._store.incoming()
+            except OSError as error:
+                self._store.trouble = f"uploads are not kept: {error}"
+                return
+        incoming.size += len(data)
+        self._later(partial(self._take, incoming, data, incoming.size == nbytes))
+        if incoming.size < nbytes:
             self._open[handle] = incoming
             if len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)[1].abandon()
+                self._later(self._open.popitem(last=False)[1].abandon)
+
+    def settle(self) -> None:
+        """Wait until what was written is kept, or is known to be of no use."""
+        self._work.join()
+
+    def _later(self, work: Callable[[], object]) -> None:
+        if self._worker is None:
+            self._worker = Thread(target=self._run, name="uploads", daemon=True)
+            self._worker.start()
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+            self._work.task_done()
+
+    def _take(self, incoming: Incoming, data: memoryview, last: bool) -> None:
+        """In the worker: the next bytes of an upload."""
+        if incoming.failed:
+            return
+        try:
+            incoming.write(data)
+            if last:
+                incoming.finish()
+                self._store.trouble = ""
         except OSError as error:
             self._store.trouble = f"uploads are not kept: {error}"
-            if incoming is not None:
-                incoming.abandon()
+            incoming.abandon()

@@ -122,7 +122,7 @@ class Executor:
             case ["known", list(hashes)] if len(hashes) <= MAX_ASKED:
                 if not all(isinstance(each, bytes) and len(each) == SHA256_BYTES for each in hashes):
                     raise DeviceError(f"what is asked to be known are SHA-256 hashes, of {SHA256_BYTES} bytes each")
-                yield [self.content is not None and self.content.promise(each) for each in hashes]
+                yield self._promises(hashes)
             case ["usage"]:
                 yield self.usage()
             case ["sync"]:
@@ -130,6 +130,11 @@ class Executor:
                 yield None
             case _:
                 raise DeviceError(f"a pool cannot answer {question!r:.80}")
+
+    def settle(self) -> None:
+        """Wait until uploads that came are kept."""
+        if self._uploads is not None:
+            self._uploads.settle()
 
     def usage(self) -> dict[str, Value]:
         """What the lease has, and has done."""
@@ -340,6 +345,13 @@ class Executor:
         self.storages.write(handle, offset, data)
         if self._uploads is not None:
             self._uploads.wrote(handle, offset, data, self.storages.sizes()[handle])
+
+    def _promises(self, hashes: list[bytes]) -> list[Value]:
+        """Which contents are here, and stay so."""
+        content = self.content
+        if content is not None and any(each in content.expected for each in hashes):
+            self.settle()  # what was asked for before may have come, and not be kept yet
+        return [content is not None and content.promise(each) for each in hashes]
 
     def _known(self, handle: int, offset: int, nbytes: int, sha256: bytes) -> None:
         content = None if self.content is None else self.content.take(sha256)

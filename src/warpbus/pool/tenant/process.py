@@ -395,6 +395,7 @@ def main(descriptor: int) -> NoReturn:
             code = 1
         else:
             tenant.serve()
+            tenant.executor.settle()
     except ConnectionLost:
         pass  # the daemon is gone
     except BaseException:
