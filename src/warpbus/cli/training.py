@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from warpbus.cuda.memory_size import gigabytes
 from warpbus.train import Begun, Stopped
 from warpbus.train import Progress as Step
 from warpbus.train.plan import Plan
@@ -74,21 +73,22 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
 
 def plan_table(plan: Plan) -> Table:
     """Memory and time by the number of GPUs."""
-    title = f"{plan.steps:,} steps, {plan.tokens:,} tokens; {plan.trained:,} of {plan.parameters:,} numbers are trained"
+    title = (
+        f"{plan.steps:,} steps, {plan.tokens:,} tokens; {plan.trained:,} of {plan.parameters:,} numbers are trained\n"
+        "memory of each GPU in GB"
+    )
     table = Table(title=title, title_justify="left")
-    table.add_column("GPUs", justify="right")
-    for name in ("memory of each", *_PARTS, "other"):
+    for name in ("GPUs", "in all", *_PARTS, "other", "time"):
         table.add_column(name, justify="right")
-    table.add_column("time", justify="right")
     for need in plan.needs:
         memory = need.memory
         parts = [getattr(memory, name) for name in _PARTS]
         fits = plan.device_memory is None or memory.total <= plan.device_memory
         table.add_row(
             str(need.gpus),
-            gigabytes(memory.total) + ("" if fits else ", too much"),
-            *map(gigabytes, parts),
-            gigabytes(max(0, memory.total - sum(parts))),
+            f"{memory.total / 1e9:.2f}" + ("" if fits else ", too much"),
+            *(f"{part / 1e9:.2f}" for part in parts),
+            f"{max(0, memory.total - sum(parts)) / 1e9:.2f}",
             "needs a GPU" if need.seconds is None else f"{_duration(need.seconds)} or more",
         )
     if plan.flops_per_second is None:

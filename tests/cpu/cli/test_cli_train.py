@@ -63,9 +63,43 @@ def test_what_cannot_be(blank_model, tmp_path, data):
         invoke(*given, "--gpus", 2)
     with pytest.raises(UsageError, match="give auto, cpu, cuda or cuda:N"):
         invoke(*given, "--device", "tpu")
+    with pytest.raises(UsageError, match="method is 'dora': expected full, lora or ptuning"):
+        invoke(*given, "--method", "dora")
+    with pytest.raises(UsageError, match="sharding is 'zero': expected ddp or fsdp"):
+        invoke(*given, "--sharding", "zero")
+    with pytest.raises(UsageError, match="quantize: rounded weights cannot be trained"):
+        invoke(*given, "--quantize", "w4a16-g32")
+    with pytest.raises(UsageError, match="--cluster: its GPUs are counted by --processes"):
+        invoke(*given, "--cluster", "auto", "--gpus", 2)
     assert invoke(*given, "--length", 1).exit_code == 2
     assert invoke(*given, "--learning-rate", -1).exit_code == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_is_trained(tiny_model, tmp_path, data):
+    options = ["--method", "lora", "--rank", 2, "--target", "mlp.down", "--quantize", "w4a16-g32", "--json"]
+    found = invoke(tiny_model, tmp_path / "out", "--data", data, *options, *SHORT)
+    assert found.exit_code == 0
+    settings = json.loads(found.stdout)["settings"]
+    expected = {"method": "lora", "rank": 2, "targets": ["mlp.down"], "quantize": "w4a16-g32", "weight_decay": 0.0}
+    assert {name: settings[name] for name in expected} == expected
+    assert (tmp_path / "out" / "adapter_config.json").exists()
+    assert "training 640 numbers of a model of" in found.stderr
+
+
+def test_a_dry_run_tells_memory_and_needs_no_weights(blank_model, tmp_path, data):
+    given = [blank_model, tmp_path / "out", "--data", data, "--method", "lora", *SHORT, "--rows", 4, "--dry-run"]
+    found = invoke(*given)
+    assert found.exit_code == 0
+    assert "3 steps, 384 tokens" in found.stdout
+    assert "needs a GPU" in found.stdout
+    needs = json.loads(invoke(*given, "--json", "--sharding", "fsdp").stdout)
+    assert [need["gpus"] for need in needs["needs"]] == [1, 2, 4]  # 8 cannot share 4 rows
+    totals = [need["memory"]["total"] for need in needs["needs"]]
+    assert totals == sorted(totals, reverse=True)
+    assert needs["needs"][0]["seconds"] is None
+    assert needs["trained"] < needs["parameters"]
+    assert os.listdir(tmp_path) == ["data.jsonl"]
 
 
 def test_a_process_for_each_gpu(monkeypatch):
