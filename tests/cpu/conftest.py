@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from chatglm_files import write_chatglm6b
 from hub_standin import StandIn
 
 from warpbus.demo import recipe
@@ -57,18 +58,36 @@ def make_model(blank_model: Path) -> MakeModel:
         shutil.copytree(blank_model, blank)
         config = {**json.loads((blank / "config.json").read_text(encoding="utf-8")), **changes}
         (blank / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        model = Decoder(read_config(Checkpoint(blank, weights=False)))
-        model.initialize(torch.Generator().manual_seed(seed), std=std)
-        with CheckpointWriter(directory) as writer:
-            for name, tensor in named_tensors(model, torch.float32):
-                writer.add(name, tensor)
-            for file in blank.iterdir():
-                writer.copy_file(file)
-            writer.finish()
-        shutil.rmtree(blank)
-        return directory
+        return _fill(blank, directory, seed, std)
 
     return make
+
+
+def _fill(blank: Path, directory: Path, seed: int, std: float) -> Path:
+    """Give a directory without weights random ones, and another name."""
+    model = Decoder(read_config(Checkpoint(blank, weights=False)))
+    model.initialize(torch.Generator().manual_seed(seed), std=std)
+    with CheckpointWriter(directory) as writer:
+        for name, tensor in named_tensors(model, torch.float32):
+            writer.add(name, tensor)
+        for file in blank.iterdir():
+            writer.copy_file(file)
+        writer.finish()
+    shutil.rmtree(blank)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_chatglm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as ChatGLM-6B's, with random weights."""
+    root = tmp_path_factory.mktemp("chatglm")
+    blank = root / "blank"
+    blank.mkdir()
+    path = write_chatglm6b(blank, early=False) / "config.json"
+    shape = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "inner_hidden_size": 128}
+    shape |= {"layernorm_epsilon": 1e-5, "max_sequence_length": 256}
+    path.write_text(json.dumps(json.loads(path.read_text()) | shape))
+    return _fill(blank, root / "tiny", 0, 0.2)
 
 
 @pytest.fixture(scope="session")

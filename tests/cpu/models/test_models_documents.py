@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizer_files import write_chatglm6b
+from chatglm_files import write_chatglm6b
 
 from warpbus.errors import DataError
 from warpbus.models.documents import Document, read_documents

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizer_files import write_chatglm, write_chatglm6b, write_glm4, write_poet
+from chatglm_files import write_chatglm6b
+from tokenizer_files import write_chatglm, write_glm4, write_poet
 
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.models.templates import (

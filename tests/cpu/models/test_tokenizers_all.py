@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import pytest
+from chatglm_files import CHATGLM6B_SPECIALS, write_chatglm6b
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import (
-    CHATGLM6B_SPECIALS,
     POET_SPECIALS,
     ROLES,
     write_byte_level,
     write_chatglm,
-    write_chatglm6b,
     write_glm4,
     write_llama,
     write_poet,

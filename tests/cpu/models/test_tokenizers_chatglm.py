@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from tokenizer_files import CHATGLM6B_SPECIALS, write_chatglm6b, write_full_chatglm6b
+from chatglm_files import CHATGLM6B_SPECIALS, write_chatglm6b, write_full_chatglm6b
 
 from warpbus.errors import CheckpointError
 from warpbus.models.templates import load_template

@@ -48,25 +48,11 @@ class ChatGLMTokenizer:
     What somebody typed never becomes a special token, nor does a typed `<n>` become a line feed.
 
     Args:
-        path: the `ice_text.model`.
+        model: of `read_vocabulary`.
         num_image_tokens: how many ids come before those of the text.
-
-    Raises CheckpointError if the file is missing, damaged, or lacks some of the pieces but not all.
     """
 
-    def __init__(self, path: Path, *, num_image_tokens: int) -> None:
-        model = read_sentencepiece(path)
-        added = (*_SPECIALS, _TAB, *_BLANKS.values())
-        if not any(_has(model, piece) for piece in added):
-            model = read_sentencepiece(path, more=_pieces_behind())
-        missing = [piece for piece in (_LINE, *_NEEDED, _TAB, *_BLANKS.values()) if not _has(model, piece)]
-        if missing:
-            raise CheckpointError(
-                f"{path}: the piece {missing[0]} is missing: expected ChatGLM-6B's vocabulary; restore the file from "
-                "the model's source"
-            )
-        if model.piece_to_id(_LINE) not in model.encode(_LINE):
-            raise CheckpointError(f"{path}: {_LINE} is not one token; restore the file from the model's source")
+    def __init__(self, model: sentencepiece.SentencePieceProcessor, *, num_image_tokens: int) -> None:
         pieces = model.get_piece_size()
         self._model = model
         self._shift = num_image_tokens
@@ -107,6 +93,26 @@ class ChatGLMTokenizer:
         return self._bytes[index] if 0 <= index < len(self._bytes) else b""
 
 
+def read_vocabulary(path: Path) -> sentencepiece.SentencePieceProcessor:
+    """An `ice_text.model`, with the pieces that the first revision's lacks.
+
+    Raises CheckpointError if the file is missing, damaged, or lacks some of these pieces but not all.
+    """
+    model = read_sentencepiece(path)
+    added = (*_SPECIALS, _TAB, *_BLANKS.values())
+    if not any(_has(model, piece) for piece in added):
+        model = read_sentencepiece(path, more=_pieces_behind())
+    missing = [piece for piece in (_LINE, *_NEEDED, _TAB, *_BLANKS.values()) if not _has(model, piece)]
+    if missing:
+        raise CheckpointError(
+            f"{path}: the piece {missing[0]} is missing: expected ChatGLM-6B's vocabulary; restore the file from "
+            "the model's source"
+        )
+    if model.piece_to_id(_LINE) not in model.encode(_LINE):
+        raise CheckpointError(f"{path}: {_LINE} is not one token; restore the file from the model's source")
+    return model
+
+
 def load_chatglm(directory: Path, config: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> ChatGLMTokenizer:
     """The tokenizer in a directory of ChatGLM-6B, in the revision that its files name.
 
@@ -119,14 +125,14 @@ def load_chatglm(directory: Path, config: Mapping[str, Any], tokenizer_config: M
     Raises CheckpointError if none says it, if they disagree, or if the ids do not fit the `vocab_size`.
     """
     path = directory / FILE
-    unshifted = ChatGLMTokenizer(path, num_image_tokens=0)
+    model = read_vocabulary(path)
     said, begin, size = tokenizer_config.get("num_image_tokens"), config.get("bos_token_id"), config.get("vocab_size")
     shifts: dict[str, int] = {}
     if type(said) is int:
         shifts["num_image_tokens in tokenizer_config.json"] = said
     if type(begin) is int:
-        shifts["bos_token_id in config.json"] = begin - unshifted.special_ids["<sop>"]
-    if size in _IMAGE_TOKENS:
+        shifts["bos_token_id in config.json"] = begin - model.piece_to_id("<sop>")
+    if type(size) is int and size in _IMAGE_TOKENS:
         shifts["vocab_size in config.json"] = _IMAGE_TOKENS[size]
     if not shifts:
         raise CheckpointError(
@@ -140,12 +146,12 @@ def load_chatglm(directory: Path, config: Mapping[str, Any], tokenizer_config: M
             f"{path}: how many tokens of images come first (0 or 20000): {told}; restore the files from one revision "
             "of the model"
         )
-    if type(size) is int and shift + unshifted.vocab_size > size:
+    if type(size) is int and shift + model.get_piece_size() > size:
         raise CheckpointError(
-            f"{path}: ids up to {shift + unshifted.vocab_size - 1}, but vocab_size in config.json is {size}: restore "
+            f"{path}: ids up to {shift + model.get_piece_size() - 1}, but vocab_size in config.json is {size}: restore "
             "the files from one revision of the model"
         )
-    return ChatGLMTokenizer(path, num_image_tokens=shift) if shift else unshifted
+    return ChatGLMTokenizer(model, num_image_tokens=shift)
 
 
 def _written(text: str) -> str:
