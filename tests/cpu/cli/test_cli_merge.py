@@ -55,6 +55,17 @@ def test_merges_and_says_what_was_done(tiny_glm, adapter, tmp_path):
     assert answer.token_ids
 
 
+def test_the_merged_model_says_what_the_adapter_beside_the_model_says(tiny_glm, adapter, tmp_path):
+    assert invoke("merge", tiny_glm, adapter, tmp_path / "out").exit_code == 0
+    params = SamplingParams(temperature=0, max_tokens=12)
+    beside = LLM(tiny_glm, device="cpu", adapters={"poet": str(adapter)})
+    plain, adapted = (beside.generate([5, 6, 7], params, adapter=name)[0].token_ids for name in (None, "poet"))
+    merged = LLM(tmp_path / "out", device="cpu").generate([5, 6, 7], params)[0].token_ids
+    assert adapted == merged
+    assert adapted != plain
+    assert len(merged) > 3
+
+
 def test_json(tiny_glm, adapter, tmp_path):
     found = invoke("merge", tiny_glm, adapter, tmp_path / "out", "--json")
     report = json.loads(found.stdout)
