@@ -14,7 +14,7 @@ from warpbus.train import Begun, Stopped
 from warpbus.train import Progress as Step
 from warpbus.train.plan import Plan
 
-_PARTS = ("weights", "gradients", "optimizer", "activations")
+_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments", "activations": "activations"}
 
 
 def is_silent() -> bool:
@@ -77,9 +77,9 @@ def plan_table(plan: Plan) -> Table:
         f"{plan.steps:,} steps, {plan.tokens:,} tokens; {plan.trained:,} of {plan.parameters:,} numbers are trained\n"
         "memory of each GPU in GB"
     )
-    table = Table(title=title, title_justify="left")
-    for name in ("GPUs", "in all", *_PARTS, "other", "time"):
-        table.add_column(name, justify="right")
+    table = Table(title=title, title_justify="left", caption_justify="left", collapse_padding=True)
+    for name in ("GPUs", "in all", *_PARTS.values(), "other", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
     for need in plan.needs:
         memory = need.memory
         parts = [getattr(memory, name) for name in _PARTS]
@@ -89,12 +89,12 @@ def plan_table(plan: Plan) -> Table:
             f"{memory.total / 1e9:.2f}" + ("" if fits else ", too much"),
             *(f"{part / 1e9:.2f}" for part in parts),
             f"{max(0, memory.total - sum(parts)) / 1e9:.2f}",
-            "needs a GPU" if need.seconds is None else f"{_duration(need.seconds)} or more",
+            "-" if need.seconds is None else _duration(need.seconds),
         )
     if plan.flops_per_second is None:
-        table.caption = "the time is reckoned from what a GPU does: run this where there is one"
+        table.caption = "the time needs a GPU, of which it is measured how quick it is"
     else:
-        table.caption = f"at {plan.flops_per_second / 1e12:,.0f} TFLOP/s in matrix products of {plan.device}"
+        table.caption = f"time: at least, at {plan.flops_per_second / 1e12:,.0f} TFLOP/s in products of {plan.device}"
     return table
 
 
