@@ -24,8 +24,9 @@ def merge(
     """
     from warpbus.models.adapters import merge_lora
 
+    directory = model_directory(model)
     with progress_bar() as show:
-        done = merge_lora(model_directory(model), adapter, output, overwrite=overwrite, progress=show)
+        done = merge_lora(directory, adapter, output, overwrite=overwrite, progress=show)
     if as_json:
         print(json.dumps(done.to_json(), ensure_ascii=False))
     else:
