@@ -152,7 +152,8 @@ class Conversation:
         answer = ""
         try:
             prompt = self._fitting_prompt()
-            for chunk in self._llm.generate(prompt, self._next_params(), adapter=self._adapter, stream=True):
+            chunks = self._llm.generate(prompt, self._next_params(), adapter=self._adapter, stream=True)
+            for chunk in self._llm.without_first_line(chunks):
                 answer += chunk.text
                 self.completion = chunk.completion
                 yield chunk

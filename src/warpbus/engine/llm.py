@@ -8,7 +8,7 @@ import threading
 import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, overload
@@ -27,6 +27,7 @@ from warpbus.errors import ContextLengthError, UsageError
 from warpbus.formats import read_schemes
 from warpbus.models import Progress
 from warpbus.models.templates import Message, load_template
+from warpbus.models.templates.tools import AnswerStream, find_dialect
 from warpbus.models.tokenizers import StreamDecoder, encode_prompt, load_tokenizer
 
 Adapters = str | abc.Sequence[str | None] | None
@@ -274,8 +275,27 @@ class LLM:
         """
         prompt = self.render(messages)
         if stream:
-            return (chunk.text for chunk in self.generate(prompt, params, adapter=adapter, stream=True) if chunk.text)
-        return self.generate(prompt, params, adapter=adapter)[0]
+            chunks = self.generate(prompt, params, adapter=adapter, stream=True)
+            return (chunk.text for chunk in self.without_first_line(chunks) if chunk.text)
+        [completion] = self.generate(prompt, params, adapter=adapter)
+        [chunk] = self.without_first_line([Chunk(0, completion.text, completion)])
+        return replace(completion, text=chunk.text)
+
+    def without_first_line(self, chunks: abc.Iterable[Chunk]) -> Iterator[Chunk]:
+        """The pieces of one answer to a conversation, without the empty line that ChatGLM3 and GLM-4 begin it with.
+
+        They name a tool in that line. Other models' answers are left as they are.
+        """
+        dialect = find_dialect(self.template)
+        if dialect is None:
+            yield from chunks
+            return
+        stream = AnswerStream(dialect, ())
+        for chunk in chunks:
+            text = stream.push(chunk.text)
+            if chunk.completion is not None:
+                text += stream.flush()[0]
+            yield replace(chunk, text=text)
 
     def _tokenize(self, prompts: Prompts) -> list[list[int]]:
         many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts

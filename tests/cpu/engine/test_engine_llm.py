@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from warpbus.engine import LLM, Grammar, SamplingParams
+from warpbus.engine import LLM, Chunk, Grammar, SamplingParams
 from warpbus.engine.runner import Runner
 from warpbus.errors import CheckpointError, ContextLengthError, DeviceError, NumericError, UsageError
+from warpbus.models.templates import RoleTokenTemplate
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
+ASKED = [{"role": "user", "content": "明月"}]
 PROMPTS = ["床前明月光", "The moon is bright, and I think of home", "1", "举头望明月，低头思故乡。"]
 
 
@@ -348,3 +350,17 @@ def test_a_grammar_and_logprobs(llm):
     assert free.logprobs is None
     with pytest.raises(UsageError, match="regex cannot be used"):
         llm.generate(PROMPTS[0], SamplingParams(grammar=Grammar("regex", "(")))
+
+
+def test_the_line_for_a_tools_name_is_not_shown(tiny_glm, monkeypatch):
+    llm = LLM(tiny_glm, device="cpu")
+    pieces = ["\n", " ", "你", "好\n"]
+    chunks = [*(Chunk(0, piece) for piece in pieces), Chunk(0, "\n!", llm.chat(ASKED, GREEDY))]
+    assert list(llm.without_first_line(chunks)) == chunks
+    whole = llm.chat(ASKED, GREEDY)
+    monkeypatch.setattr(llm, "template", RoleTokenTemplate(llm.tokenizer, sop="<sop>", stop_ids=()))
+    assert [chunk.text for chunk in llm.without_first_line(chunks)] == ["", "", "你", "好\n", "\n!"]
+    assert list(llm.without_first_line([Chunk(0, "\n", whole)])) == [Chunk(0, "", whole)]
+    answer = llm.chat(ASKED, GREEDY)
+    assert answer.text == llm.generate(llm.render(ASKED), GREEDY)[0].text.lstrip() != ""
+    assert "".join(llm.chat(ASKED, GREEDY, stream=True)) == answer.text
