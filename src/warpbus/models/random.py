@@ -16,6 +16,7 @@ from warpbus.models.decoder import Decoder
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.parallel import Part
+from warpbus.models.placement import round_onto
 from warpbus.qtensor import QTensor, Scheme, packed_words
 
 _WORDS = 2**31
@@ -40,7 +41,8 @@ def random_model(
         scheme: of the layers' matrices, whose codes are drawn at random; None: they are in `dtype`.
         device, dtype: where it lies, and of what is not quantized.
         seed: the same one draws the same model on the same kind of device. On a lent one it becomes torch's own seed.
-        head: the scheme of the head; None: it is in `dtype`. A tied head cannot have one.
+        head: the scheme of the head; None: it is in `dtype`. A tied one is then the embedding rounded, as `load_model`
+            does it.
         embedding: where the embedding lies, if not on `device`.
         group: the processes that compute it together, each with a part of the shape that it would have of a model
             that is loaded; see `load_model`. The parts are drawn apart: they are none of what one process draws.
@@ -76,7 +78,11 @@ def random_model(
             if getattr(module, "bias", None) is not None:
                 module.bias = _fixed(torch.zeros(module.weight.shape, dtype=dtype, device=device))
     if config.tie_embeddings:
-        model.head.weight = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
+        tied = model.embedding.weight if part is None else part.tied_head(model.embedding.weight)
+        if head is None:
+            model.head.weight = tied
+        else:
+            model.add_module("head", QuantizedLinear(round_onto(tied, head, device, dtype), dtype=dtype))
     if part is not None and group is not None:
         part.join(model, group)
     if embedding is not None:

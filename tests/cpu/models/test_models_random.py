@@ -37,6 +37,20 @@ def test_a_seed_draws_a_model():
 def test_a_tied_head_is_the_embedding():
     model = random_model(replace(SMALL, tie_embeddings=True), None, "cpu", torch.float32)
     assert model.head.weight is model.embedding.weight
+    scheme = Scheme.parse("w8a16-g32")
+    rounded = random_model(replace(SMALL, tie_embeddings=True), None, "cpu", torch.float32, head=scheme).head
+    assert isinstance(rounded, QuantizedLinear)
+    assert rounded.scheme == scheme
+    assert (rounded.weight.dequantize() - model.embedding.weight).abs().max() < 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", [None, "w4a16-g32"])
+def test_the_first_chatglm(scheme):
+    config = replace(SHAPES["chatglm-6b"], vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
+    config = replace(config, head_dim=32, ffn_size=224, rope=replace(config.rope, rotary_dim=16), prompt_end=20)
+    logits = random_model(config, scheme and Scheme.parse(scheme), "cpu", torch.float32)(TOKENS)
+    assert 0.05 < logits.std() < 5
 
 
 def test_sizes_of_the_known_shapes():
