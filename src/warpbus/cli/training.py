@@ -77,7 +77,7 @@ def plan_table(plan: Plan) -> Table:
         f"{plan.steps:,} steps, {plan.tokens:,} tokens; {plan.trained:,} of {plan.parameters:,} numbers are trained\n"
         "memory of each GPU in GB"
     )
-    table = Table(title=title, title_justify="left", caption_justify="left", collapse_padding=True)
+    table = Table(title=title, title_justify="left", caption_justify="left")
     for name in ("GPUs", "in all", *_PARTS.values(), "other", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     for need in plan.needs:
