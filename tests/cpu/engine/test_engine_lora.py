@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from engine_models import PROMPTS, SMALL, assert_best, finish, random_lora, with_lora
+from engine_models import PROMPTS, SMALL, as_on_a_gpu, assert_best, finish, random_lora, with_lora
 
 from warpbus.engine.adapters import adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
@@ -14,7 +14,7 @@ from warpbus.engine.engine import Engine, request
 from warpbus.engine.moving import Move
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import CheckpointError, UsageError
-from warpbus.models import random_model
+from warpbus.models import SHAPES, random_model
 from warpbus.models.adapters import Lora, LowRank, Prefix
 from warpbus.models.parallel import Part
 from warpbus.qtensor import Scheme
@@ -84,7 +84,9 @@ def alone(params):
     return answers
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("params", "kind"), [(GREEDY, lambda engine: engine), (SEEDED, as_on_a_gpu)], ids=["plain", "graphs"]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,9 +99,9 @@ def alone(params):
     ],
     ids=str,
 )
-def test_each_gets_what_it_would_get_alone_of_a_model_with_its_adapter_merged(params, options):
+def test_each_gets_what_it_would_get_alone_of_a_model_with_its_adapter_merged(params, options, kind):
     requests = asked(params)
-    engine = engine_of(**options)
+    engine = kind(engine_of(**options))
     finish(engine, requests)
     assert [each.token_ids for each in requests] == alone(params)
     assert (engine.stats().preemptions > 0) == ("cache_tokens" in options)
@@ -131,6 +133,31 @@ def test_answers_of_every_kind_of_model(family):
     finish(engine_of(family, prefill_tokens=48), requests)
     for each in requests:
         assert_best(changed(each.adapter, family), each.prompt, each.token_ids)
+
+
+def test_chatglm_6b_and_a_prefix_beside_loras():
+    """Its linears have other names, and its prompts are read in both directions; rows of all kinds are in one step."""
+    end = 290
+    config = replace(SHAPES["chatglm-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4)
+    config = replace(config, head_dim=16, ffn_size=128, max_context=256, prompt_end=end, normed_residual=2.0)
+    config = replace(config, rope=replace(config.rope, rotary_dim=8), stop_ids=())
+    model = random_model(config, Scheme.parse("w4a16-g32"), "cpu", torch.float32)
+    own = random_lora(model, "one", 4), random_lora(model, "two", 9, only="mlp.up")
+    models = {None: model, "one": with_lora(model, own[0]), "two": with_lora(model, own[1])}
+    keys = torch.randn(2, 37, 4, 16, generator=torch.Generator().manual_seed(1))
+    other = random_model(config, Scheme.parse("w4a16-g32"), "cpu", torch.float32)
+    engine = as_on_a_gpu(Engine(other, adapters=(*own, Prefix("prefix", keys, keys.flip(1)))))
+    requests = asked(tokens=12, names=(None, "one", "prefix", "two", "one"))
+    for each in requests:
+        each.prompt = [*each.prompt[:40], end]
+    finish(engine, requests)
+    for each in requests:
+        if each.adapter != "prefix":
+            assert_best(models[each.adapter], each.prompt, each.token_ids)
+    [alone] = asked(tokens=12, names=("prefix",))
+    alone.prompt = requests[2].prompt
+    finish(engine, [alone])
+    assert alone.token_ids == requests[2].token_ids
 
 
 def test_adapters_share_no_blocks():
