@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 import torch
+from dist_children import children, look
 
 from warpbus.dist import Group, Processes, Send, interpreters
 
@@ -17,8 +18,9 @@ def tell(group: Group, send: Send) -> None:
     send((group.rank, psutil.Process().pid, "json.tool" in sys.modules))
 
 
-def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children()}
+@pytest.fixture(autouse=True)
+def others() -> None:
+    look()
 
 
 def test_those_that_fit_are_used_and_have_loaded_what_was_asked() -> None:

@@ -3,7 +3,7 @@
 import random
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Queue
 
 import pytest
@@ -57,7 +57,7 @@ def bits(tensor: Tensor) -> list[int]:
 class Threaded(Group):
     """A process that is a thread: worlds of eight, quickly."""
 
-    mail: dict[tuple[int, int], "Queue[Tensor]"]
+    mail: dict[tuple[int, int], "Queue[Tensor]"] = field(default_factory=dict)
 
     def exchange(self, sent: Iterable[tuple[int, Tensor]], received: Iterable[tuple[int, Tensor]]) -> None:
         for rank, tensor in sent:
@@ -71,7 +71,7 @@ def in_threads(world: int, present: frozenset[int], shape: tuple[int, ...]) -> l
     totals: dict[int, Tensor] = {}
 
     def work(rank: int) -> None:
-        totals[rank] = add_up(Threaded(rank, world, CPU, mail), present, shape)
+        totals[rank] = add_up(Threaded(rank, world, CPU, mail=mail), present, shape)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
     for thread in threads:
