@@ -295,3 +295,12 @@ def test_memory_is_planned_on_a_gpu_alone(tiny_glm):
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert "memory is '6GB', which plans a GPU's: the device is cpu: leave it out" in result.stderr
+
+
+def test_chatglm6b_talks_in_its_own_rounds(tiny_chatglm):
+    llm = LLM(tiny_chatglm, device="cpu")
+    expected = expected_turns(llm, ["明月", "<eop>"])
+    result = invoke(tiny_chatglm, *FLAGS, input="明月\n<eop>\n")
+    assert (result.exit_code, result.stdout) == (0, "".join(f"{answer}\n" for answer in expected))
+    written = f"[Round 0]\n问：明月\n答：{expected[0]}\n[Round 1]\n问：<eop>\n答："
+    assert expected[1] == llm.generate(written, GREEDY)[0].text
