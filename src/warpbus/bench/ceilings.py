@@ -54,5 +54,40 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n**3 / timing.median
 
 
+@cache
+def precision_rate(device: torch.device, precision: str) -> float:
+    """Floating-point operations a second of the vendor's products as training has them; sizes as of `matrix_rate`.
+
+    Args:
+        precision: "fp32", "tf32", "bf16" or "fp8". A CPU has no product in the second and fourth: float32's is given.
+    """
+    if precision == "bf16":
+        return matrix_rate(device, torch.bfloat16)
+    if precision == "fp8" and device.type == "cuda":
+        return _fp8_rate(device)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        # Not from the cache of another precision.
+        return matrix_rate.__wrapped__(device, torch.float32)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _fp8_rate(device: torch.device) -> float:
+    """Of e4m3 with a scale for each matrix, on GPUs that have it."""
+    n, scale = 8192, torch.ones((), device=device)
+
+    def make() -> tuple[Tensor, Tensor]:
+        a, b = (torch.randn(n, n, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+        return a, b
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    (timing,) = measure([multiply], make, FULL)
+    return 2 * n**3 / timing.median
+
+
 def _random(device: torch.device) -> Tensor:
     return torch.randn((_GPU_BYTES if device.type == "cuda" else _CPU_BYTES) // 4, device=device)

@@ -20,6 +20,7 @@ LESS_IS_BETTER = {
     "latency": True,
     "memory": True,
     "energy": True,
+    "cost": True,
     "perplexity": True,
     "count": True,
     "throughput": False,

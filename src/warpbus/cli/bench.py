@@ -70,6 +70,22 @@ Parts = Annotated[
 ]
 Gigabits = Annotated[str, typer.Option("--gigabits", help="rates of the links between network namespaces, in Gbit/s")]
 WithPeer = Annotated[bool, typer.Option("--peer/--no-peer", help="also measure transformers, which takes a minute")]
+TrainedShape = Annotated[
+    str | None,
+    typer.Option("--shape", help="1b (default), chatglm2-6b, ...; tiny is the default without a GPU"),
+]
+TrainingVariant = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--variant", help="method, precision and mode, such as lora-bf16-compiled; can be given more than once"
+    ),
+]
+RowLength = Annotated[int | None, typer.Option("--length", help="tokens of a row", show_default=False)]
+RowsOfGpu = Annotated[int | None, typer.Option("--rows", help="rows that each GPU takes at once", show_default=False)]
+Recompute = Annotated[int, typer.Option(help="compute activations of every n-th layer again; 0: of none")]
+Sharding = Annotated[str, typer.Option(help="between GPUs: ddp or fsdp")]
+Price = Annotated[float | None, typer.Option(help="dollars for an hour of a GPU: what a million tokens cost")]
+WithTorch = Annotated[bool, typer.Option("--peer/--no-peer", help="also measure PyTorch's own parts")]
 Directory = Annotated[
     Path | None, typer.Option(help="where the models are written meanwhile; default: the system's", show_default=False)
 ]
@@ -268,6 +284,50 @@ def measure_parallel(
     _show(benchmark, settings, records, output, plot, as_json)
 
 
+def measure_train(
+    context: typer.Context,
+    shape: TrainedShape = None,
+    layers: Layers = None,
+    variant: TrainingVariant = None,
+    gpus: Gpus = None,
+    length: RowLength = None,
+    rows: RowsOfGpu = None,
+    recompute: Recompute = 0,
+    scheme: SchemeName = "w4a16-g128",
+    sharding: Sharding = "ddp",
+    price: Price = None,
+    peer: WithTorch = True,
+    quick: Quick = False,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure training."""
+    from warpbus.bench import Run, run
+    from warpbus.bench.quantize import parse_counts
+    from warpbus.bench.train import Work, train_benchmark
+    from warpbus.cuda.devices import resolve_device
+
+    work = Work(
+        shape=shape,
+        layers=layers,
+        counts=parse_counts(gpus) if gpus else (),
+        length=length,
+        rows=rows,
+        recompute=recompute,
+        scheme=scheme,
+        sharding=sharding,
+        price=price,
+        peer=peer,
+    )
+    settings = Run(resolve_device(device), _command(context), variants=tuple(variant or ()), quick=quick)
+    with progress_bar() as show:
+        benchmark = train_benchmark(work, show)
+        records = run(benchmark, settings)
+    _show(benchmark, settings, records, output, plot, as_json)
+
+
 def measure_pool(
     context: typer.Context,
     part: Parts = None,
@@ -407,6 +467,17 @@ bench.command(
     ),
 )(measure_parallel)
 
+bench.command(
+    "train",
+    help=_paragraphs(
+        """A model of random weights is trained: tokens a second, share of what products allow, memory, energy, cost.
+
+        By every method (full, lora, qlora, ptuning), in fp32, tf32, bf16 and fp8, eager and compiled, by 1, 2, ...
+        GPUs, beside the same in PyTorch's own parts; and what a token takes of the models afterwards. Each run has
+        processes of its own. Without a GPU: a tiny shape.
+        """
+    ),
+)(measure_train)
 
 bench.command(
     "pool",

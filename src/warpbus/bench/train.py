@@ -1,0 +1,286 @@
+"""`train`: how fast a model is trained, in every precision and by every method, by one GPU and by more."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import warpbus
+from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
+from warpbus.bench.ceilings import precision_rate
+from warpbus.bench.records import Parameter
+from warpbus.bench.train_plot import train_figure
+from warpbus.bench.train_process import Measured, answer, job
+from warpbus.bench.train_process import Task as Training
+from warpbus.bench.train_variants import ONE_BILLION, TINY, Variant, chosen, scales, shape_named
+from warpbus.dist import SHARES, Processes
+from warpbus.errors import UsageError
+from warpbus.models import ModelConfig
+from warpbus.qtensor import Scheme
+from warpbus.train.memory import training_memory
+from warpbus.train.plan import flops_per_token
+from warpbus.train.settings import TrainingSettings
+
+_WARM, _STEPS = 3, 10
+_QUICK_STEPS = 3
+_LENGTH, _SHORT_LENGTH = 2048, 64
+_ROWS = {ONE_BILLION: 4, TINY: 2}
+_LARGE_ROWS = 2
+_ANSWERS, _ANSWER_TOKENS = 3, 64
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, and how.
+
+    Attributes:
+        shape: a name in `SHAPES_OF_TRAINING`; by default 1b on GPUs, tiny on the CPU.
+        layers: in place of the shape's.
+        counts: of GPUs (on the CPU: processes), rising; by default 1, and 2, 4, 8 as there are for one variant.
+        length, rows: tokens of a row, and the rows that each GPU takes at once.
+        recompute: activations of every n-th layer are computed again; 0: of none.
+        scheme: of the weights of qlora.
+        sharding: "ddp" or "fsdp".
+        price: of an hour of a GPU, in dollars.
+        peer: also measure PyTorch's own parts.
+    """
+
+    shape: str | None = None
+    layers: int | None = None
+    counts: tuple[int, ...] = ()
+    length: int | None = None
+    rows: int | None = None
+    recompute: int = 0
+    scheme: str = "w4a16-g128"
+    sharding: str = "ddp"
+    price: float | None = None
+    peer: bool = True
+
+
+def train_benchmark(work: Work, progress: Progress = lambda what, done, total: None) -> Benchmark:
+    """The benchmark of some work; `progress` is told of each run."""
+    return Benchmark(
+        "train",
+        "Training a model of random weights",
+        lambda run: _cases(run, work, progress),
+        Plot(x=None, figure=train_figure),
+        takes=("variants",),
+    )
+
+
+def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
+    shape = work.shape or (ONE_BILLION if run.on_gpu else TINY)
+    config = shape_named(shape, work.layers)
+    variants = chosen(run, shape)
+    if run.device.index:
+        raise UsageError(f"--device {run.device}: GPUs are taken from the first one on: leave the number away")
+    length = work.length or (_LENGTH if run.on_gpu else _SHORT_LENGTH)
+    numbers = (("layers", work.layers), ("length", length), ("rows", work.rows), ("recompute", work.recompute or None))
+    for option, value in numbers:
+        if value is not None and value < 1:
+            raise UsageError(f"--{option} {value}: it has to be at least 1")
+    if length > config.max_context:
+        raise UsageError(f"--length {length}: the positions of {shape} end at {config.max_context:,}: lower it")
+    if work.price is not None and not work.price > 0:
+        raise UsageError(f"--price {work.price:g}: expected dollars for an hour of a GPU, above 0")
+    most = torch.cuda.device_count() if run.on_gpu else SHARES
+    for count in work.counts:
+        if not 1 <= count <= most:
+            raise UsageError(f"--gpus {count}: give numbers from 1 to {most}")
+    counts = work.counts or tuple(each for each in (1, 2, 4, 8) if each <= (most if run.on_gpu else 1))
+    every = bool(work.counts or run.variants)
+    planned = [(each, count) for each in variants for count in counts if every or count == counts[0] or scales(each)]
+    rows = work.rows or _ROWS.get(shape, _LARGE_ROWS)
+    return [partial(_Measurements(run, work, shape, config, length, rows, progress).all, planned)]
+
+
+@dataclass(frozen=True)
+class _Measurements:
+    """All runs of a benchmark, one after the other; `rows` are a GPU's."""
+
+    run: Run
+    work: Work
+    shape: str
+    config: ModelConfig
+    length: int
+    rows: int
+    progress: Progress
+
+    def all(self, planned: Sequence[tuple[Variant, int]]) -> list[Result]:
+        """Every variant with every number of GPUs; the first one is what the others are held against."""
+        rates = {variant.precision: precision_rate(self.run.device, variant.precision) for variant, _ in planned}
+        if self.run.on_gpu:
+            torch.cuda.empty_cache()  # other processes work there from now on
+        found: dict[tuple[Variant, int], list[Measured]] = {}
+        plain: dict[tuple[Variant, int], list[Measured]] = {}
+        for done, (variant, count) in enumerate(planned):
+            self.progress(f"{variant}, {count}", done, len(planned))
+            found[variant, count] = self._train(variant, count, plain=False)
+            beside = variant.plain if self.work.peer else None
+            if beside is not None and (beside, count) not in plain:
+                self.progress(f"torch {beside}, {count}", done, len(planned))
+                plain[beside, count] = self._train(beside, count, plain=True)
+        results: list[Result] = []
+        for variant, count in planned:
+            rows = _Rows(self, variant, count, planned[0], found[planned[0]])
+            others = None if variant.plain is None else plain.get((variant.plain, count))
+            results += rows.all(found[variant, count], others, rates[variant.precision])
+        results += self._answers(planned)
+        self.progress("train", len(planned), len(planned))
+        return results
+
+    def settings(self, variant: Variant, count: int) -> TrainingSettings:
+        """Of a variant, with as many rows for each GPU however many there are."""
+        work = self.work
+        settings = variant.settings(self.length, self.rows * count, work.recompute, work.scheme, work.sharding)
+        return replace(settings, rows_at_once=self.rows)
+
+    def _train(self, variant: Variant, count: int, *, plain: bool) -> list[Measured]:
+        settings = self.settings(variant, count)
+        steps = _QUICK_STEPS if self.run.quick or not self.run.on_gpu else _STEPS
+        task = Training(self.config, settings, variant.precision == "tf32", plain, _WARM, steps)
+        said: list[Measured] = []
+        self._in_processes(job, count, said, task)
+        return said
+
+    def _answers(self, planned: Sequence[tuple[Variant, int]]) -> list[Result]:
+        """What a token takes of the models that are there afterwards: with weights as they were, or rounded."""
+        schemes = {variant.method == "qlora": self.settings(variant, 1).quantize for variant, _ in planned}
+        samples: dict[bool, list[float]] = {}
+        for rounded, name in sorted(schemes.items()):
+            said: list[list[float]] = []
+            scheme = None if name is None else Scheme.parse(name)
+            self._in_processes(answer, 1, said, self.config, scheme, _ANSWER_TOKENS, _ANSWERS)
+            samples[rounded] = [1e3 * each for each in said[0]]
+        base = samples[min(samples)]
+        parameters: dict[str, Parameter] = {
+            "shape": self.shape,
+            "layers": self.config.num_layers,
+            "prompt": 128,
+            "timed": "clock",
+        }
+        return [
+            Result(
+                {**parameters, "task": "answer", "scheme": schemes[rounded] or "none"},
+                metric="latency",
+                unit="ms",
+                ours=each,
+                peers=[(f"warpbus, {schemes[min(samples)] or 'none'}", warpbus.__version__, base)],
+                floor=None,
+            )
+            for rounded, each in samples.items()
+        ]
+
+    def _in_processes(self, what: Any, count: int, said: list[Any], *arguments: object) -> None:
+        """Fresh ones, so that no run warms the next or takes its memory."""
+        device = self.run.device
+        devices = [torch.device("cuda", at) if self.run.on_gpu else device for at in range(count)]
+        with Processes(what, devices=devices, receive=said.append, apart=True) as processes:
+            processes.run(*arguments)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The results of one variant with one number of GPUs.
+
+    Attributes:
+        base, before: the run that it is held against, and what it found.
+    """
+
+    of: _Measurements
+    variant: Variant
+    count: int
+    base: tuple[Variant, int]
+    before: list[Measured]
+
+    def all(self, ours: list[Measured], plain: list[Measured] | None, rate: float) -> list[Result]:
+        """Speed, memory, energy, cost and what was learnt, as far as they are known.
+
+        Args:
+            plain: what PyTorch's own parts did in the same place.
+            rate: operations a second of a large product in this precision, on one GPU.
+        """
+        settings = self.of.settings(self.variant, self.count)
+        once = replace(settings, recompute=0)
+        trained = training_memory(self.of.config, once).gradients // torch.float32.itemsize
+        limit = self.count * rate / flops_per_token(self.of.config, once, trained)
+        speeds = self._row("speed", "tokens/s", self._speeds, ours, plain, floor=limit)
+        speed = statistics.median(self._speeds(ours, self.count))
+        self.of.run.note(
+            f"{self.variant}, {self._counted(self.count)}: {speed:,.0f} tokens/s, {100 * speed / limit:.0f} % of the "
+            f"products' rate, {1e6 * self.count / speed:.3g} {self._unit()}-seconds a million tokens"
+        )
+        rows = [speeds, self._row("time", f"{self._unit()}-seconds/M tokens", self._seconds, ours, plain)]
+        rows.append(self._row("memory", "GB", lambda found, count: [(found[0].memory or 0) / 1e9], ours, plain))
+        rows.append(self._row("energy", "J/1000 tokens", self._joules, ours, plain))
+        rows.append(self._row("cost", "dollars/M tokens", self._dollars, ours, plain))
+        rows.append(self._row("perplexity", "after the steps", lambda found, count: [_perplexity(found)], ours, plain))
+        return [row for row in rows if row is not None]
+
+    def _row(
+        self,
+        metric: str,
+        unit: str,
+        values: Any,
+        ours: list[Measured],
+        plain: list[Measured] | None,
+        floor: float | None = None,
+    ) -> Result | None:
+        samples, base = values(ours, self.count), values(self.before, self.base[1])
+        if not all(samples) or not all(base):
+            return None
+        peers = [(f"warpbus, {self.base[0]}, {self._counted(self.base[1])}", warpbus.__version__, base)]
+        if plain is not None and all(values(plain, self.count)):
+            name = f"torch, {self.variant.plain}, {self._counted(self.count)}"
+            peers.insert(0, (name, torch.__version__, values(plain, self.count)))
+        return Result(self._parameters(), metric, unit, samples, peers, floor)
+
+    def _parameters(self) -> Mapping[str, Parameter]:
+        of = self.of
+        return {
+            "shape": of.shape,
+            "layers": of.config.num_layers,
+            "method": self.variant.method,
+            "precision": self.variant.precision,
+            "mode": self.variant.mode,
+            "gpus" if of.run.on_gpu else "processes": self.count,
+            "length": of.length,
+            "rows": of.rows,
+            "recompute": of.work.recompute,
+            "sharding": of.work.sharding if self.count > 1 else "none",
+            "timed": "clock",
+        }
+
+    def _tokens(self, count: int) -> int:
+        return count * self.of.rows * self.of.length
+
+    def _speeds(self, found: list[Measured], count: int) -> list[float]:
+        return [self._tokens(count) / seconds for seconds in found[0].seconds]
+
+    def _seconds(self, found: list[Measured], count: int) -> list[float]:
+        """Of all GPUs together, for a million tokens."""
+        return [1e6 * count / speed for speed in self._speeds(found, count)]
+
+    def _joules(self, found: list[Measured], count: int) -> list[float]:
+        joules = [each.joules for each in found if each.joules is not None]
+        return [1e3 * sum(joules) / (self._tokens(count) * len(found[0].seconds))] if len(joules) == count else [0.0]
+
+    def _dollars(self, found: list[Measured], count: int) -> list[float]:
+        price = (self.of.work.price or 0.0) / 3600
+        return [price * seconds for seconds in self._seconds(found, count)]
+
+    def _counted(self, count: int) -> str:
+        return (
+            f"{count} {self._unit()}" if count == 1 else f"{count} {self._unit()}{'s' if self.of.run.on_gpu else 'es'}"
+        )
+
+    def _unit(self) -> str:
+        return "GPU" if self.of.run.on_gpu else "process"
+
+
+def _perplexity(found: list[Measured]) -> float:
+    return math.exp(found[0].loss)
