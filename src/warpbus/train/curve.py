@@ -7,33 +7,41 @@ from matplotlib.figure import Figure
 
 
 def draw_curve(log: Sequence[dict[str, float]], path: Path) -> None:
-    """Draw the training loss (smoothed, and as it was), the validation loss and the learning rate over the steps.
+    """Draw the training loss (smoothed, and as it was), the validation loss, the gradient's norm and the learning rate.
 
     Args:
-        log: an entry a step, with `step`, `loss`, `learning_rate`, and `valid_loss` where there is one.
+        log: an entry a step, with `step`, `loss`, `learning_rate`, and where there are any `valid_loss` and
+            `gradient_norm`.
         path: the PNG to write.
     """
     steps = [entry["step"] for entry in log]
     losses = [entry["loss"] for entry in log]
-    validated = [(entry["step"], entry["valid_loss"]) for entry in log if "valid_loss" in entry]
-    figure = Figure(figsize=(8, 6))
-    above, below = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
+    figure = Figure(figsize=(8, 7))
+    above, middle, below = figure.subplots(3, 1, height_ratios=(3, 1, 1), sharex=True)
     above.plot(steps, losses, color="C0", alpha=0.25, linewidth=0.8)
     above.plot(steps, _smoothed(losses), color="C0", label="training")
-    if validated:
+    if validated := _of(log, "valid_loss"):
         above.plot(*zip(*validated, strict=True), color="C1", marker="o", markersize=3, label="validation")
-        last = validated[-1][1]
-        above.annotate(f"{last:.3f}", (validated[-1][0], last), textcoords="offset points", xytext=(0, 6), ha="right")
+        # The best one: what comes after it only learns the data by heart.
+        step, best = min(validated, key=lambda entry: entry[1])
+        above.annotate(f"{best:.3f}", (step, best), textcoords="offset points", xytext=(0, 6), ha="right")
     above.set_ylabel("loss (nats a token)")
     above.set_ylim(top=min(max(losses), 1.3 * losses[len(losses) // 20]) if losses else None)
-    above.grid(alpha=0.3)
     above.legend()
+    if norms := _of(log, "gradient_norm"):
+        middle.plot(*zip(*norms, strict=True), color="C3", linewidth=0.8)
+    middle.set_ylabel("gradient's norm")
     below.plot(steps, [entry["learning_rate"] for entry in log], color="C2")
     below.set_ylabel("learning rate")
     below.set_xlabel("step")
-    below.grid(alpha=0.3)
+    for axes in (above, middle, below):
+        axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120, format="png")
+
+
+def _of(log: Sequence[dict[str, float]], name: str) -> list[tuple[float, float]]:
+    return [(entry["step"], entry[name]) for entry in log if name in entry]
 
 
 def _smoothed(values: Sequence[float], weight: float = 0.97) -> list[float]:
