@@ -14,7 +14,10 @@ from warpbus.engine.engine import request
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
 from warpbus.errors import DeviceError, UsageError
+from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import PackedWeight
+from warpbus.models import read_config
+from warpbus.models.adapters import Lora, LowRank, Prefix, save_lora, save_prefix
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 HOPPER = (9, 0)
@@ -63,6 +66,28 @@ def test_what_a_gpu_behind_gets(scheme: str, tiny_model: Path, quantized: Path) 
         assert executor.storages.used <= used
     here = LLM(model, device="cpu", dtype="float16", max_num_seqs=4)
     assert here.engine.decode(prompts, 8) == found
+
+
+@pytest.mark.parametrize("capability", [None, HOPPER])
+def test_adapters_of_requests(capability: tuple[int, int] | None, tiny_model: Path, tmp_path: Path) -> None:
+    """A LoRA and a prefix, beside requests that name none."""
+    config = read_config(Checkpoint(tiny_model))
+    draw = torch.Generator().manual_seed(2)
+    a, b = torch.randn(4, config.hidden_size, generator=draw), torch.randn(sum(config.qkv_rows), 4, generator=draw)
+    lora = Lora("one", {"layers.0.attention.qkv": LowRank(a, b)})
+    save_lora(tmp_path / "one", lora, config, base="tiny", rank=4, alpha=4)
+    shape = config.num_layers, 5, config.num_kv_heads, config.head_dim
+    prefix = Prefix("two", *(torch.randn(shape, generator=draw) for _ in range(2)))
+    save_prefix(tmp_path / "two", prefix, config, base="tiny")
+    adapters = {name: tmp_path / name for name in ("one", "two")}
+    prompts, names = [[5, 6, 7], [8, 9], list(range(40)), [5, 6, 7]], ["one", None, "two", "two"]
+
+    def answers(device: str) -> list[list[int]]:
+        llm = LLM(tiny_model, device=device, dtype="float16", adapters=adapters)
+        return [each.token_ids for each in llm.generate(prompts, GREEDY, adapter=names)]
+
+    with connected(capability=capability):
+        assert answers("warpbus") == answers("cpu")
 
 
 @pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"speculation": 3}], ids=str)
