@@ -12,6 +12,7 @@ A prefix of keys and values that no token stands for (P-Tuning v2) comes before 
 are written once, and all requests that have it read the same ones.
 """
 
+import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ class Request:
         decodes: all its tokens were read, and it was given one more: all but the last are computed.
         preemptions: how often it had to give its blocks back.
         keys: of its full blocks, as far as they were needed.
-        published: how many of its blocks, without those of the prefix, others can find.
+        published: how many of its blocks, without those of the prefix, are full and have a key: others can find them,
+            but for those of a request that has a `whole`.
     """
 
     ids: list[int]
@@ -60,6 +62,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.length = self.length or len(self.ids)
+        if self.whole:
+            self.salt += secrets.token_bytes(16)  # no other's blocks hold the same
 
     @property
     def prompt(self) -> int:
@@ -290,12 +294,10 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Let others find the blocks of a request that are full and whose tokens are known."""
-        if request.whole:
-            return
         full = (request.lead + min(request.computed, len(request.ids))) // BLOCK
         if full > len(request.keys):
             request.keys = block_keys(request.ids, request.keys, salt=request.salt, lead=request.lead)
-        for index in range(request.published, full):
+        for index in () if request.whole else range(request.published, full):
             self._blocks.publish(request.blocks[request.lent + index], request.keys[index])
         request.published = max(request.published, full)
 

@@ -137,8 +137,10 @@ def test_answers_go_on_after_a_move_and_after_sleep():
     move.prepare()
     while not move.copy_ahead():
         engine.step()
-    move.finish()
+    _, done = move.finish()
     move.release()
+    # Full blocks go ahead, though nobody else can find them.
+    assert done.ahead >= 3 * engine._cache.block_bytes
     finish(engine)
     assert [each.token_ids for each in asked] == expected
     engine.sleep()

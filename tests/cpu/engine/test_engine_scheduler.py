@@ -28,7 +28,7 @@ class Answer:
     """A request, as the one who asked it and the machine see it."""
 
     def __init__(self, number, prompt, limit, stop, salt, whole, prefix):
-        self.number = number
+        self.number, self.salt = number, salt
         given = PREFIXES.get(salt, 0)
         self.request = Request(list(prompt), limit, salt, whole, prefix=tuple(prefix), given=given)
         self.stop = stop  # tokens after which it ends by itself
@@ -200,7 +200,7 @@ class Machine:
 
     def attend(self, answer, tokens):
         for position in range(-answer.request.given, 0):
-            wanted = answer.request.salt, answer.request.given + position
+            wanted = answer.salt, answer.request.given + position
             assert self.cells[self.place(answer, position)] == wanted
         for position in range(tokens):
             assert self.cells[self.place(answer, position)] == answer.digest_at(position)
