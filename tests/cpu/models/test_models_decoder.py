@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from warpbus.models import Decoder, ModelConfig, RopeConfig
-from warpbus.models.layers import CausalAttention, QuantizedLinear, RMSNorm
+from warpbus.models.layers import CausalAttention, LayerNorm, QuantizedLinear, RMSNorm
 from warpbus.qtensor import QTensor, Scheme
 
 CONFIG = ModelConfig(
@@ -64,6 +64,17 @@ def test_initialize_draws_what_it_says() -> None:
     assert layer.mlp.down.weight.std().item() == pytest.approx(0.1 / 6**0.5, rel=0.02)
 
 
+def test_initialize_of_other_norms_and_mlps() -> None:
+    model = fresh(replace(CONFIG, layer_norm=True, gated=False, mlp_bias=True, output_bias=True, normed_residual=2.0))
+    layer = model.layers[1]
+    assert torch.equal(layer.mlp_norm.weight, torch.ones(64))
+    for bias in (layer.mlp_norm.bias, layer.mlp.up.bias, layer.mlp.down.bias, model.final_norm.bias):
+        assert not bias.any()
+    assert layer.mlp.up.weight.std().item() == pytest.approx(0.1, rel=0.05)
+    assert layer.mlp.down.weight.std().item() == pytest.approx(0.1 / 6**0.5, rel=0.05)
+    assert model.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_a_tied_head_is_counted_once() -> None:
     config = replace(CONFIG, tie_embeddings=True)
     model = fresh(config)
@@ -75,6 +86,22 @@ def test_norm_takes_its_mean_in_float32() -> None:
     norm = RMSNorm(4, 1e-5).half()
     x = torch.full((1, 4), 1000.0, dtype=torch.float16)
     assert torch.equal(norm(x), torch.ones(1, 4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_layer_norm_is_rounded_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    norm = LayerNorm(16, 1e-5)
+    norm.weight.data, norm.bias.data = torch.randn(2, 16, generator=generator)
+    norm, x = norm.to(dtype), (1000 + 50 * torch.randn(3, 16, generator=generator)).to(dtype)
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = expected * norm.weight.double() + norm.bias.double()
+    assert norm(x).dtype == dtype
+    torch.testing.assert_close(
+        norm(x).double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3 if dtype == torch.float16 else 1e-12
+    )
 
 
 def test_quantized_linear_is_the_linear_of_its_weight() -> None:

@@ -15,7 +15,7 @@ from warpbus.kernels.ops.cpu import CpuWeight, pack_for_cpu
 from warpbus.kernels.ops.packed import PackedWeight, pack
 from warpbus.kernels.reference.w8a8 import quantize
 from warpbus.models import RopeConfig, load_model, placement
-from warpbus.models.layers import QuantizedLinear, RMSNorm, Rotary, linear, project
+from warpbus.models.layers import LayerNorm, QuantizedLinear, RMSNorm, Rotary, linear, project
 from warpbus.qtensor import QTensor, Scheme
 
 SCHEMES = ["w4a16-g32", "w8a16-g64-asym", "w3a16", "w2a16-g128-asym"]
@@ -78,8 +78,8 @@ def test_a_layer_moves_and_is_copied_with_its_weight():
 
 
 @pytest.mark.parametrize("kind", ["linear", "quantized", "packed"])
-@pytest.mark.parametrize("activation", ["none", "swiglu"])
-@pytest.mark.parametrize("surrounded", [False, True])
+@pytest.mark.parametrize("activation", ["none", "swiglu", "gelu"])
+@pytest.mark.parametrize("surrounded", [None, RMSNorm, LayerNorm])
 def test_a_projection_is_what_its_parts_give(kind, activation, surrounded):
     weight = matrix("w4a16-g32", dtype=torch.float16)
     dtype = torch.float16 if kind == "packed" else torch.float32
@@ -88,8 +88,10 @@ def test_a_projection_is_what_its_parts_give(kind, activation, surrounded):
         layer.weight.data = weight.dequantize(dtype)
     else:
         layer = QuantizedLinear(pack(weight, dtype) if kind == "packed" else weight)
-    norm = RMSNorm(128, 1e-5)
+    norm = (surrounded or RMSNorm)(128, 1e-5)
     norm.weight.data = torch.rand(128, generator=GENERATOR)
+    if surrounded is LayerNorm:
+        norm.bias.data = torch.randn(128, generator=GENERATOR)
     norm = norm.to(dtype)
     x = torch.randn(2, 3, 128, generator=GENERATOR).to(dtype)
     wide = norm(x).float() if surrounded else x.float()
@@ -97,6 +99,8 @@ def test_a_projection_is_what_its_parts_give(kind, activation, surrounded):
     if activation == "swiglu":
         gate, up = expected.chunk(2, dim=-1)
         expected = F.silu(gate) * up
+    if activation == "gelu":
+        expected = 0.5 * expected * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (expected + 0.044715 * expected**3)))
     residual = torch.randn(expected.shape, generator=GENERATOR).to(dtype) if surrounded else None
     expected = expected if residual is None else expected + residual
     with torch.no_grad():
