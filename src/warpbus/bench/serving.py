@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -169,18 +170,18 @@ class _Loads:
 
     effort: Effort
     vocabulary: int
+    end: int | None = None
 
     def closed(self, concurrency: int, seed: int) -> Load:
-        count = max(_LEAST_REQUESTS, concurrency)
-        effort = self.effort
-        return closed(
-            count, concurrency, prompt=effort.prompt, tokens=effort.tokens, vocabulary=self.vocabulary, seed=seed
-        )
+        return closed(max(_LEAST_REQUESTS, concurrency), concurrency, **self._prompts(seed))
 
     def open(self, rate: float, seed: int) -> Load:
-        effort = self.effort
-        count = min(_MOST_REQUESTS, max(_LEAST_REQUESTS, round(rate * effort.seconds)))
-        return poisson(count, rate, prompt=effort.prompt, tokens=effort.tokens, vocabulary=self.vocabulary, seed=seed)
+        count = min(_MOST_REQUESTS, max(_LEAST_REQUESTS, round(rate * self.effort.seconds)))
+        return poisson(count, rate, **self._prompts(seed))
+
+    def _prompts(self, seed: int) -> dict[str, Any]:
+        prompt, tokens = self.effort.prompt, self.effort.tokens
+        return {"prompt": prompt, "tokens": tokens, "vocabulary": self.vocabulary, "seed": seed, "end": self.end}
 
 
 def _in_process(
@@ -204,7 +205,7 @@ def _in_process(
     most = max(effort.concurrency)
     engine = Engine(model, max_num_seqs=most, dormant=dormant)
     engine.warm(rows=most)
-    loads = _Loads(effort, config.vocab_size)
+    loads = _Loads(effort, config.vocab_size, config.prompt_end)
     # What a first load still has to compile or capture.
     drive(engine, replace(loads.closed(most, 10**6), tokens=2))
     measured = _measured(loads, partial(drive, engine), _rounds(run), progress)

@@ -32,25 +32,30 @@ class Load:
     arrivals: Sequence[float] = ()
 
 
-def random_prompts(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Prompts of random token ids, no two of which begin alike."""
+def random_prompts(count: int, length: int, vocabulary: int, seed: int, end: int | None = None) -> list[list[int]]:
+    """Prompts of random token ids, no two of which begin alike; `end` is the last, where a model's prompts need one."""
     drawn = random.Random(seed)
-    return [drawn.choices(range(vocabulary), k=length) for _ in range(count)]
+    found = [drawn.choices(range(vocabulary), k=length) for _ in range(count)]
+    return found if end is None else [[*prompt[:-1], end] for prompt in found]
 
 
-def closed(count: int, concurrency: int, *, prompt: int, tokens: int, vocabulary: int, seed: int) -> Load:
+def closed(
+    count: int, concurrency: int, *, prompt: int, tokens: int, vocabulary: int, seed: int, end: int | None = None
+) -> Load:
     """A closed loop of `count` requests of `prompt` random tokens."""
-    return Load(random_prompts(count, prompt, vocabulary, seed), tokens, concurrency=concurrency)
+    return Load(random_prompts(count, prompt, vocabulary, seed, end), tokens, concurrency=concurrency)
 
 
-def poisson(count: int, rate: float, *, prompt: int, tokens: int, vocabulary: int, seed: int) -> Load:
+def poisson(
+    count: int, rate: float, *, prompt: int, tokens: int, vocabulary: int, seed: int, end: int | None = None
+) -> Load:
     """An open loop of `count` requests, `rate` a second on the average."""
     drawn, at = random.Random(_VARIED + seed), 0.0
     arrivals = []
     for _ in range(count):
         at += drawn.expovariate(rate)
         arrivals.append(at)
-    return Load(random_prompts(count, prompt, vocabulary, seed), tokens, arrivals=arrivals)
+    return Load(random_prompts(count, prompt, vocabulary, seed, end), tokens, arrivals=arrivals)
 
 
 @dataclass

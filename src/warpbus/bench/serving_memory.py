@@ -29,8 +29,8 @@ def growth_rows(run: Run, engine: Engine, parameters: Mapping[str, Parameter], g
     per_token = token_bytes(config, engine.dtype, "auto")
     tokens = min(-(-grown // (per_token * rows)) + 8, _MOST_STEPS, engine.max_model_len - 2 * _SHORTEST_PROMPT)
     # Prompts of all lengths: else all would want their next blocks in the same steps.
-    drawn = random_prompts(rows, 2 * _SHORTEST_PROMPT, config.vocab_size, 4)
-    prompts = [each[: _SHORTEST_PROMPT + at % _SHORTEST_PROMPT] for at, each in enumerate(drawn)]
+    drawn = random_prompts(rows, 2 * _SHORTEST_PROMPT, config.vocab_size, 4, config.prompt_end)
+    prompts = [each[_SHORTEST_PROMPT - at % _SHORTEST_PROMPT :] for at, each in enumerate(drawn)]
     found = [decode_while_growing(engine, prompts, tokens) for _ in range(1 if run.quick else _ROUNDS)]
     for each in found:
         run.note(

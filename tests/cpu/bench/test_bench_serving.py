@@ -89,6 +89,9 @@ def test_no_two_prompts_begin_alike():
     one, other = random_prompts(8, 32, 300, 1), random_prompts(8, 32, 300, 2)
     assert len({tuple(prompt[:16]) for prompt in one + other}) == 16
     assert all(0 <= token < 300 for prompt in one for token in prompt)
+    ended = random_prompts(8, 32, 300, 1, end=299)
+    assert ended == [[*prompt[:-1], 299] for prompt in one]
+    assert closed(8, 2, prompt=32, tokens=3, vocabulary=300, seed=1, end=299).prompts == ended
 
 
 # What is counted.
