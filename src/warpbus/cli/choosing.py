@@ -100,9 +100,10 @@ class Wish:
             half = dtype if dtype.itemsize == 2 else torch.bfloat16
             return least_memory(Stored.uniform(config, half, scheme), memory or 0)
 
+        directory = model_directory(self.model)
         with progress_bar() as show:
             return try_candidates(
-                model_directory(self.model),
+                directory,
                 calibration=self.calibration,
                 goal=self.goal,
                 memory=memory,
@@ -129,9 +130,10 @@ class Wish:
             assert self.scheme is not None
             return Choice(self.scheme, self.algorithm, {})
         assert self.calibration is not None
+        directory = model_directory(self.model)
         with progress_bar() as show:
             schemes = mixed_schemes(
-                model_directory(self.model),
+                directory,
                 self.bits,
                 calibration=self.calibration,
                 progress=lambda done, total: show("measuring", done, total),

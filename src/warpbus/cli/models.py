@@ -25,11 +25,16 @@ def model_directory(name: str | Path) -> Path:
         return find_model(str(name), progress=show)
 
 
+def is_here(name: str) -> bool:
+    """Whether an argument means a directory, for which no cache and no hub is looked at."""
+    return name == DEMO or Path(name).exists()
+
+
 def model_name(name: str) -> str:
     """What to call the model of an argument: the directory's name, or the name on its hub without its owner."""
     if name == DEMO:
         return model_path().name
-    if not Path(name).exists():
+    if not is_here(name):
         from warpbus.formats.hub import parse_name
 
         found = parse_name(name)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from warpbus.cli.models import model_directory
+from warpbus.cli.models import is_here, model_directory
 from warpbus.cli.verdict import check_output
 from warpbus.errors import UsageError
 
@@ -79,7 +79,8 @@ def quantize(
     """
     from warpbus.quantization.early import start_processes
 
-    if cluster is None and output and not recommend and bits is None and scheme != "auto" and algorithm in _AT_ONCE:
+    at_once = algorithm in _AT_ONCE and scheme != "auto" and bits is None and not recommend
+    if at_once and output and cluster is None and is_here(model):
         start_processes(device=device, gpus=gpus, processes=processes)  # before what follows loads torch
 
     from warpbus.cli.choosing import Wish

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -350,13 +351,12 @@ def test_what_modelscopes_own_programs_have_brought_is_found(hub: StandIn, home:
     assert hub.asked == []
 
 
-def test_two_processes_bring_a_model_once(hub: StandIn, home: Path) -> None:
+def test_a_model_that_is_asked_for_twice_comes_once(hub: StandIn) -> None:
     hub.add(NAME, FILES)
-    command = [sys.executable, "-c", f"from warpbus.formats.hub import find_model; print(find_model({NAME!r}))"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    found = {process.communicate(timeout=300)[0].strip() for process in both}
+    with ThreadPoolExecutor(2) as both:
+        found = {asking.result() for asking in [both.submit(find_model, NAME) for _ in range(2)]}
     assert len(found) == 1
-    assert content(Path(found.pop()))["model.safetensors"] == WEIGHTS
+    assert content(found.pop())["model.safetensors"] == WEIGHTS
     assert len([asked for asked in hub.files_asked() if asked.path.endswith("model.safetensors")]) == 1
 
 
