@@ -18,7 +18,7 @@ _FREE = ("rows_at_once", "compile", "recompute", "sharding", "save_every")
 _ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "warmup": 20, "weight_decay": 0.0}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "full": {},
-    "lora": {**_ADAPTER, "learning_rate": 1e-3},
+    "lora": {**_ADAPTER, "learning_rate": 3e-4},
     "ptuning": {**_ADAPTER, "learning_rate": 1e-2},
 }
 
