@@ -263,7 +263,7 @@ class CompletionRequest(Generating):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize: a text, which gets no special tokens, or a conversation."""
+    """POST /tokenize: a text, which becomes what it is in a completion, or a conversation."""
 
     model: ModelName | None = None
     prompt: str | None = None
