@@ -133,9 +133,6 @@ class _Handler(BaseHTTPRequestHandler):
         if model is None or (hub.token is not None and token != f"Bearer {hub.token}"):
             self._refuse(404 if token else 401, "RepoNotFound")
             return None
-        if repository in hub.gated:
-            self._refuse(403, "GatedRepo")
-            return None
         commit = model.branches.get(revision, revision)
         if commit not in model.commits:
             self._refuse(404, "RevisionNotFound")
@@ -146,6 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.standin
         found = self._found(repository, revision, token)
         if found is None:
+            return
+        if repository in hub.gated:  # what there is may be seen
+            self._refuse(403 if token else 401, "GatedRepo")
             return
         commit, files = found
         if name not in files:

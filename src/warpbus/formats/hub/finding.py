@@ -175,7 +175,8 @@ def _transfer(
                 progress(there, total)
 
     stop = Event()
-    transfers = [Transfer(repository.connection, file, cached.blob(file), arrived, stop) for file in absent]
+    hub, refused = repository.connection, repository.refused
+    transfers = [Transfer(hub, refused, file, cached.blob(file), arrived, stop) for file in absent]
     with ThreadPoolExecutor(TOGETHER, "download") as pool:
         running = [pool.submit(transfer.run) for transfer in transfers]
         try:

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -30,12 +31,14 @@ class Repository:
         commit: what the state is called, 40 or 64 hexadecimal digits; it never means another one.
         revision: what was asked for: a branch, a tag or the commit.
         files: those at its top, by name. Files in folders belong to other programs.
+        refused: what to raise where the hub does not give a file of it.
     """
 
     connection: Connection
     commit: str
     revision: str
     files: dict[str, RemoteFile]
+    refused: Callable[[HTTPError], DownloadError]
 
 
 def open_repository(name: ModelName) -> Repository:
@@ -66,11 +69,12 @@ def _huggingface(name: ModelName) -> Repository:
     # The protocol of huggingface.co, which its mirrors speak too: hf.co/docs/hub/api.
     connection = Connection(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", _huggingface_token())
     revision = default_revision(name)
+    refused = partial(_refused_by_huggingface, connection, name, revision)
     try:
         told = connection.json(f"/api/models/{name.repository}/revision/{quote(revision, safe='')}?blobs=true")
     except HTTPError as error:
         with error:
-            raise _refused_by_huggingface(connection, name, revision, error) from None
+            raise refused(error) from None
     commit, siblings = _field(told, "sha"), _field(told, "siblings")
     if not (isinstance(commit, str) and _SHA1.fullmatch(commit) and isinstance(siblings, list)):
         raise _not_a_listing(connection)
@@ -80,7 +84,8 @@ def _huggingface(name: ModelName) -> Repository:
         key = large.get("sha256") if isinstance(large, dict) else file.get("blobId")
         files.append((file["rfilename"], file.get("size"), key))
     path = f"/{name.repository}/resolve/{commit}/"
-    return Repository(connection, commit, revision, _remote_files(connection, files, lambda file: path + quote(file)))
+    listed = _remote_files(connection, files, lambda file: path + quote(file))
+    return Repository(connection, commit, revision, listed, refused)
 
 
 def _modelscope(name: ModelName) -> Repository:
@@ -88,11 +93,15 @@ def _modelscope(name: ModelName) -> Repository:
     connection = Connection(os.environ.get("MODELSCOPE_ENDPOINT") or "https://www.modelscope.cn")
     revision = default_revision(name)
     path = f"/api/v1/models/{name.repository}/repo"
+
+    def refused(error: HTTPError) -> DownloadError:
+        return _refused_by_modelscope(connection, name, revision, f"{error.code} {error.reason}")
+
     try:
         told = connection.json(f"{path}/files?{urlencode({'Revision': revision, 'Recursive': 'True'})}")
     except HTTPError as error:
         with error:
-            raise _refused_by_modelscope(connection, name, revision, f"{error.code} {error.reason}") from None
+            raise refused(error) from None
     if _field(told, "Code") != 200:
         message = _field(told, "Message")
         raise _refused_by_modelscope(connection, name, revision, message if isinstance(message, str) else "no reason")
@@ -106,7 +115,7 @@ def _modelscope(name: ModelName) -> Repository:
         lambda file: f"{path}?{urlencode({'Revision': revision, 'FilePath': file})}",
     )
     state = "".join(f"{file.name} {file.size} {file.key}\n" for _, file in sorted(files.items()))
-    return Repository(connection, hashlib.sha256(state.encode()).hexdigest(), revision, files)
+    return Repository(connection, hashlib.sha256(state.encode()).hexdigest(), revision, files, refused)
 
 
 def _top_files(connection: Connection, listed: list[Any], key: str) -> Iterable[dict[str, Any]]:
@@ -163,14 +172,21 @@ def _refused_by_huggingface(connection: Connection, name: ModelName, revision: s
     if kind == "GatedRepo":
         who = "the token's account" if connection.has_token else "your account, and set HF_TOKEN to a token of it"
         return DownloadError(f"{name.repository}: is gated: accept its terms at {page} with {who}")
-    if error.code in (401, 403):
-        advice = "HF_TOKEN's account may not see it" if connection.has_token else "set HF_TOKEN if it is private"
+    if error.code == 401:
+        advice = (
+            "the token is not valid, or its account may not see it"
+            if connection.has_token
+            else "set HF_TOKEN if it is private"
+        )
         return DownloadError(f"{name.repository}: is not on {connection.host}, or is private: check the name; {advice}")
-    if error.code == 404:
+    if error.code == 404 and kind in (None, "RepoNotFound"):
         return DownloadError(
             f"{name.repository}: there is no such directory, and no such model on {connection.host}: check the name"
         )
-    return _unwilling(connection, name, f"{error.code} {error.reason}")
+    return DownloadError(
+        f"{name.repository}: {connection.host} answers {error.code} {_one_line(error.reason)}: try again later, or "
+        "another source"
+    )
 
 
 def _refused_by_modelscope(connection: Connection, name: ModelName, revision: str, reason: str) -> DownloadError:
@@ -178,10 +194,6 @@ def _refused_by_modelscope(connection: Connection, name: ModelName, revision: st
         f"{name}: {connection.host} gives no files of its revision {revision} ({_one_line(reason)}): check the name; a "
         "private model has to be downloaded with ModelScope's own command and given as a directory"
     )
-
-
-def _unwilling(connection: Connection, name: ModelName, reason: str) -> DownloadError:
-    return DownloadError(f"{name.repository}: {connection.host} answers {_one_line(reason)}: try again later")
 
 
 def _one_line(text: str) -> str:

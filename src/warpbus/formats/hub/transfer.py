@@ -59,6 +59,7 @@ class Transfer:
 
     Args:
         connection: the hub.
+        refused: what to raise where it does not give the file.
         file: what is wanted.
         target: where it is to be.
         arrived: called with the number of bytes that are there more, or fewer, than at the call before.
@@ -66,9 +67,16 @@ class Transfer:
     """
 
     def __init__(
-        self, connection: Connection, file: RemoteFile, target: Path, arrived: Callable[[int], None], stop: Event
+        self,
+        connection: Connection,
+        refused: Callable[[HTTPError], DownloadError],
+        file: RemoteFile,
+        target: Path,
+        arrived: Callable[[int], None],
+        stop: Event,
     ) -> None:
         self._connection = connection
+        self._refused = refused
         self._file = file
         self._target = target
         self._partial = partial_of(target)
@@ -154,10 +162,7 @@ class Transfer:
                 if error.code == 416 and self._have:
                     self._restart(stream)
                 elif error.code not in _RETRIED:
-                    raise DownloadError(
-                        f"{self._file.name}: {self._connection.host} answers {error.code} {error.reason}: "
-                        "check that you may have this file, or try another source"
-                    ) from None
+                    raise self._refused(error) from None
                 return f"{error.code} {error.reason}"
         except (OSError, HTTPException) as error:
             return reason_of(error)
