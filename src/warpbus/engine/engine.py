@@ -212,7 +212,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.queried,
             prefix_hits=scheduler.found,
-            blocks=blocks.count - 1,
+            blocks=blocks.count - 1 - self._prefixes.blocks,
             blocks_used=blocks.used,
             blocks_idle=blocks.idle,
             cache_bytes=self._cache.nbytes,

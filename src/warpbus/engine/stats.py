@@ -12,7 +12,8 @@ class Stats:
         steps: that were launched.
         preemptions: how often a sequence had to give its blocks back.
         prefix_queries, prefix_hits: tokens of prompts looked up in the cache, and found.
-        blocks, blocks_used, blocks_idle: of the cache: all there can be, used, and kept for who may want them.
+        blocks, blocks_used, blocks_idle: of the cache, without those of prefixes: all there can be, used, and kept for
+            who may want them.
         cache_bytes: memory that the cache has now.
         drafted, accepted: tokens guessed by speculation, and how many of them were right.
         planning: seconds in which the host has chosen who is in a step.
