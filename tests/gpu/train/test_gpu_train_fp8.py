@@ -1,0 +1,99 @@
+"""FP8 linear layers on a GPU against the same roundings computed in float32, eager and compiled."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from warpbus.cuda.jit import architecture
+from warpbus.cuda.kernel import runs_on
+from warpbus.errors import DeviceError
+from warpbus.models import SHAPES, random_model
+from warpbus.models.layers import CausalAttention
+from warpbus.train.fp8 import E4M3, E5M2, Fp8Linear, FrozenFp8Linear, to_fp8, use_fp8
+from warpbus.train.lora import attach_lora
+from warpbus.train.loss import summed_cross_entropy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+HAS_E4M3 = torch.cuda.is_available() and runs_on(architecture(0), "sm_89")
+needs_e4m3 = pytest.mark.skipif(not HAS_E4M3, reason="needs sm_89")
+SMALL = replace(
+    SHAPES["chatglm2-6b"], vocab_size=1000, hidden_size=256, num_layers=3, num_heads=8, head_dim=64, ffn_size=384
+)
+SMALL = replace(SMALL, rope=replace(SMALL.rope, rotary_dim=32), max_context=2048)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def rounded(tensor, dtype):
+    codes, scale = to_fp8(tensor.detach(), dtype)
+    return codes.float() * scale
+
+
+def near(ours, theirs, tolerance):
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < tolerance
+
+
+@needs_e4m3
+@pytest.mark.parametrize("rows", [16, 100, 1024])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_of_rounded_matrices(rows, frozen, compiled):
+    linear = nn.Linear(512, 768, device="cuda")
+    if frozen:
+        layer = FrozenFp8Linear(linear)
+    else:
+        layer = Fp8Linear(512, 768, device="cuda")
+        layer.load_state_dict(linear.state_dict())
+    called = torch.compile(layer) if compiled else layer
+    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(rows, 768, device="cuda", dtype=torch.bfloat16)
+    y = called(x)
+    y.backward(dy)
+    wx, ww, wdy = rounded(x, E4M3), rounded(linear.weight, E4M3), rounded(dy, E5M2)
+    assert y.dtype == torch.bfloat16
+    assert near(y, wx @ ww.T + linear.bias, 1e-2)
+    assert near(x.grad, wdy @ ww, 1e-2)
+    if not frozen:
+        assert layer.weight.grad.dtype == torch.float32
+        assert near(layer.weight.grad, wdy.T @ wx, 1e-2)
+        assert near(layer.bias.grad, dy.float().sum(0), 1e-2)
+
+
+@needs_e4m3
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_decoder_learns_as_in_bfloat16(lora):
+    tokens = torch.randint(1000, (4, 128), device="cuda")
+    losses = {}
+    for fp8 in (False, True):
+        model = random_model(SMALL, None, "cuda", torch.bfloat16 if lora else torch.float32).train()
+        torch.manual_seed(3)
+        trained = attach_lora(model, rank=8, alpha=16.0) if lora else list(model.requires_grad_(True).parameters())
+        if fp8:
+            assert use_fp8(model) == 12
+        optimizer = torch.optim.AdamW(trained, lr=1e-2 if lora else 1e-3)
+        found = []
+        for _ in range(12):
+            with torch.autocast("cuda", torch.bfloat16):
+                hidden = model.hidden(tokens, None, CausalAttention(torch.zeros_like(tokens)))
+                loss = summed_cross_entropy(hidden[:, :-1], model.head, tokens[:, 1:])
+            (loss / tokens.numel()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss.detach()) / tokens.numel())
+        losses[fp8] = found
+    assert losses[True][-1] < losses[True][0] - 0.1
+    assert losses[True][0] == pytest.approx(losses[False][0], rel=0.02)
+    assert losses[True][-1] == pytest.approx(losses[False][-1], rel=0.05)
+
+
+@pytest.mark.skipif(HAS_E4M3, reason="this GPU has fp8")
+def test_older_gpus_are_refused():
+    model = random_model(SMALL, None, "cuda", torch.bfloat16)
+    with pytest.raises(DeviceError, match="needs a GPU from sm_89"):
+        use_fp8(model)
