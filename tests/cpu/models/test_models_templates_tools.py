@@ -96,6 +96,7 @@ def test_chatglm3_refuses_arguments_that_it_cannot_write():
         (GLM4, 'get_weather\n{"city": "北京"}', [("get_weather", {"city": "北京"})]),
         (GLM4, 'get_weather \n\n {"city":\n "x"}\n', [("get_weather", {"city": "x"})]),
         (GLM4, 'get_time\n{}\nget_weather\n{"a": [1, {}]}', [("get_time", {}), ("get_weather", {"a": [1, {}]})]),
+        (GLM4, 'get_weather\n{"city": "a\n\tb"}', [("get_weather", {"city": "a\n\tb"})]),
         (
             GLM3,
             "get_weather\n ```python\ntool_call(city='北京', n=-1, l=[1, {'a': None}], t=True)\n```",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from warpbus.models.templates.base import Message
 from warpbus.models.templates.dialect import (
@@ -48,7 +49,8 @@ class GLM4Tools:
         """See `ToolDialect.read`."""
         calls: list[ToolCall] = []
         rest = text.rstrip()
-        decoder = json.JSONDecoder(parse_constant=no_constant)
+        # Models write line feeds into strings, where JSON has none.
+        decoder = json.JSONDecoder(parse_constant=no_constant, strict=False)
         while rest and len(text) <= LONGEST_CALL:
             name, _, rest = rest.partition("\n")
             name, code, rest = name.strip(), rest, rest.lstrip()
@@ -63,7 +65,7 @@ class GLM4Tools:
                 return [*calls, code_call(name, code)]
             if not isinstance(arguments, dict):
                 return []
-            calls.append(ToolCall(name, rest[:end]))
+            calls.append(ToolCall(name, _as_json(rest[:end], arguments)))
             rest = rest[end:].lstrip()
         return [] if rest else calls
 
@@ -83,3 +85,12 @@ class GLM4Tools:
     def _call(self, call: ToolCall) -> Message:
         code = code_of(call, self.interpreter)
         return {"role": "assistant", "metadata": call.name, "content": call.arguments if code is None else code}
+
+
+def _as_json(written: str, arguments: dict[str, Any]) -> str:
+    """The arguments as they were written, if that is JSON, else written anew."""
+    try:
+        json.loads(written)
+    except ValueError:
+        return json.dumps(arguments, ensure_ascii=False)
+    return written

@@ -32,8 +32,13 @@ _NEEDED = ("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>")
 _SPECIALS = ("[MASK]", "[gMASK]", "[sMASK]", "<unused_0>", "<sop>", "<eop>", "<ENC>", "<dBLOCK>")
 _MEANT = {_LINE: "\n", _TAB: "\t", **{piece: " " * length for length, piece in _BLANKS.items()}}
 _RUN = re.compile(f" {{2,{_LONGEST_BLANK}}}")
-# Wherever somebody typed what only this module may write.
-_TYPED = re.compile("(?=" + "|".join(map(re.escape, (*_MEANT, *_SPECIALS))) + ")")
+# The first character wherever somebody typed what only this module may write.
+_TYPED = re.compile(
+    "|".join(
+        f"{re.escape(first)}(?={'|'.join(re.escape(text[1:]) for text in (*_MEANT, *_SPECIALS) if text[0] == first)})"
+        for first in "<["
+    )
+)
 
 # By the vocab_size of the two revisions.
 _IMAGE_TOKENS = {130528: 0, 150528: 20000}
@@ -74,7 +79,7 @@ class ChatGLMTokenizer:
         """See `Tokenizer.encode`."""
         check_text(text)
         # A piece that holds none of these texts whole cannot become one.
-        cuts = [0, *(match.start() + 1 for match in _TYPED.finditer(text)), len(text)]
+        cuts = [0, *(match.end() for match in _TYPED.finditer(text)), len(text)]
         ids: list[int] = self._model.encode(_written(text[: cuts[1]]))
         for start, end in pairwise(cuts[1:]):
             # SentencePiece puts a space before every text. Behind a line feed, which is left out again, it does not.
