@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from warpbus.cli import app
-from warpbus.cli import evaluate as verb
 from warpbus.errors import CheckpointError, UsageError
 
 
@@ -87,8 +86,3 @@ def test_what_cannot_be(tiny_model, data, tmp_path):
     with pytest.raises(CheckpointError, match="there is no such directory"):
         invoke(tmp_path / "none", "--data", data)
     assert invoke().exit_code == 2
-
-
-def test_names_of_models(tiny_model):
-    assert verb._name("demo") == "glm-poet"
-    assert verb._name(f"{tiny_model}/") == "tiny"

@@ -90,7 +90,7 @@ def test_what_models_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     assert model_name("demo") == "glm-poet"
     assert model_directory("demo") == model_path()
-    assert model_name("glm/.") == "glm"
+    assert model_name("glm/.") == model_name(f"{tmp_path}/glm/") == "glm"
     assert model_name("modelscope:ZhipuAI/chatglm2-6b@v1") == "chatglm2-6b"
     assert model_name("no-such") == "no-such"
     assert model_directory("no-such") == Path("no-such")

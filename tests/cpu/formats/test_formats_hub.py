@@ -224,7 +224,7 @@ def test_a_file_that_is_refused(hub: StandIn) -> None:
     hub.add(NAME, FILES)
     hub.errors = [403] * 8
     with pytest.raises(
-        DownloadError, match="THUDM/small-glm: 127.* answers 403 Forbidden: try again later, or another"
+        DownloadError, match=r"THUDM/small-glm: 127.* answers 403 Forbidden: try again later, or another"
     ):
         find_model(NAME)
 
