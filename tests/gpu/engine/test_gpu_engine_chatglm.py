@@ -125,7 +125,7 @@ def test_however_they_are_computed(model, reference, options):
     assert (engine.stats().preemptions > 0) == ("cache_tokens" in options)
 
 
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.05), ("fp8", 0.25)])
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("int8", 0.03), ("fp8", 0.1)])
 def test_a_cache_of_8_bits(model, reference, kv_dtype, tolerance):
     check(reference, answered(Engine(model, kv_dtype=kv_dtype)), 40, tolerance)
 
@@ -143,7 +143,8 @@ def test_the_true_shape(scheme):
     config = replace(SHAPES["chatglm-6b"], num_layers=2, vocab_size=1000, stop_ids=(991,), prompt_end=END)
     assert has_kernel(torch.float16, config.num_heads, config.num_kv_heads, config.head_dim, GPU)
     model = model_of(config, Scheme.parse(scheme))
-    check(on_the_cpu(model), answered(Engine(model), 12), 12, TOLERANCES[torch.float16])
+    # Its scores spread by 2.9, and 16 bits move them by as much more.
+    check(on_the_cpu(model), answered(Engine(model), 12), 12, 0.1)
 
 
 def test_sleep_leaves_graphs_valid():
