@@ -1,4 +1,4 @@
-"""The memory contract by the driver's account, with ChatGLM2-6B's shape, in a process of its own."""
+"""The memory contract by the driver's account, with the shapes of ChatGLM2-6B and ChatGLM-6B, a process for each."""
 
 import json
 import subprocess
@@ -18,10 +18,14 @@ from warpbus.engine.plan import Stored, enforce, plan_memory
 from warpbus.models import SHAPES, random_model
 from warpbus.qtensor import Scheme
 
-limit, context, seqs = map(int, sys.argv[1:])
-config, scheme, device = SHAPES["chatglm2-6b"], Scheme.parse("w4a16-g128"), torch.device("cuda", 0)
+limit, context, seqs = map(int, sys.argv[2:])
+config, scheme, device = SHAPES[sys.argv[1]], Scheme.parse("w4a16-g128"), torch.device("cuda", 0)
 begin = int(sys.stdin.read())
 phases = []
+
+
+def ended(prompt):
+    return prompt if config.prompt_end is None else [*prompt[:-1], config.prompt_end]
 
 
 def note(what):
@@ -42,14 +46,15 @@ note("weights")
 engine = Engine.planned(model, plan, max_num_seqs=seqs)
 engine.warm()
 note("warm")
-prompt = torch.randint(config.vocab_size, (2048,), generator=torch.Generator().manual_seed(0)).tolist()
-answer = engine.decode([prompt], 64)[0]
+length = min(2048, context - 64)
+prompt = torch.randint(config.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+answer = engine.decode([ended(prompt)], 64)[0]
 note("a prompt")
-long = engine.decode([[7 + at] * (context - 40) for at in range(seqs)], 40)[-1]
+long = engine.decode([ended([7 + at] * (context - 40)) for at in range(seqs)], 40)[-1]
 note("long prompts")
 for rows in {1, 2, 3, min(5, seqs), seqs} & set(range(seqs + 1)):
     for length in (10, 600, 1100):
-        engine.decode([[7 + at] * length for at in range(rows)], 3)
+        engine.decode([ended([7 + at] * length) for at in range(rows)], 3)
 note("all sizes of graphs")
 print(json.dumps({"phases": phases, "tokens": [len(answer), len(long)], "plan": plan.to_json(),
                   "torch": torch.cuda.max_memory_reserved(), "allocated": torch.cuda.max_memory_allocated()}))
@@ -57,12 +62,19 @@ print(json.dumps({"phases": phases, "tokens": [len(answer), len(long)], "plan": 
 
 
 @pytest.mark.parametrize(
-    ("limit", "context", "seqs"), [(5_000_000_000, 8320, 1), (6_000_000_000, 28672, 1), (6_000_000_000, 4096, 12)]
+    ("model", "limit", "context", "seqs"),
+    [
+        ("chatglm2-6b", 5_000_000_000, 8320, 1),
+        ("chatglm2-6b", 6_000_000_000, 28672, 1),
+        ("chatglm2-6b", 6_000_000_000, 4096, 12),
+        ("chatglm-6b", 6_000_000_000, 2048, 1),
+        ("chatglm-6b", 8_000_000_000, 2048, 5),
+    ],
 )
-def test_encoding_and_generating_stay_within_the_plan(limit, context, seqs):
+def test_encoding_and_generating_stay_within_the_plan(model, limit, context, seqs):
     before = torch.cuda.mem_get_info()[0]
     finished = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, (limit, context, seqs))],
+        [sys.executable, "-c", PROGRAM, model, *map(str, (limit, context, seqs))],
         input=str(before),
         capture_output=True,
         text=True,
