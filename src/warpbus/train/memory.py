@@ -176,6 +176,11 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return dict(zip(config.linears, shapes, strict=True))
 
 
+def _masks(config: ModelConfig, settings: TrainingSettings) -> bool:
+    """Whether packed rows are attended to by a mask: not where torch's kernel for documents takes them."""
+    return settings.dtype == "float32" or settings.method == "ptuning" or config.prompt_end is not None
+
+
 class _Layer:
     """Bytes of a layer's activations for each token.
 
@@ -204,11 +209,13 @@ class _Layer:
         )
         if o in learning and full and settings.fp8:
             inputs += heads * taken
-        # Queries, keys and values as attention takes them (packed rows have a mask, for which keys and values are
-        # repeated for every head), its output, a sum for each head, and the mask as numbers that are added.
-        grouped = config.num_heads != config.num_kv_heads
-        attention = half * (2 * heads + (2 * heads if grouped else heads + 2 * kv + kv)) + _FLOAT * config.num_heads
-        attention += half * settings.length
+        # Queries, keys and values as attention takes them, its output, and a sum for each head.
+        attention = half * (2 * heads + 2 * kv) + _FLOAT * config.num_heads
+        if _masks(config, settings):
+            # The mask as numbers that are added, keys and values repeated for every head; where there is nothing to
+            # repeat, values lie in the whole projection.
+            grouped = config.num_heads != config.num_kv_heads
+            attention += half * (settings.length + (2 * heads - 2 * kv if grouped else heads + kv))
         # Gate, up and silu(gate); or what goes through GELU.
         mlp = half * config.ffn_size * (3 if config.gated else 1)
         ranks = 4 * settings.rank * half if settings.method == "lora" else 0

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from warpbus.models.config import ModelConfig
 from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import Norm, RMSNorm
+from warpbus.models.layers.packed_attention import Stretches, can_pack, packed_attention
 from warpbus.models.layers.rope import rotate
 
 
@@ -62,19 +63,26 @@ class CausalAttention:
     def __init__(self, documents_bt: Tensor | None = None, prompts_bt: Tensor | None = None) -> None:
         self.documents_bt = documents_bt
         self.prompts_bt = prompts_bt
-        self.mask: Tensor | None = None
-        if documents_bt is not None and prompts_bt is None:
-            tokens = documents_bt.shape[1]
-            causal = torch.ones(tokens, tokens, dtype=torch.bool, device=documents_bt.device).tril()
-            self.mask = ((documents_bt[:, :, None] == documents_bt[:, None, :]) & causal)[:, None]
+        # Made when a layer asks first, for all of them: one of the two is needed.
+        self._mask: Tensor | None = None
+        self._stretches: Stretches | None = None
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
         del layer
+        if self.documents_bt is not None and self.prompts_bt is None and can_pack(q_bthd):
+            self._stretches = self._stretches or Stretches.of(self.documents_bt)
+            return packed_attention(q_bthd, k_bthd, v_bthd, self._stretches)
         return attend_masked(q_bthd, k_bthd, v_bthd, self.reached(positions_bt))
 
     def reached(self, positions_bt: Tensor) -> Tensor | None:
         """Which keys each query sees, `[batch, 1, tokens, tokens]`; None where that is its row up to itself."""
-        return self.mask if self.prompts_bt is None else self._reached(positions_bt, self.prompts_bt)
+        if self.prompts_bt is not None:
+            return self._reached(positions_bt, self.prompts_bt)
+        if self._mask is None and self.documents_bt is not None:
+            tokens = self.documents_bt.shape[1]
+            causal = torch.ones(tokens, tokens, dtype=torch.bool, device=self.documents_bt.device).tril()
+            self._mask = ((self.documents_bt[:, :, None] == self.documents_bt[:, None, :]) & causal)[:, None]
+        return self._mask
 
     def with_prompts(self, prompts_bt: Tensor) -> Self:
         """The same context where the documents have these prompts."""

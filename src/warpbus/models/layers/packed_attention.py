@@ -1,0 +1,84 @@
+"""Causal attention in packed rows on a GPU: each document by itself, without a mask (FlashAttention-2; Dao, 2023).
+
+The kernel is the one that torch brings. It is called by its operator: torch's `scaled_dot_product_attention`
+takes a mask over whole rows instead, which costs more time and memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpbus.kernels.operators import autocast
+from warpbus.kernels.ops.arguments import HALVES
+from warpbus.models.layers.fusion import gpu_has_kernels
+
+_LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Where the documents of packed rows lie, the rows taken one after the other.
+
+    Attributes:
+        bounds: int32 `[documents + 1]`: where each begins, and the end of the last.
+        longest: tokens of the longest.
+    """
+
+    bounds: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, documents_bt: Tensor) -> "Stretches":
+        """Those of numbers `[batch, tokens]`, which change where a document begins. It waits for the GPU."""
+        begins = torch.ones_like(documents_bt, dtype=torch.bool)
+        begins[:, 1:] = documents_bt[:, 1:] != documents_bt[:, :-1]
+        starts = begins.flatten().nonzero().flatten()
+        bounds = torch.cat((starts, starts.new_full((1,), documents_bt.numel())))
+        return cls(bounds.int(), int(bounds.diff().max()))
+
+
+def can_pack(q: Tensor) -> bool:
+    """Whether the kernel takes queries `[..., head_dim]`: 16 bits, or rounded to them by autocast, on a GPU from sm_80
+    on. Not where torch compiles, which knows nothing of the documents' number then."""
+    if q.device.type != "cuda" or torch.compiler.is_compiling() or not gpu_has_kernels(q.device):
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
+    return dtype in HALVES and q.shape[-1] <= _LARGEST_HEAD and q.shape[-1] % 8 == 0
+
+
+def packed_attention(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, stretches: Stretches) -> Tensor:
+    """Each token attends to those of its own document up to itself; it can be differentiated once.
+
+    Args:
+        q_bthd: `[batch, tokens, heads, head_dim]` that `can_pack` has approved.
+        k_bthd, v_bthd: `[batch, tokens, kv_heads, head_dim]`.
+
+    Returns:
+        `[batch, tokens, heads, head_dim]` in 16 bits.
+    """
+    # Contiguous, so that values do not keep the whole projection, in which they lie, until the backward pass.
+    q, k, v = (autocast(x).flatten(0, 1).contiguous() for x in (q_bthd, k_bthd, v_bthd))
+    attended: Tensor = _PackedAttention.apply(q, k, v, stretches.bounds, stretches.longest)
+    return attended.view(q_bthd.shape)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
+        sizes = bounds, bounds, longest, longest
+        out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False)
+        ctx.save_for_backward(q, k, v, out, sums, bounds, state, unused)
+        ctx.longest = longest
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, bounds, state, unused = ctx.saved_tensors
+        sizes = bounds, bounds, ctx.longest, ctx.longest
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            gradient.contiguous(), q, k, v, out, sums, *sizes, 0.0, True, state, unused
+        )
+        return dq, dk, dv, None, None
