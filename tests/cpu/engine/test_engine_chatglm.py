@@ -120,7 +120,7 @@ def test_nothing_is_shared_between_prompts_that_begin_alike(model):
 
 
 def test_a_prompt_without_its_end_is_refused(model):
-    with pytest.raises(UsageError, match=r"the prompt lacks the token 290, .*: end it with"):
+    with pytest.raises(UsageError, match=r"the prompt lacks the token 290 \(<sop>\), .*: end it with"):
         Engine(model).add(request([1, 2, 3], tokens=5))
 
 
