@@ -455,8 +455,8 @@ class Engine:
             return 0
         if end not in prompt:
             raise UsageError(
-                f"the prompt lacks the token {end} (<sop>), behind which the model answers: end it with [gMASK] <sop>, as "
-                "chats and prompts of text do by themselves"
+                f"the prompt lacks the token {end} (<sop>), behind which the model answers: end it with [gMASK] <sop>, "
+                "as chats and prompts of text do by themselves"
             )
         return prompt.index(end) + 1
 
