@@ -194,3 +194,25 @@ def test_nothing_to_learn(blank_model: Path, tmp_path: Path, write_lines: WriteL
         with pytest.raises(DataError, match=said) as raised:
             tokenize(path, blank_model, config_of(blank_model), length=20)
         assert str(path) in str(raised.value)
+
+
+def test_every_document_of_chatglm6b_has_its_prompt(
+    tiny_chatglm: Path, tmp_path: Path, write_lines: WriteLines
+) -> None:
+    tokenizer = load_tokenizer(tiny_chatglm)
+    gmask, sop = tokenizer.prompt_suffix
+    talk = [{"role": "user", "content": "明月"}, {"role": "assistant", "content": "光"}] * 2
+    long = [{"role": "user", "content": "月光" * 60}, {"role": "assistant", "content": "光"}]
+    lines = write_lines(tmp_path / "a.jsonl", {"messages": talk}, {"text": "举头望明月"}, {"messages": long})
+    (tmp_path / "a.txt").write_text("床前明月光，疑是地上霜。" * 20, encoding="utf-8")
+    for path, count in ((lines, 2), (tmp_path / "a.txt", None)):
+        # A prompt that leaves no room for its answer is left out.
+        documents = tokenize(path, tiny_chatglm, config_of(tiny_chatglm), length=60)
+        assert count in (None, len(documents))
+        for start, end in zip(documents.offsets, documents.offsets[1:], strict=False):
+            tokens, answers = documents.tokens[start:end].tolist(), documents.answers[start:end].tolist()
+            assert (tokens.count(gmask), tokens.count(sop)) == (1, 1)
+            at = tokens.index(sop) + 1
+            assert tokens[at - 2] == gmask
+            assert answers == [False] * at + [True] * (len(tokens) - at)
+            assert at < len(tokens) <= 60
