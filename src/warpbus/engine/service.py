@@ -40,6 +40,7 @@ from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.stats import Stats
 from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
 from warpbus.formats import Checkpoint
+from warpbus.formats.hub import find_model
 from warpbus.models import ModelConfig, Progress, read_config
 from warpbus.models.templates import Template, load_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
@@ -137,7 +138,8 @@ class Service:
         """Start the processes and wait until the model is loaded and warm.
 
         Args:
-            model: a model directory (Hugging Face layout), quantized by Warpbus or not.
+            model: a model directory (Hugging Face layout), quantized by Warpbus or not, or a name on a hub, see
+                `formats.hub.find_model`.
             options: how it is served.
             progress: called in the event loop while the weights are read; see `warpbus.models.Progress`.
             load: makes the engine, in each of its processes; a function of a module.
@@ -150,7 +152,7 @@ class Service:
         """
         options = options or ServiceOptions()
         devices = options.devices()
-        checkpoint = Checkpoint(model)
+        checkpoint = Checkpoint(await asyncio.to_thread(find_model, model))
         service = cls(checkpoint.directory, options, checkpoint, progress)
         service._keeper = Keeper(
             (load, checkpoint.directory, options, service.config.vocab_size, service.stop_ids),
