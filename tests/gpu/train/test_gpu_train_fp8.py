@@ -87,9 +87,10 @@ def test_a_decoder_learns_as_in_bfloat16(lora):
             optimizer.zero_grad()
             found.append(float(loss.detach()) / tokens.numel())
         losses[fp8] = found
-    assert losses[True][-1] < losses[True][0] - 0.1
     assert losses[True][0] == pytest.approx(losses[False][0], rel=0.02)
-    assert losses[True][-1] == pytest.approx(losses[False][-1], rel=0.05)
+    fallen = {fp8: found[0] - found[-1] for fp8, found in losses.items()}
+    assert fallen[False] > 0.1
+    assert fallen[True] > 0.75 * fallen[False]
 
 
 @pytest.mark.skipif(HAS_E4M3, reason="this GPU has fp8")
