@@ -56,6 +56,9 @@ _MIXED_BUCKETS = (32, 64, 128, 256, 384, 512, 768, MIXED_ROWS)
 # By what steps took on an H100 (ChatGLM2-6B's shape in 4 bits) they wait about thrice as long as without prompts.
 _ROWS_BESIDE = ((8, 128), (16, 256), (40, 384), (96, 512), (160, 768))
 _MIXED_LENGTH = 2048  # tokens: of longer sequences each token of a prompt would read too much of the cache again
+# Bytes that all rows read of a layer's cache, of ChatGLM-6B: every head has keys of its own, 16 times those of its
+# successors, so that a prompt of 180 tokens reads as much as theirs of 720.
+_MIXED_READ = 2**29
 
 Key = tuple[int, int, str, bool]
 """Of a graph: rows, the bound of their positions, what it is for: "own", "said" or "mixed" rows, and whether rows may
@@ -136,6 +139,8 @@ class Step:
         self.last = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.blocks = torch.zeros(slots + 1, -(-self._capacity // BLOCK), dtype=torch.int32, device=device)
+        width = model.config.num_kv_heads * model.config.head_dim
+        self._read = 2 * width * cache.layers[0][0].element_size() if model.config.prompt_end is not None else 0
         placed = needed(model.config, given)
         self.placing = Placing(model, slots, self._capacity, self.table) if placed else None
         self.adapters = torch.zeros(slots + 1, dtype=torch.int64, device=device)
@@ -179,7 +184,8 @@ class Step:
 
     def takes(self, rows: int, longest: int) -> bool:
         """Whether so many rows, prompts among them, of sequences of at most `longest` places are one graph."""
-        return self._graphs is not None and rows <= self._mixed_rows and longest <= _MIXED_LENGTH
+        few = rows <= self._mixed_rows and longest <= _MIXED_LENGTH and rows * longest * self._read <= _MIXED_READ
+        return self._graphs is not None and few
 
     def scores_of(self, rows: Rows, *, prompts: bool) -> Tensor:
         """As `scores`, of rows that the host says: several of a sequence may follow each other.

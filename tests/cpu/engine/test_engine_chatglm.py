@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_models import as_on_a_gpu, assert_best, finish, plain_scores
 
+from warpbus.engine import step
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
@@ -105,6 +106,15 @@ def test_random_answers_are_the_same_alone_and_together(model, kind, options):
         engine.step()
     finish(engine)
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+
+
+def test_prompts_that_would_read_much_of_the_cache_again_and_again_run_without_a_graph(model, monkeypatch):
+    monkeypatch.setattr(step, "_MIXED_READ", 20 * 20 * 2 * 4 * 16 * 4)  # what 20 rows read of 20 places
+    engine = as_on_a_gpu(Engine(model))
+    for prompt, kinds in ((PROMPTS[0], {"mixed", "own"}), (PROMPTS[2], {"own"})):
+        engine._step._graphs.keys.clear()
+        assert_best(model, prompt, engine.decode([prompt], 12)[0])
+        assert {key[2] for key in engine._step._graphs.keys} == kinds
 
 
 def test_nothing_is_shared_between_prompts_that_begin_alike(model):
