@@ -2,8 +2,8 @@
 
 A benchmark is a list of cases (`cases.py`); its records go into files of one schema (`records.py`). Of models only
 these know: `decode.py`, with `decoders.py`, `plain.py` and `footprint.py`; `quantize.py`, with `quantization_*.py` and
-`compressor.py`; `serving.py`, with `serving_*.py`; `parallel.py`; and `pool.py`, with `pool_*.py`. What the last four
-measure depends on more options than others have, so they are not in `BENCHMARKS`.
+`compressor.py`; `serving.py`, with `serving_*.py`; `parallel.py`; `train.py`, with `train_*.py`; and `pool.py`, with
+`pool_*.py`. What the last five measure depends on more options than others have, so they are not in `BENCHMARKS`.
 """
 
 from warpbus.bench.attention import ATTENTION
