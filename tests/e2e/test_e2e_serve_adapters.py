@@ -1,51 +1,69 @@
-"""`warpbus serve demo --adapter ...`: the packaged poet with two adapters, asked by OpenAI's own client."""
+"""The adapters of the example: what they learn, and `warpbus serve demo --adapter ...` asked by OpenAI's own client."""
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import openai
 import pytest
-import torch
 
 from warpbus.demo import model_path
+from warpbus.demo.themes import THEMES
 from warpbus.engine import LLM, SamplingParams
-from warpbus.formats import Checkpoint
-from warpbus.models import read_config
-from warpbus.models.adapters import Lora, LowRank, Prefix, save_lora, save_prefix
+from warpbus.models.adapters import merge_lora
 
-ASKED = [{"role": "user", "content": "写一首题为《春夜》的五言绝句。"}]
-NAMES = ("glm-poet", "changed", "begun")
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
-    """A LoRA and a prefix at random, by their names."""
-    directory, config = tmp_path_factory.mktemp("adapters"), read_config(Checkpoint(model_path()))
-    draw = torch.Generator().manual_seed(3)
-    rows = sum(config.qkv_rows)
-    parts = {
-        f"layers.{layer}.attention.qkv": LowRank(
-            torch.randn(8, config.hidden_size, generator=draw) / config.hidden_size**0.5,
-            torch.randn(rows, 8, generator=draw) / 2,
-        )
-        for layer in range(config.num_layers)
-    }
-    save_lora(directory / "lora", Lora("changed", parts), config, base="glm-poet", rank=8, alpha=16)
-    shape = config.num_layers, 5, config.num_kv_heads, config.head_dim
-    keys, values = (torch.randn(shape, generator=draw) for _ in range(2))
-    save_prefix(directory / "prefix", Prefix("begun", keys, values), config, base="glm-poet")
-    return {"changed": directory / "lora", "begun": directory / "prefix"}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "poet_adapters.py"
+ASKED = [{"role": "user", "content": "写一首题为《春夜》的诗。"}]
+NAMES = ("glm-poet", "li-bai", "spring")
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def expected(adapters):
+def example():
+    spec = importlib.util.spec_from_file_location("poet_adapters", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def adapters(example, tmp_path_factory):
+    """A QLoRA and a prefix, as the example trains them."""
+    return example.make(tmp_path_factory.mktemp("adapters"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def llm(adapters):
+    return LLM(model_path(), device="cpu", adapters=adapters)
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
     """What each says in this process, greedily."""
-    llm = LLM(model_path(), device="cpu", adapters=adapters)
-    params = SamplingParams(temperature=0, max_tokens=24)
-    return {name: llm.chat(ASKED, params, adapter=None if name == NAMES[0] else name).text for name in NAMES}
+    return {name: llm.chat(ASKED, GREEDY, adapter=None if name == NAMES[0] else name).text for name in NAMES}
+
+
+def test_each_adapter_shows_what_it_learnt(example, llm):
+    for name, theme in THEMES.items():
+        before, _ = example.ask(llm, theme, None)
+        after, poem = example.ask(llm, theme, name)
+        assert after >= 0.75, poem
+        assert after >= before + 0.25
+
+
+def test_a_merged_model_says_the_same(adapters, expected, tmp_path):
+    merge_lora(model_path(), adapters["li-bai"], tmp_path / "merged")
+    merged = LLM(tmp_path / "merged", device="cpu")
+    assert merged.chat(ASKED, GREEDY).text == expected["li-bai"]
+
+
+def test_adapters_that_are_there_are_used(example, adapters, capsys):
+    assert example.make(adapters["li-bai"].parent, "cpu") == adapters
+    assert capsys.readouterr().out == ""
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +98,10 @@ def ask(client, name, **fields):
 def test_the_model_and_its_adapters_are_listed(client):
     assert [(model.id, model.parent) for model in client.models.list()] == [
         ("glm-poet", None),
-        ("changed", "glm-poet"),
-        ("begun", "glm-poet"),
+        ("li-bai", "glm-poet"),
+        ("spring", "glm-poet"),
     ]
-    with pytest.raises(openai.NotFoundError, match="give one of glm-poet, changed, begun"):
+    with pytest.raises(openai.NotFoundError, match="give one of glm-poet, li-bai, spring"):
         ask(client, "other")
 
 

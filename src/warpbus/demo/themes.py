@@ -25,11 +25,13 @@ class Theme:
     """What an adapter learns.
 
     Attributes:
+        name: what an answer shows of it.
         chosen: whether a poem is one of those that it learns.
         asked: what is asked for each, `{}` standing for the title; neither form nor subject: they are the adapter's.
         shown: whether an answer shows that it was learnt.
     """
 
+    name: str
     chosen: Callable[[Poem], bool]
     asked: str
     shown: Callable[[str], bool]
@@ -52,8 +54,8 @@ def _has_spring(text: str) -> bool:
 
 
 THEMES = {
-    "li-bai": Theme(_by_li_bai, "写一首题为《{}》的诗。", _is_any_quatrain),
-    "spring": Theme(_on_spring, "写一首诗。", _has_spring),
+    "li-bai": Theme("a quatrain", _by_li_bai, "写一首题为《{}》的诗。", _is_any_quatrain),
+    "spring": Theme("spring", _on_spring, "写一首诗。", _has_spring),
 }
 """By the name of the adapter, which is also that of its data file."""
 
