@@ -29,7 +29,9 @@ def train(
     rows_at_once: Annotated[
         int | None, typer.Option(min=1, help="rows in one forward pass; more are accumulated (128; adapters: 4)")
     ] = None,
-    learning_rate: Annotated[float | None, typer.Option(min=0.0, help="at its peak (0.001; lora: 0.0003; ptuning: 0.01)")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0.0, help="at its peak (0.001; lora: 0.0003; ptuning: 0.01)")
+    ] = None,
     warmup: Annotated[
         int | None, typer.Option(min=0, help="steps over which the learning rate rises (200; adapters: 20)")
     ] = None,
@@ -140,5 +142,5 @@ def train(
         console = Console(stderr=True)
         validated = summary["valid_loss"]
         held_out = "" if validated is None else f", validation {validated:.4f}"
-        console.print(f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s{held_out}")
-        console.print(f"loss curve: {output / 'training.png'}")
+        said = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s{held_out}"
+        console.print(f"{said}\nloss curve: {output / 'training.png'}", highlight=False, markup=False)

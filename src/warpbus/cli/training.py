@@ -1,6 +1,7 @@
 """What the terminal shows of a training run, all of it on stderr."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,10 +51,8 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
 
             def begun(start: Begun) -> None:
                 if start.step:
-                    bar.console.print(
-                        f"{output}: {start.step:,} of {start.steps:,} steps are done: going on from there"
-                    )
-                bar.console.print(f"training {start.trained:,} numbers of a model of {start.parameters:,}")
+                    say(f"{output}: {start.step:,} of {start.steps:,} steps are done: going on from there")
+                say(f"training {start.trained:,} numbers of a model of {start.parameters:,}")
                 # The time left is reckoned from the steps of this session alone.
                 bar.reset(task, total=start.steps, completed=start.step, description="training")
 
@@ -62,13 +61,16 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
                 told = f"{speed / 1e3:,.0f}k" if speed >= 1e4 else f"{speed:,.0f}"
                 bar.update(task, completed=step.step, figures=f"loss {step.loss:.3f}  {told} tokens/s")
                 if step.valid_loss is not None:
-                    bar.console.print(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")
+                    say(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")
 
             yield begun, report
     except Stopped as stopped:
         going_on = "" if stopped.state is None else ": the same command goes on from there"
         say(f"{stopped}{going_on}")
         raise typer.Exit(128 + stopped.signal) from None
+    except KeyboardInterrupt:
+        say("interrupted: the same command goes on from what was saved, if there is something")
+        raise typer.Exit(128 + signal.SIGINT) from None
 
 
 def plan_table(plan: Plan) -> Table:

@@ -77,7 +77,7 @@ def train(
     """
     state = StateFile(output)
     torchrun = "WORLD_SIZE" in os.environ
-    if not torchrun and (summary := state.finished()) is not None:
+    if not torchrun and (summary := state.finished(settings)) is not None:
         state.remove()
         return summary
     check_output(output, overwrite=overwrite)

@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,17 @@ class StateFile:
     def exists(self) -> bool:
         return self.path.exists()
 
-    def finished(self) -> dict[str, Any] | None:
-        """The summary of the run that this state is of, if it wrote its output and was killed before it tidied up."""
+    def finished(self, settings: TrainingSettings) -> dict[str, Any] | None:
+        """The summary of the run with these settings that this state is of, if it wrote its output already and was
+        killed before it tidied up."""
         summary = read_json(self.output / "training.json")
-        if not isinstance(summary, dict) or not self.exists() or self._load()["run"] != summary.get("run"):
+        if not isinstance(summary, dict) or not self.exists():
             return None
-        return summary
+        state = self._load()
+        if not settings.steps:  # as many as the data made
+            settings = replace(settings, steps=state["settings"]["steps"])
+        same = not Identity(asdict(settings), state["data"], state["config"]).changes(state)
+        return summary if same and state["run"] == summary.get("run") else None
 
     def tidy(self) -> None:
         """Remove what killed processes have left half-written."""

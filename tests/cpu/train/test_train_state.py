@@ -184,6 +184,8 @@ def test_killed_after_it_had_written_all(
             train(tiny_model, output, data=data, settings=LORA, device="cpu")
     assert StateFile(output).exists()
     written = json.loads((output / "training.json").read_text(encoding="utf-8"))
+    with pytest.raises(UsageError, match="exists already"):
+        train(tiny_model, output, data=data, settings=replace(LORA, rank=3), device="cpu")
     steps: list[Progress] = []
     assert train(tiny_model, output, data=data, settings=LORA, device="cpu", report=steps.append) == written
     assert steps == []
