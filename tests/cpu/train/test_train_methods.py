@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -200,6 +201,34 @@ def test_a_prefix_learns_and_is_written_as_chatglm_has_it(tiny_model: Path, tmp_
 
     found = loss_one_by_one(hidden, model, read(data, tiny_model))
     assert found == pytest.approx(summary["valid_loss"], abs=1e-5)
+
+
+def test_chatglm_6b_learns(tiny_chatglm: Path, tmp_path: Path, data: Path) -> None:
+    """Its prompts see each other in both directions, and end in tokens of their own."""
+    full = replace(LORA, method="full", learning_rate=1e-2)
+    _, steps = run(tiny_chatglm, tmp_path / "full", data, full)
+    assert steps[-1].loss < 0.9 * steps[0].loss
+    written = load_model(Checkpoint(tmp_path / "full"), device="cpu", dtype=torch.float32)
+    found = loss_one_by_one(written.hidden, written, read(data, tiny_chatglm))
+    assert found == pytest.approx(steps[-1].valid_loss, rel=0.02)  # it is written in bfloat16
+    model = load_model(Checkpoint(tiny_chatglm), device="cpu", dtype=torch.float32)
+    for settings in (LORA, PTUNING):
+        output = tmp_path / settings.method
+        summary, steps = run(tiny_chatglm, output, data, settings)
+        assert steps[-1].loss < steps[0].loss
+        adapter = load_adapter(output, model.config)
+        context = None
+        if isinstance(adapter, Prefix):
+            model = load_model(Checkpoint(tiny_chatglm), device="cpu", dtype=torch.float32)
+            context = PrefixedAttention(adapter.keys_lthd, adapter.values_lthd)
+        else:
+            for path, part in adapter.parts.items():
+                weight = model.get_submodule(path).weight
+                assert isinstance(weight, Tensor)
+                weight.data += part.b @ part.a
+        hidden = partial(model.hidden, context=context)
+        found = loss_one_by_one(hidden, model, read(data, tiny_chatglm))
+        assert found == pytest.approx(summary["valid_loss"], abs=1e-5)
 
 
 def test_recomputed_layers_and_fp8_learn_too(tiny_model: Path, tmp_path: Path, data: Path) -> None:
