@@ -54,11 +54,11 @@ def main(descriptor: int) -> None:
         files = (Path(setup["certificate"]), Path(setup["private_key"])) if tls else None
         channel = Channel(sock) if files is None else serve_tls(sock, *files)
         channels.append(channel)
-        hello = decode(channel.receive(10).payload)
+        hello = decode(channel.receive(90).payload)
         if "ticket" in hello:
             assert hello["ticket"] == setup["ticket"]
             channel.send(Kind.STATE, 0, b"prepared")
-            if channel.receive(10) is not None:
+            if channel.receive(90) is not None:
                 control.send(end, {"event": "arrived"})
             return
         assert hello["key"] == setup["key"]
@@ -83,7 +83,7 @@ def main(descriptor: int) -> None:
             return
         channel = connect(address(order["to"]), order["door"])
         channel.send(Kind.HELLO, 0, encode({"ticket": order["ticket"]}))
-        assert channel.receive(10).kind is Kind.STATE
+        assert channel.receive(90).kind is Kind.STATE
         if wrong == DIES_BEFORE:
             os.kill(os.getpid(), signal.SIGKILL)
         channel.send(Kind.STATE, 1, b"commit")

@@ -49,7 +49,7 @@ class Daemon:
                 pass_fds=[other.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        self.end.settimeout(30)
+        self.end.settimeout(150)
         control.send(self.end, {**SETUP, **changes})
 
     def hear(self, *events):
@@ -70,7 +70,7 @@ class Daemon:
         """One that has said HELLO, and the answer."""
         channel = Channel(self.socket(), "the tenant")
         channel.send(Kind.HELLO, 0, encode({**HELLO, **changes}))
-        return channel, channel.receive(20)
+        return channel, channel.receive(90)
 
     def close(self):
         self.end.close()
@@ -94,21 +94,21 @@ def write(fill):
 
 
 def acknowledged(channel, number):
-    while (frame := channel.receive(20)).kind is not Kind.ACK or frame.number < number:
+    while (frame := channel.receive(90)).kind is not Kind.ACK or frame.number < number:
         assert frame.kind is Kind.ACK
     return frame.number
 
 
 def ask(channel, *question):
     channel.send(Kind.ASK, 77, encode(list(question)))
-    while (frame := channel.receive(20)).number != 77:
+    while (frame := channel.receive(90)).number != 77:
         assert frame.kind in (Kind.ACK, Kind.ERROR)
     return frame.kind, bytes(frame.payload) if frame.kind is Kind.DATA else decode(frame.payload)
 
 
 def ended(channel):
     with suppress(ConnectionLost):
-        while channel.receive(20) is not None:
+        while channel.receive(90) is not None:
             pass
         return False
     return True

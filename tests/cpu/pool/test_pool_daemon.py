@@ -100,7 +100,7 @@ def lease(steering: Steering, wrong: int = 0, **options) -> dict:
 def greet(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
     channel = connect(where, bytes.fromhex(granted["lease"]))
     channel.send(Kind.HELLO, 0, encode({"protocol": 1, "key": granted["key"], **hello}))
-    frame = channel.receive(30)
+    frame = channel.receive(90)
     return channel, frame.kind, decode(frame.payload)
 
 
@@ -129,7 +129,7 @@ def test_a_client_gets_a_lease_and_reaches_its_process(served, steering):
     assert (found["state"], found["gpu"], found["tenant"]) == ("placed", "mill/0", "local")
     assert steering.ask({"do": "release", "lease": granted["lease"]}) == {"released": granted["lease"]}
     with pytest.raises(ConnectionLost):
-        channel.receive(10)
+        channel.receive(90)
     assert entry(steering, granted) is None
 
 
@@ -151,7 +151,7 @@ def test_a_process_that_dies_takes_its_own_lease_alone(served, steering):
     until(lambda: entry(steering, first) is None)
     assert entry(steering, second)["state"] == "placed"
     with pytest.raises(ConnectionLost):
-        channels[0][0].receive(10)
+        channels[0][0].receive(90)
     assert channels[1][0].receive(0.1) is None
     _, kind, said = greet(served.address, first)
     assert kind is Kind.REFUSED
@@ -260,7 +260,7 @@ def test_preambles_of_garbage(served, steering, sent):
     with socket.create_connection((served.address.host, served.address.port)) as sock:
         sock.sendall(sent)
         sock.shutdown(socket.SHUT_WR)
-        sock.settimeout(30)
+        sock.settimeout(90)
         with suppress(ConnectionResetError):
             assert len(sock.recv(1 << 16)) < 1000
     assert steering.ask({"do": "status"})["queue"] == []
@@ -373,7 +373,7 @@ def test_a_lease_moves_to_another_machine(served, peers, steering):
     assert {"phase": "copying", "done": 1, "total": 2} in told
     assert entry(steering, granted)["gpu"] == "dam/0"
     with pytest.raises(ConnectionLost):
-        channel.receive(10)
+        channel.receive(90)
     _, kind, said = greet(served.address, granted)  # it knows where it went
     assert (kind, said) == (Kind.MOVED, {"address": peers.daemon.address, "final": True})
     _, kind, after = greet(peers.address, granted)
@@ -436,7 +436,7 @@ def test_a_process_that_dies_on_another_machine_is_heard_of(served, peers, steer
     os.kill(welcome["pid"], signal.SIGKILL)
     until(lambda: entry(steering, granted) is None)
     with pytest.raises(ConnectionLost):
-        channel.receive(10)
+        channel.receive(90)
 
 
 @pytest.mark.parametrize("wrong", [0, fake.DIES_AFTER])

@@ -229,7 +229,7 @@ def received(data, rng):
                 found.append((frame.kind, frame.number, bytes(frame.payload)))
         right.close()
         while True:
-            frame = channel.receive(30)
+            frame = channel.receive(90)
             assert frame is not None, "neither a frame nor the end"
             found.append((frame.kind, frame.number, bytes(frame.payload)))
     except ConnectionLost as lost:

@@ -272,7 +272,7 @@ def pair(
     source = Source(here, ours, ticket=TICKET, timeout=20.0, little=0, shared=lambda _: fake if memory_shared else None)
 
     def work() -> None:
-        hello = theirs.receive(20.0)
+        hello = theirs.receive(90)
         assert hello is not None
         destination.admit(theirs, decode(hello.payload))  # type: ignore[arg-type]
         while destination.step(1.0) not in ENDS:

@@ -80,7 +80,7 @@ def test_failures_are_told_and_told_again_to_who_has_not_heard(daemon):
         writer.buffer += call_prefix(1) + layout(1, (), 1).pack(999, 1000)
 
     channel.send(Kind.BATCH, start + 1, write(fails))
-    frame = channel.receive(20)
+    frame = channel.receive(90)
     failure = decode(frame.payload)
     assert (frame.kind, frame.number, failure["batch"]) == (Kind.ERROR, 0, start + 1)
     assert "999" in failure["message"]
@@ -89,7 +89,7 @@ def test_failures_are_told_and_told_again_to_who_has_not_heard(daemon):
     assert (kind, why["type"]) == (Kind.ERROR, "DeviceError")
     channel.close()
     again, _ = daemon.client(acknowledged=start)
-    assert decode(again.receive(20).payload) == failure
+    assert decode(again.receive(90).payload) == failure
     again.send(Kind.BATCH, start + 2, write(lambda writer: writer.free([1000])))
     acknowledged(again, start + 2)
     again.close()
@@ -102,15 +102,15 @@ def test_a_gap_ends_the_connection_but_not_the_lease(daemon):
     channel, welcome = daemon.client()
     start = decode(welcome.payload)["executed"]
     channel.send(Kind.BATCH, start + 2, b"")
-    frame = channel.receive(20)
+    frame = channel.receive(90)
     assert frame.kind is Kind.ERROR
     assert "missing" in decode(frame.payload)["message"]
-    assert channel.receive(20).kind is Kind.BYE
+    assert channel.receive(90).kind is Kind.BYE
     assert ended(channel)
     other, welcome = daemon.client()
     assert decode(welcome.payload)["executed"] == start
     other.send(Kind.BATCH, start + 1, b"\xff")
-    assert "no instruction" in decode(other.receive(20).payload)["message"]
+    assert "no instruction" in decode(other.receive(90).payload)["message"]
     other.close()
     last, welcome = daemon.client()
     assert decode(welcome.payload)["executed"] == start + 1
@@ -187,7 +187,7 @@ def test_suspended_resumed_and_ended(tmp_path):
         assert decode(welcome.payload)["executed"] == 1
         assert ask(channel, "read", 1, 0, 16)[1] == b"0123456789abcdef"
         control.send(daemon.end, {"do": "end", "reason": "it was released"})
-        assert channel.receive(20).kind is Kind.BYE
+        assert channel.receive(90).kind is Kind.BYE
         channel.close()
         assert daemon.process.wait(90) == 0
 

@@ -126,7 +126,7 @@ def test_a_client_claims_its_lease_when_the_source_has_died(tmp_path):
             channel.send(Kind.BATCH, 1, write(start))
             acknowledged(channel, 1)
             move(old, to)
-            while channel.receive(20).kind is not Kind.MOVED:
+            while channel.receive(90).kind is not Kind.MOVED:
                 pass
             old.process.kill()
             old.process.wait()
