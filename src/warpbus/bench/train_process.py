@@ -134,8 +134,7 @@ def _built(task: Task, group: Group) -> tuple[nn.Module, Callable[[Tensor, Tenso
     called: Callable[..., Tensor] = torch.compile(parallel) if settings.compile else parallel
     shape = settings.rows_per_step // group.world, settings.length
     positions = torch.arange(settings.length, device=group.device).expand(shape)
-    documents = torch.zeros(shape, dtype=torch.int64, device=group.device)
-    return module, lambda tokens, targets: called(tokens, targets, positions, documents)
+    return module, lambda tokens, targets: called(tokens, targets, positions, None)  # each row is one document
 
 
 def _ours(task: Task, device: torch.device) -> Method:

@@ -199,11 +199,10 @@ class _Layer:
             learning = set()
         taken = _BYTE if full and settings.fp8 else half  # what a product keeps of its input
         hidden, heads, kv = config.hidden_size, config.num_heads * config.head_dim, config.qkv_rows[1]
-        # A norm keeps its input in float32, and its output but for the weight where the weight is trained.
-        norm = hidden * (_FLOAT + (_FLOAT if full and not config.layer_norm else 0))
-        norms = norm * (4 if config.output_norms else 2)
+        # RMSNorm keeps its input; LayerNorm, and what meets weights of another dtype, a copy of it in float32.
+        norms = hidden * (_FLOAT if config.layer_norm else self.stream) * (4 if config.output_norms else 2)
         if config.qk_norm:
-            norms += (heads + kv) * (_FLOAT + (half if full else 0))
+            norms += (heads + kv) * (half if self.stream == half else _FLOAT + half)
         inputs = hidden * taken * ((qkv in learning) + (widening in learning)) + config.ffn_size * taken * (
             down in learning
         )

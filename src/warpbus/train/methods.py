@@ -33,12 +33,15 @@ class Method(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-        """The cross-entropy summed over the targets of rows `[rows, length]` (see `warpbus.train.dataset`), in nats."""
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        """The cross-entropy summed over the targets of rows `[rows, length]` (see `warpbus.train.dataset`), in nats.
+
+        `documents` may be left out where each row is one document.
+        """
         hidden = self.model.hidden(tokens, positions, self.context(documents))
         return summed_cross_entropy(hidden, self.model.head, targets)
 
-    def context(self, documents: Tensor) -> CausalAttention:
+    def context(self, documents: Tensor | None) -> CausalAttention:
         """What the tokens of packed rows attend to."""
         return CausalAttention(documents)
 
@@ -66,7 +69,7 @@ class PrefixMethod(Method):
         super().__init__(model)
         self.learnt = prefix
 
-    def context(self, documents: Tensor) -> CausalAttention:
+    def context(self, documents: Tensor | None) -> CausalAttention:
         return self.learnt.context(documents)
 
     def trained(self) -> dict[str, nn.Parameter]:

@@ -43,7 +43,7 @@ class TrainedPrefix(nn.Module):
         model.hidden(ids, torch.zeros_like(ids), kept, torch.ones_like(ids))
         return cls(torch.cat(kept.keys).float(), torch.cat(kept.values).float())
 
-    def context(self, documents_bt: Tensor) -> PrefixedAttention:
+    def context(self, documents_bt: Tensor | None) -> PrefixedAttention:
         """What the tokens of packed rows attend to."""
         return PrefixedAttention(self.keys, self.values, documents_bt)
 

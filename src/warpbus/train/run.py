@@ -206,10 +206,12 @@ class _Run:
         return mean, norm, next(iter(asked), 0)
 
     def _loss(self, compute: Callable[..., Tensor], rows: Rows, picked: slice) -> Tensor:
-        parts = (rows.tokens, rows.targets, rows.positions, rows.documents)
-        device = self.group.device
+        device, documents = self.group.device, rows.documents[picked]
+        parts = [each[picked].to(device) for each in (rows.tokens, rows.targets, rows.positions)]
+        # Rows of one document each need no mask, and what is only causal has quicker kernels.
+        alone = bool((documents == documents[:, :1]).all())
         with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
-            return compute(*(part[picked].to(device) for part in parts))
+            return compute(*parts, None if alone else documents.to(device))
 
     def _numeric_error(self, step: int, found: str) -> NumericError:
         kept = f"; {self.state.path} has the last state that was saved" if self.state.exists() else ""

@@ -128,6 +128,12 @@ def test_activations_are_what_autograd_keeps(
     more = training_memory(replace(config, num_layers=4), settings)
     less = training_memory(config, settings)
     reckoned = more.activations - less.activations + more.casts - less.casts
+    if not config.layer_norm:
+        # Two norms, which on a CPU keep their input in float32, and their output but for a weight that is trained.
+        full = method == "full"
+        kept -= (
+            2 * tokens.numel() * config.hidden_size * ((8 if full else 4) - (4 if full or dtype == "float32" else 2))
+        )
     assert reckoned == pytest.approx(kept, rel=0.1)
 
 

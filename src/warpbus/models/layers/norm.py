@@ -20,6 +20,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if has_kernels(x) and self.weight.dtype == x.dtype:
             return rms_norm(x, self.weight, self.eps)
+        if torch.is_grad_enabled() and x.device.type == "cuda" and self.weight.dtype == x.dtype:
+            # torch's own kernel has a gradient, for which it keeps x and not a copy in float32.
+            with torch.autocast("cuda", enabled=False):
+                return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
