@@ -84,6 +84,7 @@ def train(
     from warpbus.train.plan import plan
 
     place = resolve_device(device)
+    on_gpus = device != "cpu" if cluster else place.type == "cuda"
     settings = TrainingSettings.of(
         method,
         steps=steps,
@@ -96,7 +97,7 @@ def train(
         weight_decay=weight_decay,
         clip=clip,
         compile=compile,
-        dtype=("bfloat16" if place.type == "cuda" else "float32") if dtype == "auto" else dtype,
+        dtype=("bfloat16" if on_gpus else "float32") if dtype == "auto" else dtype,
         fp8=fp8,
         recompute=recompute,
         sharding=sharding,

@@ -178,7 +178,7 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def _masks(config: ModelConfig, settings: TrainingSettings) -> bool:
     """Whether packed rows are attended to by a mask: not where torch's kernel for documents takes them."""
-    return settings.dtype == "float32" or settings.method == "ptuning" or config.prompt_end is not None
+    return settings.dtype == "float32" or config.prompt_end is not None
 
 
 class _Layer:
@@ -210,6 +210,9 @@ class _Layer:
             inputs += heads * taken
         # Queries, keys and values as attention takes them, its output, and a sum for each head.
         attention = half * (2 * heads + 2 * kv) + _FLOAT * config.num_heads
+        if settings.method == "ptuning":
+            # The prefix stands in front of every document, of which there is one in a row at least.
+            attention += half * 2 * kv * settings.prefix_tokens // settings.length
         if _masks(config, settings):
             # The mask as numbers that are added, keys and values repeated for every head; where there is nothing to
             # repeat, values lie in the whole projection.

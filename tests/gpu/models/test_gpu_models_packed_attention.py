@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from warpbus.models.layers import CausalAttention
-from warpbus.models.layers.attention import attend_masked
 from warpbus.models.layers.packed_attention import Stretches, can_pack
+from warpbus.models.layers.prefixed import PrefixedAttention
 
 pytestmark = pytest.mark.gpu
 
@@ -28,35 +28,41 @@ def test_stretches() -> None:
     assert found.longest == 200
 
 
+@pytest.mark.parametrize("prefix", [0, 5, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 128), (8, 2, 128), (6, 1, 64), (4, 2, 40)])
-def test_it_is_the_mask(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+def test_it_is_the_mask(prefix: int, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
     documents = packed_rows()
     shape = documents.shape
     positions = torch.arange(shape[1], device="cuda").expand(shape)
     drawn = torch.Generator("cuda").manual_seed(0)
 
-    def draw(count: int) -> torch.Tensor:
-        values = torch.randn(*shape, count, size, generator=drawn, device="cuda").to(dtype)
-        return values.requires_grad_()
+    def draw(*axes: int) -> torch.Tensor:
+        return torch.randn(*axes, size, generator=drawn, device="cuda").to(dtype).requires_grad_()
 
-    q, k, v = draw(heads), draw(kv_heads), draw(kv_heads)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        context = PrefixedAttention(given[0], given[1], documents) if given else CausalAttention(documents)
+        return context.attend(0, q, k, v, positions)
+
+    inputs = [draw(*shape, heads), draw(*shape, kv_heads), draw(*shape, kv_heads)]
+    if prefix:
+        inputs += [draw(1, prefix, kv_heads), draw(1, prefix, kv_heads)]
     upstream = torch.randn(*shape, heads, size, generator=drawn, device="cuda").to(dtype)
-    assert can_pack(q)
-    found = CausalAttention(documents).attend(0, q, k, v, positions)
+    assert can_pack(inputs[0])
+    found = attend(*inputs)
     assert found.dtype == dtype
     found.backward(upstream)
-    q_wide, k_wide, v_wide = wide = tuple(x.detach().float().requires_grad_() for x in (q, k, v))
-    expected = attend_masked(q_wide, k_wide, v_wide, CausalAttention(documents).reached(positions))
+    # In float32 it is the mask.
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    expected = attend(*wide)
+    assert expected.dtype == torch.float32
     expected.backward(upstream.float())
-    for name, own, other in (
-        ("attended", found, expected),
-        *((name, x.grad, y.grad) for name, x, y in zip("qkv", (q, k, v), wide, strict=True)),
-    ):
+    pairs = [(found, expected), *((x.grad, y.grad) for x, y in zip(inputs, wide, strict=True))]
+    for index, (own, other) in enumerate(pairs):
         assert own is not None
         assert other is not None
         error = (own.float() - other).norm() / other.norm()
-        assert float(error) < (1e-2 if dtype == torch.bfloat16 else 2e-3), name
+        assert float(error) < (1e-2 if dtype == torch.bfloat16 else 2e-3), index
 
 
 def test_autocast_decides_and_float32_has_the_mask() -> None:

@@ -69,10 +69,17 @@ class CausalAttention:
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
         del layer
-        if self.documents_bt is not None and self.prompts_bt is None and can_pack(q_bthd):
-            self._stretches = self._stretches or Stretches.of(self.documents_bt)
-            return packed_attention(q_bthd, k_bthd, v_bthd, self._stretches)
+        stretches = self.stretches(q_bthd)
+        if stretches is not None:
+            return packed_attention(q_bthd, k_bthd, v_bthd, stretches)
         return attend_masked(q_bthd, k_bthd, v_bthd, self.reached(positions_bt))
+
+    def stretches(self, q_bthd: Tensor) -> Stretches | None:
+        """Where the documents lie, if a kernel attends to each by itself; None where there are none or a mask is needed."""
+        if self.documents_bt is None or self.prompts_bt is not None or not can_pack(q_bthd):
+            return None
+        self._stretches = self._stretches or Stretches.of(self.documents_bt)
+        return self._stretches
 
     def reached(self, positions_bt: Tensor) -> Tensor | None:
         """Which keys each query sees, `[batch, 1, tokens, tokens]`; None where that is its row up to itself."""

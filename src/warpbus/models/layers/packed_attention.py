@@ -24,10 +24,12 @@ class Stretches:
     Attributes:
         bounds: int32 `[documents + 1]`: where each begins, and the end of the last.
         longest: tokens of the longest.
+        tokens: of all.
     """
 
     bounds: Tensor
     longest: int
+    tokens: int
 
     @classmethod
     def of(cls, documents_bt: Tensor) -> "Stretches":
@@ -36,7 +38,38 @@ class Stretches:
         begins[:, 1:] = documents_bt[:, 1:] != documents_bt[:, :-1]
         starts = begins.flatten().nonzero().flatten()
         bounds = torch.cat((starts, starts.new_full((1,), documents_bt.numel())))
-        return cls(bounds.int(), int(bounds.diff().max()))
+        return cls(bounds.int(), int(bounds.diff().max()), documents_bt.numel())
+
+    def behind(self, prefix: int) -> "Prefixed":
+        """The same with `prefix` tokens in front of each document."""
+        count = len(self.bounds) - 1
+        numbers = torch.arange(count + 1, device=self.bounds.device)
+        bounds = self.bounds + prefix * numbers
+        moved = torch.repeat_interleave(prefix * numbers[1:], self.bounds.diff(), output_size=self.tokens)
+        own = torch.arange(self.tokens, device=moved.device) + moved
+        given = (bounds[:-1, None] + torch.arange(prefix, device=moved.device)).flatten()
+        return Prefixed(bounds.int(), self.longest + prefix, own, given)
+
+
+@dataclass(frozen=True)
+class Prefixed:
+    """Where documents lie that each have a prefix in front.
+
+    Attributes:
+        bounds, longest: as of `Stretches`, the prefixes counted.
+        own, given: int64, the places of the documents' own tokens, and of the prefixes'.
+    """
+
+    bounds: Tensor
+    longest: int
+    own: Tensor
+    given: Tensor
+
+    def join(self, prefix: Tensor, tokens: Tensor) -> Tensor:
+        """`[prefix tokens, ...]` in front of each document of `[tokens, ...]`, one after the other."""
+        joined = tokens.new_empty(len(self.own) + len(self.given), *tokens.shape[1:])
+        repeated = prefix.to(tokens.dtype).repeat(len(self.bounds) - 1, *(1 for _ in tokens.shape[1:]))
+        return joined.index_copy(0, self.own, tokens).index_copy(0, self.given, repeated)
 
 
 def can_pack(q: Tensor) -> bool:
@@ -48,37 +81,52 @@ def can_pack(q: Tensor) -> bool:
     return dtype in HALVES and q.shape[-1] <= _LARGEST_HEAD and q.shape[-1] % 8 == 0
 
 
-def packed_attention(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, stretches: Stretches) -> Tensor:
+def packed_attention(
+    q_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthd: Tensor,
+    stretches: Stretches,
+    prefixed: Prefixed | None = None,
+    prefix: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Each token attends to those of its own document up to itself; it can be differentiated once.
 
     Args:
         q_bthd: `[batch, tokens, heads, head_dim]` that `can_pack` has approved.
         k_bthd, v_bthd: `[batch, tokens, kv_heads, head_dim]`.
+        stretches: where the documents lie.
+        prefixed, prefix: `stretches.behind(prefix tokens)`, and keys and values `[prefix tokens, kv_heads, head_dim]`
+            that all tokens attend to.
 
     Returns:
         `[batch, tokens, heads, head_dim]` in 16 bits.
     """
     # Contiguous, so that values do not keep the whole projection, in which they lie, until the backward pass.
     q, k, v = (autocast(x).flatten(0, 1).contiguous() for x in (q_bthd, k_bthd, v_bthd))
-    attended: Tensor = _PackedAttention.apply(q, k, v, stretches.bounds, stretches.longest)
+    bounds, longest = stretches.bounds, stretches.longest
+    if prefixed is not None and prefix is not None:
+        k, v = prefixed.join(prefix[0], k), prefixed.join(prefix[1], v)
+        bounds, longest = prefixed.bounds, prefixed.longest
+    attended: Tensor = _PackedAttention.apply(q, k, v, stretches.bounds, bounds, stretches.longest, longest)
     return attended.view(q_bthd.shape)
 
 
 class _PackedAttention(torch.autograd.Function):
+    """Where a document has more keys than queries, the last query sees all of them, the one before it one less, ..."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
-        sizes = bounds, bounds, longest, longest
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *sizes: Any) -> Tensor:
         out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False)
-        ctx.save_for_backward(q, k, v, out, sums, bounds, state, unused)
-        ctx.longest = longest
+        ctx.save_for_backward(q, k, v, out, sums, *sizes[:2], state, unused)
+        ctx.longest = sizes[2:]
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, bounds, state, unused = ctx.saved_tensors
-        sizes = bounds, bounds, ctx.longest, ctx.longest
+        q, k, v, out, sums, q_bounds, k_bounds, state, unused = ctx.saved_tensors
+        sizes = q_bounds, k_bounds, *ctx.longest
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             gradient.contiguous(), q, k, v, out, sums, *sizes, 0.0, True, state, unused
         )
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None, None

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.models.layers.attention import CausalAttention, attend_masked
+from warpbus.models.layers.packed_attention import Prefixed, packed_attention
 
 
 class PrefixedAttention(CausalAttention):
@@ -25,8 +26,14 @@ class PrefixedAttention(CausalAttention):
     ) -> None:
         super().__init__(documents_bt, prompts_bt)
         self._keys_lthd, self._values_lthd = keys_lthd, values_lthd
+        self._prefixed: Prefixed | None = None
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
+        stretches = self.stretches(q_bthd)
+        if stretches is not None:
+            self._prefixed = self._prefixed or stretches.behind(self._keys_lthd.shape[1])
+            prefix = self._keys_lthd[layer], self._values_lthd[layer]
+            return packed_attention(q_bthd, k_bthd, v_bthd, stretches, self._prefixed, prefix)
         rows, tokens = q_bthd.shape[:2]
         mask = self.reached(positions_bt)
         if mask is None:
