@@ -218,8 +218,9 @@ class _Layer:
             # repeat, values lie in the whole projection.
             grouped = config.num_heads != config.num_kv_heads
             attention += half * (settings.length + (2 * heads - 2 * kv if grouped else heads + kv))
-        # Gate, up and silu(gate); or what goes through GELU.
-        mlp = half * config.ffn_size * (3 if config.gated else 1)
+        # Gate and up, where no kernel knows the gradient of their product silu(gate) too; or what goes through GELU.
+        parts = 1 if not config.gated else 2 if half == _HALF else 3
+        mlp = half * config.ffn_size * parts
         ranks = 4 * settings.rank * half if settings.method == "lora" else 0
         self.kept = norms + inputs + attention + mlp + ranks
-        self.work = half * config.ffn_size * (4 if config.gated else 2) + 2 * _FLOAT * hidden
+        self.work = half * config.ffn_size * (parts + 1) + 2 * _FLOAT * hidden

@@ -25,6 +25,20 @@ def test_swiglu(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2,), (3, 14), (2, 5, 128)])
+def test_swiglu_can_be_differentiated(shape, dtype):
+    x = (random(*shape, dtype=dtype) * 4).requires_grad_()
+    gradient = random(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)
+    wide = x.detach().double().requires_grad_()
+    gate, up = wide.chunk(2, dim=-1)
+    (expected,) = torch.autograd.grad(F.silu(gate) * up, wide, gradient.double())
+    for call in (swiglu, torch.compile(swiglu, backend="aot_eager")):
+        (found,) = torch.autograd.grad(call(x), x, gradient)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (7,), (2, 5, 13)])
 def test_gelu(shape, dtype):
     x = random(*shape, dtype=dtype) * 4

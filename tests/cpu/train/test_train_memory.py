@@ -128,6 +128,8 @@ def test_activations_are_what_autograd_keeps(
     more = training_memory(replace(config, num_layers=4), settings)
     less = training_memory(config, settings)
     reckoned = more.activations - less.activations + more.casts - less.casts
+    if config.gated and dtype == "bfloat16":
+        kept -= 2 * tokens.numel() * config.ffn_size  # silu(gate), which kernels of GPUs do not keep
     if not config.layer_norm:
         # Two norms, which on a CPU keep their input in float32, and their output but for a weight that is trained.
         full = method == "full"

@@ -52,6 +52,20 @@ def test_swiglu(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradient_of_swiglu(shape, dtype):
+    x = random(*shape[:-1], 2 * shape[-1], dtype=dtype).requires_grad_()
+    gradient = random(*shape, dtype=dtype, seed=1)
+    wide = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(swiglu_exact(wide), wide, gradient.double())
+    poison(*x.shape, dtype=dtype)
+    (found,) = torch.autograd.grad(swiglu(x), x, gradient)
+    assert found.dtype == dtype
+    # 1 + g (1 - s) passes through zero, where its parts cancel.
+    torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps + 1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), *SHAPES])
 def test_gelu(shape, dtype):
     x = random(*shape, dtype=dtype)

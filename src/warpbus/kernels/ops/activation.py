@@ -1,15 +1,18 @@
 """`swiglu` and `gelu`: what stands between the two products of an MLP."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
 from warpbus.errors import TensorError
-from warpbus.kernels.operators import operator
+from warpbus.kernels.operators import differentiable, operator
 from warpbus.kernels.ops.arguments import aligned, blocks, blocks_in_stride, check_alike, per_dtype
 from warpbus.kernels.reference import activation as reference
 
 _SWIGLU = per_dtype("step/activation.cu", "swiglu", "PPqii")
+_SWIGLU_BACKWARD = per_dtype("step/activation.cu", "swiglu_backward", "PPPqii")
 _GELU = per_dtype("step/activation.cu", "gelu", "PPqii")
 
 _CHUNK = 8  # elements: kChunk in step/chunk.cuh
@@ -17,7 +20,7 @@ _BLOCK = 256
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """`silu(gate) * up` (Shazeer, 2020).
+    """`silu(gate) * up` (Shazeer, 2020); it can be differentiated once.
 
     Args:
         x: `[..., 2 f]`, gate first, as a fused projection gives it; float32, float16 or bfloat16, any sizes; copied
@@ -32,7 +35,8 @@ def swiglu(x: Tensor) -> Tensor:
     check_alike("swiglu", x=x)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise TensorError(f"swiglu: x has shape {list(x.shape)}, expected [..., 2 f]: give gate and up side by side")
-    return _swiglu(x)
+    # What knows a gradient takes longer to call.
+    return _differentiable_swiglu(x) if torch.is_grad_enabled() and x.requires_grad else _swiglu(x)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -54,25 +58,34 @@ def gelu(x: Tensor) -> Tensor:
 def _launch_swiglu(x: Tensor) -> Tensor:
     x = x.contiguous()
     out = _fake_swiglu(x)
-    _launch(_SWIGLU[x.dtype], x, out)
+    _launch(_SWIGLU[x.dtype], (x,), out)
+    return out
+
+
+def _launch_swiglu_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    x, gradient = x.contiguous(), gradient.contiguous()
+    out = torch.empty_like(x)
+    _launch(_SWIGLU_BACKWARD[x.dtype], (gradient, x), out, gradient.shape[-1])
     return out
 
 
 def _launch_gelu(x: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    _launch(_GELU[x.dtype], x, out)
+    _launch(_GELU[x.dtype], (x,), out)
     return out
 
 
-def _launch(kernel: Kernel, x: Tensor, out: Tensor) -> None:
+def _launch(kernel: Kernel, inputs: tuple[Tensor, ...], out: Tensor, width: int | None = None) -> None:
+    """`width`: of a row as threads go along it, by default that of a row of the output."""
     if out.numel() == 0:
         return
-    width = out.shape[-1] if out.dim() else 1
-    chunks = out.numel() // width * blocks((width, _CHUNK))
-    vectorised = width % _CHUNK == 0 and aligned(x.flatten(), out.flatten())
-    grid = blocks_in_stride(chunks, _BLOCK, x.device)
-    kernel(grid, _BLOCK, x, out, chunks, width, int(vectorised), dependent=True)
+    own = out.shape[-1] if out.dim() else 1
+    width = own if width is None else width
+    chunks = out.numel() // own * blocks((width, _CHUNK))
+    vectorised = width % _CHUNK == 0 and aligned(*(each.flatten() for each in (*inputs, out)))
+    grid = blocks_in_stride(chunks, _BLOCK, out.device)
+    kernel(grid, _BLOCK, *inputs, out, chunks, width, int(vectorised), dependent=True)
 
 
 def _fake_swiglu(x: Tensor) -> Tensor:
@@ -85,6 +98,32 @@ _swiglu = operator(
     reference=reference.swiglu,
     fake=_fake_swiglu,
 )
+_differentiable_swiglu = operator(
+    "swiglu_differentiable(Tensor x) -> Tensor",
+    cuda=_launch_swiglu,
+    reference=reference.swiglu,
+    fake=_fake_swiglu,
+)
+_swiglu_backward = operator(
+    "swiglu_backward(Tensor gradient, Tensor x) -> Tensor",
+    cuda=_launch_swiglu_backward,
+    reference=reference.swiglu_backward,
+    fake=lambda gradient, x: x.new_empty(x.shape),
+)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    dx: Tensor = _swiglu_backward(gradient, x)
+    return dx
+
+
+differentiable("swiglu_differentiable", setup=_keep, backward=_differentiate)
+
 _gelu = operator(
     "gelu(Tensor x) -> Tensor",
     cuda=_launch_gelu,

@@ -161,7 +161,7 @@ def _by_vector(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _swiglu(x: Tensor) -> Tensor:
-    if has_kernels(x):
+    if has_kernels(x) or (_differentiated(x) and x.dtype in HALVES and gpu_has_kernels(x.device)):
         return swiglu(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up

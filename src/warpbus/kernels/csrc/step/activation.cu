@@ -1,6 +1,7 @@
-// SwiGLU and GELU of the rows of a matrix, in float32, rounded once.
+// SwiGLU and GELU of the rows of a matrix, and the gradient of the first, in float32, rounded once.
 //
 //   swiglu: out[r, c] = silu(x[r, c]) * x[r, width + c]        x [rows, 2 width], out [rows, width]
+//   swiglu_backward: out[r, :] = the gradient of x[r, :] for that of swiglu's out     gradient [rows, width], out like x
 //   gelu:   out[r, c] = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))     x, out [rows, width]
 //
 // Shapes and layout: contiguous; ELEMENT = float, __half or __nv_bfloat16. A thread takes a chunk of 8 elements of a
@@ -57,4 +58,33 @@ extern "C" __global__ void __launch_bounds__(kBlock)
 extern "C" __global__ void __launch_bounds__(kBlock)
     gelu(const ELEMENT* __restrict__ x, ELEMENT* __restrict__ out, long long chunks, int width, int vectorised) {
     apply<false>(x, out, chunks, width, vectorised);
+}
+
+extern "C" __global__ void __launch_bounds__(kBlock)
+    swiglu_backward(const ELEMENT* __restrict__ gradient, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ out,
+                    long long chunks, int width, int vectorised) {
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+#endif
+    const int chunks_of_row = (width + kChunk - 1) / kChunk;
+    const long long stride = static_cast<long long>(gridDim.x) * kBlock;
+    for (long long i = static_cast<long long>(blockIdx.x) * kBlock + threadIdx.x; i < chunks; i += stride) {
+        const unsigned int row = static_cast<unsigned int>(i) / chunks_of_row;
+        const int chunk = static_cast<int>(i - static_cast<long long>(row) * chunks_of_row);
+        const long long begin = static_cast<long long>(row) * 2 * width;
+        const Chunk<ELEMENT> incoming =
+            step::load_chunk(gradient + static_cast<long long>(row) * width, chunk, width, vectorised);
+        Chunk<ELEMENT> gate = step::load_chunk(x + begin, chunk, width, vectorised);
+        Chunk<ELEMENT> up = step::load_chunk(x + begin + width, chunk, width, vectorised);
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) {
+            const float by = to_float(incoming.element[e]), g = to_float(gate.element[e]), u = to_float(up.element[e]);
+            const float s = sigmoid(g);
+            gate.element[e] = from_float<ELEMENT>(by * u * s * (1.0f + g * (1.0f - s)));
+            up.element[e] = from_float<ELEMENT>(by * g * s);
+        }
+        step::store_chunk(out + begin, chunk, width, vectorised, gate);
+        step::store_chunk(out + begin + width, chunk, width, vectorised, up);
+    }
 }
