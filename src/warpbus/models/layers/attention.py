@@ -75,7 +75,7 @@ class CausalAttention:
         return attend_masked(q_bthd, k_bthd, v_bthd, self.reached(positions_bt))
 
     def stretches(self, q_bthd: Tensor) -> Stretches | None:
-        """Where the documents lie, if a kernel attends to each by itself; None where there are none or a mask is needed."""
+        """Where the documents lie, if there are any and a kernel attends to each by itself, without a mask."""
         if self.documents_bt is None or self.prompts_bt is not None or not can_pack(q_bthd):
             return None
         self._stretches = self._stretches or Stretches.of(self.documents_bt)
