@@ -96,10 +96,14 @@ def fits(linear: nn.Linear) -> bool:
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of x, and the float32 scale, a scalar, that they are to be multiplied with."""
-    largest = torch.finfo(dtype).max
-    scale = torch.linalg.vector_norm(x.detach(), math.inf).float().clamp_min(_SMALLEST) / largest
-    return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
+    """Codes of x `[m, n]`, and the float32 scale, a scalar, that they are to be multiplied with.
+
+    NaN and infinity give codes of NaN.
+    """
+    scale = torch.linalg.vector_norm(x.detach(), math.inf).float().clamp_min(_SMALLEST) / torch.finfo(dtype).max
+    # A matrix of one number, with which the product is in float32; what it makes a little larger than the largest code
+    # is rounded down to it.
+    return (x * scale.reciprocal().view(1, 1)).to(dtype), scale
 
 
 def _trained(linear: nn.Linear) -> Fp8Linear:

@@ -206,6 +206,19 @@ def test_fp8_scales_fill_the_format() -> None:
     codes, scale = to_fp8(torch.zeros(3, 3), E4M3)
     assert not codes.float().any()
     assert scale.isfinite()
+    codes, _ = to_fp8(torch.tensor([[1.0, float("inf")], [float("nan"), 2.0]]), E4M3)
+    assert codes.float().isnan().any()
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_fp8_largest_magnitude_never_overflows(source: torch.dtype, dtype: torch.dtype) -> None:
+    for exponent in range(-12, 13, 3):
+        for drawn in torch.rand(64):
+            x = ((1 + drawn) * 2.0**exponent).to(source).view(1, 1)
+            codes, scale = to_fp8(x, dtype)
+            assert float(codes.float()) == torch.finfo(dtype).max
+            assert float(codes.float() * scale) == pytest.approx(float(x), rel=1e-5)
 
 
 @pytest.mark.parametrize("rows", [16, 7])
