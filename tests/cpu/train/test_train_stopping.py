@@ -13,14 +13,16 @@ from warpbus.train.stopping import Signals, Stopped
 def test_the_first_is_noted_and_told_and_the_second_ends_at_once() -> None:
     told: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
-    with (
-        pytest.raises(Stopped, match="stopped by SIGINT: nothing was done yet") as raised,
-        Signals(told.append) as found,
-    ):
-        assert found.caught == 0
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert found.caught == signal.SIGTERM
-        os.kill(os.getpid(), signal.SIGINT)
+
+    def work() -> None:
+        with Signals(told.append) as found:
+            assert found.caught == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert found.caught == signal.SIGTERM
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Stopped, match="stopped by SIGINT: nothing was done yet") as raised:
+        work()
     assert raised.value.state is None
     assert told == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is before
