@@ -1,10 +1,11 @@
 """Modules as PEFT's `adapter_config.json` names them: the ends of their names, or a regular expression.
 
 The expressions come from files that anyone may have written, and Python's `re` can take hours for a short one. So only
-those are matched whose work is bounded: few repetitions, and none of a group. For a name of 60 characters five of them
-take 0.2 s at worst, three less than a millisecond.
+those are matched whose work is bounded: few repetitions, none of a group, and few alternatives beside them. For a name
+of 60 characters five repetitions take 0.2 s at worst, three less than a millisecond.
 """
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -13,9 +14,13 @@ from warpbus.errors import CheckpointError
 MAX_LENGTH = 1000
 MAX_REPETITIONS = 5
 
-# What is no repetition: an escaped character, a set of characters, and the mark after which a group says what it is.
-_ATOMS = re.compile(r"\\.|\[\]?(?:\\.|[^\]\\])*\]|\(\?", re.DOTALL)
+# What repeats nothing: an escaped character, and a set of characters, which may begin with its closing bracket.
+_ATOMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_GROUP = re.compile(r"\(\?:?")
 _REPETITION = re.compile(r"[*+?}]+")
+_WORDS = re.compile(r"\((\w*(?:\|\w*)*)\)")
+# Flags could let spaces stand between a group and what repeats it; a comment may hold any brackets.
+_REFUSED = re.compile(r"\\[1-9]|\(\?(P=|[aiLmsux#(-])")
 
 
 class ModulePattern:
@@ -38,15 +43,14 @@ class ModulePattern:
             raise CheckpointError(
                 f"{where}: a pattern of {len(expression):,} characters: expected {MAX_LENGTH} at most"
             )
-        bare = _ATOMS.sub("x", expression)
-        repeats_group = re.search(r"\)[*+?{]", bare) is not None
-        # Flags could let spaces stand between a group and what repeats it.
-        refers_back_or_has_flags = re.search(r"\\[1-9]|\(\?(P=|[aiLmsux-])", expression) is not None
+        bare = _GROUP.sub("(", _ATOMS.sub(".", expression))
         repetitions = len(_REPETITION.findall(bare))
-        if repeats_group or refers_back_or_has_flags or repetitions > most:
+        unbounded = _REFUSED.search(expression) or re.search(r"\)[*+?{]", bare)
+        if unbounded or repetitions > most or _ways(bare) > 4 * 16 ** (most - repetitions):
             raise CheckpointError(
-                f"{where}: {expression[:80]!a}: a pattern with repeated groups, references, flags or more than {most} "
-                "repetitions may take forever to match: list the names of the modules instead"
+                f"{where}: {expression[:80]!a}: a pattern with repeated groups, references, comments, flags, many "
+                f"alternatives or more than {most} repetitions may take forever to match: list the names of the "
+                "modules instead"
             )
         self.repeats = repetitions > 0
         try:
@@ -63,6 +67,27 @@ class ModulePattern:
         """Whether it matches the whole name, or all that follows one of its dots."""
         parts = module.split(".")
         return any(self.is_name(".".join(parts[start:])) for start in range(len(parts)))
+
+
+def _ways(bare: str) -> int:
+    """How often the choices between alternatives can be made anew: those of groups that follow each other multiply.
+
+    Of words only those can match at one place of which one begins with the other.
+    """
+    ways = 1
+    for group in _WORDS.findall(bare):
+        words = group.split("|")
+        ways *= max(sum(word.startswith(other) for other in words) for word in words)
+    alternatives, around = [1], [0]
+    for character in _WORDS.sub(".", bare):
+        if character == "(":
+            around.append(len(alternatives))
+            alternatives.append(1)
+        elif character == "|":
+            alternatives[around[-1]] += 1
+        elif character == ")" and len(around) > 1:
+            around.pop()
+    return ways * math.prod(alternatives)
 
 
 def is_listed(module: str, names: Iterable[str]) -> bool:

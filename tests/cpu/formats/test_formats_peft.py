@@ -278,6 +278,8 @@ def test_writes_what_peft_reads(tmp_path: Path) -> None:
     [
         "(a+)+b", "(a*)*", "(?:a|b)*c", "(.*)(.*)(.*)(.*)(.*)(.*)x", "a?a?a?a?a?a?aaaaaa", r"(.)\1+", "(x{1,9}){1,9}",
         "(?x)(a+) *b", "(?i)a", "[ab](c)+", r"(\))+", "x" * 1001, "(?P<n>a)(?P=n)", "a{2}b{2}c{2}d{2}e{2}f{2}",
+        "[^][](.+)+![]]", "(?#[)(.+)+!(?#])", "(?:|)" * 30 + "!", "(?:.|.)" * 30 + "!", "(?:a|aa)" * 30 + "!",
+        r"(?:\d|1)" * 30 + "!", "((a)|(?:b|.))" * 20 + "!", ".*(a|.).*(a|.).*(a|.).*b.*", "(a)(?(1)b|c)",
     ],
 )  # fmt: skip
 def test_patterns_without_a_bound_are_refused(expression: str) -> None:
@@ -291,6 +293,9 @@ def test_patterns_without_a_bound_are_refused(expression: str) -> None:
     [
         r"model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj", r".*layers\.[0-9]+\..*proj", r"(?:.*\.)x", r"[*+?{}()]\+\)x*",
         r".*\.(?:q_proj|v_proj)", r"(?!.*visual).*q_proj", "[]*+]x", r".*layers\.[\d]{1,}\.mlp\..*",
+        r".*layers\.(?:0|1|2|10|11|20|21)\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj",
+        r"(?:.*?(?:language|text).*?(?:self_attn|attention|mlp|ffn).*?(?:q_proj|k_proj|down_proj).*?)|"
+        r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|mlp|ffn)\.(?:(?:q_proj|k_proj|down_proj)))",
     ],
 )  # fmt: skip
 def test_patterns_as_people_write_them(expression: str) -> None:
