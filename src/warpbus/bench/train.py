@@ -13,6 +13,7 @@ import warpbus
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
 from warpbus.bench.ceilings import precision_rate
 from warpbus.bench.records import Parameter
+from warpbus.bench.report import number
 from warpbus.bench.train_plot import train_figure
 from warpbus.bench.train_process import Measured, answer, job
 from warpbus.bench.train_process import Task as Training
@@ -124,12 +125,18 @@ class _Measurements:
             if beside is not None and (beside, count) not in plain:
                 self.progress(f"torch {beside}, {count}", done, len(planned))
                 plain[beside, count] = self._train(beside, count, plain=True)
+        answers = self._answers(planned)
         results: list[Result] = []
         for variant, count in planned:
             rows = _Rows(self, variant, count, planned[0], found[planned[0]])
             others = None if variant.plain is None else plain.get((variant.plain, count))
-            results += rows.all(found[variant, count], others, rates[variant.precision])
-        results += self._answers(planned)
+            measured = rows.all(found[variant, count], others, rates[variant.precision])
+            afterwards = statistics.median(answers[variant.method == "qlora"])
+            told = [f"{number(statistics.median(row.ours))} {row.unit}" for row in measured]
+            told.append(f"{number(afterwards)} ms for a token of its answers")
+            self.run.note(f"{variant}, {rows.counted(count)}: {', '.join(told)}")
+            results += measured
+        results += self._answer_rows(planned, answers)
         self.progress("train", len(planned), len(planned))
         return results
 
@@ -147,32 +154,33 @@ class _Measurements:
         self._in_processes(job, count, said, task)
         return said
 
-    def _answers(self, planned: Sequence[tuple[Variant, int]]) -> list[Result]:
-        """What a token takes of the models that are there afterwards: with weights as they were, or rounded."""
-        schemes = {variant.method == "qlora": self.settings(variant, 1).quantize for variant, _ in planned}
-        samples: dict[bool, list[float]] = {}
-        for rounded, name in sorted(schemes.items()):
+    def _answers(self, planned: Sequence[tuple[Variant, int]]) -> dict[bool, list[float]]:
+        """Milliseconds a token of the models that are there afterwards: with weights as they were, or rounded."""
+        found: dict[bool, list[float]] = {}
+        for rounded, name in sorted(self._schemes(planned).items()):
             said: list[list[float]] = []
             scheme = None if name is None else Scheme.parse(name)
             self._in_processes(answer, 1, said, self.config, scheme, _ANSWER_TOKENS, _ANSWERS)
-            samples[rounded] = [1e3 * each for each in said[0]]
-        base = samples[min(samples)]
-        parameters: dict[str, Parameter] = {
-            "shape": self.shape,
-            "layers": self.config.num_layers,
-            "prompt": 128,
-            "timed": "clock",
-        }
+            found[rounded] = [1e3 * each for each in said[0]]
+        return found
+
+    def _schemes(self, planned: Sequence[tuple[Variant, int]]) -> dict[bool, str | None]:
+        return {variant.method == "qlora": self.settings(variant, 1).quantize for variant, _ in planned}
+
+    def _answer_rows(self, planned: Sequence[tuple[Variant, int]], answers: Mapping[bool, list[float]]) -> list[Result]:
+        schemes = {rounded: name or "none" for rounded, name in self._schemes(planned).items()}
+        first = min(answers)
+        parameters: dict[str, Parameter] = {"shape": self.shape, "layers": self.config.num_layers, "prompt": 128}
         return [
             Result(
-                {**parameters, "task": "answer", "scheme": schemes[rounded] or "none"},
+                {**parameters, "task": "answer", "scheme": schemes[rounded], "timed": "clock"},
                 metric="latency",
                 unit="ms",
                 ours=each,
-                peers=[(f"warpbus, {schemes[min(samples)] or 'none'}", warpbus.__version__, base)],
+                peers=[(f"warpbus, {schemes[first]}", warpbus.__version__, answers[first])],
                 floor=None,
             )
-            for rounded, each in samples.items()
+            for rounded, each in answers.items()
         ]
 
     def _in_processes(self, what: Any, count: int, said: list[Any], *arguments: object) -> None:
@@ -208,18 +216,21 @@ class _Rows:
         once = replace(settings, recompute=0)
         trained = training_memory(self.of.config, once).gradients // torch.float32.itemsize
         limit = self.count * rate / flops_per_token(self.of.config, once, trained)
-        speeds = self._row("speed", "tokens/s", self._speeds, ours, plain, floor=limit)
-        speed = statistics.median(self._speeds(ours, self.count))
-        self.of.run.note(
-            f"{self.variant}, {self._counted(self.count)}: {speed:,.0f} tokens/s, {100 * speed / limit:.0f} % of the "
-            f"products' rate, {1e6 * self.count / speed:.3g} {self._unit()}-seconds a million tokens"
-        )
-        rows = [speeds, self._row("time", f"{self._unit()}-seconds/M tokens", self._seconds, ours, plain)]
-        rows.append(self._row("memory", "GB", lambda found, count: [(found[0].memory or 0) / 1e9], ours, plain))
-        rows.append(self._row("energy", "J/1000 tokens", self._joules, ours, plain))
-        rows.append(self._row("cost", "dollars/M tokens", self._dollars, ours, plain))
-        rows.append(self._row("perplexity", "after the steps", lambda found, count: [_perplexity(found)], ours, plain))
+        rows = [
+            self._row("speed", "tokens/s", self._speeds, ours, plain, floor=limit),
+            self._row("time", f"{self._unit()}-s/M tokens", self._seconds, ours, plain),
+            self._row("memory", "GB", lambda found, count: [(found[0].memory or 0) / 1e9], ours, plain),
+            self._row("energy", "J/1000 tokens", self._joules, ours, plain),
+            self._row("cost", "dollars/M tokens", self._dollars, ours, plain),
+            self._row("perplexity", "perplexity", lambda found, count: [_perplexity(found)], ours, plain),
+        ]
         return [row for row in rows if row is not None]
+
+    def counted(self, count: int) -> str:
+        """So many GPUs or processes."""
+        return (
+            f"{count} {self._unit()}" if count == 1 else f"{count} {self._unit()}{'s' if self.of.run.on_gpu else 'es'}"
+        )
 
     def _row(
         self,
@@ -233,9 +244,9 @@ class _Rows:
         samples, base = values(ours, self.count), values(self.before, self.base[1])
         if not all(samples) or not all(base):
             return None
-        peers = [(f"warpbus, {self.base[0]}, {self._counted(self.base[1])}", warpbus.__version__, base)]
+        peers = [(f"warpbus, {self.base[0]}, {self.counted(self.base[1])}", warpbus.__version__, base)]
         if plain is not None and all(values(plain, self.count)):
-            name = f"torch, {self.variant.plain}, {self._counted(self.count)}"
+            name = f"torch, {self.variant.plain}, {self.counted(self.count)}"
             peers.insert(0, (name, torch.__version__, values(plain, self.count)))
         return Result(self._parameters(), metric, unit, samples, peers, floor)
 
@@ -251,7 +262,7 @@ class _Rows:
             "length": of.length,
             "rows": of.rows,
             "recompute": of.work.recompute,
-            "sharding": of.work.sharding if self.count > 1 else "none",
+            "sharding": of.work.sharding,
             "timed": "clock",
         }
 
@@ -272,11 +283,6 @@ class _Rows:
     def _dollars(self, found: list[Measured], count: int) -> list[float]:
         price = (self.of.work.price or 0.0) / 3600
         return [price * seconds for seconds in self._seconds(found, count)]
-
-    def _counted(self, count: int) -> str:
-        return (
-            f"{count} {self._unit()}" if count == 1 else f"{count} {self._unit()}{'s' if self.of.run.on_gpu else 'es'}"
-        )
 
     def _unit(self) -> str:
         return "GPU" if self.of.run.on_gpu else "process"

@@ -58,7 +58,11 @@ def test_a_table_the_records_and_a_picture(tmp_path):
         env={"COLUMNS": "160"},
     )
     assert found.exit_code == 0
-    for text in ("Training a model of random weights, cpu", "ptuning-bf16-eager, 1 process:", "of the products' rate"):
+    for text in (
+        "Training a model of random weights, cpu",
+        "ptuning-bf16-eager, 1 process:",
+        "ms for a token of its answers",
+    ):
         assert text in found.stdout
     records = read(tmp_path / "train-cpu.json")
     assert (tmp_path / "train-cpu.png").is_file()
