@@ -19,7 +19,7 @@ from warpbus.bench.train_process import Measured, answer, job
 from warpbus.bench.train_process import Task as Training
 from warpbus.bench.train_variants import ONE_BILLION, TINY, Variant, chosen, scales, shape_named
 from warpbus.dist import SHARES, Processes
-from warpbus.errors import UsageError
+from warpbus.errors import DeviceError, UsageError
 from warpbus.models import ModelConfig
 from warpbus.qtensor import Scheme
 from warpbus.train.memory import training_memory
@@ -124,12 +124,16 @@ class _Measurements:
             beside = variant.plain if self.work.peer else None
             if beside is not None and (beside, count) not in plain:
                 self.progress(f"torch {beside}, {count}", done, len(planned))
-                plain[beside, count] = self._train(beside, count, plain=True)
+                try:
+                    plain[beside, count] = self._train(beside, count, plain=True)
+                except DeviceError as error:  # for want of memory, above all
+                    plain[beside, count] = []
+                    self.run.note(f"torch, {beside}, {count}: not measured: {error}")
         answers = self._answers(planned)
         results: list[Result] = []
         for variant, count in planned:
             rows = _Rows(self, variant, count, planned[0], found[planned[0]])
-            others = None if variant.plain is None else plain.get((variant.plain, count))
+            others = None if variant.plain is None else plain.get((variant.plain, count)) or None
             measured = rows.all(found[variant, count], others, rates[variant.precision])
             afterwards = statistics.median(answers[variant.method == "qlora"])
             told = [f"{number(statistics.median(row.ours))} {row.unit}" for row in measured]

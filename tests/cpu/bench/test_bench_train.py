@@ -18,7 +18,7 @@ from warpbus.bench.train_process import Measured, Task, job
 from warpbus.bench.train_variants import SHAPES_OF_TRAINING, TINY, Variant, shape_named
 from warpbus.cli import app
 from warpbus.dist import Group, launch
-from warpbus.errors import UsageError
+from warpbus.errors import DeviceError, UsageError
 from warpbus.models import random_model
 from warpbus.train.loss import summed_cross_entropy
 
@@ -91,6 +91,21 @@ def test_quantized_weights_answer_beside_others_and_pictures_have_all_bars():
     assert all(not record.peer.name.startswith("torch") for record in records)
     drawn = figure(records, "Training", train_benchmark(work).plot)
     assert [text.get_text() for text in drawn.axes[0].get_yticklabels()] == ["lora fp32 eager", "qlora fp32 eager"]
+
+
+def test_a_peer_that_fails_is_left_out_with_a_note(monkeypatch):
+    in_this_process = bench_train._Measurements._in_processes
+
+    def without_peers(self, what, count, said, *arguments):
+        if arguments and getattr(arguments[0], "plain", False):
+            raise DeviceError("out of memory")
+        in_this_process(self, what, count, said, *arguments)
+
+    monkeypatch.setattr(bench_train._Measurements, "_in_processes", without_peers)
+    settings = Run(CPU, "warpbus bench train", variants=("lora-fp32-eager",))
+    records = run(train_benchmark(Work(layers=1, length=32, rows=1)), settings)
+    assert "torch, lora-fp32-eager, 1: not measured: out of memory" in settings.notes
+    assert all(not record.peer.name.startswith("torch") for record in records)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
