@@ -8,8 +8,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import hub_standin
 import huggingface_hub
 import pytest
 from hub_standin import StandIn
@@ -284,6 +286,31 @@ def test_the_token_opens_private_models_and_goes_nowhere_else(
             pull(NAME)
 
 
+@pytest.mark.parametrize("address", ["http://[", f"http://{'a' * 70}.invalid", "file:///etc"])
+def test_redirects_to_nowhere(hub: StandIn, address: str) -> None:
+    hub.add(NAME, FILES)
+    hub.cdn = SimpleNamespace(url=address)  # type: ignore[assignment]
+    with pytest.raises(DownloadError, match=r"redirects to|answers 302"):
+        find_model(NAME)
+
+
+def test_a_token_that_is_none_is_not_told(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(NAME, FILES)
+    monkeypatch.setenv("HF_TOKEN", "hf_abc\nX-Other: 1")
+    with pytest.raises(UsageError, match="holds more than a token") as caught:
+        find_model(NAME)
+    assert "hf_abc" not in str(caught.value)
+    assert hub.asked == []
+
+
+def test_sizes_that_no_file_has(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(NAME, FILES)
+    listed = {"size": 10**400, "blobId": "0" * 40}
+    monkeypatch.setattr(hub_standin, "_sibling", lambda name, content: {"rfilename": name, **listed})
+    with pytest.raises(DownloadError, match="without its size and hash"):
+        find_model(NAME)
+
+
 def test_pull_asks_what_is_new(hub: StandIn) -> None:
     hub.add(NAME, FILES)
     first = find_model(NAME)
@@ -314,9 +341,10 @@ def test_no_network(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set"):
         find_model(NAME)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setenv("HF_ENDPOINT", "ftp://hub")
-    with pytest.raises(UsageError, match="is no address of a hub"):
-        find_model(NAME)
+    for address in ("ftp://hub", "http://["):
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        with pytest.raises(UsageError, match="is no address of a hub"):
+            find_model(NAME)
 
 
 def test_modelscope(hub: StandIn, home: Path) -> None:

@@ -24,14 +24,19 @@ class Connection:
         token: who asks; it goes to the endpoint's host alone, and never unencrypted over a network.
 
     Raises:
-        UsageError: the endpoint is no address of the web, or the token would be sent in the clear.
+        UsageError: the endpoint is no address of the web, the token is none, or it would be sent in the clear.
     """
 
     def __init__(self, endpoint: str, token: str | None = None) -> None:
         self.endpoint = endpoint.rstrip("/")
-        parts = urlsplit(self.endpoint)
+        try:
+            parts = urlsplit(self.endpoint)
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"{endpoint!a} is no address of a hub: expected one such as https://huggingface.co")
+        if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+            raise UsageError("HF_TOKEN, or the file that has the token, holds more than a token: store it anew")
         if token is not None and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
             raise UsageError(f"{endpoint}: a token would be sent there unencrypted: use https, or unset the token")
         self.host = parts.netloc
@@ -41,13 +46,18 @@ class Connection:
 
     def get(self, path: str, *, offset: int = 0) -> HTTPResponse:
         """Ask for a path, from a byte on. Raises what urllib raises, and DownloadError for a redirect that is not
-        followed."""
+        followed or leads nowhere."""
         request = Request(self.endpoint + path, headers={"User-Agent": _AGENT})
         if self._token is not None:
             request.add_header("Authorization", f"Bearer {self._token}")
         if offset:
             request.add_header("Range", f"bytes={offset}-")
-        response: HTTPResponse = self._opener.open(request, timeout=TIMEOUT)
+        try:
+            response: HTTPResponse = self._opener.open(request, timeout=TIMEOUT)
+        except ValueError as error:
+            raise DownloadError(
+                f"{self.host}: redirects to what is no address ({one_line(str(error))}): try another source"
+            ) from error
         return response
 
     def json(self, path: str) -> Any:
@@ -86,7 +96,12 @@ class Connection:
 def reason_of(error: Exception) -> str:
     """Why a request failed, in a few words."""
     reason = error.reason if isinstance(error, URLError) else error
-    return getattr(reason, "strerror", None) or " ".join(str(reason).split()) or type(reason).__name__
+    return one_line(getattr(reason, "strerror", None) or str(reason)) or type(reason).__name__
+
+
+def one_line(text: str) -> str:
+    """What a server has said, for a message: neither long nor able to control a terminal."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:200]
 
 
 class _Redirects(HTTPRedirectHandler):

@@ -22,7 +22,7 @@ _SMALL = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "chat_template*.jin*ja",
+    "chat_template*.jinja",
     "chat_template.json",
     "*.model",
     "*.tiktoken",

@@ -12,11 +12,12 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlencode
 
 from warpbus.errors import DownloadError
-from warpbus.formats.hub.http import Connection
+from warpbus.formats.hub.http import Connection, one_line
 from warpbus.formats.hub.names import ModelName
 from warpbus.formats.hub.transfer import RemoteFile
 
 MAX_TOKEN_BYTES = 4096
+MAX_FILE_BYTES = 2**50
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
 _PLAIN = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9._+-]{0,254}")
@@ -138,7 +139,7 @@ def _remote_files(
     files = {}
     for name, size, key in listed:
         has_hash = isinstance(key, str) and (_SHA256.fullmatch(key) or _SHA1.fullmatch(key))
-        if type(size) is not int or size < 0 or not has_hash:
+        if type(size) is not int or not 0 <= size <= MAX_FILE_BYTES or not has_hash:
             raise DownloadError(f"{connection.host}: lists {name} without its size and hash: try another source")
         files[name] = RemoteFile(name, path_of(name), size, key)
     return files
@@ -184,17 +185,13 @@ def _refused_by_huggingface(connection: Connection, name: ModelName, revision: s
             f"{name.repository}: there is no such directory, and no such model on {connection.host}: check the name"
         )
     return DownloadError(
-        f"{name.repository}: {connection.host} answers {error.code} {_one_line(error.reason)}: try again later, or "
+        f"{name.repository}: {connection.host} answers {error.code} {one_line(error.reason)}: try again later, or "
         "another source"
     )
 
 
 def _refused_by_modelscope(connection: Connection, name: ModelName, revision: str, reason: str) -> DownloadError:
     return DownloadError(
-        f"{name}: {connection.host} gives no files of its revision {revision} ({_one_line(reason)}): check the name; a "
+        f"{name}: {connection.host} gives no files of its revision {revision} ({one_line(reason)}): check the name; a "
         "private model has to be downloaded with ModelScope's own command and given as a directory"
     )
-
-
-def _one_line(text: str) -> str:
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:200]

@@ -13,7 +13,7 @@ from urllib.error import HTTPError
 
 from warpbus.errors import DownloadError
 from warpbus.formats.files import storage_error
-from warpbus.formats.hub.http import Connection, reason_of
+from warpbus.formats.hub.http import Connection, one_line, reason_of
 
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before the next try after none, one, ... that brought nothing; then it is given up."""
@@ -104,6 +104,7 @@ class Transfer:
                     # What was there may have been damaged when the machine went down.
                     self._restart(stream)
                     self._fill(stream)
+                stream.flush()
                 os.fsync(stream.fileno())
             if not self._is_right():
                 self._partial.unlink()
@@ -163,7 +164,7 @@ class Transfer:
                     self._restart(stream)
                 elif error.code not in _RETRIED:
                     raise self._refused(error) from None
-                return f"{error.code} {error.reason}"
+                return f"{error.code} {one_line(error.reason)}"
         except (OSError, HTTPException) as error:
             return reason_of(error)
         with response:
@@ -190,11 +191,10 @@ class Transfer:
                 raise DownloadError(
                     f"{self._file.name}: {self._connection.host} sends other bytes than it was asked for"
                 )
-        told = response.headers.get("Content-Length")
-        if told is not None and told.isdecimal() and self._have + int(told) != self._file.size:
+        if response.length is not None and self._have + response.length != self._file.size:
             raise DownloadError(
                 f"{self._file.name}: {self._connection.host} lists {self._file.size:,} bytes and sends "
-                f"{self._have + int(told):,}: try again, or another source"
+                f"{self._have + response.length:,}: try again, or another source"
             )
 
 
