@@ -38,7 +38,8 @@ def test_more_than_one_is_better_whatever_the_metric():
     assert ratio("agreement", 50, 100) == pytest.approx(0.5)
     assert ratio("perplexity", 20, 30) == pytest.approx(1.5)
     assert ratio("count", 2, 3) == pytest.approx(1.5)
-    assert len(LESS_IS_BETTER) == 10
+    assert ratio("cost", 2, 3) == pytest.approx(1.5)
+    assert len(LESS_IS_BETTER) == 11
 
 
 def test_share_of_the_limit():
