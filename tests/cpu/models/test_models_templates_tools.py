@@ -323,3 +323,30 @@ def test_templates_that_glm4_brings_take_tools(tmp_path, source):
 def test_models_that_know_no_tools_have_no_dialect():
     assert find_dialect(RoundTemplate.__new__(RoundTemplate)) is None
     assert find_dialect(QueryTemplate.__new__(QueryTemplate)) is None
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "arguments"),
+    [
+        (GLM3, "get_time\n```python\ntool_call(x='\\ud800')\n```", '{"x": "\\ud800"}'),
+        (GLM4, 'get_time\n{"x": "\\ud800\n"}', '{"x": "\\ud800\\n"}'),
+        (GLM3, "get_time\n```\ntool_call(x=1e999)\n```", None),
+        (GLM4, 'get_time\n{"x": 1e999, "y": "\n"}', None),
+        (GLM3, f"get_time\n```\ntool_call(x=0x{'f' * 60_000})\n```", None),
+        (GLM4, f'get_time\n{{"x": {"9" * 60_000}}}', None),
+        (GLM3, f"get_time\n```\n{' ' * 60_000}x", None),
+    ],
+)
+def test_calls_become_json_that_can_be_sent(dialect, text, arguments):
+    _, calls = split(dialect, text, len(text))
+    assert [call.arguments for call in calls] == ([] if arguments is None else [arguments])
+    assert all(call.arguments.encode() and json.loads(call.arguments) for call in calls)
+
+
+@pytest.mark.parametrize("dialect", [GLM3, GLM4])
+def test_nests_of_any_depth_are_read_or_stay_text(dialect):
+    for depth in (*range(100, 1000, 100), *range(900, 1000)):
+        nest = "[" * depth + "]" * depth
+        written = f'{{"x": {nest}}}' if dialect is GLM4 else f"```\ntool_call(x={nest})\n```"
+        text, calls = split(dialect, f"get_time\n{written}", 10_000)
+        assert bool(text) != bool(calls)

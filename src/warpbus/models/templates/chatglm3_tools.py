@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from warpbus.models.templates.dialect import (
     ToolCall,
     Turn,
     arguments_of,
+    as_json,
     code_call,
     code_of,
     described,
@@ -23,7 +23,7 @@ from warpbus.models.templates.dialect import (
     split_tools,
 )
 
-_FENCED = re.compile(r"\s*```(?:python)?[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL)
+_FENCE = "```"
 
 # Values as Python writes them.
 _LITERALS = r"""
@@ -67,13 +67,13 @@ class ChatGLM3Tools:
         """See `ToolDialect.read`. Nothing is evaluated but literals."""
         name, _, rest = text.partition("\n")
         name = name.strip()
-        fenced = _FENCED.fullmatch(rest)
-        if name not in names or not fenced or len(text) > LONGEST_CALL:
+        source = _fenced(rest)
+        if name not in names or source is None or len(text) > LONGEST_CALL:
             return []
-        arguments = _literal_arguments(fenced[1].strip())
+        arguments = _literal_arguments(source.strip())
         if arguments is not None:
             return [ToolCall(name, arguments)]
-        return [code_call(name, fenced[1])] if name == self.interpreter else []
+        return [code_call(name, source)] if name == self.interpreter else []
 
     def grammar(self, tools: Sequence[Tool]) -> str:
         """See `ToolDialect.grammar`.
@@ -101,6 +101,14 @@ class ChatGLM3Tools:
         return {"role": "assistant", "metadata": call.name, "content": f" ```python\n{code}\n```"}
 
 
+def _fenced(text: str) -> str | None:
+    """What stands in the fence that a text consists of; None if it is anything else."""
+    opening, line_feed, rest = text.strip().partition("\n")
+    if opening.rstrip(" \t") not in (_FENCE, f"{_FENCE}python") or not line_feed or not rest.endswith(_FENCE):
+        return None
+    return rest.removesuffix(_FENCE).rstrip(" \t").removesuffix("\n")
+
+
 def _literal_arguments(source: str) -> str | None:
     """The arguments of `tool_call(key=literal, ...)` as a JSON object; None if the source is anything else."""
     try:
@@ -115,7 +123,7 @@ def _literal_arguments(source: str) -> str | None:
         found = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
         if None in found or len(found) < len(node.keywords):
             return None
-        return json.dumps(found, ensure_ascii=False, allow_nan=False)
+        return as_json(found)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 

@@ -117,6 +117,19 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     return found
 
 
+def as_json(arguments: object) -> str:
+    """A call's arguments as text. ValueError where JSON has no such values.
+
+    Half a surrogate pair, which no encoding of text has, stays an escape.
+    """
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        written.encode()
+    except UnicodeEncodeError:
+        return json.dumps(arguments)
+    return written
+
+
 def no_constant(name: str) -> None:
     """For `json`'s parse_constant: refuses NaN and the infinities. ValueError."""
     raise ValueError(f"{name} is no JSON")

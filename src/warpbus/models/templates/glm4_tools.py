@@ -12,6 +12,7 @@ from warpbus.models.templates.dialect import (
     Tool,
     ToolCall,
     Turn,
+    as_json,
     code_call,
     code_of,
     described,
@@ -58,14 +59,15 @@ class GLM4Tools:
                 return []
             try:
                 arguments, end = decoder.raw_decode(rest)
+                written = _written(rest[:end], arguments)
             except (ValueError, RecursionError):
-                arguments, end = None, 0
+                arguments, end, written = None, 0, ""
             if name == self.interpreter and rest and end < len(rest):
                 # Code goes on to the end of the message.
                 return [*calls, code_call(name, code)]
             if not isinstance(arguments, dict):
                 return []
-            calls.append(ToolCall(name, _as_json(rest[:end], arguments)))
+            calls.append(ToolCall(name, written))
             rest = rest[end:].lstrip()
         return [] if rest else calls
 
@@ -87,10 +89,10 @@ class GLM4Tools:
         return {"role": "assistant", "metadata": call.name, "content": call.arguments if code is None else code}
 
 
-def _as_json(written: str, arguments: dict[str, Any]) -> str:
-    """The arguments as they were written, if that is JSON, else written anew."""
+def _written(source: str, arguments: Any) -> str:
+    """The arguments as the model has written them, if that is JSON, else written anew."""
     try:
-        json.loads(written)
+        json.loads(source)
     except ValueError:
-        return json.dumps(arguments, ensure_ascii=False)
-    return written
+        return as_json(arguments)
+    return source
