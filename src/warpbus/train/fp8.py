@@ -103,7 +103,7 @@ def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = torch.linalg.vector_norm(x.detach(), math.inf).float().clamp_min(_SMALLEST) / torch.finfo(dtype).max
     # A matrix of one number, with which the product is in float32; what it makes a little larger than the largest code
     # is rounded down to it.
-    return (x * scale.reciprocal().view(1, 1)).to(dtype), scale
+    return (x.contiguous() * scale.reciprocal().view(1, 1)).to(dtype), scale
 
 
 def _trained(linear: nn.Linear) -> Fp8Linear:
