@@ -67,14 +67,14 @@ def training_memory(
     half = _HALF if settings.dtype == "bfloat16" else _FLOAT
     rows = -(-settings.rows_per_step // world)
     tokens = min(rows, settings.rows_at_once) * settings.length
-    layer = _Layer(config, settings, half)
+    share = world if settings.sharding == "fsdp" else 1
+    layer = _Layer(config, settings, half, shared=share > 1)
     kept = tokens * layer.kept
     inputs = tokens * config.hidden_size * layer.stream
     recomputed = -(-config.num_layers // settings.recompute) if settings.recompute else 0
     activations = recomputed * inputs + (config.num_layers - recomputed) * kept
     activations += tokens * config.hidden_size * (layer.stream + 2 * _FLOAT)  # the embedded tokens, the last norm
     held = _held(config, settings, scheme, half)
-    share = world if settings.sharding == "fsdp" else 1
     trained = sum(_part(tensor, share) for tensor in held.trained)
     frozen = sum(_part(tensor, share) * tensor.element_size() for tensor in held.frozen)
     return Estimate(
@@ -185,14 +185,14 @@ class _Layer:
     """Bytes of a layer's activations for each token.
 
     Attributes:
-        stream: of a number of the residual stream, which is in float32 where the embedding is.
+        stream: of a number of the residual stream, which is in float32 where the embedding is: FSDP2 gathers it in 16 bits.
         kept: from the forward to the backward pass.
         work: of what only the backward pass makes, at most at a time.
     """
 
-    def __init__(self, config: ModelConfig, settings: TrainingSettings, half: int) -> None:
+    def __init__(self, config: ModelConfig, settings: TrainingSettings, half: int, *, shared: bool) -> None:
         full = settings.method == "full"
-        self.stream = _FLOAT if full else half
+        self.stream = _FLOAT if full and not shared else half
         qkv, o, widening, down = config.linears
         learning = set(config.linears if full else settings.targets or config.linears)
         if settings.method == "ptuning":
