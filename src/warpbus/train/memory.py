@@ -185,7 +185,8 @@ class _Layer:
     """Bytes of a layer's activations for each token.
 
     Attributes:
-        stream: of a number of the residual stream, which is in float32 where the embedding is: FSDP2 gathers it in 16 bits.
+        stream: of a number of the residual stream, which is in float32 where the embedding is; FSDP2 gathers that in 16
+            bits.
         kept: from the forward to the backward pass.
         work: of what only the backward pass makes, at most at a time.
     """
