@@ -41,6 +41,10 @@ class _Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for part in parts)
         q, k = (_rotate(each, angles, config.rope.interleaved) for each in (q, k))
         grouped = config.num_heads != config.num_kv_heads
+        if grouped and x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
+            # torch's fused kernels know groups in 16 bits alone.
+            k, v = (each.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for each in (k, v))
+            grouped = False
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         y: Tensor = self.o(attended.transpose(1, 2).flatten(2))
         return y
