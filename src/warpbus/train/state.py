@@ -98,11 +98,12 @@ class StateFile:
 
     def tidy(self) -> None:
         """Remove what killed processes have left half-written."""
-        for left in self.directory.glob(f".{self.path.name}.partial-*"):
+        if not self.directory.is_dir():
+            return
+        for left in _halves(self.directory, self.path.name):
             left.unlink(missing_ok=True)
-        if self.exists():
-            for left in self.output.parent.glob(f".{self.output.name}.partial-*"):
-                shutil.rmtree(left, ignore_errors=True)
+        for left in _halves(self.output.parent, self.output.name):
+            shutil.rmtree(left, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove the state, and its directory if nothing else is in it."""
@@ -195,3 +196,8 @@ class StateFile:
 
     def _damaged(self, error: Exception) -> CheckpointError:
         return CheckpointError(f"{self.path}: damaged ({type(error).__name__}): delete it to start anew")
+
+
+def _halves(directory: Path, name: str) -> list[Path]:
+    """What was to become `name` in a directory: `.name.partial-` and a number, or a part of such a one."""
+    return [path for path in directory.iterdir() if path.name.startswith((f".{name}.partial-", f"..{name}.partial-"))]

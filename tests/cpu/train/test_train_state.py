@@ -98,6 +98,10 @@ def test_killed_while_it_saves_it_goes_on_with_two_processes(blank_model: Path, 
     killed.kill()
     killed.communicate()
     assert len(list((tmp_path / "out.training").iterdir())) == 2
+    # As if it had been killed once more, while it wrote its result.
+    for name in (".out.partial-1", "..out.partial-1.partial-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
     begun: list[Begun] = []
     sharded = replace(FULL, sharding="fsdp", rows_at_once=1)
     summary = train(
