@@ -111,13 +111,16 @@ def attend_masked(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, mask: Tensor |
     """Softmax attention of grouped queries to the keys that a mask shows, or causal where there is none."""
     q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
     group = q.shape[1] // k.shape[1]
-    wide = q.dtype not in HALVES and not torch.is_autocast_enabled(q.device.type)
-    if group > 1 and q.device.type == "cuda" and (mask is not None or (wide and q.requires_grad)):
-        # torch's fused kernels take a mask or groups, not both, and groups of 16 bits alone: else it would write out all
-        # scores, and keep them for the gradient.
+    if group > 1 and q.device.type == "cuda" and (mask is not None or _trained_wide(q)):
+        # torch's fused kernels take a mask or groups, not both, and groups in 16 bits alone: else it would write out all
+        # scores, and for a gradient keep them.
         k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1)
     return attended.transpose(1, 2)
+
+
+def _trained_wide(q: Tensor) -> bool:
+    return q.requires_grad and q.dtype not in HALVES and not torch.is_autocast_enabled("cuda")
 
 
 class Attention(nn.Module):
