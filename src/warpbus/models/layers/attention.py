@@ -112,8 +112,8 @@ def attend_masked(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, mask: Tensor |
     q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.device.type == "cuda" and (mask is not None or _trained_wide(q)):
-        # torch's fused kernels take a mask or groups, not both, and groups in 16 bits alone: else it would write out all
-        # scores, and for a gradient keep them.
+        # torch's fused kernels take a mask or groups, not both, and groups in 16 bits alone: else all scores would be
+        # written out, and for a gradient kept.
         k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1)
     return attended.transpose(1, 2)
