@@ -175,6 +175,14 @@ def test_forced_calls_have_a_grammar():
         GLM3.grammar([{"name": "f", "parameters": {"properties": {"two words": {}}}}])
 
 
+def test_a_grammar_grows_with_the_tool():
+    sizes = [
+        len(GLM3.grammar([{"name": "f", "parameters": {"properties": {f"a{i:04}": {} for i in range(count)}}}]))
+        for count in (100, 1000)
+    ]
+    assert sizes[1] < 11 * sizes[0]
+
+
 FORECAST = {
     "name": "forecast",
     "parameters": {
@@ -211,7 +219,10 @@ SWITCH = {
         (GLM3, "switch\n ```python\ntool_call()\n```", True),
         (GLM3, "switch\n ```python\ntool_call(on=True, by=1.5)\n```", True),
         (GLM3, "switch\n ```python\ntool_call(at=[True, 'x'], by=-2)\n```", True),
+        (GLM3, "switch\n ```python\ntool_call(on=True, at=1, by=2)\n```", True),
+        (GLM3, "switch\n ```python\ntool_call(by=2)\n```", True),
         (GLM3, "switch\n ```python\ntool_call(by=1, on=True)\n```", False),
+        (GLM3, "switch\n ```python\ntool_call(on=True, on=True)\n```", False),
         (GLM3, "get_time\n ```python\ntool_call()\n```", True),
         (GLM3, "get_time\n ```python\ntool_call(a=1)\n```", False),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from warpbus.errors import UsageError
@@ -89,7 +89,8 @@ class ChatGLM3Tools:
                 )
             # The tokenizer puts a space before its texts, and the model before its fences.
             head, tail = json.dumps(f"{tool['name']}\n ```python\ntool_call("), json.dumps(")\n```")
-            rules.append(" ".join(filter(None, (f'tool{i}: " "?', head, _parameters(tool), tail))))
+            between, own = _parameters(tool, f"tool{i}")
+            rules += [" ".join(filter(None, (f'tool{i}: " "?', head, between, tail))), *own]
         return "\n".join(rules) + _LITERALS
 
     def _call(self, call: ToolCall) -> Message:
@@ -134,20 +135,36 @@ def _check_names(where: str, names: Collection[str]) -> None:
         raise UsageError(f"{where}: ChatGLM3 cannot write the argument's name {strange[0][:40]!r}")
 
 
-def _parameters(tool: Tool) -> str:
-    """What may stand between the parentheses of a call."""
+def _parameters(tool: Tool, name: str) -> tuple[str, list[str]]:
+    """What may stand between the parentheses of a call, and rules of it, whose names begin with `name`."""
     schema = tool.get("parameters") or {}
     properties: Mapping[str, Any] = schema.get("properties") or {}
     _check_names(f"tools: {tool['name']}", properties)
-    required = [name for name in properties if name in (schema.get("required") or ())]
-    optional = [name for name in properties if name not in required]
-    written = {name: f"{json.dumps(name + '=')} {_value(properties[name])}" for name in properties}
-    tails = [f'(", " {written[name]})?' for name in optional]
+    required = [key for key in properties if key in (schema.get("required") or ())]
+    optional = [key for key in properties if key not in required]
+    written = {key: f"{json.dumps(key + '=')} {_value(properties[key])}" for key in properties}
     if required:
-        return " ".join([' ", " '.join(written[name] for name in required), *tails])
-    # None of them, or one with some of those behind it.
-    choices = [" ".join([written[name], *tails[i + 1 :]]) for i, name in enumerate(optional)]
-    return f"({' | '.join(choices)})?" if choices else ""
+        tails = [f'(", " {written[key]})?' for key in optional]
+        return " ".join([' ", " '.join(written[key] for key in required), *tails]), []
+    if not optional:
+        return "", []
+    return f"{name}_0_{len(optional)}?", list(_some([written[key] for key in optional], name))
+
+
+def _some(written: Sequence[str], name: str, start: int = 0) -> Iterator[str]:
+    """Rules for one or more of these in their order, of which the first is `{name}_{start}_{end}`.
+
+    Halves of halves: without rules they would take the square of the room, and a chain of rules the parser's stack.
+    """
+    end = start + len(written)
+    if len(written) == 1:
+        yield f"{name}_{start}_{end}: {written[0]}"
+        return
+    half = len(written) // 2
+    first, second = f"{name}_{start}_{start + half}", f"{name}_{start + half}_{end}"
+    yield f'{name}_{start}_{end}: {first} (", " {second})? | {second}'
+    yield from _some(written[:half], name, start)
+    yield from _some(written[half:], name, start + half)
 
 
 def _value(schema: object) -> str:
