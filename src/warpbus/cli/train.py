@@ -74,8 +74,7 @@ def train(
 ) -> None:
     """Train MODEL on --data, or an adapter for it, and write that to OUTPUT.
 
-    The state is kept in OUTPUT.training; the same command goes on where an interrupted run stopped, also with another
-    number of GPUs.
+    OUTPUT.training keeps the state: the same command goes on where an interrupted run stopped, on any number of GPUs.
     """
     from warpbus.cli.training import is_silent, plan_table, shown
     from warpbus.cuda.devices import resolve_device
@@ -142,6 +141,6 @@ def train(
     else:
         console = Console(stderr=True)
         validated = summary["valid_loss"]
-        held_out = "" if validated is None else f", validation {validated:.4f}"
-        said = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s{held_out}"
+        losses = f"loss {summary['loss']:.4f}" + ("" if validated is None else f", validation {validated:.4f}")
+        said = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
         console.print(f"{said}\nloss curve: {output / 'training.png'}", highlight=False, markup=False)

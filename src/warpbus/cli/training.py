@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from warpbus.train import Begun, Stopped
@@ -34,7 +34,7 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[steps]}", style="progress.download"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[figures]}"),
@@ -47,7 +47,7 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
 
     try:
         with Progress(*columns, console=console, disable=silent) as bar:
-            task = bar.add_task("reading model and data", total=None, figures="")
+            task = bar.add_task("reading model and data", total=None, steps="", figures="")
 
             def begun(start: Begun) -> None:
                 if start.step:
@@ -55,17 +55,19 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
                 say(f"training {start.trained:,} numbers of a model of {start.parameters:,}")
                 # The time left is reckoned from the steps of this session alone.
                 bar.reset(task, total=start.steps, completed=start.step, description="training")
+                bar.update(task, steps=f"{start.step:,}/{start.steps:,}")
 
             def report(step: Step) -> None:
                 speed = step.tokens_per_second
                 told = f"{speed / 1e3:,.0f}k" if speed >= 1e4 else f"{speed:,.0f}"
-                bar.update(task, completed=step.step, figures=f"loss {step.loss:.3f}  {told} tokens/s")
+                figures = f"loss {step.loss:.3f}  {told} tokens/s"
+                bar.update(task, completed=step.step, steps=f"{step.step:,}/{step.steps:,}", figures=figures)
                 if step.valid_loss is not None:
                     say(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")
 
             yield begun, report
     except Stopped as stopped:
-        going_on = "" if stopped.state is None else ": the same command goes on from there"
+        going_on = "" if stopped.state is None else "; the same command goes on from there"
         say(f"{stopped}{going_on}")
         raise typer.Exit(128 + stopped.signal) from None
     except KeyboardInterrupt:
@@ -75,8 +77,9 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
 
 def plan_table(plan: Plan) -> Table:
     """Memory and time by the number of GPUs."""
+    steps = "1 step" if plan.steps == 1 else f"{plan.steps:,} steps"
     title = (
-        f"{plan.steps:,} steps, {plan.tokens:,} tokens; {plan.trained:,} of {plan.parameters:,} numbers are trained\n"
+        f"{steps}, {plan.tokens:,} tokens; {plan.trained:,} of {plan.parameters:,} numbers are trained\n"
         "memory of each GPU in GB"
     )
     table = Table(title=title, title_justify="left", caption_justify="left")
@@ -94,7 +97,7 @@ def plan_table(plan: Plan) -> Table:
             "-" if need.seconds is None else _duration(need.seconds),
         )
     if plan.flops_per_second is None:
-        table.caption = "the time needs a GPU, of which it is measured how quick it is"
+        table.caption = "the time needs a GPU: it follows from how fast that multiplies"
     else:
         table.caption = f"time: at least, at {plan.flops_per_second / 1e12:,.0f} TFLOP/s in products of {plan.device}"
     return table

@@ -77,7 +77,7 @@ def check_target(directory: Path, *, overwrite: bool, config: str = "config.json
     if not any(directory.iterdir()):
         return
     if not overwrite:
-        raise StorageError(f"{directory}: exists and is not empty: name another directory, or ask to overwrite it")
+        raise StorageError(f"{directory}: exists and is not empty: name another directory, or pass --overwrite")
     if not (directory / config).is_file():
         raise StorageError(
             f"{directory}: holds no model (no {config}), so it is not overwritten: name another directory"

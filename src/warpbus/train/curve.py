@@ -26,7 +26,12 @@ def draw_curve(log: Sequence[dict[str, float]], path: Path) -> None:
         step, best = min(validated, key=lambda entry: entry[1])
         above.annotate(f"{best:.3f}", (step, best), textcoords="offset points", xytext=(0, 6), ha="right")
     above.set_ylabel("loss (nats a token)")
-    above.set_ylim(top=min(max(losses), 1.3 * losses[len(losses) // 20]) if losses else None)
+    if losses:
+        # A run from scratch begins far above all the rest; what was validated is always in the picture.
+        shown = [loss for _, loss in validated] + [min(max(losses), 1.3 * losses[len(losses) // 20])]
+        low, high = min(losses + shown), max(shown)
+        margin = 0.05 * (high - low) or 0.01
+        above.set_ylim(low - margin, high + margin)
     above.legend()
     if norms := _of(log, "gradient_norm"):
         middle.plot(*zip(*norms, strict=True), color="C3", linewidth=0.8)

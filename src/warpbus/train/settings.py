@@ -14,6 +14,9 @@ METHODS = ("full", "lora", "ptuning")
 # What changes how a run is computed but not what it learns: it may differ when a run goes on.
 _FREE = ("rows_at_once", "compile", "recompute", "sharding", "save_every")
 
+# What one method alone has.
+_ONLY = {"lora": ("rank", "alpha", "dropout", "targets"), "ptuning": ("prefix_tokens",)}
+
 # What adapters want otherwise: few rows, larger steps, nothing that pulls what is learnt back to 0.
 _ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "warmup": 20, "weight_decay": 0.0}
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -126,9 +129,15 @@ class TrainingSettings:
         """Settings for a method, with its own defaults for those that are None or not given.
 
         Raises:
-            UsageError: as the class.
+            UsageError: as the class, and for a setting of another method.
         """
         chosen = {name: value for name, value in given.items() if value is not None}
+        defaults = {field.name: field.default for field in fields(cls)}
+        # Who forgets --method lora shall not find out after a night that all weights were trained.
+        for only, names in _ONLY.items():
+            for name in names if method in METHODS and method != only else ():
+                if chosen.get(name, defaults[name]) != defaults[name]:
+                    raise UsageError(f"{name}: method {method} has none: leave it out, or choose method {only}")
         return cls(method=method, **{**_DEFAULTS.get(method, {}), **chosen})
 
     def rate(self, step: int) -> float:

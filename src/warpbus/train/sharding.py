@@ -3,6 +3,7 @@
 Both give each process the mean of the gradients of all, so a loss that is to be added up is multiplied by their number.
 """
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -30,13 +31,16 @@ def distribute(module: nn.Module, layers: Iterable[nn.Module], settings: Trainin
         return module
     if settings.sharding == "ddp":
         # The weights are the same already: read from one file, or drawn from one seed.
-        return DistributedDataParallel(
-            module,
-            device_ids=[group.device] if group.device.type == "cuda" else None,
-            init_sync=False,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 has a new name for this, which 2.11 does not know.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            return DistributedDataParallel(
+                module,
+                device_ids=[group.device] if group.device.type == "cuda" else None,
+                init_sync=False,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
     mesh = init_device_mesh(group.device.type, (group.world,))
     half = torch.bfloat16 if settings.dtype == "bfloat16" else None
     # Inputs stay as they are: autocast rounds them where DDP has them rounded.

@@ -69,6 +69,12 @@ def test_what_cannot_be(blank_model, tmp_path, data):
         invoke(*given, "--sharding", "zero")
     with pytest.raises(UsageError, match="quantize: rounded weights cannot be trained"):
         invoke(*given, "--quantize", "w4a16-g32")
+    with pytest.raises(UsageError, match="rank: method full has none: leave it out, or choose method lora"):
+        invoke(*given, "--rank", 4)
+    with pytest.raises(UsageError, match="targets: method ptuning has none"):
+        invoke(*given, "--method", "ptuning", "--target", "mlp.down")
+    with pytest.raises(UsageError, match="prefix_tokens: method lora has none"):
+        invoke(*given, "--method", "lora", "--prefix-tokens", 16)
     with pytest.raises(UsageError, match="--cluster: its GPUs are counted by --processes"):
         invoke(*given, "--cluster", "auto", "--gpus", 2)
     assert invoke(*given, "--length", 1).exit_code == 2

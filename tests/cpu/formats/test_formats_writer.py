@@ -128,7 +128,7 @@ def test_a_model_can_be_overwritten_while_it_is_read(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model")
     with pytest.raises(
-        StorageError, match="model: exists and is not empty: name another directory, or ask to overwrite"
+        StorageError, match="model: exists and is not empty: name another directory, or pass --overwrite"
     ):
         CheckpointWriter(directory)
     assert value_of(directory) == 1.0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -358,3 +359,15 @@ def test_two_processes_train_as_one(blank_model: Path, tmp_path: Path, data: Pat
 def test_a_curve_of_one_step(tmp_path: Path) -> None:
     draw_curve([{"step": 1, "loss": 2.0, "learning_rate": 0.1}], tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_shows_every_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    log = [{"step": step, "loss": 2.0, "learning_rate": 0.1, "valid_loss": 1.0 + step} for step in range(1, 6)]
+    draw_curve([{"step": 0, "loss": 50.0, "learning_rate": 0.1}, *log], tmp_path / "a.png")
+    low, high = drawn[0].axes[0].get_ylim()
+    assert low < 2.0
+    assert high > 6.0
+    draw_curve([{**entry, "loss": 2.0 - 0.1 * entry["step"]} for entry in log], tmp_path / "a.png")
+    assert drawn[1].axes[0].get_ylim()[0] < 1.5
