@@ -17,8 +17,7 @@ def pull(
 ) -> None:
     """Download the model NAME, or what is new of it: configuration, vocabulary and weights, never code.
 
-    The same command goes on where one was interrupted. Wherever a model is asked for, NAME or NAME@REVISION then stands
-    for it, without the network.
+    The same command goes on where one was interrupted. The models are found by NAME or NAME@REVISION from then on.
     """
     from warpbus.formats.hub import pull as run
 
