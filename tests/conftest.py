@@ -5,9 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 CHROMIUM = Path("/usr/bin/chromium")
+
+# How long an example takes is the machine's business.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # As the command does: torch's CPU threads sleep while they wait, whatever else runs on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
