@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from warpbus.engine import Piece, SamplingParams
 from warpbus.engine.moving import Moved
 from warpbus.engine.stats import Stats
-from warpbus.errors import RequestError
+from warpbus.errors import RequestError, UsageError
 from warpbus.models.templates import Template
 from warpbus.models.templates.tools import ToolDialect, find_dialect
 from warpbus.models.tokenizers import Tokenizer
@@ -175,9 +175,15 @@ class Models:
         self._models: dict[str, Model] = {}
 
     def add(self, name: str, service: Service | None = None, *, adapters: Iterable[str] = ()) -> Model:
-        """Take up a model, which may be loaded later (`Model.loaded`), and after it its adapters."""
-        model = self._models[name] = Model(name)
-        self._models |= {adapter: Model(adapter, model) for adapter in adapters}
+        """Take up a model, which may be loaded later (`Model.loaded`), and after it its adapters.
+
+        Raises UsageError where something is called by one of these names already.
+        """
+        model = Model(name)
+        for one in (model, *(Model(adapter, model) for adapter in adapters)):
+            if one.name in self._models:
+                raise UsageError(f"two models or adapters are called {one.name}: give each a name of its own")
+            self._models[one.name] = one
         if service is not None:
             model.loaded(service)
         return model

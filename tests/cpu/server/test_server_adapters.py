@@ -5,6 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving_fakes import FakeService, Running, until
 
+from warpbus.errors import UsageError
 from warpbus.server import Models, ServerOptions
 
 HELLO = [{"role": "user", "content": "ab"}]
@@ -48,6 +49,15 @@ def test_the_name_chooses_the_adapter(client, service):
         assert (text.model, [choice.text for choice in text.choices]) == (name, ["x", "y"])
         assert service.adapters == [adapter] * 5
         service.adapters.clear()
+
+
+@pytest.mark.parametrize(("name", "adapters"), [("parrot", []), ("new", ["parrot"]), ("new", ["new"]), ("n", "aa")])
+def test_nobody_takes_anothers_name(name, adapters):
+    models = Models()
+    first = models.add("parrot", FakeService())
+    with pytest.raises(UsageError, match="are called"):
+        models.add(name, adapters=adapters)
+    assert models.find("parrot") is first
 
 
 def test_they_are_listed_with_the_model_that_has_them(client):
