@@ -34,9 +34,11 @@ class LoraLinear(nn.Module):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.scaling, self.dropout = rank, alpha / rank, dropout
         device = next(iter((*base.parameters(), *base.buffers()))).device
-        self.a = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32, device=device))
+        # Drawn on the CPU: GPUs of two kinds draw other numbers from one seed.
+        drawn = torch.empty(rank, base.in_features, dtype=torch.float32, device="cpu")
+        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
+        self.a = nn.Parameter(drawn.to(device))
         self.b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
-        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)

@@ -132,19 +132,21 @@ def _pieces(
         x, own = hidden[start : start + rows], targets[start : start + rows, None]
         scores = multiply(x)
         likelihoods = torch.log_softmax(scores, -1, dtype=wide)
-        loss -= likelihoods.gather(1, own).sum()
+        chosen = likelihoods.gather(1, own)
+        loss -= chosen.sum()
         if not any(wanted):
             continue
-        # softmax - onehot, where the scores were.
+        # softmax - onehot, where the scores were. It is rounded to 16 bits after the subtraction: before it, a
+        # likelihood near 1 would become 1, and what the model nearly knows would teach it nothing.
         torch.exp(likelihoods, out=scores)
         del likelihoods
-        scores.scatter_add_(1, own, scores.new_full(own.shape, -1.0))
+        scores.scatter_(1, own, torch.expm1(chosen).to(scores.dtype))
         if to_hidden is not None:
             to_hidden[start : start + rows] = multiply_back(scores)
         if to_weight is not None:
             to_weight += scores.T @ x
         if to_bias is not None:
-            to_bias += scores.sum(0)
+            to_bias += scores.sum(0, dtype=wide)
         del scores  # before those of the next piece are made
     sums = (to_hidden, hidden), (to_weight, weight), (to_bias, bias)
     return loss, [None if each is None or like is None else each.to(like.dtype) for each, like in sums]

@@ -65,6 +65,21 @@ def test_bfloat16_is_as_near_as_its_rounding() -> None:
         assert float((ours - theirs).norm() / theirs.norm()) < 2e-2
 
 
+def test_in_bfloat16_tokens_that_are_nearly_known_still_teach() -> None:
+    """Likelihoods of about 0.999, which bfloat16 rounds to 1."""
+    head = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(16))
+    hidden = (9.5 * torch.eye(16, dtype=torch.bfloat16)).requires_grad_()
+    found = gradients(summed_cross_entropy(hidden, head, torch.arange(16)), hidden, head.weight)
+    wide, wide_head = hidden.detach().double().requires_grad_(), nn.Linear(16, 16, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        wide_head.weight.copy_(head.weight)
+    expected = gradients(plain(wide, wide_head, torch.arange(16)), wide, wide_head.weight)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-2
+
+
 def test_frozen_head_gives_a_gradient_to_the_hidden_states_alone() -> None:
     head = nn.Linear(HIDDEN, VOCABULARY, bias=False).requires_grad_(False)
     hidden, targets = torch.randn(TOKENS, HIDDEN, requires_grad=True), targets_of(TOKENS)
