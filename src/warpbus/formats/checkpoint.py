@@ -261,9 +261,15 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{file.name}: expected tensors by name, found {type(loaded).__name__}")
     for name, value in loaded.items():
-        if not (isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided):
+        if not (isinstance(name, str) and isinstance(value, Tensor) and _is_plain(value)):
             raise CheckpointError(f"{file.name}: expected a dense tensor under {name!a}: convert it to safetensors")
     return {name: value.detach() for name, value in loaded.items()}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it has its numbers in memory, one after another: those without any, in pieces or quantized have not."""
+    odd = tensor.is_nested or tensor.is_quantized
+    return not odd and tensor.layout == torch.strided and tensor.device.type == "cpu"
 
 
 def _first_line(error: BaseException) -> str:

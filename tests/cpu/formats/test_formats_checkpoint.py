@@ -209,6 +209,7 @@ def test_a_malicious_pickle_is_not_executed(container: str, tmp_path: Path) -> N
         ([torch.ones(2)], "expected tensors by name, found list"),
         ({"epoch": 3}, "expected a dense tensor under 'epoch'"),
         ({"a": torch.ones(2).to_sparse()}, "expected a dense tensor under 'a'"),
+        ({"a": torch.ones(2, device="meta")}, "expected a dense tensor under 'a'"),
     ],
 )
 def test_a_pickle_of_something_else(content: Any, message: str, tmp_path: Path) -> None:
