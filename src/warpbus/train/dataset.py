@@ -63,6 +63,10 @@ class Rows:
     positions: Tensor
     documents: Tensor
 
+    def pick(self, rows: slice) -> "Rows":
+        """Some of them."""
+        return Rows(self.tokens[rows], self.targets[rows], self.positions[rows], self.documents[rows])
+
     def to(self, device: torch.device) -> "Rows":
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from warpbus.dist import Group, Send
@@ -153,7 +154,7 @@ class _Run:
         before = time.monotonic()
         for rows in _ahead(self.inputs.batches.steps(course.step, settings.steps, group.rank, group.world)):
             rate = settings.rate(course.step)
-            loss, norm, number = self._update(rows.to(group.device), rate, stopping())
+            loss, norm, number = self._update(rows, rate, stopping())
             course.step += 1
             seconds = time.monotonic() - before
             last = course.step == settings.steps
@@ -181,7 +182,7 @@ class _Run:
             that one of them got, or 0.
         """
         settings, group = self.settings, self.group
-        targets = group.sum((rows.targets != IGNORED).sum())
+        targets = group.sum((rows.targets != IGNORED).sum().to(group.device, non_blocking=True))
         total = torch.zeros((), device=group.device)
         pieces = math.ceil(len(rows.tokens) / settings.rows_at_once)
         with self._dropout():
@@ -206,12 +207,13 @@ class _Run:
         return mean, norm, next(iter(asked), 0)
 
     def _loss(self, compute: Callable[..., Tensor], rows: Rows, picked: slice) -> Tensor:
-        device, documents = self.group.device, rows.documents[picked]
-        parts = [each[picked].to(device) for each in (rows.tokens, rows.targets, rows.positions)]
-        # Rows of one document each need no mask, and what is only causal has quicker kernels.
-        alone = bool((documents == documents[:, :1]).all())
+        device, own = self.group.device, rows.pick(picked)
+        # Rows of one document each need no mask, and what is only causal has quicker kernels. It is looked up where the
+        # rows are made: no one waits for the GPU.
+        alone = bool((own.documents == own.documents[:, :1]).all())
+        own = own.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
-            return compute(*parts, None if alone else documents.to(device))
+            return compute(own.tokens, own.targets, own.positions, None if alone else own.documents)
 
     def _numeric_error(self, step: int, found: str) -> NumericError:
         kept = f"; {self.state.path} has the last state that was saved" if self.state.exists() else ""
@@ -245,6 +247,9 @@ class _Run:
             total[0] += self._loss(self.method, rows, picked if len(own) else slice(0, 1)) * bool(len(own))
             total[1] += (own != IGNORED).sum()
         self.method.train()
+        if isinstance(self.method, FSDPModule):
+            # What is whole, and in 16 bits, until a backward pass: none follows, and this may be what is written.
+            self.method.reshard()
         group.sum(total)
         mean = float(total[0] / total[1])
         if not math.isfinite(mean):

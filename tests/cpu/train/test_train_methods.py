@@ -203,6 +203,15 @@ def test_a_prefix_learns_and_is_written_as_chatglm_has_it(tiny_model: Path, tmp_
     assert found == pytest.approx(summary["valid_loss"], abs=1e-5)
 
 
+def test_a_prefix_that_two_processes_share_is_written_in_float32(tiny_model: Path, tmp_path: Path, data: Path) -> None:
+    """Whole, it is in bfloat16, as the products take it; a validation leaves it whole."""
+    settings = replace(PTUNING, steps=2, dtype="bfloat16", sharding="fsdp")
+    train(tiny_model, tmp_path / "out", data=data, valid=data, settings=settings, device="cpu", processes=2)
+    prefix = load_adapter(tmp_path / "out", read_config(Checkpoint(tiny_model)))
+    assert isinstance(prefix, Prefix)
+    assert not torch.equal(prefix.keys_lthd, prefix.keys_lthd.bfloat16().float())
+
+
 def test_chatglm_6b_learns(tiny_chatglm: Path, tmp_path: Path, data: Path) -> None:
     """Its prompts see each other in both directions, and end in tokens of their own."""
     full = replace(LORA, method="full", learning_rate=1e-2)
