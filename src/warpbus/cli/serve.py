@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from warpbus.cli.adapters import adapters_by_model
+from warpbus.cli.adapters import Named, adapters_by_model
 from warpbus.cli.models import model_directory, model_name
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import DataError, UsageError
@@ -126,7 +126,7 @@ def serve(
 
         def ready(url: str) -> None:
             loading.close()
-            _greet(url, names[0], has_key=bool(options.api_keys))
+            _greet(url, names[0], adapters, has_key=bool(options.api_keys))
 
         run(wanted, options, service, progress=progress, ready=ready)
 
@@ -170,10 +170,15 @@ def _twice(names: list[str]) -> str:
     return next(name for name in names if names.count(name) > 1)
 
 
-def _greet(url: str, name: str, *, has_key: bool) -> None:
+def _greet(url: str, name: str, adapters: Mapping[str, Sequence[Named]], *, has_key: bool) -> None:
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False)
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_key else ""
     example = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"[bold]ready[/] at {escape(url)}: chat there in a browser, or")
     console.print(escape(example))
+    for model, found in adapters.items():
+        if found:
+            console.print(
+                escape(f"adapters of {model}, to be asked for by name: {', '.join(each for each, _ in found)}")
+            )

@@ -29,9 +29,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     except BaseException as error:
         with suppress(OSError):
             partial.unlink()
-        # torch.save reports a failed write as a RuntimeError.
+        # torch.save reports a failed write as a RuntimeError, to a file with what the system said as its context.
         if isinstance(error, OSError | RuntimeError):
-            reason = " ".join((getattr(error, "strerror", None) or str(error)).split())
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            reason = " ".join((getattr(cause, "strerror", None) or str(cause)).split())
             raise StorageError(
                 f"{path}: cannot be written ({reason}): free some space or choose another path"
             ) from None

@@ -139,7 +139,7 @@ class StateFile:
                 moments[name] = full
         if writes:
             state = {**asdict(course), **asdict(identity), "model": model, "optimizer": moments}
-            replace_file(self.path, lambda path: torch.save(state, path))
+            replace_file(self.path, lambda path: _write(state, path))
 
     def load(
         self,
@@ -196,6 +196,12 @@ class StateFile:
 
     def _damaged(self, error: Exception) -> CheckpointError:
         return CheckpointError(f"{self.path}: damaged ({type(error).__name__}): delete it to start anew")
+
+
+def _write(state: Mapping[str, Any], path: Path) -> None:
+    # Through a file of Python's, an error says that the disk is full.
+    with path.open("wb") as file:
+        torch.save(state, file)
 
 
 def _halves(directory: Path, name: str) -> list[Path]:

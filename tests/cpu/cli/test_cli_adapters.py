@@ -102,7 +102,12 @@ def test_the_server_gets_them_with_their_models(tiny_glm, wide, li_bai, du_fu, m
     app = typer.Typer()
     app.command()(serve)
     calls = []
-    monkeypatch.setattr(listening, "serve", lambda wanted, *_, **__: calls.append(wanted))
+
+    def keep(wanted, *_, ready, **__):
+        calls.append(wanted)
+        ready("http://127.0.0.1:8000")
+
+    monkeypatch.setattr(listening, "serve", keep)
     flags = ("--adapter", f"poet={li_bai}", "--adapter", f"wide:other={du_fu}")
     result = CliRunner().invoke(app, [str(tiny_glm), str(wide), *flags])
     assert result.exit_code == 0, result.output
@@ -110,3 +115,4 @@ def test_the_server_gets_them_with_their_models(tiny_glm, wide, li_bai, du_fu, m
         ("tiny", (("poet", str(li_bai)),)),
         ("wide", (("other", str(du_fu)),)),
     ]
+    assert "adapters of tiny, to be asked for by name: poet\nadapters of wide, " in result.stderr

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -223,14 +223,19 @@ def test_a_full_disk_at_a_checkpoint(
     output, state = tmp_path / "out", tmp_path / "out.training" / "state.pt"
     save = torch.save
 
-    def full(content: dict[str, Any], path: Path) -> None:
+    def full(content: dict[str, Any], file: BinaryIO) -> None:
         if content["step"] == 4:
-            path.write_bytes(b"half")
-            raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
-        save(content, path)
+            file.write(b"half")
+            try:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534") from None
+        save(content, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(StorageError, match=r"state\.pt: cannot be written .*: free some space"):
+    with pytest.raises(
+        StorageError, match=r"state\.pt: cannot be written \(No space left on device\): free some space"
+    ):
         run(blank_model, output, data)
     assert [path.name for path in state.parent.iterdir()] == ["state.pt"]
     assert torch.load(state, weights_only=True)["step"] == 2
