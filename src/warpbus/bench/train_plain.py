@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from warpbus.errors import UsageError
 from warpbus.models import ModelConfig
@@ -83,6 +84,9 @@ class PlainModel(nn.Module):
     Args:
         config: a model with RMSNorm, a gated MLP and rotary positions in one dimension.
 
+    Attributes:
+        recompute: activations of every n-th layer are computed again in the backward pass; 0: of none.
+
     Raises:
         UsageError: another kind of model.
     """
@@ -92,6 +96,7 @@ class PlainModel(nn.Module):
         if config.layer_norm or config.qk_norm or config.output_norms or config.rope.scaling or config.tie_embeddings:
             raise UsageError(f"the plain model has no layers such as those of {config.family}: give --no-peer")
         self.config = config
+        self.recompute = 0
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
@@ -100,8 +105,9 @@ class PlainModel(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         angles = self._angles(tokens.shape[1], x)
-        for layer in self.layers:
-            x = layer(x, angles)
+        for index, layer in enumerate(self.layers):
+            again = self.recompute and index % self.recompute == 0
+            x = checkpoint(layer, x, angles, use_reentrant=False) if again else layer(x, angles)
         scores = self.head(self.final_norm(x)).float()
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from warpbus.bench.decoders import decode_once
 from warpbus.bench.train_plain import PlainModel
@@ -40,7 +39,7 @@ class Task:
         config: the model's shape.
         settings: as of `warpbus train`; the random weights are rounded to `quantize`.
         tf32: products of float32 are in TF32.
-        plain: PyTorch's own parts do it, in place of ours.
+        plain: PyTorch's own layers do it, in place of ours; shared and computed again as those are.
         warm, steps: how many steps go before those that are timed, and how many those are.
     """
 
@@ -121,17 +120,12 @@ def answer(group: Group, send: Send, config: ModelConfig, scheme: Scheme | None,
 def _built(task: Task, group: Group) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
     """A module with what is trained, and what computes its loss."""
     settings = task.settings
-    module: nn.Module = _plain(task, group.device) if task.plain else _ours(task, group.device)
-    if task.plain:
-        parallel: nn.Module = module
-        if group.world > 1:
-            parallel = DistributedDataParallel(
-                module, device_ids=[group.device] if group.device.index is not None else None
-            )
-        return module, torch.compile(parallel) if settings.compile else parallel
-    assert isinstance(module, Method)
-    parallel = distribute(module, module.model.layers, settings, group)
+    module = _plain(task, group.device) if task.plain else _ours(task, group.device)
+    layers = module.layers if isinstance(module, PlainModel) else module.model.layers
+    parallel = distribute(module, layers, settings, group)
     called: Callable[..., Tensor] = torch.compile(parallel) if settings.compile else parallel
+    if task.plain:
+        return module, called
     shape = settings.rows_per_step // group.world, settings.length
     positions = torch.arange(settings.length, device=group.device).expand(shape)
     return module, lambda tokens, targets: called(tokens, targets, positions, None)  # each row is one document
@@ -181,6 +175,7 @@ def _plain(task: Task, device: torch.device) -> PlainModel:
         model.attach_lora(settings.rank, settings.alpha)
     else:
         model.requires_grad_(True)
+    model.recompute = settings.recompute
     return model.train()
 
 
