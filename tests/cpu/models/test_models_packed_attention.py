@@ -2,7 +2,7 @@
 
 import torch
 
-from warpbus.models.layers.packed_attention import Stretches
+from warpbus.models.layers.packed_attention import Stretches, operators_are_known
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1], [0, 1, -1, -1, -1]])
 
@@ -11,6 +11,11 @@ def test_stretches_end_with_rows() -> None:
     found = Stretches.of(DOCUMENTS)
     assert found.bounds.tolist() == [0, 3, 5, 6, 7, 10]
     assert (found.bounds.dtype, found.longest, found.tokens) == (torch.int32, 3, 10)
+
+
+def test_torch_has_the_operators() -> None:
+    """Where a new version of torch changed them, packed rows would be trained with a mask, and more slowly."""
+    assert operators_are_known()
 
 
 def test_each_document_has_the_prefix_in_front() -> None:

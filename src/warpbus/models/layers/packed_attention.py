@@ -1,9 +1,12 @@
 """Causal attention in packed rows on a GPU: each document by itself, without a mask (FlashAttention-2; Dao, 2023).
 
 The kernel is the one that torch brings. It is called by its operator: torch's `scaled_dot_product_attention`
-takes a mask over whole rows instead, which costs more time and memory.
+takes a mask over whole rows instead, which costs more time and memory. The arguments of torch's function for such rows,
+`torch.nn.attention.varlen`, still change between versions, more than those of its operators; where the operators are
+not those known here, it is the mask again.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +18,16 @@ from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models.layers.fusion import gpu_has_kernels
 
 _LARGEST_HEAD = 256
+
+# What the operators take by position, as torch 2.11 and 2.13 have them.
+_SIZES = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
+_OPERATORS = {
+    "_flash_attention_forward": (("query", "key", "value", *_SIZES, "return_debug_mask"), 5),
+    "_flash_attention_backward": (
+        ("grad_out", "query", "key", "value", "out", "logsumexp", *_SIZES, "rng_state", "unused"),
+        3,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,24 @@ def can_pack(q: Tensor) -> bool:
     on. Not where torch compiles, which knows nothing of the documents' number then."""
     if q.device.type != "cuda" or torch.compiler.is_compiling() or not gpu_has_kernels(q.device):
         return False
+    if not operators_are_known():
+        return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
     return dtype in HALVES and q.shape[-1] <= _LARGEST_HEAD and q.shape[-1] % 8 == 0
+
+
+@functools.cache
+def operators_are_known() -> bool:
+    """Whether torch's operators, which are no part of its documented interface, take and give what is expected here."""
+    for name, (arguments, results) in _OPERATORS.items():
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None:
+            return False
+        schema = packet.default._schema
+        positional = tuple(argument.name for argument in schema.arguments if not argument.kwarg_only)
+        if positional != arguments or len(schema.returns) != results:
+            return False
+    return True
 
 
 def packed_attention(
