@@ -35,7 +35,8 @@ class LoraLinear(nn.Module):
         self.rank, self.scaling, self.dropout = rank, alpha / rank, dropout
         device = next(iter((*base.parameters(), *base.buffers()))).device
         # Drawn on the CPU: GPUs of two kinds draw other numbers from one seed.
-        drawn = torch.empty(rank, base.in_features, dtype=torch.float32, device="cpu")
+        where = device if device.type == "meta" else "cpu"
+        drawn = torch.empty(rank, base.in_features, dtype=torch.float32, device=where)
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
         self.a = nn.Parameter(drawn.to(device))
         self.b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
