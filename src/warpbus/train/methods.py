@@ -133,7 +133,7 @@ def _frozen_model(checkpoint: Checkpoint, settings: TrainingSettings, device: to
     """The model that an adapter is trained for."""
     if not checkpoint.names():
         raise UsageError(
-            f"{checkpoint.directory}: holds no weights, and {settings.method} trains none of them: use method full"
+            f"{checkpoint.directory}: holds no weights to train {settings.method} for: add them, or use method full"
         )
     linears = None if settings.quantize is None else Scheme.parse(settings.quantize)
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32

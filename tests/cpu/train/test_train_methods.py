@@ -250,7 +250,7 @@ def test_recomputed_layers_and_fp8_learn_too(tiny_model: Path, tmp_path: Path, d
 
 
 def test_an_adapter_needs_weights(blank_model: Path, tmp_path: Path, data: Path) -> None:
-    with pytest.raises(UsageError, match="holds no weights, and ptuning trains none of them: use method full"):
+    with pytest.raises(UsageError, match="holds no weights to train ptuning for: add them, or use method full"):
         run(blank_model, tmp_path / "out", data, PTUNING)
 
 

@@ -110,7 +110,7 @@ def pull(
 
 def _bring(name: ModelName, progress: Progress | None) -> Pulled:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise DownloadError(f"{name}: is not asked for: HF_HUB_OFFLINE is set; unset it, or give a directory")
+        raise DownloadError(f"{name}: not downloaded, since HF_HUB_OFFLINE is set: unset it, or give a directory")
     repository = open_repository(name)
     cached = CachedRepository(name)
     cached.make()
