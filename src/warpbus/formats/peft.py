@@ -30,7 +30,7 @@ from warpbus.formats.writer import CheckpointWriter
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MAX_RANK = 4096
-_MAX_REPEATING = 64
+_MAX_PATTERNS, _MAX_REPEATING = 4096, 64
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -330,6 +330,8 @@ def _patterns(file: Path, config: Mapping[str, Any], key: str) -> list[tuple[str
     value = config.get(key) or {}
     if not isinstance(value, dict):
         raise _wrong(file, key, value, "an object of patterns")
+    if len(value) > _MAX_PATTERNS:  # each is compared with every module
+        raise _wrong(file, key, value, f"{_MAX_PATTERNS} patterns at most")
     listed = [(shown(name), ModulePattern(name, f"{file}: {key}", most=3), each) for name, each in value.items()]
     if sum(pattern.repeats for _, pattern, _ in listed) > _MAX_REPEATING:
         raise CheckpointError(

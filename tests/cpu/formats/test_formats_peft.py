@@ -154,6 +154,7 @@ def test_targets(settings: dict[str, Any], found: bool | None, tmp_path: Path) -
         ({"alpha_pattern": {"(": 1}}, "alpha_pattern: '\\(': not a regular expression"),
         ({"alpha_pattern": {".*a.*b.*c.*": 1}}, "alpha_pattern: .* more than 3 repetitions"),
         ({"rank_pattern": {f".*{name}": 1 for name in range(65)}}, "rank_pattern: more than 64 patterns"),
+        ({"alpha_pattern": {f"a{name}": 1 for name in range(4097)}}, "alpha_pattern: expected 4096 patterns at most"),
         ({"use_rslora": "yes"}, "use_rslora: expected true or false, found 'yes'"),
         ({"target_modules": 3}, "target_modules: expected a list of names, or a pattern, found 3"),
         ({"target_modules": "(a+)+b"}, "target_modules: .* may take forever to match"),
