@@ -36,10 +36,11 @@ from warpbus.train import TrainingSettings, train
 
 save = torch.save
 
-def hang(content, path):
+def hang(content, file):
     if content["step"] < 4:
-        return save(content, path)
-    path.write_bytes(b"half")
+        return save(content, file)
+    file.write(b"half")
+    file.flush()
     Path(sys.argv[4]).touch()
     time.sleep(600)
 
