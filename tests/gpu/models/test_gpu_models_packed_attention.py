@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from warpbus.models.layers import CausalAttention
-from warpbus.models.layers.packed_attention import Stretches, can_pack
+from warpbus.models.layers.packed_attention import Extents, can_pack
 from warpbus.models.layers.prefixed import PrefixedAttention
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def packed_rows() -> torch.Tensor:
 
 
 def test_stretches() -> None:
-    found = Stretches.of(packed_rows())
+    found = Extents.of(packed_rows())
     assert found.bounds.tolist() == [0, 70, 71, 171, 200, 400, 403, 463, 527, 528, 600]
     assert found.bounds.dtype == torch.int32
     assert found.longest == 200

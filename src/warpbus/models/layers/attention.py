@@ -12,7 +12,7 @@ from warpbus.kernels.ops.arguments import HALVES
 from warpbus.models.config import ModelConfig
 from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import Norm, RMSNorm
-from warpbus.models.layers.packed_attention import Stretches, can_pack, packed_attention
+from warpbus.models.layers.packed_attention import Extents, can_pack, packed_attention
 from warpbus.models.layers.rope import rotate
 
 
@@ -66,21 +66,21 @@ class CausalAttention:
         self.prompts_bt = prompts_bt
         # Made when a layer asks first, for all of them: one of the two is needed.
         self._mask: Tensor | None = None
-        self._stretches: Stretches | None = None
+        self._extents: Extents | None = None
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
         del layer
-        stretches = self.stretches(q_bthd)
-        if stretches is not None:
-            return packed_attention(q_bthd, k_bthd, v_bthd, stretches)
+        extents = self.extents(q_bthd)
+        if extents is not None:
+            return packed_attention(q_bthd, k_bthd, v_bthd, extents)
         return attend_masked(q_bthd, k_bthd, v_bthd, self.reached(positions_bt))
 
-    def stretches(self, q_bthd: Tensor) -> Stretches | None:
+    def extents(self, q_bthd: Tensor) -> Extents | None:
         """Where the documents lie, if there are any and a kernel attends to each by itself, without a mask."""
         if self.documents_bt is None or self.prompts_bt is not None or not can_pack(q_bthd):
             return None
-        self._stretches = self._stretches or Stretches.of(self.documents_bt)
-        return self._stretches
+        self._extents = self._extents or Extents.of(self.documents_bt)
+        return self._extents
 
     def reached(self, positions_bt: Tensor) -> Tensor | None:
         """Which keys each query sees, `[batch, 1, tokens, tokens]`; None where that is its row up to itself."""

@@ -31,7 +31,7 @@ _OPERATORS = {
 
 
 @dataclass(frozen=True)
-class Stretches:
+class Extents:
     """Where the documents of packed rows lie, the rows taken one after the other.
 
     Attributes:
@@ -45,7 +45,7 @@ class Stretches:
     tokens: int
 
     @classmethod
-    def of(cls, documents_bt: Tensor) -> "Stretches":
+    def of(cls, documents_bt: Tensor) -> "Extents":
         """Those of numbers `[batch, tokens]`, which change where a document begins. It waits for the GPU."""
         begins = torch.ones_like(documents_bt, dtype=torch.bool)
         begins[:, 1:] = documents_bt[:, 1:] != documents_bt[:, :-1]
@@ -69,7 +69,7 @@ class Prefixed:
     """Where documents lie that each have a prefix in front.
 
     Attributes:
-        bounds, longest: as of `Stretches`, the prefixes counted.
+        bounds, longest: as of `Extents`, the prefixes counted.
         own, given: int64, the places of the documents' own tokens, and of the prefixes'.
     """
 
@@ -114,7 +114,7 @@ def packed_attention(
     q_bthd: Tensor,
     k_bthd: Tensor,
     v_bthd: Tensor,
-    stretches: Stretches,
+    extents: Extents,
     prefixed: Prefixed | None = None,
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -123,8 +123,8 @@ def packed_attention(
     Args:
         q_bthd: `[batch, tokens, heads, head_dim]` that `can_pack` has approved.
         k_bthd, v_bthd: `[batch, tokens, kv_heads, head_dim]`.
-        stretches: where the documents lie.
-        prefixed, prefix: `stretches.behind(prefix tokens)`, and keys and values `[prefix tokens, kv_heads, head_dim]`
+        extents: where the documents lie.
+        prefixed, prefix: `extents.behind(prefix tokens)`, and keys and values `[prefix tokens, kv_heads, head_dim]`
             that all tokens attend to.
 
     Returns:
@@ -132,11 +132,11 @@ def packed_attention(
     """
     # Contiguous, so that values do not keep the whole projection, in which they lie, until the backward pass.
     q, k, v = (autocast(x).flatten(0, 1).contiguous() for x in (q_bthd, k_bthd, v_bthd))
-    bounds, longest = stretches.bounds, stretches.longest
+    bounds, longest = extents.bounds, extents.longest
     if prefixed is not None and prefix is not None:
         k, v = prefixed.join(prefix[0], k), prefixed.join(prefix[1], v)
         bounds, longest = prefixed.bounds, prefixed.longest
-    attended: Tensor = _PackedAttention.apply(q, k, v, stretches.bounds, bounds, stretches.longest, longest)
+    attended: Tensor = _PackedAttention.apply(q, k, v, extents.bounds, bounds, extents.longest, longest)
     return attended.view(q_bthd.shape)
 
 

@@ -29,11 +29,11 @@ class PrefixedAttention(CausalAttention):
         self._prefixed: Prefixed | None = None
 
     def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
-        stretches = self.stretches(q_bthd)
-        if stretches is not None:
-            self._prefixed = self._prefixed or stretches.behind(self._keys_lthd.shape[1])
+        extents = self.extents(q_bthd)
+        if extents is not None:
+            self._prefixed = self._prefixed or extents.behind(self._keys_lthd.shape[1])
             prefix = self._keys_lthd[layer], self._values_lthd[layer]
-            return packed_attention(q_bthd, k_bthd, v_bthd, stretches, self._prefixed, prefix)
+            return packed_attention(q_bthd, k_bthd, v_bthd, extents, self._prefixed, prefix)
         rows, tokens = q_bthd.shape[:2]
         mask = self.reached(positions_bt)
         if mask is None:
