@@ -28,10 +28,13 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with ExitStack() as stack:
+        bar = Progress(*columns, console=Console(stderr=True))
         current: list[tuple[str, int]] = []
 
         def show(what: str, done: int, total: int) -> None:
+            if not current:
+                stack.enter_context(bar)  # not before: without anything to show it would leave an empty line
             if not current or current[0][0] != what:
                 if current:
                     task = bar.tasks[-1]

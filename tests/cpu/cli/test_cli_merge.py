@@ -82,6 +82,8 @@ def test_an_output_is_replaced_only_when_asked(tiny_glm, adapter, tmp_path):
     (tmp_path / "out" / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(StorageError, match="exists and is not empty"):
         invoke("merge", tiny_glm, adapter, tmp_path / "out")
+    refused = CliRunner().invoke(app, ["merge", str(tiny_glm), str(adapter), str(tmp_path / "out")])
+    assert refused.stderr == ""  # no bar of nothing before the error
     assert invoke("merge", tiny_glm, adapter, tmp_path / "out", "--overwrite").exit_code == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
