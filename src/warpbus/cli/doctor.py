@@ -31,8 +31,8 @@ EXTRAS = {
     "test": (
         "make test",
         (
-            *("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil", "scikit-learn"),
-            *("openai", "httpx", "schemathesis", "jsonschema", "playwright", "trustme"),
+            *("pytest", "hypothesis", "transformers", "huggingface-hub", "compressed-tensors", "psutil"),
+            *("scikit-learn", "openai", "httpx", "schemathesis", "jsonschema", "playwright", "trustme"),
         ),
     ),
 }

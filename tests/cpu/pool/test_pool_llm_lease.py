@@ -37,6 +37,7 @@ def test_weights_are_uploaded_once(tiny_model: Path) -> None:
         held = sum(each.nbytes for each in llm.model.parameters())
         sent = session.statistics.bytes_sent
         assert held <= sent < held + 200_000
+        session.flush()  # what is not sent yet is not there yet
         assert session.used == executor.storages.used
 
 
