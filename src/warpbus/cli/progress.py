@@ -18,13 +18,13 @@ from rich.progress import (
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar(*, of_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each thing that is done; call what is yielded with the thing's name, how much is done and how much
-    there is."""
+    there is: things that are counted, or bytes."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        DownloadColumn() if of_bytes else MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )

@@ -119,7 +119,7 @@ def serve(
     logging.getLogger("warpbus").setLevel(logging.INFO)
     wanted = [ModelToServe(name, path, adapters[name]) for name, path in zip(names, directories, strict=True)]
     with ExitStack() as loading:
-        show = loading.enter_context(progress_bar())
+        show = loading.enter_context(progress_bar(of_bytes=True))
 
         def progress(name: str) -> Callable[[int, int], None]:
             return lambda done, total: show(f"loading {name}", done, total)

@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,13 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def check_target(directory: Path, *, overwrite: bool, config: str = "config.json") -> None:
-    """Refuse a directory that a model must not take the place of.
+def check_target(directory: Path, *, overwrite: bool, configs: Sequence[str] = ("config.json",)) -> None:
+    """Refuse a directory that a model, or an adapter, must not take the place of.
 
     Args:
-        directory: where the model is to be.
+        directory: where it is to be.
         overwrite: whether it may take the place of another one.
-        config: the file by which that is known.
+        configs: the files by which one of them is known.
 
     Raises:
         StorageError: if it exists and is not to be overwritten, or is no model directory.
@@ -79,9 +79,9 @@ def check_target(directory: Path, *, overwrite: bool, config: str = "config.json
         return
     if not overwrite:
         raise StorageError(f"{directory}: exists and is not empty: name another directory, or pass --overwrite")
-    if not (directory / config).is_file():
+    if not any((directory / config).is_file() for config in configs):
         raise StorageError(
-            f"{directory}: holds no model (no {config}), so it is not overwritten: name another directory"
+            f"{directory}: holds no model (no {' or '.join(configs)}), so it is not overwritten: name another directory"
         )
 
 

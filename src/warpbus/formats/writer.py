@@ -55,7 +55,7 @@ class CheckpointWriter:
         self._shards: list[list[str]] = []
         self._names: set[str] = set()
         self._total_bytes = 0
-        check_target(self.directory, overwrite=overwrite, config=config)
+        check_target(self.directory, overwrite=overwrite, configs=(config,))
         self._partial = self.directory.with_name(f".{self.directory.name}.partial-{os.getpid()}")
         try:
             self._partial.parent.mkdir(parents=True, exist_ok=True)

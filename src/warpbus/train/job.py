@@ -12,8 +12,7 @@ from warpbus.cuda.devices import resolve_device
 from warpbus.dist import Processes, joined_group
 from warpbus.dist.cluster import ClusterProcesses
 from warpbus.errors import DeviceError, StorageError, UsageError
-from warpbus.formats.files import FileLock
-from warpbus.train.results import check_output
+from warpbus.formats.files import FileLock, check_target
 from warpbus.train.run import Begun, Finished, Halted, Progress, Task, work
 from warpbus.train.settings import TrainingSettings
 from warpbus.train.state import StateFile
@@ -66,13 +65,13 @@ def train(
         what `training.json` in `output` says: settings, losses, tokens, seconds, device.
 
     Raises:
-        UsageError: if the output exists, the settings do not fit the model, or an interrupted run there had others.
+        UsageError: if the settings do not fit the model, or an interrupted run there had others.
         CheckpointError: if the model is not understood, or the state of an interrupted run is damaged.
         DataError: if a data file is missing or malformed.
         DeviceError: if a device is not there, or a process died.
         NumericError: if the loss is not finite; the state of the last checkpoint is kept.
-        StorageError: if a file cannot be written, in which case what was trained is kept where there is room for it;
-            or another process trains to the same output.
+        StorageError: if the output exists, or another process trains to it; if a file cannot be written, in which case
+            what was trained is kept where there is room for it.
         Stopped: a `KeyboardInterrupt`, after SIGINT and SIGTERM.
     """
     state = StateFile(output)
@@ -80,7 +79,7 @@ def train(
     if not torchrun and (summary := state.finished(settings)) is not None:
         state.remove()
         return summary
-    check_output(output, overwrite=overwrite)
+    check_target(output, overwrite=overwrite, configs=("config.json", "adapter_config.json"))
     task = Task(model, output, data, valid, settings, workers, overwrite)
     said: list[Begun | Halted | Finished] = []
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from warpbus.dist import Group
-from warpbus.errors import StorageError, UsageError
+from warpbus.errors import StorageError
 from warpbus.formats import CheckpointWriter
 from warpbus.formats.files import put_in_place, replace_file, storage_error, sync, write_json
 from warpbus.models.adapters import save_lora, save_prefix
@@ -23,24 +23,6 @@ from warpbus.train.methods import LoraMethod, Method, PrefixMethod
 from warpbus.train.sharding import whole
 
 _SUMMARY, _LOG, _CURVE = "training.json", "training-log.json", "training.png"
-
-
-def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output that must not be written.
-
-    Raises:
-        UsageError: if it is a file, or exists and is not to be overwritten, or holds neither model nor adapter.
-    """
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise UsageError(f"{output}: is a file: name a directory that does not exist yet")
-    if not any(output.iterdir()):
-        return
-    if not overwrite:
-        raise UsageError(f"{output}: exists already: choose another output or pass --overwrite")
-    if not any((output / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise UsageError(f"{output}: holds no model, so it is not overwritten: choose another output")
 
 
 def write(

@@ -127,7 +127,7 @@ def test_an_error_is_one_line_and_an_exit_code(blank_model, tmp_path, data, monk
     monkeypatch.setenv("COLUMNS", "40")
     for arguments, code, said in (
         ([blank_model, tmp_path / "[red]out", "--data", tmp_path / "none.jsonl"], 1, "none.jsonl: no such file"),
-        ([blank_model, blank_model, "--data", data], 2, "exists already"),
+        ([blank_model, blank_model, "--data", data], 1, "exists and is not empty"),
     ):
         words = ["warpbus", "train", *map(str, arguments), *SHORT]
         monkeypatch.setattr(sys, "argv", words)

@@ -298,12 +298,12 @@ def test_an_output_that_exists(blank_model: Path, tmp_path: Path, data: Path) ->
     output = tmp_path / "out"
     output.mkdir()
     (output / "notes.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(StorageError, match="exists and is not empty"):
         run(blank_model, output, data)
-    with pytest.raises(UsageError, match="holds no model, so it is not overwritten"):
+    with pytest.raises(StorageError, match=r"holds no model \(no config.json or adapter_config.json\), so it is not"):
         run(blank_model, output, data, overwrite=True)
     assert (output / "notes.txt").exists()
-    with pytest.raises(UsageError, match=r"data\.jsonl: is a file"):
+    with pytest.raises(StorageError, match=r"data\.jsonl: is a file"):
         run(blank_model, data, data)
     (output / "config.json").write_text("{}", encoding="utf-8")
     run(blank_model, output, data, steps=1, overwrite=True)

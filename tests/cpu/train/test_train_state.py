@@ -199,14 +199,14 @@ def test_killed_after_it_had_written_all(
             train(tiny_model, output, data=data, settings=LORA, device="cpu")
     assert StateFile(output).exists()
     written = json.loads((output / "training.json").read_text(encoding="utf-8"))
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(StorageError, match="exists and is not empty"):
         train(tiny_model, output, data=data, settings=replace(LORA, rank=3), device="cpu")
     steps: list[Progress] = []
     assert train(tiny_model, output, data=data, settings=LORA, device="cpu", report=steps.append) == written
     assert steps == []
     assert not (tmp_path / "out.training").exists()
     # What another run has left beside it is none of its.
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(StorageError, match="exists and is not empty"):
         train(tiny_model, output, data=data, settings=LORA, device="cpu")
 
 
