@@ -27,7 +27,7 @@ bench: .venv/ready
 	$(BIN)/warpbus bench matmul
 	$(BIN)/warpbus bench linear
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-		for name in ladder gemm gemv wna16 w8a8 attention decode quantize serving parallel pool; do $(BIN)/warpbus bench $$name || exit 1; done; \
+		for name in ladder gemm gemv wna16 w8a8 attention decode quantize train serving parallel pool; do $(BIN)/warpbus bench $$name || exit 1; done; \
 	fi
 
 format: .venv/ready-check
