@@ -55,6 +55,18 @@ def test_settings_are_sent_and_kept(chat, server):
     assert "top_p" not in server.requests[-1]
 
 
+def test_answers_say_whose_they_are_where_there_are_several_models(chat, server):
+    chat.say("Hi")
+    chat.page.select_option("#model", "glm-poet")
+    chat.say("Again")
+    assert chat.page.locator(".answer .by").all_inner_texts() == ["glm-4-9b-chat", "glm-poet"]
+    server.models = server.models[:1]
+    chat.page.reload()
+    chat.ready()
+    chat.page.wait_for_selector(".answer .stats")
+    assert chat.page.locator(".answer .by:visible").count() == 0
+
+
 def test_a_server_without_models_says_so(chat, server):
     server.models = []
     chat.page.reload()

@@ -62,7 +62,7 @@ class AnswerView {
   }
 
   footer(last) {
-    const { content, finish, stats } = this.version;
+    const { content, finish, model, stats } = this.version;
     const nodes = [];
     const ending = { length: t("truncated"), stopped: t("stopped"), stop: content.trim() ? "" : t("emptyAnswer") }[finish] ?? t("interrupted");
     if (ending) {
@@ -74,7 +74,7 @@ class AnswerView {
     bar.append(copyButton(() => this.version.content));
     if (last) bar.append(iconButton("again", t("regenerate"), this.actions.regenerate));
     if (this.message.versions.length > 1) bar.append(this.versions(last));
-    bar.append(make("span", "stats", describe(stats)));
+    bar.append(make("span", "by", model), make("span", "stats", describe(stats)));
     return [...nodes, bar];
   }
 

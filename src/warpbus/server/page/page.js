@@ -157,6 +157,7 @@ function showModels() {
     }),
   );
   $("model").disabled = models.length < 2;
+  document.body.classList.toggle("several-models", models.length > 1); // then answers say whose they are
 }
 
 /** True where the server named its models; else what is wrong is shown. */
