@@ -248,10 +248,11 @@ class _Rows:
         samples, base = values(ours, self.count), values(self.before, self.base[1])
         if not all(samples) or not all(base):
             return None
-        peers = [(f"warpbus, {self.base[0]}, {self.counted(self.base[1])}", warpbus.__version__, base)]
+        variant, count = self.base
+        apart = "" if count == self.count else f", {self.counted(count)}"
+        peers = [(f"warpbus, {variant}{apart}", warpbus.__version__, base)]
         if plain is not None and all(values(plain, self.count)):
-            name = f"torch, {self.variant.plain}, {self.counted(self.count)}"
-            peers.insert(0, (name, torch.__version__, values(plain, self.count)))
+            peers.insert(0, (f"torch, {self.variant.plain}", torch.__version__, values(plain, self.count)))
         return Result(self._parameters(), metric, unit, samples, peers, floor)
 
     def _parameters(self) -> Mapping[str, Parameter]:
