@@ -222,7 +222,7 @@ class _Rows:
         limit = self.count * rate / flops_per_token(self.of.config, once, trained)
         rows = [
             self._row("speed", "tokens/s", self._speeds, ours, plain, floor=limit),
-            self._row("time", f"{self._unit()}-s/M tokens", self._seconds, ours, plain),
+            self._row("time", "GPU-s/M tokens" if self.of.run.on_gpu else "s/M tokens", self._seconds, ours, plain),
             self._row("memory", "GB", lambda found, count: [(found[0].memory or 0) / 1e9], ours, plain),
             self._row("energy", "J/1000 tokens", self._joules, ours, plain),
             self._row("cost", "dollars/M tokens", self._dollars, ours, plain),

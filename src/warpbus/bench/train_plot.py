@@ -43,7 +43,7 @@ def _bars(axis: Axes, records: Sequence[Record], ways: Sequence[str]) -> None:
         axis.plot(list(limits.values()), [places[way] for way in limits], "|", color=_LIMIT, ms=16, label="limit")
     axis.set_yticks(range(len(ways)), ways)
     axis.set_ylim(len(ways) - 0.5, -0.5)
-    axis.xaxis.set_major_formatter("{x:,g}")
+    axis.xaxis.set_major_formatter("{x:,.12g}")
     axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3)
 
 
