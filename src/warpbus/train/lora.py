@@ -42,10 +42,14 @@ class LoraLinear(nn.Module):
         self.b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x)
-        seen = F.dropout(x, self.dropout, self.training).to(y.dtype)
+        flat = x.reshape(-1, self.in_features)
+        y: Tensor = self.base(flat)
+        seen = F.dropout(flat, self.dropout, self.training).to(y.dtype)
         narrow = F.linear(seen, self.a.to(y.dtype)) * self.scaling
-        return y + F.linear(narrow, self.b.to(y.dtype))
+        wide = self.b.to(y.dtype).T
+        # In place it saves two passes over y, which no base needs for a gradient; autograd refuses it for some views.
+        y = torch.addmm(y, narrow, wide) if y._is_view() else y.addmm_(narrow, wide)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
