@@ -27,6 +27,8 @@ _log = logging.getLogger("warpbus.server")
 _INVALID = "invalid_request_error"
 # What pydantic puts into an error's place for the member of a union that it tried.
 _UNION_MEMBER = re.compile(r"(?:str|int|NamedTool|(?:list|dict|literal|constrained|function)[-\[].*)$")
+# The field that holds what is too long for the context.
+_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 _HTTP_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -34,12 +36,12 @@ class ClientGoneError(Exception):
     """The client has closed its connection: nobody reads an answer."""
 
 
-def as_request_error(error: Exception) -> RequestError:
-    """An error of any kind as one that says its status."""
+def as_request_error(error: Exception, path: str) -> RequestError:
+    """An error of any kind as one that says its status; `path` is the route's, whose fields it may name."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ContextLengthError):
-        return RequestError(400, str(error), param="messages", code="context_length_exceeded")
+        return RequestError(400, str(error), param=_PROMPTS.get(path), code="context_length_exceeded")
     if isinstance(error, UsageError):
         return RequestError(400, str(error))
     if isinstance(error, QueueFullError):
@@ -98,11 +100,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(WarpbusError)
     async def failed(request: Request, error: WarpbusError) -> Response:
-        return response_of(as_request_error(error))
+        return response_of(as_request_error(error, request.url.path))
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return response_of(as_request_error(error))
+        return response_of(as_request_error(error, request.url.path))
 
 
 def _of_validation(error: RequestValidationError) -> RequestError:

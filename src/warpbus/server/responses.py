@@ -174,7 +174,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        writing = asyncio.ensure_future(self._write(send))
+        writing = asyncio.ensure_future(self._write(send, scope["path"]))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -186,13 +186,13 @@ class EventStream(Response):
             await asyncio.gather(writing, gone, self._first, return_exceptions=True)
             await self._pieces.aclose()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, path: str) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._events():
+        async for data in self._events(path):
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self, path: str) -> AsyncIterator[bytes]:
         form = self._form
         yield b"".join([self._event(chunk) for chunk in form.opening()])
         coming = self._first
@@ -212,7 +212,7 @@ class EventStream(Response):
                 yield _encoded({**form.wrap([], streamed=True), "usage": self._usage.json()})
             yield b"data: [DONE]\n\n"
         except Exception as error:
-            yield _encoded(body_of(as_request_error(error)))
+            yield _encoded(body_of(as_request_error(error, path)))
 
     def _event(self, choice: Json) -> bytes:
         chunk = self._form.wrap([choice], streamed=True)

@@ -203,6 +203,7 @@ def test_a_prompt_that_is_too_long_is_told_so(client):
     with pytest.raises(BadRequestError) as caught:
         ask(client, messages=[{"role": "user", "content": "x" * 3000}], stream=True)
     assert caught.value.body["code"] == "context_length_exceeded"
+    assert caught.value.body["param"] == "messages"
 
 
 def test_the_parsing_helper_of_the_client_works(client, served):

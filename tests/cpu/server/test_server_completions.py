@@ -1,7 +1,9 @@
 """POST /v1/completions, by OpenAI's own client."""
 
 import pytest
-from openai import BadRequestError
+from openai import APIError, BadRequestError
+
+from warpbus.errors import ContextLengthError
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,23 @@ def test_what_cannot_be_done_is_refused(client, fields, message):
     with pytest.raises(BadRequestError) as caught:
         client.completions.create(model="parrot", **fields)
     assert message in caught.value.body["message"]
+
+
+@pytest.mark.parametrize("prompt", ["x" * 3000, ["a", "x" * 3000], [65] * 3000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_is_told_so(client, prompt, stream):
+    with pytest.raises(BadRequestError) as caught:
+        ask(client, prompt, stream=stream)
+    assert caught.value.body["code"] == "context_length_exceeded"
+    assert caught.value.body["param"] == "prompt"
+
+
+def test_a_prompt_that_a_stream_finds_too_long_is_named(client, served):
+    served.service.pause = 0.5  # longer than a heartbeat: the stream has begun
+    served.service.fails = (0, ContextLengthError("a request needs 9 tokens, the context holds 8"))
+    with pytest.raises(APIError, match="context holds 8") as caught:
+        list(ask(client, "abc", stream=True))
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
 
 def test_best_of_that_changes_nothing_is_taken(client):
