@@ -72,6 +72,44 @@ def test_line_feeds_tabs_and_runs_of_spaces_are_tokens_of_their_own(tmp_path: Pa
     ]
 
 
+def streamed(tokenizer: ChatGLMTokenizer, ids: list[int], *, keep_first_space: bool = False) -> str:
+    stream = StreamDecoder(tokenizer, keep_first_space=keep_first_space)
+    return "".join([stream.push(token) for token in ids]) + stream.flush()
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_text_keeps_the_spaces_that_it_begins_with(tmp_path: Path, early: bool) -> None:
+    tokenizer = load_tokenizer(write_chatglm6b(tmp_path, early=early))
+    assert isinstance(tokenizer, ChatGLMTokenizer)
+    for text in ("", "月", "\n  月", "\t月"):
+        for length in (0, 1, 2, 3, 79, 80, 81, 82, 161):
+            spaced = " " * length + text
+            ids = tokenizer.encode(spaced)
+            assert tokenizer.decode(ids) == streamed(tokenizer, ids) == spaced
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_only_the_space_that_sentencepiece_puts_before_a_text_is_taken_away(tmp_path: Path, early: bool) -> None:
+    tokenizer = load_tokenizer(write_chatglm6b(tmp_path, early=early))
+    assert isinstance(tokenizer, ChatGLMTokenizer)
+    space, blank = tokenizer.encode("    ")
+    (moon,) = tokenizer.encode("月")[1:]
+    stop = tokenizer.special_ids["<eop>"]
+    # What a model says need not be what `encode` gives: it may begin with the run itself.
+    for ids, text in (
+        ([blank, moon], "    月"),
+        ([stop, blank], "    "),
+        ([blank, space, moon], "     月"),
+        ([space, blank, moon], "    月"),
+        ([space, space, moon], " 月"),
+        ([moon, blank], "月    "),
+    ):
+        assert tokenizer.decode(ids) == streamed(tokenizer, ids) == text
+    assert streamed(tokenizer, [space, blank], keep_first_space=True) == "     "
+    if not early:  # by the library itself, which has the run as a piece like any other
+        assert pieces_of(tmp_path).decode([blank, moon]).replace("<|blank_4|>", "    ") == "    月"
+
+
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("typed", [*CHATGLM6B_SPECIALS, "<n>", "<|tab|>", "<|blank_3|>", "<s>", "<pad>", "<ENC>"])
 def test_what_somebody_typed_stays_text(tmp_path: Path, early: bool, typed: str) -> None:

@@ -31,6 +31,7 @@ class ByteTokenizer:
     vocab_size = FIRST_SPECIAL + len(SPECIALS)
     special_ids = {text: FIRST_SPECIAL + at for at, text in enumerate(SPECIALS)}  # noqa: RUF012
     drops_first_space = False
+    own_spaces = frozenset()
     prompt_suffix = ()
 
     def encode(self, text):

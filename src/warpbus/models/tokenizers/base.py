@@ -9,7 +9,7 @@ that the pieces it hands out add up to `decode` of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from warpbus.errors import UsageError
@@ -22,6 +22,8 @@ class Tokenizer(Protocol):
         vocab_size: number of ids, special tokens included: every id is in `range(vocab_size)`.
         special_ids: each special token's text and id, such as `{"<|user|>": 64795}`.
         drops_first_space: whether `encode` puts a space before the text that `decode` has to take away again.
+        own_spaces: tokens that begin with spaces of the text's own, none of which `encode` has put there: the runs of
+            spaces of ChatGLM-6B, and nothing for all others.
         prompt_suffix: the special tokens between a prompt and what the model says to it, where no template puts any:
             `[gMASK] <sop>` of ChatGLM-6B, and nothing for all others.
     """
@@ -29,6 +31,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     special_ids: dict[str, int]
     drops_first_space: bool
+    own_spaces: frozenset[int]
     prompt_suffix: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
@@ -49,12 +52,19 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*tokenizer.encode(text), *tokenizer.prompt_suffix]
 
 
-def join_bytes(parts: Iterable[bytes], *, drops_first_space: bool) -> str:
+def first_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """The bytes of a token that a text begins with: without the space that `encode` put before the text."""
+    data = tokenizer.token_bytes(token)
+    return data.removeprefix(b" ") if tokenizer.drops_first_space and token not in tokenizer.own_spaces else data
+
+
+def join_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Text of the bytes of successive tokens; what is not UTF-8 becomes U+FFFD."""
-    data = b"".join(parts)
-    if drops_first_space and data.startswith(b" "):
-        data = data[1:]
-    return data.decode("utf-8", errors="replace")
+    parts = [tokenizer.token_bytes(token) for token in ids]
+    first = next((index for index, part in enumerate(parts) if part), None)
+    if first is not None:
+        parts[first] = first_bytes(tokenizer, ids[first])
+    return b"".join(parts).decode("utf-8", errors="replace")
 
 
 def check_text(text: str) -> None:

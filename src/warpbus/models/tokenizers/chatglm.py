@@ -67,6 +67,8 @@ class ChatGLMTokenizer:
         self.special_ids = {text: num_image_tokens + model.piece_to_id(text) for text in specials}
         self.vocab_size = num_image_tokens + pieces
         self.drops_first_space = model.id_to_piece(model.encode("a")[0]).startswith("\u2581")
+        # SentencePiece puts U+2581 before a text, and takes that alone away again.
+        self.own_spaces = frozenset(num_image_tokens + model.piece_to_id(piece) for piece in _BLANKS.values())
         self.prompt_suffix: tuple[int, ...] = (self.special_ids["[gMASK]"], self.special_ids["<sop>"])
         self._bytes = [piece_bytes(model, i) for i in range(pieces)]
         for piece, text in _MEANT.items():
@@ -90,7 +92,7 @@ class ChatGLMTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
-        return join_bytes(map(self.token_bytes, ids), drops_first_space=self.drops_first_space)
+        return join_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`. The tokens of images have none."""

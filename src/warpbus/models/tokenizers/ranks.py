@@ -58,6 +58,7 @@ class RankTokenizer:
     Raises CheckpointError if the file is missing or damaged, or if an id is taken twice.
     """
 
+    own_spaces: frozenset[int] = frozenset()
     prompt_suffix: tuple[int, ...] = ()
 
     def __init__(self, path: Path, *, special_ids: Mapping[str, int]) -> None:
@@ -83,7 +84,7 @@ class RankTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
-        return join_bytes(map(self.token_bytes, ids), drops_first_space=False)
+        return join_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`."""

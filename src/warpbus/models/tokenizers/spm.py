@@ -26,6 +26,7 @@ class SentencePieceTokenizer:
     Raises CheckpointError if the file is missing or is no SentencePiece model.
     """
 
+    own_spaces: frozenset[int] = frozenset()
     prompt_suffix: tuple[int, ...] = ()
 
     def __init__(self, path: Path, *, added_specials: Sequence[str] = ()) -> None:
@@ -46,7 +47,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
-        return join_bytes(map(self.token_bytes, ids), drops_first_space=self.drops_first_space)
+        return join_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """See `Tokenizer.token_bytes`."""

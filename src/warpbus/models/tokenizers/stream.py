@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 
-from warpbus.models.tokenizers.base import Tokenizer
+from warpbus.models.tokenizers.base import Tokenizer, first_bytes
 
 
 class StreamDecoder:
@@ -20,14 +20,14 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, *, keep_first_space: bool = False) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._drop_space = tokenizer.drops_first_space and not keep_first_space
+        self._begins = not keep_first_space
 
     def push(self, token: int) -> str:
         """The text that became certain with this token, which may be empty."""
         data = self._tokenizer.token_bytes(token)
-        if self._drop_space and data:
-            self._drop_space = False
-            data = data.removeprefix(b" ")
+        if self._begins and data:
+            self._begins = False
+            data = first_bytes(self._tokenizer, token)
         return self._utf8.decode(data)
 
     def flush(self) -> str:
