@@ -94,9 +94,11 @@ def train(
     with _alone(state) if os.environ.get("RANK", "0") == "0" else nullcontext():
         if torchrun:
             with joined_group(device) as group:
+                settings.check_shared(group.world)
                 work(group, receive, task)
         elif cluster is None:
             devices = devices_of(device, gpus, processes)
+            settings.check_shared(len(devices))
             with Processes(work, devices=devices, receive=receive) as crew, _passing_signals(crew, said, len(devices)):
                 crew.run(task)
         else:
@@ -104,6 +106,7 @@ def train(
                 raise UsageError(
                     "--cluster: its GPUs are counted by --processes: leave --gpus and the GPU's number out"
                 )
+            settings.check_shared(processes)
             on = ClusterProcesses(work, processes=processes, address=cluster, gpus=device != "cpu", receive=receive)
             with on, _passing_signals(on, said, 2):
                 on.run(task)

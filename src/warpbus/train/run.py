@@ -105,11 +105,6 @@ class _Run:
 
     def __init__(self, group: Group, send: Send, task: Task) -> None:
         self.group, self.send, self.task = group, send, task
-        rows = task.settings.rows_per_step
-        if rows % group.world:
-            raise UsageError(
-                f"--rows {rows}: {group.world} processes cannot share them equally: give a multiple of {group.world}"
-            )
         workers = task.workers // group.world
         self.inputs = inputs = Inputs.read(task.model, task.data, task.settings, workers)
         self.settings = settings = inputs.settings

@@ -148,6 +148,13 @@ class TrainingSettings:
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         return self.learning_rate * (self.final_rate + (1 - self.final_rate) * cosine)
 
+    def check_shared(self, world: int) -> None:
+        """UsageError if so many processes cannot share a step's rows equally."""
+        if self.rows_per_step % world:
+            raise UsageError(
+                f"--rows {self.rows_per_step}: {world} processes cannot share them equally: give a multiple of {world}"
+            )
+
     @classmethod
     def may_change(cls, name: str) -> bool:
         """Whether a run may go on with another value of a setting: one that changes how, not what it learns."""

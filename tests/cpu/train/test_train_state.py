@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ import torch
 
 from warpbus.dist import Group
 from warpbus.errors import StorageError, UsageError
-from warpbus.train import Begun, Progress, Stopped, TrainingSettings, train
-from warpbus.train.run import Task, work
+from warpbus.train import Begun, Progress, Stopped, TrainingSettings, job, train
 from warpbus.train.state import StateFile
 
 WriteLines = Callable[..., Path]
@@ -210,10 +210,32 @@ def test_killed_after_it_had_written_all(
         train(tiny_model, output, data=data, settings=LORA, device="cpu")
 
 
-def test_rows_that_cannot_be_shared(tiny_model: Path, tmp_path: Path, data: Path) -> None:
-    task = Task(tiny_model, tmp_path / "out", data, None, replace(LORA, rows_per_step=3), 1, overwrite=False)
-    with pytest.raises(UsageError, match="--rows 3: 2 processes cannot share them equally: give a multiple of 2"):
-        work(Group(0, 2, torch.device("cpu")), print, task)
+def test_rows_that_cannot_be_shared_are_refused_before_anything_starts(
+    tiny_model: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*given: Any, **options: Any) -> None:
+        raise AssertionError("processes are started")
+
+    for name in ("Processes", "ClusterProcesses", "work"):
+        monkeypatch.setattr(job, name, start)
+    settings = replace(LORA, rows_per_step=3)
+    told = "--rows 3: 2 processes cannot share them equally: give a multiple of 2"
+    for cluster in (None, "auto"):
+        with pytest.raises(UsageError, match=told):
+            train(
+                tiny_model,
+                tmp_path / "out",
+                data=data,
+                settings=settings,
+                device="cpu",
+                processes=2,
+                cluster=cluster,
+            )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(job, "joined_group", lambda device: nullcontext(Group(0, 2, torch.device("cpu"))))
+    with pytest.raises(UsageError, match=told):
+        train(tiny_model, tmp_path / "out", data=data, settings=settings, device="cpu")
+    assert not (tmp_path / "out.training").exists()
 
 
 def test_the_command_ends_with_the_signals_code(tiny_model: Path, tmp_path: Path, data: Path) -> None:
