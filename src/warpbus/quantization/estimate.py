@@ -41,7 +41,7 @@ class Need:
     """Bytes that one place has to have.
 
     Attributes:
-        place: "cuda:0", "main memory", or the disk's directory.
+        place: "cuda:0", "main memory", or the full path of the directory that the output is going to be in.
         parts: what they are made of.
         available: what is there; `None` where the system does not say.
     """
@@ -238,7 +238,7 @@ def estimate(
         return Estimate(
             gpus=tuple(gpus),
             memory=min(memories, key=lambda need: math.inf if need.available is None else need.available - need.total),
-            disk=Need(str(output.parent), disk, free_space(output)),
+            disk=Need(str(output.resolve().parent), disk, free_space(output)),
             keep=keep,
             tokens=tokens,
             seconds={

@@ -127,6 +127,21 @@ def test_a_disk_that_is_too_small(plan: Plan, tmp_path: Path, monkeypatch: pytes
     run(plan, tmp_path, kept_bytes=1000).check()
 
 
+def test_the_disk_is_named_by_the_full_path_of_its_directory(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "real")
+    for output, place in (
+        ("out", "real"),
+        ("../out", ""),
+        ("new/out", "real/new"),
+        (tmp_path / "link" / "out", "real"),
+    ):
+        assert run(plan, tmp_path, output=Path(output)).disk.place == str((tmp_path / place).resolve())
+
+
 def test_main_memory_is_a_warning(plan: Plan, tmp_path: Path) -> None:
     cpu = [torch.device("cpu")]
     found = run(plan, tmp_path, devices=cpu, free=[100 * 10**6])
