@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from warpbus.cuda.devices import default_dtype
 from warpbus.dist import SHARES
@@ -130,7 +131,7 @@ class Estimate:
     def table(self) -> Table:
         """A table for the terminal, at most 100 columns wide; GPUs that need the same share a row."""
         drawn = Table(title="what this run needs", title_justify="left", title_style="bold", header_style="bold")
-        drawn.add_column("")
+        drawn.add_column("", max_width=36, overflow="fold")
         for name in ("needs", "free"):
             drawn.add_column(name, justify="right", no_wrap=True)
         drawn.add_column("of which", max_width=52)
@@ -138,7 +139,7 @@ class Estimate:
             style = None if need.fits else "bold red"
             place = need.place if last is None else f"{need.place} to {last}"
             free = "?" if need.available is None else _size(need.available)
-            drawn.add_row(place, _size(need.total), free, _listed(need.parts), style=style)
+            drawn.add_row(Text(place), _size(need.total), free, _listed(need.parts), style=style)
         if self.seconds:
             kinds = ", ".join(f"{name} {_duration(value)}" for name, value in self.seconds.items())
             drawn.add_row("time, at least", _duration(sum(self.seconds.values())), "", kinds)

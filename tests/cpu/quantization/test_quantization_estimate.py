@@ -1,6 +1,7 @@
 """What a run is going to need, and what is said where it is not there."""
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,12 @@ def test_the_disk_is_named_by_the_full_path_of_its_directory(
         (tmp_path / "link" / "out", "real"),
     ):
         assert run(plan, tmp_path, output=Path(output)).disk.place == str((tmp_path / place).resolve())
+    # All of it is in the table, whatever is in the name.
+    found = run(plan, tmp_path, output=Path("[bold]" + 30 * "x", "out"))
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(found.table())
+    first = "".join(line.split("│")[1].strip() for line in console.export_text().splitlines() if line.startswith("│"))
+    assert str((tmp_path / "real").resolve() / ("[bold]" + 30 * "x")) in first
 
 
 def test_main_memory_is_a_warning(plan: Plan, tmp_path: Path) -> None:
