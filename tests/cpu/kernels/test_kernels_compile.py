@@ -1,16 +1,19 @@
-"""Every kernel compiles for every architecture that it runs on, without a GPU, and keeps its registers."""
+"""Every kernel compiles, without a GPU, for an architecture of each generation, and keeps its registers."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from warpbus.cuda.jit import ARCHITECTURES
 from warpbus.kernels.units import CSRC, all_units
 
 pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda")
 
+# Ampere, Ada, Hopper, Blackwell. What is left out, sm_86 and sm_100a, takes the instructions of sm_80 and sm_120a;
+# `warpbus doctor --compile --arch` compiles for any. Together they would be a third of the time of all tests.
+GENERATIONS = ("sm_80", "sm_89", "sm_90a", "sm_120a")
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+
+@pytest.mark.parametrize("arch", GENERATIONS)
 def test_all_units_compile_without_spills(arch):
     units = [unit for unit in all_units() if unit.runs_on(arch)]
     with ThreadPoolExecutor() as pool:
