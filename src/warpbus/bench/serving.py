@@ -18,7 +18,7 @@ from warpbus.bench.data import dtype_name
 from warpbus.bench.records import Parameter
 from warpbus.bench.serving_engine import drive
 from warpbus.bench.serving_floors import ServingFloors
-from warpbus.bench.serving_load import Figures, Load, closed, poisson, quantile
+from warpbus.bench.serving_load import Figures, Load, closed, poisson, prompt_end, quantile
 from warpbus.bench.serving_memory import cycle_rows, growth_rows, sleep_rows
 from warpbus.bench.serving_peer import transformers_figures
 from warpbus.bench.serving_plot import serving_figure
@@ -170,7 +170,7 @@ class _Loads:
 
     effort: Effort
     vocabulary: int
-    end: int | None = None
+    end: Sequence[int] = ()
 
     def closed(self, concurrency: int, seed: int) -> Load:
         return closed(max(_LEAST_REQUESTS, concurrency), concurrency, **self._prompts(seed))
@@ -205,7 +205,7 @@ def _in_process(
     most = max(effort.concurrency)
     engine = Engine(model, max_num_seqs=most, dormant=dormant)
     engine.warm(rows=most)
-    loads = _Loads(effort, config.vocab_size, config.prompt_end)
+    loads = _Loads(effort, config.vocab_size, prompt_end(config))
     # What a first load still has to compile or capture.
     drive(engine, replace(loads.closed(most, 10**6), tokens=2))
     measured = _measured(loads, partial(drive, engine), _rounds(run), progress)
@@ -232,14 +232,19 @@ def _over_http(run: Run, work: Work, effort: Effort, progress: Progress) -> list
             url = serving.enter_context(serving_http.served(str(work.serve), str(run.device)))
         url = url.rstrip("/")
         model = serving_http.first_model(url)
+        end = model.prompt_end
+        if effort.prompt <= len(end):
+            raise UsageError(
+                f"--prompt {effort.prompt}: those of {model.name} end in {len(end)} tokens of their own: give more"
+            )
         base: dict[str, Parameter] = {
             "level": "http",
-            "shape": model,
+            "shape": model.name,
             "prompt": effort.prompt,
             "generated": effort.tokens,
         }
-        loads = _Loads(effort, _VOCABULARY)
-        send = partial(serving_http.drive, url, model)
+        loads = _Loads(effort, _VOCABULARY, end)
+        send = partial(serving_http.drive, url, model.name)
         send(replace(loads.closed(max(effort.concurrency), 10**6), tokens=2))
         return _measured(loads, send, _rounds(run), progress).rows(run, base)
 

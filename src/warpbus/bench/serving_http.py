@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from warpbus.bench.servers import serving
@@ -35,21 +36,42 @@ def served(model: str, device: str) -> Iterator[str]:
         yield url
 
 
-def first_model(url: str) -> str:
-    """The name of the first model of a server.
+@dataclass(frozen=True)
+class Served:
+    """A model of a server.
+
+    Attributes:
+        name: that requests give.
+        prompt_end: the tokens that each of its prompts has to end in: [gMASK] <sop> of ChatGLM-6B, and nothing for all
+            others.
+    """
+
+    name: str
+    prompt_end: tuple[int, ...] = ()
+
+
+def first_model(url: str) -> Served:
+    """The first model of a server.
 
     Raises:
         DeviceError: it does not answer.
         DataError: what answers is no such server.
     """
-    try:
-        answer = httpx.get(f"{url}/v1/models", headers=_headers(), timeout=30)
-        answer.raise_for_status()
-        return str(answer.json()["data"][0]["id"])
-    except httpx.HTTPError as error:
-        raise DeviceError(f"--url {url}: no server answers there ({error}): start one with warpbus serve") from None
-    except (ValueError, LookupError, TypeError):
-        raise DataError(f"--url {url}: what answers there has no list of models: name a server's address") from None
+    with httpx.Client(base_url=url, headers=_headers(), timeout=30) as client:
+        try:
+            answer = client.get("/v1/models")
+            answer.raise_for_status()
+            model = answer.json()["data"][0]
+            name = str(model["id"])
+            if model.get("owned_by") != "warpbus":  # what others make of an empty text is not asked for here
+                return Served(name)
+            answer = client.post("/tokenize", json={"model": name, "prompt": ""})
+            answer.raise_for_status()
+            return Served(name, tuple(answer.json()["tokens"]))
+        except httpx.HTTPError as error:
+            raise DeviceError(f"--url {url}: no server answers there ({error}): start one with warpbus serve") from None
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise DataError(f"--url {url}: what answers there has no list of models: name a server's address") from None
 
 
 def drive(url: str, model: str, load: Load) -> Figures:

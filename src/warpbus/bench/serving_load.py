@@ -10,6 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from warpbus.models import ModelConfig
+
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 
 _VARIED = 2**31
@@ -32,22 +34,27 @@ class Load:
     arrivals: Sequence[float] = ()
 
 
-def random_prompts(count: int, length: int, vocabulary: int, seed: int, end: int | None = None) -> list[list[int]]:
-    """Prompts of random token ids, no two of which begin alike; `end` is the last, where a model's prompts need one."""
+def prompt_end(config: ModelConfig) -> tuple[int, ...]:
+    """What each prompt of a model has to end in: <sop> of ChatGLM-6B, and nothing for all others."""
+    return () if config.prompt_end is None else (config.prompt_end,)
+
+
+def random_prompts(count: int, length: int, vocabulary: int, seed: int, end: Sequence[int] = ()) -> list[list[int]]:
+    """Prompts of random token ids, no two of which begin alike; all end in `end`, where a model's prompts need that."""
     drawn = random.Random(seed)
     found = [drawn.choices(range(vocabulary), k=length) for _ in range(count)]
-    return found if end is None else [[*prompt[:-1], end] for prompt in found]
+    return [[*prompt[: length - len(end)], *end] for prompt in found]
 
 
 def closed(
-    count: int, concurrency: int, *, prompt: int, tokens: int, vocabulary: int, seed: int, end: int | None = None
+    count: int, concurrency: int, *, prompt: int, tokens: int, vocabulary: int, seed: int, end: Sequence[int] = ()
 ) -> Load:
     """A closed loop of `count` requests of `prompt` random tokens."""
     return Load(random_prompts(count, prompt, vocabulary, seed, end), tokens, concurrency=concurrency)
 
 
 def poisson(
-    count: int, rate: float, *, prompt: int, tokens: int, vocabulary: int, seed: int, end: int | None = None
+    count: int, rate: float, *, prompt: int, tokens: int, vocabulary: int, seed: int, end: Sequence[int] = ()
 ) -> Load:
     """An open loop of `count` requests, `rate` a second on the average."""
     drawn, at = random.Random(_VARIED + seed), 0.0

@@ -9,7 +9,7 @@ from torch import nn
 from warpbus.bench.cases import Result, Run
 from warpbus.bench.records import Parameter
 from warpbus.bench.serving_engine import decode_while_growing
-from warpbus.bench.serving_load import random_prompts
+from warpbus.bench.serving_load import prompt_end, random_prompts
 from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
 from warpbus.engine.kv_cache import token_bytes
@@ -29,7 +29,7 @@ def growth_rows(run: Run, engine: Engine, parameters: Mapping[str, Parameter], g
     per_token = token_bytes(config, engine.dtype, "auto")
     tokens = min(-(-grown // (per_token * rows)) + 8, _MOST_STEPS, engine.max_model_len - 2 * _SHORTEST_PROMPT)
     # Prompts of all lengths: else all would want their next blocks in the same steps.
-    drawn = random_prompts(rows, 2 * _SHORTEST_PROMPT, config.vocab_size, 4, config.prompt_end)
+    drawn = random_prompts(rows, 2 * _SHORTEST_PROMPT, config.vocab_size, 4, prompt_end(config))
     prompts = [each[_SHORTEST_PROMPT - at % _SHORTEST_PROMPT :] for at, each in enumerate(drawn)]
     found = [decode_while_growing(engine, prompts, tokens) for _ in range(1 if run.quick else _ROUNDS)]
     for each in found:

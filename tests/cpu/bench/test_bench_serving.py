@@ -20,6 +20,7 @@ from warpbus.bench.records import read
 from warpbus.bench.serving import Work, parse_numbers, serving_benchmark
 from warpbus.bench.serving_engine import decode_while_growing, drive
 from warpbus.bench.serving_floors import ServingFloors
+from warpbus.bench.serving_http import Served
 from warpbus.bench.serving_load import Figures, Load, Source, Trace, closed, poisson, quantile, random_prompts
 from warpbus.bench.serving_memory import cycle_rows
 from warpbus.cli import app
@@ -89,9 +90,10 @@ def test_no_two_prompts_begin_alike():
     one, other = random_prompts(8, 32, 300, 1), random_prompts(8, 32, 300, 2)
     assert len({tuple(prompt[:16]) for prompt in one + other}) == 16
     assert all(0 <= token < 300 for prompt in one for token in prompt)
-    ended = random_prompts(8, 32, 300, 1, end=299)
-    assert ended == [[*prompt[:-1], 299] for prompt in one]
-    assert closed(8, 2, prompt=32, tokens=3, vocabulary=300, seed=1, end=299).prompts == ended
+    ended = random_prompts(8, 32, 300, 1, end=(298, 299))
+    assert ended == [[*prompt[:-2], 298, 299] for prompt in one]
+    assert closed(8, 2, prompt=32, tokens=3, vocabulary=300, seed=1, end=(298, 299)).prompts == ended
+    assert poisson(8, 2.0, prompt=32, tokens=3, vocabulary=300, seed=1, end=(298, 299)).prompts == ended
 
 
 # What is counted.
@@ -262,6 +264,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.fault, self.asked, self.busy, self.most, self.lock = "", [], 0, 0, threading.Lock()
+        self.suffix = None  # of its prompts; what other servers than ours have none of
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -270,12 +273,17 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing is logged."""
 
     def do_GET(self):
-        models = {"data": [{"id": "poet"}]} if self.server.fault != "no list" else []
+        model = {"id": "poet", "owned_by": "others" if self.server.suffix is None else "warpbus"}
+        models = {"data": [model]} if self.server.fault != "no list" else []
         self._answer(200, json.dumps(models).encode())
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
+        if self.path == "/tokenize":
+            assert body == {"model": "poet", "prompt": ""}
+            self._answer(200, json.dumps({"tokens": server.suffix}).encode())
+            return
         with server.lock:
             server.asked.append((body, self.headers.get("Authorization")))
             server.busy += 1
@@ -314,7 +322,7 @@ def server():
 
 def test_a_server_under_both_loads(server, monkeypatch, tmp_path):
     monkeypatch.setenv(serving_http.KEY_VARIABLE, "secret")
-    assert serving_http.first_model(server.url) == "poet"
+    assert serving_http.first_model(server.url) == Served("poet")
     load = closed(7, 3, seed=1, **SIZES)
     found = serving_http.drive(server.url, "poet", load)
     assert len(found.first_token) == 7
@@ -334,6 +342,22 @@ def test_a_server_under_both_loads(server, monkeypatch, tmp_path):
     records = read(tmp_path / "serving-http-cpu.json")
     assert {(record.case["level"], record.case["shape"]) for record in records} == {("http", "poet")}
     assert {record.case["of"] for record in records} == {"output", "requests", "first token", "between tokens"}
+
+
+@pytest.mark.parametrize("suffix", [[], [98, 99]])
+def test_prompts_over_http_end_as_the_models_do(server, monkeypatch, tmp_path, suffix):
+    server.suffix = suffix
+    assert serving_http.first_model(server.url) == Served("poet", tuple(suffix))
+    monkeypatch.setattr(serving, "LITTLE", replace(serving.LITTLE, seconds=0.1))
+    work = Work(url=server.url, concurrency=(2,), prompt=6, tokens=3)
+    run(serving_benchmark(work), settings())
+    prompts = [body["prompt"] for body, _ in server.asked]
+    assert all(len(prompt) == 6 for prompt in prompts)
+    assert len({tuple(prompt[:4]) for prompt in prompts}) > 4
+    if suffix:
+        assert all(prompt[-2:] == suffix for prompt in prompts)
+        with pytest.raises(UsageError, match="--prompt 2: those of poet end in 2 tokens of their own: give more"):
+            run(serving_benchmark(replace(work, prompt=2)), settings())
 
 
 @pytest.mark.parametrize(
@@ -459,6 +483,30 @@ def test_parallel(tiny, tmp_path):
     assert one.ratio == 1
     assert two.ratio == pytest.approx(one.ours / two.ours)
     assert (one.unit, len(one.samples["ours"]), one.case["variant"]) == ("ms", 2, "none")
+
+
+def test_chatglm_6b_in_this_process(monkeypatch, tmp_path):
+    """Its prompts end in <sop>: without it the engine refuses them."""
+    first = replace(
+        SHAPES["chatglm-6b"],
+        vocab_size=320,
+        hidden_size=64,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=32,
+        ffn_size=128,
+        rope=replace(SHAPES["chatglm-6b"].rope, rotary_dim=16),
+        max_context=256,
+        prompt_end=310,
+    )
+    monkeypatch.setattr(serving, "SMALL_SHAPE", first)
+    monkeypatch.setattr(parallel, "SMALL_SHAPE", first)
+    monkeypatch.setattr(serving, "LITTLE", replace(serving.LITTLE, seconds=0.1, grown=1000))
+    work = Work(scheme="w8a16-g32", concurrency=(2,), rates=(0.5,), prompt=4, tokens=3)
+    assert any(record.case.get("of") == "output" for record in run(serving_benchmark(work), settings()))
+    (record,) = run(parallel.parallel_benchmark(parallel.Work(counts=(1,), tokens=3)), settings())
+    assert record.ours > 0
 
 
 def test_what_parallel_cannot_be_asked_for():
