@@ -2,7 +2,8 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from warpbus.errors import UsageError
 
 if TYPE_CHECKING:
     from warpbus.bench import Benchmark, Record, Run
+    from warpbus.bench.cases import Progress
 
 Size = Annotated[list[int] | None, typer.Option(help="measure this size; can be given more than once")]
 Variant = Annotated[
@@ -194,7 +196,7 @@ def measure_quantize(
     as_json: AsJson = False,
 ) -> None:
     """Measure the quantization of a whole model."""
-    from warpbus.bench import Run, run
+    from warpbus.bench import Run
     from warpbus.bench.quantize import Work, parse_counts, quantize_benchmark
     from warpbus.cuda.devices import resolve_device
 
@@ -209,10 +211,7 @@ def measure_quantize(
         directory=directory,
     )
     settings = Run(resolve_device(device), _command(context))
-    with progress_bar() as show:
-        benchmark = quantize_benchmark(work, show)
-        records = run(benchmark, settings)
-    _show(benchmark, settings, records, output, plot, as_json)
+    _measure_whole(partial(quantize_benchmark, work), settings, output, plot, as_json)
 
 
 def measure_serving(
@@ -233,7 +232,7 @@ def measure_serving(
     as_json: AsJson = False,
 ) -> None:
     """Measure many requests at once."""
-    from warpbus.bench import Run, run
+    from warpbus.bench import Run
     from warpbus.bench.quantize import parse_counts
     from warpbus.bench.serving import Work, parse_numbers, serving_benchmark
     from warpbus.cuda.devices import resolve_device
@@ -250,10 +249,7 @@ def measure_serving(
         peer=peer,
     )
     settings = Run(resolve_device(device), _command(context), quick=quick)
-    with progress_bar() as show:
-        benchmark = serving_benchmark(work, show)
-        records = run(benchmark, settings)
-    _show(benchmark, settings, records, output, plot, as_json)
+    _measure_whole(partial(serving_benchmark, work), settings, output, plot, as_json)
 
 
 def measure_parallel(
@@ -270,7 +266,7 @@ def measure_parallel(
     as_json: AsJson = False,
 ) -> None:
     """Measure one sequence on several GPUs."""
-    from warpbus.bench import Run, run
+    from warpbus.bench import Run
     from warpbus.bench.parallel import Work, parallel_benchmark
     from warpbus.bench.quantize import parse_counts
     from warpbus.cuda.devices import resolve_device
@@ -278,10 +274,7 @@ def measure_parallel(
     counts = parse_counts(gpus) if gpus else ()
     work = Work(shape=shape, layers=layers, scheme=scheme, counts=counts, tokens=tokens)
     settings = Run(resolve_device(device), _command(context), quick=quick)
-    with progress_bar() as show:
-        benchmark = parallel_benchmark(work, show)
-        records = run(benchmark, settings)
-    _show(benchmark, settings, records, output, plot, as_json)
+    _measure_whole(partial(parallel_benchmark, work), settings, output, plot, as_json)
 
 
 def measure_train(
@@ -304,7 +297,7 @@ def measure_train(
     as_json: AsJson = False,
 ) -> None:
     """Measure training."""
-    from warpbus.bench import Run, run
+    from warpbus.bench import Run
     from warpbus.bench.quantize import parse_counts
     from warpbus.bench.train import Work, train_benchmark
     from warpbus.cuda.devices import resolve_device
@@ -322,10 +315,7 @@ def measure_train(
         peer=peer,
     )
     settings = Run(resolve_device(device), _command(context), variants=tuple(variant or ()), quick=quick)
-    with progress_bar() as show:
-        benchmark = train_benchmark(work, show)
-        records = run(benchmark, settings)
-    _show(benchmark, settings, records, output, plot, as_json)
+    _measure_whole(partial(train_benchmark, work), settings, output, plot, as_json)
 
 
 def measure_pool(
@@ -340,15 +330,24 @@ def measure_pool(
     as_json: AsJson = False,
 ) -> None:
     """Measure a GPU that is reached over a pool."""
-    from warpbus.bench import Run, run
+    from warpbus.bench import Run
     from warpbus.bench.pool import Work, pool_benchmark
     from warpbus.bench.serving import parse_numbers
     from warpbus.cuda.devices import resolve_device
 
     work = Work(parts=tuple(part or ()), gigabits=parse_numbers("gigabits", gigabits), shape=shape)
     settings = Run(resolve_device(device), _command(context), quick=quick)
+    _measure_whole(partial(pool_benchmark, work), settings, output, plot, as_json)
+
+
+def _measure_whole(
+    made: "Callable[[Progress], Benchmark]", settings: "Run", output: Path | None, plot: Path | None, as_json: bool
+) -> None:
+    """Measure what takes long enough to tell of its parts."""
+    from warpbus.bench import run
+
     with progress_bar() as show:
-        benchmark = pool_benchmark(work, show)
+        benchmark = made(show)
         records = run(benchmark, settings)
     _show(benchmark, settings, records, output, plot, as_json)
 
