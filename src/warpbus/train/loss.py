@@ -6,7 +6,6 @@ memory, never `[tokens, vocabulary]` (Wijmans et al., 2024, avoid it in a kernel
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +15,21 @@ from torch.nn import functional as F
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import autocast
+from warpbus.kernels.ops.cross_entropy import cross_entropy
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.layers.frozen import times_frozen
 from warpbus.train.dataset import IGNORED
 
 PIECE_BYTES = 2**28
-"""What the scores of a piece of tokens may take in float32."""
+"""What the scores of a piece of tokens may take in their own dtype: enough tokens for a product at full speed."""
 
 
-def piece_rows(vocabulary: int) -> int:
-    """How many tokens' scores are computed at a time, 1 at least; a multiple of 128 where there are as many."""
-    rows = PIECE_BYTES // (4 * vocabulary)
+def piece_rows(vocabulary: int, itemsize: int) -> int:
+    """How many tokens' scores, of `itemsize` bytes each, are computed at a time.
+
+    1 at least, and a multiple of 128 where there are as many.
+    """
+    rows = PIECE_BYTES // (itemsize * vocabulary)
     return max(1, rows - rows % 128 if rows > 128 else rows)
 
 
@@ -75,9 +78,9 @@ def _eagerly(hidden_nd: Tensor, head: nn.Module, targets_n: Tensor, rows: int | 
     hidden = hidden_nd.reshape(-1, hidden_nd.shape[-1])
     if len(places) < len(flat):
         hidden = hidden[places.to(hidden.device, non_blocking=True)]
-    loss: Tensor = _SummedCrossEntropy.apply(
-        autocast(hidden), weight, bias, frozen, targets, rows or piece_rows(head.out_features), torch.is_grad_enabled()
-    )
+    hidden = autocast(hidden)
+    rows = rows or piece_rows(head.out_features, hidden.element_size())
+    loss: Tensor = _SummedCrossEntropy.apply(hidden, weight, bias, frozen, targets, rows, torch.is_grad_enabled())
     return loss
 
 
@@ -123,26 +126,18 @@ def _pieces(
     """The loss, and the gradients of hidden states, weight and bias as far as they are wanted."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
-    to_hidden = torch.zeros_like(hidden) if wanted[0] else None
+    to_hidden = torch.empty_like(hidden) if wanted[0] else None
     # Sums of all pieces, in float32 even where the head is in 16 bits.
     to_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] and weight is not None else None
     to_bias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
     multiply, multiply_back = _products(weight, bias, head, hidden.dtype)
     for start in range(0, len(hidden), rows):
-        x, own = hidden[start : start + rows], targets[start : start + rows, None]
-        scores = multiply(x)
-        likelihoods = torch.log_softmax(scores, -1, dtype=wide)
-        chosen = likelihoods.gather(1, own)
-        loss -= chosen.sum()
-        if not any(wanted):
-            continue
-        # softmax - onehot, where the scores were. It is rounded to 16 bits after the subtraction: before it, a
-        # likelihood near 1 would become 1, and what the model nearly knows would teach it nothing.
-        torch.exp(likelihoods, out=scores)
-        del likelihoods
-        scores.scatter_(1, own, torch.expm1(chosen).to(scores.dtype))
+        x, own = hidden[start : start + rows], targets[start : start + rows]
+        scores = multiply(x).contiguous()
+        loss += cross_entropy(scores, own, differentiated=any(wanted)).sum()
+        # From here on they are the gradients of the scores.
         if to_hidden is not None:
-            to_hidden[start : start + rows] = multiply_back(scores)
+            multiply_back(scores, to_hidden[start : start + rows])
         if to_weight is not None:
             to_weight += scores.T @ x
         if to_bias is not None:
@@ -154,10 +149,11 @@ def _pieces(
 
 def _products(
     weight: Tensor | None, bias: Tensor | None, head: QuantizedLinear | None, dtype: torch.dtype
-) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """From hidden states to scores, and from gradients of scores to those of hidden states."""
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """From hidden states to scores; and from gradients of scores to those of hidden states, into the second tensor."""
     if head is not None:
-        return head, partial(times_frozen, weight=head.form)
+        form = head.form
+        return head, lambda scores, out: out.copy_(times_frozen(scores, form))
     assert weight is not None
     matrix, added = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-    return lambda x: F.linear(x, matrix, added), lambda scores: scores @ matrix
+    return lambda x: F.linear(x, matrix, added), lambda scores, out: torch.mm(scores, matrix, out=out)

@@ -157,7 +157,7 @@ def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: in
 
 def _scores(config: ModelConfig, settings: TrainingSettings, tokens: int, half: int) -> int:
     """What `summed_cross_entropy` needs at its end."""
-    piece = min(tokens, piece_rows(config.vocab_size)) * config.vocab_size * (half + _FLOAT)
+    piece = min(tokens, piece_rows(config.vocab_size, half)) * config.vocab_size * half
     head = config.vocab_size * config.hidden_size
     # The head in the dtype of the products, its gradient, and the part of it that a piece gives.
     trained = head * (_FLOAT + 2 * half) if settings.method == "full" else 0

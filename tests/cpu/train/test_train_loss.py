@@ -188,9 +188,12 @@ def test_compiled_around() -> None:
     torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize(("vocabulary", "rows"), [(65024, 1024), (151552, 384), (100, 671088 // 128 * 128), (10**9, 1)])
-def test_pieces_are_bounded(vocabulary: int, rows: int) -> None:
-    assert piece_rows(vocabulary) == rows
+@pytest.mark.parametrize(
+    ("vocabulary", "itemsize", "rows"),
+    [(65024, 2, 2048), (65024, 4, 1024), (151552, 2, 768), (100, 4, 671088 // 128 * 128), (10**9, 2, 1)],
+)
+def test_pieces_are_bounded(vocabulary: int, itemsize: int, rows: int) -> None:
+    assert piece_rows(vocabulary, itemsize) == rows
 
 
 def test_bad_arguments() -> None:
