@@ -3,25 +3,28 @@
 Activations and weights are rounded to e4m3, gradients to e5m2, each tensor with one float32 scale that makes its
 largest magnitude the format's largest. Products are summed in float32 and given out in the dtype of the activations.
 On GPUs from sm_89 on that is `torch._scaled_mm`; on the CPU the same roundings, multiplied in float32.
+
+A product takes both of its matrices by rows along what is summed: forward x and weight as they are, `dx` the weight by
+columns, `dw` both dy and x by columns. Rounding writes either copy, or both, in one pass (`warpbus.kernels.ops.fp8`),
+and only that by columns is kept for the backward pass.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from warpbus.errors import DeviceError
 from warpbus.kernels.operators import autocast
+from warpbus.kernels.ops.fp8 import round_to_fp8
+from warpbus.kernels.reference import fp8 as reference
 from warpbus.models.decoder import Decoder
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
+MULTIPLE = reference.MULTIPLE
 """Of which both sides of a weight have to be multiples; layers that are not stay as they are."""
 
 _OLDEST = (8, 9)
-_SMALLEST = 1e-12  # an amax below is taken for this: the scale of a tensor of zeros is still a number
 
 
 class Fp8Linear(nn.Linear):
@@ -29,9 +32,13 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = autocast(x)
-        y: Tensor = _Fp8Product.apply(x.reshape(-1, self.in_features), self.weight)
+        inside, after = _bias(self.bias, x)
+        # Within a Function gradients are off, and requires_grad is set even where nobody asks for them.
+        learns = torch.is_grad_enabled()
+        learning = learns and x.requires_grad, learns and self.weight.requires_grad
+        y: Tensor = _Fp8Product.apply(x.reshape(-1, self.in_features), self.weight, inside, *learning)
         y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y if after is None else y + after
 
 
 class FrozenFp8Linear(nn.Module):
@@ -49,18 +56,19 @@ class FrozenFp8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        codes, scale = to_fp8(linear.weight.detach(), E4M3)
+        codes, transposed, scale = _rounded(linear.weight.detach(), E4M3, transposed=True)
         self.register_buffer("codes", codes)
-        self.register_buffer("transposed", _transposed(codes))
+        self.register_buffer("transposed", transposed)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         x = autocast(x)
+        inside, after = _bias(self.bias, x)
         rows = x.reshape(-1, self.in_features)
-        y: Tensor = _FrozenFp8Product.apply(rows, self.codes, self.transposed, self.scale)
+        y: Tensor = _FrozenFp8Product.apply(rows, self.codes, self.transposed, self.scale, inside)
         y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y if after is None else y + after
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}"
@@ -98,12 +106,37 @@ def fits(linear: nn.Linear) -> bool:
 def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes of x `[m, n]`, and the float32 scale, a scalar, that they are to be multiplied with.
 
-    NaN and infinity give codes of NaN.
+    NaN and infinity give codes of NaN. On a GPU n is a multiple of 16.
     """
-    scale = torch.linalg.vector_norm(x.detach(), math.inf).float().clamp_min(_SMALLEST) / torch.finfo(dtype).max
-    # A matrix of one number, with which the product is in float32; what it makes a little larger than the largest code
-    # is rounded down to it.
-    return (x.contiguous() * scale.reciprocal().view(1, 1)).to(dtype), scale
+    codes, _, scale = _rounded(x, dtype)
+    return codes, scale
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, *, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """See `round_to_fp8`."""
+    if _by_kernels(x):
+        return round_to_fp8(x, dtype, transposed=transposed)
+    return reference.round_to_fp8(x, dtype, transposed)
+
+
+def _by_kernels(x: Tensor) -> bool:
+    """Whether x is rounded by our kernel, on a GPU.
+
+    While torch.compile traces, it is given plain expressions instead: Inductor cannot look into an operator, and fuses
+    those with what stands beside them, a norm or an activation before and a sum behind.
+    """
+    return x.device.type == "cuda" and not torch.compiler.is_compiling()
+
+
+def _bias(bias: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """A bias in the dtype of x: what the product adds on its way out, and what is left to be added to it.
+
+    `torch._scaled_mm` takes one where it gives out 16 bits.
+    """
+    if bias is None:
+        return None, None
+    bias = bias.to(x.dtype)
+    return (bias, None) if _by_kernels(x) and x.dtype != torch.float32 else (None, bias)
 
 
 def _trained(linear: nn.Linear) -> Fp8Linear:
@@ -113,67 +146,68 @@ def _trained(linear: nn.Linear) -> Fp8Linear:
 
 
 class _Fp8Product(torch.autograd.Function):
-    """`x @ weight.T` for x `[m, k]` and a weight `[n, k]`."""
+    """`x @ weight.T + bias` for x `[m, k]` and a weight `[n, k]`, which learn or do not."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x_codes, x_scale = to_fp8(x, E4M3)
-        codes, scale = to_fp8(weight, E4M3)
-        ctx.save_for_backward(x_codes, x_scale, codes, scale)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_learns: bool, weight_learns: bool
+    ) -> Tensor:
+        x_codes, x_columns, x_scale = _rounded(x, E4M3, transposed=weight_learns)
+        codes, columns, scale = _rounded(weight, E4M3, transposed=x_learns)
+        ctx.save_for_backward(x_columns, x_scale, columns, scale)
         ctx.dtypes = x.dtype, weight.dtype
-        return _multiply(x_codes, codes, x_scale, scale, x.dtype, fast=True)
+        return _multiply(x_codes, codes, x_scale, scale, x.dtype, bias, fast=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_codes, x_scale, codes, scale = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x_columns, x_scale, columns, scale = ctx.saved_tensors
         dtype, weight_dtype = ctx.dtypes
-        dy_codes, dy_scale = to_fp8(dy, E5M2)
+        dy_codes, dy_columns, dy_scale = _rounded(dy, E5M2, transposed=ctx.needs_input_grad[1])
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = _multiply(dy_codes, _transposed(codes), dy_scale, scale, dtype)
+            dx = _multiply(dy_codes, columns, dy_scale, scale, dtype)
         if ctx.needs_input_grad[1]:
-            sides = _padded(_transposed(dy_codes)), _padded(_transposed(x_codes))
-            dw = _multiply(*sides, dy_scale, x_scale, dtype).to(weight_dtype)
-        return dx, dw
+            # A GPU rounds it once, on its way out; the CPU to the dtype of the activations first.
+            given = weight_dtype if dy.device.type == "cuda" else dtype
+            dw = _multiply(dy_columns, x_columns, dy_scale, x_scale, given).to(weight_dtype)
+        return dx, dw, dy.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class _FrozenFp8Product(torch.autograd.Function):
-    """The same, with a weight that is rounded already, given as `[n, k]` and as `[k, n]`."""
+    """The same, with a weight that is rounded already, given as `[n, k]` and as `[k, n]`, and a bias that is frozen."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, transposed: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, codes: Tensor, transposed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(transposed, scale)
-        x_codes, x_scale = to_fp8(x, E4M3)
-        return _multiply(x_codes, codes, x_scale, scale, x.dtype, fast=True)
+        x_codes, _, x_scale = _rounded(x, E4M3)
+        return _multiply(x_codes, codes, x_scale, scale, x.dtype, bias, fast=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         transposed, scale = ctx.saved_tensors
-        dy_codes, dy_scale = to_fp8(dy, E5M2)
-        return _multiply(dy_codes, transposed, dy_scale, scale, dy.dtype), None, None, None
+        dy_codes, _, dy_scale = _rounded(dy, E5M2)
+        return _multiply(dy_codes, transposed, dy_scale, scale, dy.dtype), None, None, None, None
 
 
 def _multiply(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool = False
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast: bool = False,
 ) -> Tensor:
-    """`a_scale * b_scale * a @ b.T` of codes `[m, k]` and `[n, k]`, k and n multiples of 16.
+    """`a_scale * b_scale * a @ b.T + bias` of codes `[m, k]` and `[n, k]`, k and n multiples of 16.
 
-    `fast` adds up in the tensor cores' own, narrower registers: for forward products, whose errors are not
-    accumulated.
+    A bias, in `dtype`, is for GPUs. `fast` adds up in the tensor cores' own, narrower registers: for forward products,
+    whose errors are not accumulated.
     """
     if a.device.type == "cuda":
-        return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast)
+        return torch._scaled_mm(
+            a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast
+        )
     return ((a.float() @ b.float().T) * (a_scale * b_scale)).to(dtype)
-
-
-def _transposed(codes: Tensor) -> Tensor:
-    """`codes.T` in memory of its own; as bytes, since not every operator knows fp8."""
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
-
-
-def _padded(codes: Tensor) -> Tensor:
-    """Columns of zeros added up to a multiple of 16."""
-    missing = -codes.shape[1] % MULTIPLE
-    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes

@@ -131,12 +131,19 @@ __device__ __forceinline__ float reciprocal(float x) {
     return value;
 }
 
-// ---- Rounding to 8 bits (e4m3: sm_89) ----
+// ---- Rounding to 8 bits (e4m3 and e5m2: sm_89) ----
 
 // Two floats rounded to nearest even as e4m3, beyond +-448 to +-448; `low` lies first in memory.
 __device__ __forceinline__ unsigned short pack_e4m3(float low, float high) {
     unsigned short pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// The same as e5m2, beyond +-57344 to +-57344.
+__device__ __forceinline__ unsigned short pack_e5m2(float low, float high) {
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
     return pair;
 }
 
