@@ -98,14 +98,14 @@ def test_results_that_share_a_storage_with_something_are_copied(hand):
     definition = Definition(ADD.encode(), hand.executor.storages)
     given, part = torch.ones(4), torch.ones(8)[:4]
     for result in (given, given.view(4), part):
-        kept = definition.conformed(result, VECTOR, 16, [given])
+        kept = definition.conformed(result, VECTOR, 16, {id(given)})
         assert kept.data_ptr() != result.data_ptr()
         assert torch.equal(kept, result)
     alone = torch.ones(4)
-    assert definition.conformed(alone, VECTOR, 16, [given]) is alone
+    assert definition.conformed(alone, VECTOR, 16, {id(given)}) is alone
     for wrong in (None, torch.ones(5), torch.ones(4, dtype=torch.float64)):
         with pytest.raises(DeviceError, match="was announced"):
-            definition.conformed(wrong, VECTOR, 16, [given])
+            definition.conformed(wrong, VECTOR, 16, {id(given)})
 
 
 def test_memory_that_nobody_wrote_is_zero(hand):

@@ -53,6 +53,8 @@ _DEFINE = struct.Struct("<II")
 _WRITE = struct.Struct("<QQI")
 _KNOWN = struct.Struct(f"<QQQ{SHA256_BYTES}s")
 
+_CALL = int(Instruction.CALL)  # compared in the hot path, where a member of an enumeration takes longer
+
 _NUMBERS = {"int": "q", "float": "d", "bool": "Q"}
 
 
@@ -130,12 +132,13 @@ def parse(payload: memoryview, counts: Counts) -> Iterator[tuple]:  # type: igno
     """
     at, end = 0, len(payload)
     kind = 0
+    number_of = _U32.unpack_from
     try:
         while at < end:
             kind = payload[at]
             at += 1
-            if kind == Instruction.CALL:
-                (number,) = _U32.unpack_from(payload, at)
+            if kind == _CALL:
+                (number,) = number_of(payload, at)
                 form = counts(number)
                 yield (kind, number, form.unpack_from(payload, at + 4))
                 at += 4 + form.size

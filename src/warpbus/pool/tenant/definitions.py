@@ -5,7 +5,7 @@ dynamic call is charged afterwards. Results are kept as they come if they are wh
 shape and strides, in a storage of their own of just the right size - and else copied to where they were announced.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from struct import Struct
 from typing import Any
 
@@ -85,6 +85,8 @@ class Definition:
 
     def run(self, values: Values) -> Any:
         """Call the operator; `values` are the tensors, then the numbers."""
+        if self._straight:
+            return self.function(*values, **self._keywords)
         arguments = self._template.copy()
         for position, index in self._direct:
             arguments[position] = values[index]
@@ -106,16 +108,16 @@ class Definition:
         outputs = self.signature.outputs or ()
         if len(results) != len(outputs):
             raise DeviceError(f"{self.operator} gave {len(results)} results where {len(outputs)} were announced")
-        known = [*values]
+        known = {*map(id, values)}
         fresh = []
         for tensor, output in zip(results, outputs, strict=True):
             if isinstance(output, New):
                 fresh.append(self.conformed(tensor, output.geometry, output.nbytes, known))
-                known.append(tensor)
+                known.add(id(tensor))
         return fresh
 
-    def conformed(self, tensor: Tensor | int | None, geometry: Geometry, nbytes: int, known: Values) -> Tensor:
-        """A result where it was announced: itself, or a copy. What is `known` it must not be."""
+    def conformed(self, tensor: Tensor | int | None, geometry: Geometry, nbytes: int, known: Set[int]) -> Tensor:
+        """A result where it was announced: itself, or a copy. Those whose `id` is `known` it must not be."""
         if not isinstance(tensor, Tensor) or tensor.shape != geometry.shape or tensor.dtype is not geometry.dtype:
             given = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
             raise DeviceError(f"{self.operator} gave {given} where {geometry.dtype} {geometry.shape} was announced")
@@ -179,6 +181,8 @@ class Definition:
                 self._keywords_built.append((name, made))
             else:
                 self._keywords[name] = made
+        # The arguments are the values as they come: most calls' are.
+        self._straight = not self._keywords_built and self._direct == [(at, at) for at in range(len(self._template))]
 
     def _prepared(self, argument: Argument) -> Any:
         """An argument as the operator takes it, or a function that makes it of a call's values."""
@@ -198,20 +202,18 @@ class Definition:
         return argument
 
 
-def owns(tensor: Tensor, nbytes: int, known: Values) -> bool:
-    """Whether a tensor, which is none of those `known`, is all of a storage of so many bytes that nothing else uses."""
+def owns(tensor: Tensor, nbytes: int, known: Set[int]) -> bool:
+    """Whether a tensor is all of a storage of so many bytes that nothing else uses, and its `id` not among `known`."""
     storage = tensor.untyped_storage()
     return (
-        storage.nbytes() == nbytes
-        and torch._C._storage_Use_Count(storage._cdata) == ALONE
-        and not any(each is tensor for each in known)
+        storage.nbytes() == nbytes and torch._C._storage_Use_Count(storage._cdata) == ALONE and id(tensor) not in known
     )
 
 
 def standing_alone(tensor: Tensor, known: Values) -> tuple[Tensor, Geometry]:
     """A result of a call that did not say what it gives, in a storage of its own, and where it lies in it."""
     geometry = Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride())
-    if not owns(tensor, geometry.extent, known):
+    if not owns(tensor, geometry.extent, {*map(id, known)}):
         geometry = contiguous(tensor.dtype, geometry.shape)
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor, geometry

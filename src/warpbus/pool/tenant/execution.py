@@ -31,7 +31,7 @@ MAX_ASKED = 1 << 16
 
 _REPORTED = 16  # failures of a batch: what fails once fails a thousand times
 _REMEMBERED = 256
-_CALL = Instruction.CALL
+_CALL = int(Instruction.CALL)
 _uses = torch._C._storage_Use_Count
 
 
@@ -237,13 +237,13 @@ class Executor:
                     or result.dtype is not geometry.dtype
                     or memory.nbytes() != charge
                     or _uses(memory._cdata) != ALONE
-                    or any(value is result for value in values)
+                    or id(result) in map(id, values)
                 ):
                     del memory  # it would count as a use
-                    result = definition.conformed(result, geometry, charge, values)
+                    result = definition.conformed(result, geometry, charge, {*map(id, values)})
                 storages.hold(operands[-1], result, charge, only)
-            for index in definition.written:
-                storages.written(operands[index])
+            if definition.written:
+                storages.written_all([operands[index] for index in definition.written])
             self.calls += 1
         except Exception as error:  # operators raise anything
             storages.used -= charge
@@ -334,12 +334,15 @@ class Executor:
         self._programs.keep(handle)
 
     def _free(self, handles: tuple[int, ...]) -> None:
-        owned, free = self._programs.owned, self.storages.free
+        owned = self._programs.owned
+        if not owned:
+            self.storages.free_all(handles)
+            return
         for handle in handles:
             if handle in owned:
                 self._programs.free(handle)
             else:
-                free(handle)
+                self.storages.free(handle)
 
     def _write(self, handle: int, offset: int, data: memoryview) -> None:
         self.storages.write(handle, offset, data)

@@ -4,7 +4,7 @@ Knows nothing of operators. A storage is memory that is charged with the bytes i
 of it by geometry, which is checked once and then looked up.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -34,10 +34,17 @@ def allowance(memory: int) -> int:
 class Place:
     """A geometry that is known by what it is, not by what is in it: looked up without hashing its shape."""
 
-    __slots__ = ("__weakref__", "geometry")
+    __slots__ = ("__weakref__", "_fits", "geometry")
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
+        self._fits = -1  # a storage of so many bytes, and of all that have more
+
+    def check(self, nbytes: int) -> None:
+        """Raises DeviceError unless every element lies in a storage of `nbytes` bytes."""
+        if nbytes < self._fits or self._fits < 0:
+            self.geometry.check(nbytes)
+            self._fits = nbytes
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +165,17 @@ class Storages:
         if storage is not None:
             self._forget(handle, storage)
 
+    def free_all(self, handles: Sequence[int]) -> None:
+        """The same of many: a training step lets go of as much as it makes."""
+        live, sizes = self.live, self._sizes
+        for handle in handles:
+            storage = live.pop(handle, None)
+            if storage is not None:
+                self.used -= storage.nbytes
+                sizes.pop(handle, None)
+                if storage.pinned:
+                    self._let_go(storage)
+
     def poison(self, handle: int, failure: Failure) -> None:
         """From now on there is only the failure; memory is let go of. The handle need not have stood for anything."""
         storage = self.live.get(handle)
@@ -195,10 +213,13 @@ class Storages:
             raise PoisonedError(storage.failure)
         if storage.base is None:
             raise DeviceError(f"a result that is no tensor but {storage.value!r:.40} is used as one")
-        geometry = place.geometry
-        geometry.check(storage.nbytes)
-        tensor = torch.empty(0, dtype=geometry.dtype, device=self.device)
-        tensor.set_(storage.base.untyped_storage(), geometry.offset, geometry.shape, geometry.stride)
+        place.check(storage.nbytes)
+        geometry, base = place.geometry, storage.base
+        if base.dtype is geometry.dtype and torch.is_inference_mode_enabled():  # see `whole`
+            tensor = base.as_strided(geometry.shape, geometry.stride, geometry.offset)
+        else:
+            tensor = torch.empty(0, dtype=geometry.dtype, device=self.device)
+            tensor.set_(base.untyped_storage(), geometry.offset, geometry.shape, geometry.stride)
         storage.views[place] = tensor
         return tensor
 
@@ -248,6 +269,14 @@ class Storages:
         """Something wrote into a storage."""
         self.clock += 1
         self.live[handle].version = self.clock
+
+    def written_all(self, handles: Sequence[int]) -> None:
+        """Something wrote into several."""
+        live, clock = self.live, self.clock
+        for handle in handles:
+            clock += 1
+            live[handle].version = clock
+        self.clock = clock
 
     def version(self, handle: int) -> int:
         """A number that grows with every write, and that no two writes, to whatever storages, have in common."""
