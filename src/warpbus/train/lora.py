@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from warpbus.errors import UsageError
+from warpbus.kernels.operators import autocast
 from warpbus.models.adapters import Lora, LowRank
 from warpbus.models.decoder import Decoder
 from warpbus.models.layers import QuantizedLinear
@@ -42,13 +43,15 @@ class LoraLinear(nn.Module):
         self.b = nn.Parameter(torch.zeros(base.out_features, rank, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, self.in_features)
+        flat = autocast(x.reshape(-1, self.in_features))
+        seen = F.dropout(flat, self.dropout, self.training) if self.dropout else flat
+        # Before the base's product, which then nobody needs to compute again where it is the last of a layer.
+        narrow = F.linear(seen, self.a.to(flat.dtype))
         y: Tensor = self.base(flat)
-        seen = F.dropout(flat, self.dropout, self.training).to(y.dtype)
-        narrow = F.linear(seen, self.a.to(y.dtype)) * self.scaling
-        wide = self.b.to(y.dtype).T
+        wide = self.b.to(flat.dtype).T
         # In place it saves two passes over y, which no base needs for a gradient; autograd refuses it for some views.
-        y = torch.addmm(y, narrow, wide) if y._is_view() else y.addmm_(narrow, wide)
+        add = torch.addmm if y._is_view() else Tensor.addmm_
+        y = add(y, narrow, wide, alpha=self.scaling)
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

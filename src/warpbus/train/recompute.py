@@ -1,18 +1,26 @@
 """Gradient checkpointing (Chen et al., 2016): a layer's activations are computed again in the backward pass."""
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from warpbus.errors import UsageError
 from warpbus.models.decoder import Decoder
+from warpbus.train.lora import LoraLinear
+
+_SMALL = 64
+"""What takes at most this fraction of a layer's input is kept as it is."""
 
 
 def recompute_layers(model: Decoder, every: int = 1) -> None:
-    """Keep of every `every`-th layer, from the first on, its input alone while training.
+    """Keep of every `every`-th layer, from the first on, little more than its input while training.
 
-    Names of parameters and their values stay as they are, and the results too, bit for bit.
+    Names of parameters and their values stay as they are, and the results too, bit for bit. LoRA is attached before:
+    with its dropout the states of the generators of random numbers are kept too.
 
     Raises:
         UsageError: if `every` is below 1.
@@ -25,10 +33,81 @@ def recompute_layers(model: Decoder, every: int = 1) -> None:
 
 def _recompute(layer: nn.Module) -> None:
     forward = layer.forward
+    drops = any(isinstance(each, LoraLinear) and each.dropout for each in layer.modules())
 
-    def recomputed(*arguments: Any, **named: Any) -> Any:
+    def recomputed(x: Tensor, *others: Any, **named: Any) -> Any:
         if not layer.training:
-            return forward(*arguments, **named)
-        return checkpoint(forward, *arguments, use_reentrant=False, **named)
+            return forward(x, *others, **named)
+        if drops or torch.compiler.is_compiling():
+            return checkpoint(forward, x, *others, use_reentrant=False, preserve_rng_state=drops, **named)
+        run = _Run(lambda: forward(x, *others, **named), x)
+        with saved_tensors_hooks(run.pack, run.unpack):
+            return forward(x, *others, **named)
 
     layer.forward = recomputed
+
+
+class _Enough(Exception):  # noqa: N818 - no error: it ends early
+    """The last tensor that the backward pass needs has been computed again."""
+
+
+class _Run:
+    """One forward pass of a layer, and what its backward pass asks for.
+
+    torch's `checkpoint` does the same in more general cases, for several times the Python at every tensor: on a fast
+    GPU that would take longer than the layer. Small tensors are kept: so what is computed again often ends before the
+    layer's last product, whose result nothing needs.
+
+    Args:
+        forward: computes the layer.
+        x: its input.
+    """
+
+    def __init__(self, forward: Callable[[], Any], x: Tensor) -> None:
+        self._forward = forward
+        self._small = x.nbytes // _SMALL
+        self._device = x.device.type
+        self._dtype = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
+        self._packed = 0
+        self._again: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor | int:
+        """What autograd keeps in place of a tensor: a small one itself, of others the number."""
+        if self._is_small(tensor):
+            return tensor.detach()  # of a result of its own, autograd would keep itself alive
+        self._packed += 1
+        return self._packed - 1
+
+    def unpack(self, kept: Tensor | int) -> Tensor:
+        """The tensor, of which no reference stays here."""
+        if isinstance(kept, Tensor):
+            return kept
+        if kept not in self._again:
+            self._compute()
+        return self._again.pop(kept)
+
+    def _is_small(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().nbytes() <= self._small
+
+    def _compute(self) -> None:
+        found: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> None:
+            if self._is_small(tensor):
+                return
+            found.append(tensor.detach())
+            if len(found) == self._packed:
+                raise _Enough
+
+        # The backward pass runs without the forward pass's autocast, and without gradients.
+        rounded = torch.autocast(self._device, self._dtype, enabled=self._dtype is not None)
+        try:
+            with saved_tensors_hooks(pack, _never), torch.enable_grad(), rounded:
+                self._forward()
+        except _Enough:
+            pass
+        self._again = dict(enumerate(found))
+
+
+def _never(nothing: None) -> Tensor:
+    raise AssertionError("what was computed again is not differentiated itself")

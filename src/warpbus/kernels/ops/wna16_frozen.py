@@ -42,8 +42,26 @@ def wna16_frozen(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) ->
     Returns:
         `[..., n]`, what `wna16_linear` gives.
     """
-    y: Tensor = _frozen(x, *_parts(weight), bias)
+    if torch.compiler.is_compiling():
+        compiled: Tensor = _frozen(x, *_parts(weight), bias)
+        return compiled
+    # Where nothing compiles, what torch wraps around the gradient of an operator costs more than some products.
+    y: Tensor = _Frozen.apply(x, weight, bias)
     return y
+
+
+class _Frozen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        # Not among the saved tensors: it is held anyway, and who recomputes activations has no need of this product.
+        ctx.weight = weight
+        return wna16_linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        dx = times_packed(dy.reshape(-1, dy.shape[-1]), ctx.weight)
+        return dx.view(*dy.shape[:-1], dx.shape[-1]), None, None
 
 
 def times_packed(dy: Tensor, weight: PackedWeight) -> Tensor:
