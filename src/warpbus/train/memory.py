@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.kernels.ops.packed import packed_shapes
+from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
 from warpbus.qtensor import Scheme
@@ -16,6 +17,9 @@ from warpbus.train.loss import piece_rows
 from warpbus.train.settings import TrainingSettings
 
 _FLOAT, _HALF, _BYTE = 4, 2, 1
+
+_WORKSPACES = 2 * 2**25
+"""cuBLAS's on Hopper, one for each thread that calls it: autograd has a thread of its own. Older GPUs need less."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,12 @@ class Estimate:
         optimizer: AdamW's two moments.
         casts: weights in the dtype of the products, from the forward to the backward pass; with FSDP2 those that are
             gathered at a time.
-        activations: what is kept of the forward pass for the backward pass.
-        scores: those of a piece of tokens, and gradients of the hidden states and of the head.
+        activations: what is kept of the layers' forward pass for the backward pass.
+        head: the gradient of the head, which is there before the backward pass begins.
+        scores: what is there besides while the loss is computed and no longer when the layers' backward pass begins:
+            the last norm's input, hidden states and their gradients, scores of a piece of tokens.
         layer: what the backward pass needs besides for a layer, with `recompute` all of its activations.
+        workspaces: of libraries.
         accumulates: there are gradients already while the forward pass runs.
     """
 
@@ -39,16 +46,18 @@ class Estimate:
     optimizer: int
     casts: int
     activations: int
+    head: int
     scores: int
     layer: int
+    workspaces: int
     accumulates: bool
 
     @property
     def total(self) -> int:
         """The most at one time: when the loss is computed, or at one end of the backward pass."""
         before = self.gradients if self.accumulates else 0
-        forward = before + self.casts + self.activations + max(self.scores, self.layer)
-        return self.weights + self.optimizer + max(forward, self.gradients + self.layer)
+        beginning = before + self.casts + self.activations + self.head + max(self.scores, self.layer)
+        return self.weights + self.optimizer + self.workspaces + max(beginning, self.gradients + self.layer)
 
 
 def training_memory(
@@ -73,7 +82,8 @@ def training_memory(
     inputs = tokens * config.hidden_size * layer.stream
     recomputed = -(-config.num_layers // settings.recompute) if settings.recompute else 0
     activations = recomputed * inputs + (config.num_layers - recomputed) * kept
-    activations += tokens * config.hidden_size * (layer.stream + 2 * _FLOAT)  # the embedded tokens, the last norm
+    if settings.method != "full" and not recomputed:
+        activations -= tokens * layer.norm  # the first: nothing before it is trained
     held = _held(config, settings, scheme, half)
     trained = sum(_part(tensor, share) for tensor in held.trained)
     frozen = sum(_part(tensor, share) * tensor.element_size() for tensor in held.frozen)
@@ -81,10 +91,12 @@ def training_memory(
         weights=held.packed + frozen + _FLOAT * trained,
         gradients=_FLOAT * trained,
         optimizer=2 * _FLOAT * trained,
-        casts=_casts(config, settings, half, share),
+        casts=_casts(config, settings, half, share, trained),
         activations=activations,
-        scores=_scores(config, settings, tokens, half),
-        layer=tokens * layer.work + (kept if settings.recompute else 0),
+        head=_FLOAT * config.vocab_size * config.hidden_size if settings.method == "full" else 0,
+        scores=_scores(config, settings, tokens, half, layer.stream),
+        layer=_work(config, settings, scheme, tokens, half, layer) + (kept - inputs if settings.recompute else 0),
+        workspaces=_WORKSPACES,
         accumulates=rows > settings.rows_at_once,
     )
 
@@ -141,8 +153,8 @@ def _part(tensor: Tensor, share: int) -> int:
     return -(-tensor.shape[0] // share) * (tensor.numel() // max(1, tensor.shape[0]))
 
 
-def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: int) -> int:
-    """Weights as the products take them, where they are not held like that."""
+def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: int, trained: int) -> int:
+    """Weights as the products take them, where they are not held like that; `trained` is their number."""
     layer = sum(rows * columns for rows, columns in linear_shapes(config).values())
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     per_weight = _BYTE if settings.fp8 else half
@@ -150,18 +162,39 @@ def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: in
         # The embedding and the head are whole all the time, and two layers: one that computes, and the one ahead.
         frozen = settings.method != "full"
         return half * (ends + 2 * layer) + (0 if frozen else _FLOAT * layer)
+    if settings.method == "lora" and not settings.recompute:
+        return half * trained if half == _HALF else 0
     if settings.method != "full" or (half == _FLOAT and not settings.fp8):
         return 0
     return config.num_layers * layer * per_weight
 
 
-def _scores(config: ModelConfig, settings: TrainingSettings, tokens: int, half: int) -> int:
-    """What `summed_cross_entropy` needs at its end."""
+def _scores(config: ModelConfig, settings: TrainingSettings, tokens: int, half: int, stream: int) -> int:
+    """What the last norm and `summed_cross_entropy` need, but for the head's gradient."""
     piece = min(tokens, piece_rows(config.vocab_size, half)) * config.vocab_size * half
-    head = config.vocab_size * config.hidden_size
-    # The head in the dtype of the products, its gradient, and the part of it that a piece gives.
-    trained = head * (_FLOAT + 2 * half) if settings.method == "full" else 0
-    return piece + trained + 2 * half * tokens * config.hidden_size
+    # The head in the dtype of the products, and the part of its gradient that a piece gives.
+    trained = 2 * half * config.vocab_size * config.hidden_size if settings.method == "full" else 0
+    # What the norm keeps of its input, and its output where the products take another dtype; hidden states as these
+    # take them, and their gradients.
+    norm = (_FLOAT if config.layer_norm else stream) + (stream if stream != half else 0)
+    return piece + trained + tokens * config.hidden_size * (norm + 2 * half)
+
+
+def _work(
+    config: ModelConfig, settings: TrainingSettings, scheme: Scheme | None, tokens: int, half: int, layer: "_Layer"
+) -> int:
+    """What the backward pass makes of a layer's MLP, less what it has freed: at the activation, or the product before.
+
+    With the latter there are columns of a dequantized matrix, or a gradient of the matrix in both dtypes.
+    """
+    _, _, widening, _ = linear_shapes(config).values()
+    matrix = widening[0] * widening[1]
+    beside = 0
+    if settings.method == "full":
+        beside = matrix * (_FLOAT + (half if half == _HALF else 0))
+    elif scheme is not None:
+        beside = min(half * matrix, BUFFER_BYTES)
+    return max(tokens * layer.activation_work, tokens * layer.widening_work + beside)
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -187,8 +220,10 @@ class _Layer:
     Attributes:
         stream: of a number of the residual stream, which is in float32 where the embedding is; FSDP2 gathers that in 16
             bits.
+        norm: what the first norm keeps of its input.
         kept: from the forward to the backward pass.
-        work: of what only the backward pass makes, at most at a time.
+        activation_work, widening_work: what the backward pass has made, less what it has freed, at the MLP's activation
+            and at the product before it.
     """
 
     def __init__(self, config: ModelConfig, settings: TrainingSettings, half: int, *, shared: bool) -> None:
@@ -201,7 +236,8 @@ class _Layer:
         taken = _BYTE if full and settings.fp8 else half  # what a product keeps of its input
         hidden, heads, kv = config.hidden_size, config.num_heads * config.head_dim, config.qkv_rows[1]
         # RMSNorm keeps its input; LayerNorm, and what meets weights of another dtype, a copy of it in float32.
-        norms = hidden * (_FLOAT if config.layer_norm else self.stream) * (4 if config.output_norms else 2)
+        self.norm = hidden * (_FLOAT if config.layer_norm else self.stream)
+        norms = self.norm * (4 if config.output_norms else 2)
         if config.qk_norm:
             norms += (heads + kv) * (half if self.stream == half else _FLOAT + half)
         inputs = hidden * taken * ((qkv in learning) + (widening in learning)) + config.ffn_size * taken * (
@@ -215,13 +251,16 @@ class _Layer:
             # The prefix stands in front of every document, of which there is one in a row at least.
             attention += half * 2 * kv * settings.prefix_tokens // settings.length
         if _masks(config, settings):
-            # The mask as numbers that are added, keys and values repeated for every head; where there is nothing to
-            # repeat, values lie in the whole projection.
-            grouped = config.num_heads != config.num_kv_heads
-            attention += half * (settings.length + (2 * heads - 2 * kv if grouped else heads + kv))
+            # The mask as numbers that are added, keys and values repeated for every head.
+            attention += half * (settings.length + 2 * heads - 2 * kv)
         # Gate and up, where no kernel knows the gradient of their product silu(gate) too; or what goes through GELU.
         parts = 1 if not config.gated else 2 if half == _HALF else 3
         mlp = half * config.ffn_size * parts
         ranks = 4 * settings.rank * half if settings.method == "lora" else 0
         self.kept = norms + inputs + attention + mlp + ranks
-        self.work = half * config.ffn_size * (parts + 1) + 2 * _FLOAT * hidden
+        # The gradients of the residual stream and of what goes into and comes out of the activation; the input of the
+        # product after it is free.
+        freed = config.ffn_size * taken * (down in learning)
+        self.activation_work = self.stream * hidden + half * config.ffn_size * (3 if config.gated else 2) - freed
+        # What comes out is free too; the gradient of the product's input, and its part by LoRA.
+        self.widening_work = hidden * (self.stream + 2 * half) - freed

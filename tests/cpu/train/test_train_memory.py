@@ -13,7 +13,7 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.train import memory
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import attach_lora
-from warpbus.train.memory import linear_shapes, training_memory
+from warpbus.train.memory import Estimate, linear_shapes, training_memory
 from warpbus.train.settings import TrainingSettings
 
 CONFIG = ModelConfig(
@@ -137,6 +137,57 @@ def test_activations_are_what_autograd_keeps(
             2 * tokens.numel() * config.hidden_size * ((8 if full else 4) - (4 if full or dtype == "float32" else 2))
         )
     assert reckoned == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_attention_does_not_keep_the_whole_projection(grouped: bool) -> None:
+    kv = 2 if grouped else 4
+    projected = torch.randn(2, 16, (4 + 2 * kv) * 8, requires_grad=True)
+    q, k, v = (part.unflatten(-1, (-1, 8)) for part in projected.split([32, kv * 8, kv * 8], dim=-1))
+    storages: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storages.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        CausalAttention().attend(0, q * 1, k * 1, v, torch.arange(16).expand(2, 16))
+    assert storages
+    assert projected.untyped_storage().data_ptr() not in storages
+
+
+def test_the_loss_and_the_layers_are_not_at_their_most_together() -> None:
+    estimate = Estimate(
+        weights=1,
+        gradients=1000,
+        optimizer=2,
+        casts=400,
+        activations=800,
+        head=20,
+        scores=50,
+        layer=60,
+        workspaces=4,
+        accumulates=False,
+    )
+    assert estimate.total == 1 + 2 + 4 + 400 + 800 + 20 + 60
+    assert replace(estimate, scores=70).total == estimate.total + 10
+    assert replace(estimate, activations=80).total == 1 + 2 + 4 + 1000 + 60  # at the end of the backward pass
+    assert replace(estimate, accumulates=True).total == estimate.total + 1000
+
+
+def test_what_the_loss_needs_grows_with_the_tokens_up_to_a_piece() -> None:
+    config = SHAPES["chatglm2-6b"]
+
+    def scores(rows: int, method: str) -> int:
+        settings = TrainingSettings(method=method, dtype="bfloat16", length=1024, rows_per_step=rows, rows_at_once=rows)
+        return training_memory(config, settings).scores
+
+    states = 3 * 2 * 4096  # the norm's input, its output and the gradients of this
+    assert scores(1, "lora") == 1024 * (2 * 65024 + states)
+    assert scores(2, "lora") == 2048 * (2 * 65024 + states)
+    assert scores(8, "lora") == 2048 * 2 * 65024 + 8192 * states
+    # Input and output of the norm in float32 too, the head in 16 bits, and its gradient by a piece.
+    assert scores(8, "full") - scores(8, "lora") == 8192 * (4 + 2) * 4096 + 2 * 2 * 65024 * 4096
 
 
 def test_what_is_shared_and_what_is_not() -> None:

@@ -109,6 +109,8 @@ class CausalAttention:
 
 def attend_masked(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax attention of grouped queries to the keys that a mask shows, or causal where there is none."""
+    if v_bthd.requires_grad:
+        v_bthd = v_bthd.contiguous()  # else the whole projection, in which values lie, is kept for the backward pass
     q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.device.type == "cuda" and (mask is not None or _trained_wide(q)):
