@@ -246,6 +246,29 @@ def test_fp8_linear_is_the_product_of_rounded_matrices(rows: int, frozen: bool) 
         torch.testing.assert_close(layer.bias.grad, dy.sum(0))
 
 
+def test_fp8_keeps_a_byte_of_a_number() -> None:
+    layer = Fp8Linear(32, 48, bias=False)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    for x_learns, weight_learns, expected in (
+        (True, True, 32 * 16 + 48 * 32 + 8),  # the columns of 7 rows, padded; the weight's; two scales
+        (True, False, 48 * 32 + 8),
+        (False, True, 32 * 16 + 8),
+    ):
+        x = torch.randn(7, 32, requires_grad=x_learns)
+        layer.weight.requires_grad_(weight_learns)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = layer(x)
+        assert sum(kept) == expected
+        with torch.no_grad():
+            assert torch.equal(layer(x), y)
+
+
 def test_use_fp8_takes_what_fits() -> None:
     model = decoder()
     exact = step(model)

@@ -66,6 +66,61 @@ def test_products_of_rounded_matrices(rows, frozen, compiled):
 
 
 @needs_e4m3
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_eager_and_compiled(held, given):
+    """Eager rounds by the kernel and adds the bias in the product, compiled by what Inductor makes of it."""
+    torch.compiler.reset()  # Dynamo gives up a function that it has compiled for many layers
+    layer = Fp8Linear(512, 768, device="cuda", dtype=held)
+    x = torch.randn(2, 50, 512, device="cuda", dtype=given)
+    dy = torch.randn(2, 50, 768, device="cuda", dtype=given)
+    found = []
+    for called in (layer, torch.compile(layer)):
+        layer.zero_grad()
+        own = x.clone().requires_grad_()
+        y = called(own)
+        y.backward(dy)
+        found.append((y, own.grad, layer.weight.grad, layer.bias.grad))
+        assert [each.dtype for each in found[-1]] == [given, given, held, held]
+    for eager, compiled in zip(*found, strict=True):
+        assert eager.isfinite().all()
+        assert near(compiled, eager, 1e-2)
+    dw = found[0][2]
+    if held == torch.float32 and given != held:
+        assert not torch.equal(dw, dw.to(given).float())  # it is not rounded to 16 bits on its way
+
+
+@needs_e4m3
+@pytest.mark.parametrize("rows", [7, 64])
+def test_what_eager_keeps(rows):
+    """A byte for a number of the input and of the weight, by columns alone, and two scales."""
+    layer = Fp8Linear(256, 128, device="cuda")
+    x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
+    columns = 256 * (-(-rows // 16) * 16)
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.nbytes)
+        return tensor
+
+    for x_learns, weight_learns, expected in (
+        (True, True, columns + layer.weight.numel()),
+        (True, False, layer.weight.numel()),
+        (False, True, columns),
+    ):
+        x.requires_grad_(x_learns)
+        layer.weight.requires_grad_(weight_learns)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer(x)
+        assert sum(kept) == expected + 8
+    x.requires_grad_()
+    y = layer(x)
+    with torch.no_grad():
+        assert torch.equal(layer(x), y)
+
+
+@needs_e4m3
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_decoder_learns_as_in_bfloat16(lora):
     tokens = torch.randint(1000, (4, 128), device="cuda")
