@@ -66,6 +66,9 @@ def train(
     ] = "ddp",
     valid_every: Annotated[int, typer.Option(min=1, help="steps between validations")] = 250,
     save_every: Annotated[int, typer.Option(min=1, help="steps between checkpoints")] = 500,
+    keep: Annotated[
+        str, typer.Option(help="what is written: last, after all steps; best, after the one that --valid found best")
+    ] = "last",
     workers: Annotated[int, typer.Option(min=1, help="processes to tokenize with")] = min(16, os.cpu_count() or 1),
     seed: Annotated[int, typer.Option(min=0, help="of fresh weights, of the shuffles and of dropout")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUTPUT if it exists")] = False,
@@ -102,6 +105,7 @@ def train(
         sharding=sharding,
         valid_every=valid_every,
         save_every=save_every,
+        keep=keep,
         seed=seed,
         rank=rank,
         alpha=alpha,
@@ -142,5 +146,7 @@ def train(
         console = Console(stderr=True)
         validated = summary["valid_loss"]
         losses = f"loss {summary['loss']:.4f}" + ("" if validated is None else f", validation {validated:.4f}")
+        if keep == "best":
+            losses += f" after step {summary['best_step']:,}, which is kept"
         said = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
         console.print(f"{said}\nloss curve: {output / 'training.png'}", highlight=False, markup=False)

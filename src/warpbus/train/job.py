@@ -65,7 +65,8 @@ def train(
         what `training.json` in `output` says: settings, losses, tokens, seconds, device.
 
     Raises:
-        UsageError: if the settings do not fit the model, or an interrupted run there had others.
+        UsageError: if the settings do not fit the model, the processes or what is given, or an interrupted run there
+            had others.
         CheckpointError: if the model is not understood, or the state of an interrupted run is damaged.
         DataError: if a data file is missing or malformed.
         DeviceError: if a device is not there, or a process died.
@@ -74,6 +75,8 @@ def train(
             what was trained is kept where there is room for it.
         Stopped: a `KeyboardInterrupt`, after SIGINT and SIGTERM.
     """
+    if settings.keep == "best" and valid is None:
+        raise UsageError("--keep best: there is no validation to tell which step is best: give --valid FILE")
     state = StateFile(output)
     torchrun = "WORLD_SIZE" in os.environ
     if not torchrun and (summary := state.finished(settings)) is not None:

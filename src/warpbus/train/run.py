@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from warpbus.dist import Group, Send
-from warpbus.errors import NumericError, StorageError, UsageError
+from warpbus.errors import CheckpointError, NumericError, StorageError, UsageError
 from warpbus.train import results
 from warpbus.train.dataset import IGNORED, Rows, assemble, pack
 from warpbus.train.inputs import Inputs
@@ -109,10 +109,13 @@ class _Run:
         self.inputs = inputs = Inputs.read(task.model, task.data, task.settings, workers)
         self.settings = settings = inputs.settings
         self.valid: Rows | None = None
+        documents = inputs.batches.documents
+        self.identity = Identity(asdict(settings), documents.digest(), repr(inputs.config))
         if task.valid is not None:
             held_out = inputs.held_out(task.valid, workers)
             self.valid = assemble(held_out, pack(held_out, range(len(held_out)), settings.length), settings.length)
-        documents = inputs.batches.documents
+            if settings.keep == "best":  # by losses on other data another step may be the best
+                self.identity = replace(self.identity, valid=held_out.digest())
         self.method = prepare(inputs.checkpoint, inputs.config, settings, documents, group.device)
         self.trained = sum(parameter.numel() for parameter in self.method.trained().values())
         self.parallel = distribute(self.method, self.method.model.layers, settings, group)
@@ -120,7 +123,6 @@ class _Run:
         self.optimizer = _optimizer(list(self.parameters.values()), settings, group.device)
         self.loss: Callable[..., Tensor] = torch.compile(self.parallel) if settings.compile else self.parallel
         self.state = StateFile(task.output)
-        self.identity = Identity(asdict(settings), documents.digest(), repr(inputs.config))
         self.course = Course()
 
     def go(self) -> None:
@@ -159,6 +161,8 @@ class _Run:
                 entry["valid_loss"] = self._validate(self.valid)
             course.log.append(entry)
             course.seconds += time.monotonic() - before
+            if not last and settings.keep == "best" and "valid_loss" in entry and course.best_step == course.step:
+                self.state.save_best(course, self.parameters, writes=group.is_first)
             if not last and (number or course.step % settings.save_every == 0):
                 self._save()
             if group.is_first:
@@ -264,6 +268,8 @@ class _Run:
                 f"{self.state.directory}: not all processes see the same state: give an OUTPUT that all machines share"
             )
         self.course = course or self.course
+        if self.group.is_first:
+            self.state.tidy_best(self.course)
 
     def _finish(self) -> dict[str, Any]:
         """Write the result, and remove the state."""
@@ -272,10 +278,12 @@ class _Run:
             self._save()  # parts are gathered by all: what fails in the first alone cannot be saved any more
         task, course = self.task, self.course
         try:
+            if self.settings.keep == "best" and course.best_step != course.step:
+                self.state.take_best(course, self.parameters)
             results.write(task.output, self.inputs, self.method, summary, course.log, self.group, task.overwrite)
-        except (StorageError, KeyboardInterrupt):
+        except (CheckpointError, StorageError, KeyboardInterrupt):
             if self.group.world == 1:
-                self._save()
+                self._save()  # of the best step or the last: there is none to go on with
             raise
         self.group.barrier()
         if self.group.is_first:
@@ -284,8 +292,8 @@ class _Run:
 
     def _summary(self) -> dict[str, Any]:
         settings, course, device = self.settings, self.course, self.group.device
-        validated = [(entry["valid_loss"], int(entry["step"])) for entry in course.log if "valid_loss" in entry]
-        best, best_step = min(validated, default=(None, None))
+        best, best_step = course.best or (None, None)
+        last = course.log[-1].get("valid_loss") if course.log else None
         recent = [entry["loss"] for entry in course.log[-50:]]
         return {
             "run": course.run,
@@ -297,7 +305,7 @@ class _Run:
             "tokens": settings.steps * settings.rows_per_step * settings.length,
             "seconds": course.seconds,
             "loss": sum(recent) / max(1, len(recent)),
-            "valid_loss": course.log[-1].get("valid_loss") if course.log else None,
+            "valid_loss": best if settings.keep == "best" else last,
             "best_valid_loss": best,
             "best_step": best_step,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -49,6 +49,8 @@ class TrainingSettings:
         sharding: between processes: "ddp", each has the whole model, or "fsdp", each has a part of all weights,
             gradients and optimizer states (FSDP2).
         valid_every, save_every: steps between validations and between checkpoints.
+        keep: what is written in the end: "last", what is trained after all steps, or "best", after the step with the
+            lowest validation loss.
         seed: of fresh weights, of the shuffles and of dropout.
         rank, alpha, dropout, targets: of "lora": rows of the first matrix, scaling times rank, share of inputs left
             out, and the linears by name, all where there is none.
@@ -78,6 +80,7 @@ class TrainingSettings:
     sharding: str = "ddp"
     valid_every: int = 250
     save_every: int = 500
+    keep: str = "last"
     seed: int = 0
     rank: int = 8
     alpha: float = 16.0
@@ -108,7 +111,8 @@ class TrainingSettings:
                 raise UsageError(f"{name} is {getattr(self, name)}: expected a number of at most 1")
         if self.dropout >= 1:
             raise UsageError(f"dropout is {self.dropout}: expected a share below 1")
-        for name, known in (("dtype", ("bfloat16", "float32")), ("method", METHODS), ("sharding", ("ddp", "fsdp"))):
+        choices = {"dtype": ("bfloat16", "float32"), "method": METHODS, "sharding": ("ddp", "fsdp")}
+        for name, known in (choices | {"keep": ("last", "best")}).items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} is {getattr(self, name)!r}: expected {', '.join(known[:-1])} or {known[-1]}")
         self._check_quantize()
