@@ -7,7 +7,7 @@ from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
 from warpbus.errors import TensorError
-from warpbus.kernels.operators import differentiable, operator
+from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import aligned, blocks, blocks_in_stride, check_alike, per_dtype
 from warpbus.kernels.reference import activation as reference
 
@@ -35,8 +35,10 @@ def swiglu(x: Tensor) -> Tensor:
     check_alike("swiglu", x=x)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise TensorError(f"swiglu: x has shape {list(x.shape)}, expected [..., 2 f]: give gate and up side by side")
-    # What knows a gradient takes longer to call.
-    return _differentiable_swiglu(x) if torch.is_grad_enabled() and x.requires_grad else _swiglu(x)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _swiglu(x)
+    y: Tensor = _Swiglu.apply(x)
+    return y
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -98,12 +100,6 @@ _swiglu = operator(
     reference=reference.swiglu,
     fake=_fake_swiglu,
 )
-_differentiable_swiglu = operator(
-    "swiglu_differentiable(Tensor x) -> Tensor",
-    cuda=_launch_swiglu,
-    reference=reference.swiglu,
-    fake=_fake_swiglu,
-)
 _swiglu_backward = operator(
     "swiglu_backward(Tensor gradient, Tensor x) -> Tensor",
     cuda=_launch_swiglu_backward,
@@ -112,17 +108,20 @@ _swiglu_backward = operator(
 )
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+class _Swiglu(torch.autograd.Function):
+    """Around the operators, not registered with one: that takes several times as long to call."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _swiglu(x)
 
-def _differentiate(ctx: Any, gradient: Tensor) -> Tensor:
-    (x,) = ctx.saved_tensors
-    dx: Tensor = _swiglu_backward(gradient, x)
-    return dx
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return _swiglu_backward(gradient, x)
 
-
-differentiable("swiglu_differentiable", setup=_keep, backward=_differentiate)
 
 _gelu = operator(
     "gelu(Tensor x) -> Tensor",

@@ -5,6 +5,7 @@ is generated after it. Each half of a head, a plane, rotates by one of them.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,15 +102,35 @@ def rotate(x_bthd: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool, pla
     if planes > 1:
         cos, sin = (part.unflatten(-1, (planes, -1)) for part in angles)
         return rotate(x_bthd.unflatten(-1, (planes, -1)), (cos, sin), interleaved).flatten(-2)
-    cos, sin = angles
+    rotated: Tensor = _Rotation.apply(x_bthd, *angles, interleaved)
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is rotated back: far fewer operators than those by which autograd undoes each of these."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.dtype = interleaved, x.dtype
+        return _rotated(x, cos, sin, interleaved)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradient, cos, -sin, ctx.interleaved).to(ctx.dtype), None, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     half = cos.shape[-1]
-    rotating, rest = x_bthd[..., : 2 * half], x_bthd[..., 2 * half :]
+    rotating, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
         first, second = rotating[..., 0::2], rotating[..., 1::2]
     else:
         first, second = rotating[..., :half], rotating[..., half:]
-    rotated = first * cos - second * sin, second * cos + first * sin
-    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     return torch.cat((joined, rest), dim=-1)
 
 
