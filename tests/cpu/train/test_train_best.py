@@ -224,7 +224,7 @@ def _finish_with(run: _Run, write: Callable[..., None]) -> dict[str, Any]:
 
 
 def test_killed_it_goes_on_with_two_processes(tiny_model: Path, tmp_path: Path, data: Path, valid: Path) -> None:
-    """By true losses: a model that has learnt the validation data first gets worse on them with every step on others."""
+    """By true losses: a model that has learnt the validation data gets worse on them with every step on others."""
     model, settings = tmp_path / "model", LORA
     first = replace(LORA, method="full", steps=30, keep="last", rank=8)
     train(tiny_model, model, data=valid, settings=first, device="cpu")
