@@ -196,6 +196,53 @@ def test_recomputation_keeps_less() -> None:
         recompute_layers(none, every=0)
 
 
+def test_recomputation_drops_the_same() -> None:
+    model, recomputing = decoder(), decoder()
+    found = []
+    for each in (model, recomputing):
+        torch.manual_seed(2)
+        attach_lora(each, rank=2, alpha=4.0, dropout=0.5)
+        learnt(each)
+        if each is recomputing:
+            recompute_layers(each)
+        torch.manual_seed(3)
+        found.append(step(each))
+    assert all(torch.equal(gradient, found[1][1][name]) for name, gradient in found[0][1].items())
+
+
+def test_recomputation_rounds_as_autocast_did_and_can_be_repeated() -> None:
+    found = []
+    for every in (0, 1):
+        model = decoder()
+        if every:
+            recompute_layers(model, every)
+        with torch.autocast("cpu", torch.bfloat16):
+            total = model.hidden(TOKENS).float().square().sum()
+        for _ in range(2):
+            model.zero_grad()
+            total.backward(retain_graph=True)
+            found.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    for others in found[1:]:
+        assert others.keys() == found[0].keys()
+        assert all(torch.equal(gradient, others[name]) for name, gradient in found[0].items())
+
+
+def test_the_last_product_of_a_layer_is_not_computed_again() -> None:
+    model = decoder(replace(CONFIG, hidden_size=128))
+    attach_lora(model, rank=2, alpha=4.0)
+    recompute_layers(model)
+    computed = {"gate_up": 0, "down": 0}
+    for layer in model.layers:
+        for name in computed:
+
+            def count(*_: object, name: str = name) -> None:
+                computed[name] += 1
+
+            layer.mlp.get_submodule(f"{name}.base").register_forward_hook(count)
+    model.hidden(torch.randint(64, (1, 128))).sum().backward()
+    assert computed == {"gate_up": 6, "down": 3}
+
+
 def test_fp8_scales_fill_the_format() -> None:
     for dtype, steps in ((E4M3, 2**-4), (E5M2, 2**-3)):
         x = torch.randn(40, 30) * 3
