@@ -14,6 +14,7 @@ from warpbus.qtensor import Scheme
 from warpbus.train.fp8 import fits
 from warpbus.train.lora import attach_lora
 from warpbus.train.loss import piece_rows
+from warpbus.train.recompute import SMALL
 from warpbus.train.settings import TrainingSettings
 
 _FLOAT, _HALF, _BYTE = 4, 2, 1
@@ -79,7 +80,7 @@ def training_memory(
     share = world if settings.sharding == "fsdp" else 1
     layer = _Layer(config, settings, half, shared=share > 1)
     kept = tokens * layer.kept
-    inputs = tokens * config.hidden_size * layer.stream
+    inputs = tokens * (config.hidden_size * layer.stream + layer.small)
     recomputed = -(-config.num_layers // settings.recompute) if settings.recompute else 0
     activations = recomputed * inputs + (config.num_layers - recomputed) * kept
     if settings.method != "full" and not recomputed:
@@ -222,6 +223,7 @@ class _Layer:
             bits.
         norm: what the first norm keeps of its input.
         kept: from the forward to the backward pass.
+        small: the part of it that recomputation keeps besides the input.
         activation_work, widening_work: what the backward pass has made, less what it has freed, at the MLP's activation
             and at the product before it.
     """
@@ -258,6 +260,8 @@ class _Layer:
         mlp = half * config.ffn_size * parts
         ranks = 4 * settings.rank * half if settings.method == "lora" else 0
         self.kept = norms + inputs + attention + mlp + ranks
+        most = self.stream * hidden // SMALL
+        self.small = sum(each for each in (_FLOAT * config.num_heads, *[ranks // 4] * 4) if each <= most)
         # The gradients of the residual stream and of what goes into and comes out of the activation; the input of the
         # product after it is free.
         freed = config.ffn_size * taken * (down in learning)

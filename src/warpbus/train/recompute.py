@@ -12,7 +12,7 @@ from warpbus.errors import UsageError
 from warpbus.models.decoder import Decoder
 from warpbus.train.lora import LoraLinear
 
-_SMALL = 64
+SMALL = 64
 """What takes at most this fraction of a layer's input is kept as it is."""
 
 
@@ -65,7 +65,7 @@ class _Run:
 
     def __init__(self, forward: Callable[[], Any], x: Tensor) -> None:
         self._forward = forward
-        self._small = x.nbytes // _SMALL
+        self._small = x.nbytes // SMALL
         self._device = x.device.type
         self._dtype = torch.get_autocast_dtype(self._device) if torch.is_autocast_enabled(self._device) else None
         self._packed = 0
