@@ -10,7 +10,8 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 PROGRAM = """
-import json, sys
+import json, sys, time
+began = time.perf_counter()
 import torch
 from warpbus.cuda.vmm import mapped_bytes
 from warpbus.engine.engine import Engine
@@ -33,7 +34,8 @@ def note(what):
     taken, cache = begin - torch.cuda.mem_get_info(device)[0], mapped_bytes(device)
     # Beside torch and the cache the driver has given the context, kernels, libraries and graphs.
     outside, graphs = taken - torch.cuda.memory_reserved() - cache, engine._step._graphs._captured if engine else ()
-    phases.append({"after": what, "outside": outside, "cache": cache, "graphs": len(graphs)})
+    seconds = round(time.perf_counter() - began, 1)
+    phases.append({"after": what, "seconds": seconds, "outside": outside, "cache": cache, "graphs": len(graphs)})
 
 
 engine = None
