@@ -49,8 +49,9 @@ class LoraLinear(nn.Module):
         narrow = F.linear(seen, self.a.to(flat.dtype))
         y: Tensor = self.base(flat)
         wide = self.b.to(flat.dtype).T
-        # In place it saves two passes over y, which no base needs for a gradient; autograd refuses it for some views.
-        add = torch.addmm if y._is_view() else Tensor.addmm_
+        # In place it saves two passes over y, which no base needs for a gradient; autograd refuses it for some views. A
+        # compiler sees to that itself, and cannot ask.
+        add = torch.addmm if torch.compiler.is_compiling() or y._is_view() else Tensor.addmm_
         y = add(y, narrow, wide, alpha=self.scaling)
         return y.view(*x.shape[:-1], self.out_features)
 
