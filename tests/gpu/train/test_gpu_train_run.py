@@ -15,10 +15,11 @@ from warpbus.models import load_model
 from warpbus.models.adapters import Lora, Prefix, load_adapter
 from warpbus.models.layers import CausalAttention
 from warpbus.models.layers.prefixed import PrefixedAttention
-from warpbus.train import Progress, TrainingSettings, train
+from warpbus.train import Progress, TrainingSettings, results, train
 from warpbus.train.dataset import assemble, pack, tokenize
 from warpbus.train.loss import summed_cross_entropy
 from warpbus.train.plan import plan
+from warpbus.train.run import _Run
 
 pytestmark = pytest.mark.gpu
 
@@ -77,6 +78,27 @@ def test_the_loss_falls(settings: TrainingSettings, tmp_path: Path) -> None:
     assert "cpu" not in summary["device"]
     log = json.loads((tmp_path / "out" / "training-log.json").read_text(encoding="utf-8"))
     assert all(entry["gradient_norm"] > 0 for entry in log)
+
+
+@pytest.mark.parametrize("settings", [FULL, LORA, PTUNING], ids=["full", "lora", "ptuning"])
+def test_the_best_step_is_written(settings: TrainingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = (3.0, 1.0, 2.0)
+
+    def validate(run: _Run, rows: object) -> float:
+        at = tmp_path / f"at-{run.course.step}"
+        results.write(at, run.inputs, run.method, {}, [], run.group, overwrite=False)
+        return losses[run.course.step - 1]
+
+    monkeypatch.setattr(_Run, "_validate", validate)
+    monkeypatch.setattr(results, "draw_curve", lambda log, path: path.write_bytes(b""))
+    summary, _ = run(tmp_path / "out", replace(settings, steps=3, valid_every=1, save_every=2, keep="best"))
+    assert (summary["best_step"], summary["valid_loss"]) == (2, 1.0)
+
+    def weights(name: str) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
+
+    assert weights("out") == weights("at-2") != weights("at-3")
+    assert not (tmp_path / "out.training").exists()
 
 
 def test_compiled_it_learns_the_same(tmp_path: Path) -> None:
