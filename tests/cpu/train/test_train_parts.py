@@ -243,6 +243,23 @@ def test_the_last_product_of_a_layer_is_not_computed_again() -> None:
     assert computed == {"gate_up": 6, "down": 3}
 
 
+@pytest.mark.parametrize("every", [0, 1])
+def test_lora_is_traced_as_one_graph(every: int) -> None:
+    model = decoder(replace(CONFIG, num_layers=1))
+    attach_lora(model, rank=2, alpha=4.0)
+    learnt(model)
+    if every:
+        recompute_layers(model, every)
+
+    def gradients(hidden: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        model.zero_grad()
+        hidden(TOKENS).square().sum().backward()
+        return [each.grad for each in model.parameters() if each.grad is not None]
+
+    expected = gradients(model.hidden)
+    torch.testing.assert_close(gradients(torch.compile(model.hidden, backend="aot_eager", fullgraph=True)), expected)
+
+
 def test_fp8_scales_fill_the_format() -> None:
     for dtype, steps in ((E4M3, 2**-4), (E5M2, 2**-3)):
         x = torch.randn(40, 30) * 3
