@@ -73,4 +73,4 @@ def contents(executor: Executor) -> dict[int, bytes]:
 
 
 def _call(writer: Writer, number: int, form: str, *operands: float) -> None:
-    writer.call(call_prefix(number), struct.pack("<" + form, *operands))
+    writer.call(call_prefix(number) + struct.pack("<" + form, *operands))

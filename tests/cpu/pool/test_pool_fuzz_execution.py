@@ -103,7 +103,7 @@ def written(steps):
     for kind, *operands in steps:
         if kind == Instruction.CALL:
             number, values = operands
-            writer.call(call_prefix(number % 2**32), b"".join(packed(value) for value in values))
+            writer.call(call_prefix(number % 2**32) + b"".join(packed(value) for value in values))
         elif kind == Instruction.DEFINE:
             writer.define(operands[0] % 2**32, encode(operands[1]))
         elif kind in (Instruction.RECORD, Instruction.RUN, Instruction.DROP):

@@ -462,7 +462,7 @@ def test_running_statistics_that_pytorch_does_not_declare_as_written_arrive() ->
     source.begin()
     while not source.copy_ahead().settled:
         pass
-    writer.call(call_prefix(0), struct.pack("<6Q", 1, 2, 3, 10, 11, 12))
+    writer.call(call_prefix(0) + struct.pack("<6Q", 1, 2, 3, 10, 11, 12))
     assert here.execute(2, memoryview(bytes(writer.take()))) == []
     source.finish()
     thread.join()

@@ -55,13 +55,15 @@ class _Cast:
         dtype = torch.float32 if self._high else torch.get_autocast_dtype(NAME)
         with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED):
             return self._operator(
-                *(_cast(each, dtype) for each in args), **{k: _cast(v, dtype) for k, v in kwargs.items()}
+                *[_cast(each, dtype) for each in args], **{k: _cast(v, dtype) for k, v in kwargs.items()}
             )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors of this device in the dtype; float64 is what somebody asked for, and stays."""
     if isinstance(value, Tensor):
+        if value.dtype is dtype:
+            return value
         eligible = value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == NAME
         return value.to(dtype) if eligible else value
     return [_cast(item, dtype) for item in value] if isinstance(value, list | tuple) else value

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _acc
 from torch._ops import OpOverload
 from torch.utils import backend_registration
 
@@ -76,10 +77,17 @@ class _Module:
         self.get_rng_state()
 
 
+class _Guard(_acc.DeviceGuard):
+    """What autograd asks of each operator and gradient: several calls an operator, which have to be short."""
+
+    def type_(self, _type: Any = torch._C._autograd.DeviceType.PrivateUse1) -> Any:
+        return _type
+
+
 @functools.cache
 def register() -> torch.device:
     """Make the device known to PyTorch, once in a process."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), device_guard=_Guard())
     libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in ("aten", "warpbus")}
     _register_views(libraries["aten"])
     _register_transfers(libraries["aten"])
@@ -123,7 +131,7 @@ def _register_views(library: torch.library.Library) -> None:
     """Views need no bytes and no message: the kernels of meta tensors make them, on this side alone."""
     for name in _VIEWS:
         operator = getattr(torch.ops.aten, name).default
-        library.impl(name, functools.partial(operator.redispatch, META), _KEY)
+        library.impl(name, functools.partial(operator._handle.redispatch_boxed, META), _KEY)
 
 
 def _register_transfers(library: torch.library.Library) -> None:

@@ -4,52 +4,58 @@ The hot path of the client. A call's key is everything but the tensors' handles 
 was found out at the first call of its kind: the number of its definition, the layout of its bytes, its results.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C._acc import create_empty_tensor as _create
 from torch._ops import OpOverload
 from torch.nn import Parameter
 
 from warpbus.errors import DeviceError
 from warpbus.pool.client.calls import NUMBER_KINDS, Reading, Wrapped, goes_along, number_positions
 from warpbus.pool.client.session import Session, current
-from warpbus.pool.client.tensors import NAME, Remote, new_tensor
+from warpbus.pool.client.tensors import NAME, Remote, new_tensor, set_geometry
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.inference import MEASURED, gives_tensors, infer
-from warpbus.pool.protocol.instructions import call_prefix, layout
+from warpbus.pool.protocol.instructions import call_packer, layout
 from warpbus.pool.protocol.signature import Fixed, New, Output, Same, Signature
 
 # Where PyTorch takes tensors of the CPU beside those of a GPU.
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 
+_INTEGERS = {int}
+_PLAIN = {Tensor, Parameter}
+
+_handle_of = attrgetter("remote.handle")
+_kind_of = attrgetter("dtype", "shape")
+_storage_of, _stride_of, _offset_of = Tensor.untyped_storage, Tensor.stride, Tensor.storage_offset
+
 
 class _Kind:
     """Calls of one key."""
 
-    __slots__ = ("generation", "only", "outputs", "pack", "prefix")
+    __slots__ = ("dtype", "generation", "nbytes", "outputs", "pack", "place", "shape", "single")
 
     def __init__(self, session: Session, signature: Signature) -> None:
-        self.prefix = call_prefix(session.define(signature))
+        number = session.define(signature)
         self.generation = session.generation
-        self.pack = layout(len(signature.inputs), signature.numbers, signature.results).pack
+        self.pack = call_packer(number, layout(len(signature.inputs), signature.numbers, signature.results))
         self.outputs = signature.outputs or ()
-        first = self.outputs[0] if len(self.outputs) == 1 else None
-        self.only = first if isinstance(first, New) else None
+        self.single = False
+        if len(self.outputs) == 1 and isinstance(self.outputs[0], New):
+            # One new tensor is what most calls give: what the hot path needs of it lies here.
+            geometry, self.nbytes = self.outputs[0].geometry, self.outputs[0].nbytes
+            self.shape, self.dtype = geometry.shape, geometry.dtype
+            self.place = None if geometry.is_contiguous else geometry
+            self.single = True
 
 
-class _Call:
-    """One call, taken apart: its key, and what its key leaves out."""
-
-    __slots__ = ("handles", "key", "numbers", "tensors")
-
-    def __init__(self) -> None:
-        self.key: list[Any] = []
-        self.tensors: list[Tensor] = []
-        self.handles: list[int] = []
-        self.numbers: list[Any] = []
+_Call: TypeAlias = tuple[list[Any], list[Tensor], list[int], list[Any]]
+"""One call, taken apart: its key, and what its key leaves out: tensors, their handles, numbers."""
 
 
 class Operator:
@@ -80,8 +86,11 @@ class Operator:
         with session.lock:
             if self._session is not session:
                 self._session, self._kinds = session, {}
-            call = _Call()
-            key, handles, tensors = call.key, call.handles, call.tensors
+            key: list[Any] = []
+            tensors: list[Tensor] = []
+            handles: list[int] = []
+            numbers: list[Any] = []
+            call = (key, tensors, handles, numbers)
             for value, is_number in zip(args, self._positions, strict=False):
                 if value.__class__ is Tensor or value.__class__ is Parameter:  # most are: written out for speed
                     try:
@@ -91,6 +100,9 @@ class Operator:
                     else:
                         tensors.append(value)
                         key += (value.dtype, value.shape, value.stride(), value.storage_offset())
+                elif value.__class__ is float and is_number:
+                    numbers.append(value)
+                    key.append(float)
                 else:
                     self._take(call, value, is_number)
             for name, value in kwargs.items():
@@ -102,12 +114,14 @@ class Operator:
                 kind = self._learn(session, whole, args, kwargs)
                 if kind is None:
                     return self._ask(session, call, whole, args, kwargs)
-            session.statistics.operators += 1
-            if kind.only is not None:
-                remote = session.remote(kind.only.nbytes)
-                result = new_tensor(kind.only, remote)
-                session.writer.call(kind.prefix, kind.pack(*handles, *call.numbers, remote.handle))
-                session.advance()
+            if kind.single:
+                remote = session.remote(kind.nbytes)
+                result = _create(kind.shape, kind.dtype)
+                storage: Any = result.untyped_storage()
+                storage.remote = remote
+                if kind.place is not None:
+                    set_geometry(result, storage, kind.place)
+                session.call(kind.pack(*handles, *numbers, remote.handle))
                 return result if self._single else self._shaped([result])
             results: list[Tensor | int | None] = []
             made: list[int] = []
@@ -118,38 +132,59 @@ class Operator:
                     results.append(new_tensor(output, remote))
                 else:
                     results.append(_given(output, tensors))
-            session.writer.call(kind.prefix, kind.pack(*handles, *call.numbers, *made))
-            session.advance()
+            session.call(kind.pack(*handles, *numbers, *made))
         return results[0] if self._single else self._shaped(results)
 
     def _take(self, call: _Call, value: Any, is_number: bool) -> None:
         """Add an argument to a call: to its key, or to what its key leaves out."""
+        key, tensors, handles, numbers = call
         if isinstance(value, Tensor):
             try:
-                call.handles.append(value.untyped_storage().remote.handle)  # type: ignore[attr-defined]
+                handles.append(value.untyped_storage().remote.handle)  # type: ignore[attr-defined]
             except AttributeError:
                 self._take_foreign(call, value)
                 return
-            call.tensors.append(value)
-            call.key += (value.dtype, value.shape, value.stride(), value.storage_offset())
-        elif goes_along(value, is_number):
-            call.numbers.append(value)
-            call.key.append(value.__class__)
+            tensors.append(value)
+            key += (value.dtype, value.shape, value.stride(), value.storage_offset())
         elif isinstance(value, list | tuple):
-            call.key.append(len(value))
-            for item in value:
-                self._take(call, item, is_number)
+            self._take_list(call, value, is_number)
+        elif goes_along(value, is_number):
+            numbers.append(value)
+            key.append(value.__class__)
         elif isinstance(value, torch.device):
-            call.key.append(NAME)
+            key.append(NAME)
         else:
-            call.key.append((value.__class__, value))
+            key.append((value.__class__, value))
+
+    def _take_list(self, call: _Call, items: Sequence[Any], is_number: bool) -> None:
+        """The same of a list. Those of an optimizer are long: gone through without Python where that can be."""
+        key, tensors, handles, _ = call
+        kinds = {*map(type, items)}
+        if kinds == _INTEGERS and not is_number:
+            key.append((*items,))
+            return
+        key.append(len(items))
+        if kinds <= _PLAIN:
+            try:
+                handles += [*map(_handle_of, map(_storage_of, items))]
+            except AttributeError:
+                pass  # one is of another device
+            else:
+                tensors += items
+                key += map(_kind_of, items)
+                key += map(_stride_of, items)
+                key += map(_offset_of, items)
+                return
+        for item in items:
+            self._take(call, item, is_number)
 
     def _take_foreign(self, call: _Call, value: Tensor) -> None:
         """A tensor of another device: PyTorch takes one of the CPU that has no axes, and some as indices."""
         number = _number(value)
         if number is not None:
-            call.numbers.append(number)
-            call.key.append(("wrapped", number.__class__))
+            key, _, _, numbers = call
+            numbers.append(number)
+            key.append(("wrapped", number.__class__))
         elif value.device.type == "cpu" and (value.dim() == 0 or self._indexed):
             self._take(call, self._upload(value), False)
         elif value.device.type == NAME:
@@ -182,10 +217,9 @@ class Operator:
         kind = self._kinds.get((key, "asked"))
         if kind is None or kind.generation != session.generation:
             kind = self._kinds[key, "asked"] = _Kind(session, self._signature(args, kwargs))
-        session.statistics.operators += 1
+        _, tensors, handles, numbers = call
         remotes = [Remote(0, session.freed) for _ in self._returns]
-        operands = (*call.handles, *call.numbers, *(remote.handle for remote in remotes))
-        session.writer.call(kind.prefix, kind.pack(*operands))
+        session.call(kind.pack(*handles, *numbers, *(remote.handle for remote in remotes)))
         answer: Any = session.ask(["describe", [remote.handle for remote in remotes]])
         if not self._tensors:
             return answer[0]
@@ -199,7 +233,7 @@ class Operator:
                 session.count(output.nbytes)
                 results.append(new_tensor(output, remote))
             else:
-                results.append(_given(output, call.tensors))
+                results.append(_given(output, tensors))
         return results[0] if self._single else self._shaped(results)
 
     def _shaped(self, results: list[Tensor | int | None]) -> Any:

@@ -70,7 +70,8 @@ class Session:
         if self.used + nbytes > self.memory:
             self._make_room(nbytes)
         self.used += nbytes
-        self.peak = max(self.peak, self.used)
+        if self.used > self.peak:
+            self.peak = self.used
         return Remote(nbytes, self.freed)
 
     def allocate(self, nbytes: int) -> Remote:
@@ -94,6 +95,15 @@ class Session:
         self.statistics.definitions += 1
         self.writer.define(number, signature.encode())
         return number
+
+    def call(self, encoded: bytes) -> None:
+        """Say a call."""
+        writer = self.writer
+        writer.buffer += encoded
+        writer.count += 1
+        self.statistics.operators += 1
+        if writer.count >= _BATCH_INSTRUCTIONS or self.recording or len(writer.buffer) >= _BATCH_BYTES:
+            self.advance()
 
     def advance(self) -> None:
         """After each instruction: send when enough has come together."""

@@ -15,6 +15,7 @@
 How much a CALL carries follows from its definition. All handles are chosen by the client.
 """
 
+import functools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
@@ -84,8 +85,9 @@ class Writer:
     def define(self, number: int, signature: bytes) -> None:
         self._write(Instruction.DEFINE, _DEFINE.pack(number, len(signature)) + signature)
 
-    def call(self, prefix: bytes, operands: bytes) -> None:
-        self.buffer += prefix + operands
+    def call(self, encoded: bytes) -> None:
+        """A call, whole: what a `call_packer` makes."""
+        self.buffer += encoded
         self.count += 1
 
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
@@ -117,8 +119,14 @@ class Writer:
 
 
 def call_prefix(number: int) -> bytes:
-    """The bytes of a CALL before what its layout packs; the client's hot path keeps them with the definition."""
+    """The bytes of a CALL before what its layout packs."""
     return bytes([Instruction.CALL]) + _U32.pack(number)
+
+
+def call_packer(number: int, form: struct.Struct) -> Callable[..., bytes]:
+    """What makes a CALL of a definition out of the operands that its layout packs; the client's hot path keeps it."""
+    prefix = call_prefix(number)
+    return functools.partial(struct.Struct(f"<{len(prefix)}s{form.format.removeprefix('<')}").pack, prefix)
 
 
 def parse(payload: memoryview, counts: Counts) -> Iterator[tuple]:  # type: ignore[type-arg]
