@@ -1,6 +1,7 @@
 """`pool`: what a GPU costs that is reached over a pool, how shares are kept, and how long a move stops its client."""
 
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +27,7 @@ TARGET_US = 15.0
 
 LOOPBACK = "loopback"
 _SHARES = (0.25, 0.75)
+_ALONE = 2  # times that each tenant is measured while the other one rests
 _GIGABITS = (1.0, 10.0)
 
 
@@ -36,9 +38,9 @@ class Effort:
     Attributes:
         rounds: of each case; more of it go first and are not counted.
         nbytes: of an upload or download.
-        gpt, steps: what is trained, and steps of a round.
+        gpts, steps: what is trained, the first over links too, and steps of a round.
         shape, scheme, prompt, tokens: of the model that decodes.
-        side, seconds: matrices that tenants multiply, and for how long.
+        side, seconds: matrices that tenants multiply, and for how long each time.
         states: bytes that are moved.
         memory: of a tenant that multiplies.
         moves: of each state, to and fro.
@@ -46,7 +48,7 @@ class Effort:
 
     rounds: int
     nbytes: int
-    gpt: GptShape
+    gpts: tuple[GptShape, ...]
     steps: int
     shape: str
     scheme: str
@@ -62,30 +64,30 @@ class Effort:
 FULL = Effort(
     rounds=5,
     nbytes=256 << 20,
-    gpt=GptShape(),
+    gpts=(GptShape(), GptShape(context=1024, batch=32)),
     steps=10,
     shape="chatglm2-6b",
     scheme="w4a16-g128",
     prompt=128,
     tokens=128,
     side=8192,
-    seconds=10.0,
+    seconds=1.0,
     states=(64 << 20, 256 << 20, 1 << 30, 4 << 30),
     memory=2 * 10**9,
     moves=3,
 )
-QUICK = replace(FULL, rounds=2, steps=5, tokens=32, seconds=5.0, states=(64 << 20, 1 << 30), moves=2)
+QUICK = replace(FULL, rounds=2, gpts=FULL.gpts[:1], steps=5, tokens=32, states=(64 << 20, 1 << 30), moves=2)
 LITTLE = Effort(
     rounds=3,
     nbytes=32 << 20,
-    gpt=SMALL_GPT,
+    gpts=(SMALL_GPT,),
     steps=5,
     shape=SMALL,
     scheme="w4a16-g128",
     prompt=32,
     tokens=16,
     side=512,
-    seconds=5.0,
+    seconds=1.0,
     states=(16 << 20, 64 << 20, 256 << 20),
     memory=10**8,
     moves=3,
@@ -204,19 +206,31 @@ class _Measured:
         return [self.effort.nbytes / each / 1e9 for each in seconds]
 
     def training(self) -> list[Result]:
-        """A training step, and what it sends."""
-        with self.on_loopback() as place:
-            found = self._train(place, str(self.run.device))
-        counted, gpt = found["counted"], self.effort.gpt
+        """A training step, and what it sends: of few tokens, which programs are bound by, and of many."""
+        rows: list[Result] = []
+        for gpt in self.effort.gpts:
+            try:
+                with self.on_loopback() as place:
+                    found = self._train(place, str(self.run.device), gpt)
+            except DeviceError as error:
+                if gpt is self.effort.gpts[0]:
+                    raise
+                self.run.note(f"training steps of {_tokens(gpt)} tokens were left out: {error}")
+            else:
+                rows += self._trained(found, gpt)
+        return rows
+
+    def _trained(self, found: Mapping[str, Any], gpt: GptShape) -> list[Result]:
+        counted = found["counted"]
         tokens = 8.0 * gpt.batch * (gpt.context + 1)
         self.run.note(
-            f"a training step: {_gpt(found)}, {gpt.batch} x {gpt.context} tokens, "
+            f"a training step: {_gpt(found)}, {_tokens(gpt)} tokens, "
             f"{counted['operators']:.0f} operators in {counted['batches']:.0f} batches; the losses of both sides are "
             f"{_agreement(found['losses'])}"
         )
-        case: dict[str, Parameter] = {"link": LOOPBACK, "model": _gpt(found)}
+        case: dict[str, Parameter] = {"link": LOOPBACK, "model": _gpt(found), "tokens": _tokens(gpt)}
         return [
-            self._step(found, found["seconds"]["local"], LOOPBACK),
+            self._step(found, found["seconds"]["local"], LOOPBACK, gpt),
             _row({"of": "round trips a step", **case}, ("count", "round trips"), [counted["round_trips"]], _ASKED),
             _row(
                 {"of": "bytes sent a step", **case},
@@ -226,13 +240,13 @@ class _Measured:
             ),
         ]
 
-    def _train(self, place: Place, device: str | None) -> dict[str, Any]:
+    def _train(self, place: Place, device: str | None, gpt: GptShape) -> dict[str, Any]:
         effort = self.effort
-        return do("training", place, device=device, shape=asdict(effort.gpt), steps=effort.steps, rounds=effort.rounds)
+        return do("training", place, device=device, shape=asdict(gpt), steps=effort.steps, rounds=effort.rounds)
 
-    def _step(self, found: Mapping[str, Any], local: Sequence[float], where: str) -> Result:
+    def _step(self, found: Mapping[str, Any], local: Sequence[float], where: str, gpt: GptShape) -> Result:
         return _row(
-            {"of": "training step", "link": where, "model": _gpt(found)},
+            {"of": "training step", "link": where, "model": _gpt(found), "tokens": _tokens(gpt)},
             ("latency", "ms"),
             _scaled(found["seconds"]["remote"], 1e3),
             (self.here, torch.__version__, _scaled(local, 1e3)),
@@ -269,8 +283,9 @@ class _Measured:
             self.run.note(f"links were left out: {reason}")
             return []
         rows: list[Result] = []
+        gpt = self.effort.gpts[0]
         with self.on_loopback() as place:
-            step = self._train(place, str(self.run.device))["seconds"]["local"]
+            step = self._train(place, str(self.run.device), gpt)["seconds"]["local"]
             token = self._generate(place, str(self.run.device))["seconds"]["local"]
         for gigabits in self.work.gigabits:
             where = f"{gigabits:g} Gbit/s"
@@ -279,7 +294,7 @@ class _Measured:
                 moved = do("transfers", far, nbytes=self.effort.nbytes, rounds=self.effort.rounds, echo=None)
                 for name in ("upload", "download"):
                     rows.append(self._transfer(name, where, moved[name], ("the link", where, [limit]), limit))
-                rows.append(self._step(self._train(far, None), step, where))
+                rows.append(self._step(self._train(far, None, gpt), step, where, gpt))
                 rows.append(self._token(self._generate(far, None), token, where))
         self.run.note("links are shaped by tc between network namespaces, with TLS; latency is the machine's own")
         return rows
@@ -292,7 +307,7 @@ class _Measured:
         rows: list[Result] = []
         for sharing in ("mps", "slices"):
             try:
-                with self.on_loopback("--sharing", sharing) as place:
+                with self.on_loopback("--sharing", sharing, "--spare", "2") as place:
                     rows += self._shared(place, sharing)
             except DeviceError as error:
                 self.run.note(f"shares by {sharing} were left out: {error}")
@@ -301,26 +316,27 @@ class _Measured:
     def _shared(self, place: Place, sharing: str) -> list[Result]:
         effort = self.effort
         wanted = {"memory": effort.memory, "side": effort.side, "dtype": "bfloat16", "seconds": effort.seconds}
-        parts: dict[float, list[float]] = {share: [] for share in _SHARES}
-        for _ in range(effort.rounds):
-            got = [each["products"] for each in tenants(place, _SHARES, **wanted)]
-            for share, products in zip(_SHARES, got, strict=True):
-                parts[share].append(100 * products / sum(got))
-        [alone] = tenants(place, (1.0,), **wanted)
         rate = 2 * effort.side**3 / 1e12
-        self.run.note(
-            f"shares by {sharing}: together {rate * sum(got):.0f} TFLOP/s, one alone with all of the GPU "
-            f"{rate * alone['products']:.0f}"
-        )
-        return [
-            _row(
-                {"of": "share", "sharing": sharing, "granted": share},
-                ("speed", "% of what both get"),
-                found,
-                ("granted", "of the GPU", [100 * share]),
-            )
-            for share, found in parts.items()
-        ]
+        together: list[list[float]] = []
+        alone: list[list[float]] = [[] for _ in _SHARES]
+        _say(f"shares by {sharing}: the tenants start")
+        with tenants(place, _SHARES, **wanted) as both:
+            for _ in range(effort.rounds):
+                together.append([rate * products for products in both.measure(*range(len(_SHARES)))])
+                _say(f"shares by {sharing}, together: {_of_each(together[-1])} TFLOP/s")
+            for index, share in enumerate(_SHARES):
+                alone[index] = [rate * products for _ in range(_ALONE) for products in both.measure(index)]
+                _say(f"shares by {sharing}, {share} alone: {_of_each(alone[index])} TFLOP/s")
+        rows: list[Result] = []
+        for index, share in enumerate(_SHARES):
+            case: dict[str, Parameter] = {"sharing": sharing, "granted": share}
+            parts = [100 * got[index] / sum(got) for got in together]
+            got = [each[index] for each in together]
+            granted = ("granted", "of the GPU", [100 * share])
+            rows.append(_row({"of": "share", **case}, ("speed", "% of what both get"), parts, granted))
+            rests = ("alone", "while the other one rests", alone[index])
+            rows.append(_row({"of": "beside another", **case}, ("speed", "TFLOP/s"), got, rests))
+        return rows
 
     def migration(self) -> list[Result]:
         """How long moves stop a client, by the size of its state."""
@@ -365,6 +381,19 @@ def _row(
 
 def _gpt(found: Mapping[str, Any]) -> str:
     return f"GPT, {found['parameters'] / 1e6:.1f} M"
+
+
+def _tokens(gpt: GptShape) -> str:
+    return f"{gpt.batch} x {gpt.context:,}"
+
+
+def _of_each(rates: Sequence[float]) -> str:
+    return " and ".join(f"{rate:.1f}" for rate in rates)
+
+
+def _say(what: str) -> None:
+    """At once: who waits sees what there is already."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def _scaled(seconds: Sequence[float], scale: float) -> list[float]:

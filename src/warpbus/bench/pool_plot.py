@@ -51,7 +51,11 @@ def _operators(axis: Axes, records: Sequence[Record]) -> None:
 
 def _slower(axis: Axes, records: Sequence[Record]) -> None:
     """How many times as long a step takes over each link."""
-    names = [f"{record.case['of']}, {record.case['link']}" for record in records]
+    names = [
+        f"{record.case['of']}, {record.case['link']}"
+        + (f"\n{record.case['tokens']} tokens" if "tokens" in record.case else "")
+        for record in records
+    ]
     axis.barh(range(len(records)), [1 / record.ratio for record in records], 0.6, color=_OURS)
     axis.axvline(1.0, color=_PEER, lw=1.5)
     axis.set_yticks(range(len(records)), names)

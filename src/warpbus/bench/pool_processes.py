@@ -59,8 +59,29 @@ def do(job: str, place: Place, **arguments: Any) -> dict[str, Any]:
         return _answer(job, process)
 
 
-def tenants(place: Place, shares: Sequence[float], **arguments: Any) -> list[dict[str, Any]]:
-    """What several tenants give that begin at the same moment, in the order of their shares.
+class Tenants:
+    """Tenants that are connected, and rest until they are told to begin."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+        self._processes = processes
+
+    def measure(self, *which: int) -> list[float]:
+        """Products a second of some of them, by index, that begin at the same moment.
+
+        Raises:
+            DeviceError: one of them failed.
+        """
+        for index in which:
+            stdin = self._processes[index].stdin
+            assert stdin is not None
+            stdin.write("go\n")
+            stdin.flush()
+        return [float(json.loads(_line(self._processes[index]))["products"]) for index in which]
+
+
+@contextmanager
+def tenants(place: Place, shares: Sequence[float], **arguments: Any) -> Iterator[Tenants]:
+    """Tenants with these shares, which start at the same time.
 
     Raises:
         DeviceError: one of them failed.
@@ -68,14 +89,8 @@ def tenants(place: Place, shares: Sequence[float], **arguments: Any) -> list[dic
     processes = [_client("tenant", place, {**arguments, "share": share}) for share in shares]
     try:
         for process in processes:
-            assert process.stdout is not None
-            if process.stdout.readline().strip() != "ready":
-                _answer("tenant", process)
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        return [_answer("tenant", process) for process in processes]
+            _line(process)  # "ready"
+        yield Tenants(processes)
     finally:
         for process in processes:
             process.kill()
@@ -106,6 +121,16 @@ def _client(job: str, place: Place, arguments: dict[str, Any]) -> subprocess.Pop
     )
 
 
+def _line(process: subprocess.Popen[str]) -> str:
+    """The next line that a tenant says. Raises DeviceError where it ends instead."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        _answer("tenant", process)
+        raise DeviceError("bench pool: tenant ended before it was told to")
+    return line
+
+
 def _answer(job: str, process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         said, complaint = process.communicate(timeout=_SECONDS_OF_A_JOB)
@@ -115,7 +140,7 @@ def _answer(job: str, process: subprocess.Popen[str]) -> dict[str, Any]:
     if process.returncode:
         lines = complaint.strip().splitlines() or [f"it ended with {process.returncode}"]
         raise DeviceError(f"bench pool: {job} failed: {lines[-1]}")
-    found: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads((said.strip().splitlines() or ["{}"])[-1])
     return found
 
 

@@ -1,8 +1,10 @@
 """What tenants see of each other and of moves: their share of a GPU's time, and how long a move stops them."""
 
+import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ _PIECE = 16 << 20  # bytes of one of the tensors of a state
 
 
 def tenant(address: str, memory: int, share: float, side: int, dtype: str, seconds: float) -> dict[str, Any]:
-    """Multiply matrices without a pause, from a line on standard input on; how many a second, in the middle of it.
+    """Multiply matrices without a pause, for each line on standard input; print how many a second, as a line of JSON.
 
     Args:
         side: of the matrices.
@@ -23,26 +25,35 @@ def tenant(address: str, memory: int, share: float, side: int, dtype: str, secon
     with connect(address, memory=memory, share=share) as gpu:
         a = torch.ones(side, side, dtype=getattr(torch, dtype), device=gpu.device)
         out = torch.empty_like(a)
-        for _ in range(2 * _WINDOW):
-            torch.mm(a, a, out=out)
-        gpu.synchronize()
-        print("ready", flush=True)
-        sys.stdin.readline()
-        started = time.perf_counter()
-        first: tuple[float, int] | None = None
-        last = (started, 0)
-        done = 0
-        while (now := time.perf_counter()) < started + seconds:
-            if now >= started + 0.1 * seconds and first is None:
-                first = (now, done)
-            if now <= started + 0.9 * seconds:
-                last = (now, done)
+
+        def multiply() -> None:
             for _ in range(_WINDOW):
                 torch.mm(a, a, out=out)
             gpu.synchronize()
-            done += _WINDOW
-        assert first is not None
-        return {"products": (last[1] - first[1]) / (last[0] - first[0]), "gpu": gpu.name}
+
+        multiply()
+        print("ready", flush=True)
+        while sys.stdin.readline():
+            print(json.dumps({"products": _products(multiply, seconds)}), flush=True)
+    return {}
+
+
+def _products(multiply: Callable[[], None], seconds: float) -> float:
+    """Products a second, in the middle of so many seconds."""
+    started = time.perf_counter()
+    first: tuple[float, int] | None = None
+    last = (started, 0)
+    done = 0
+    while (now := time.perf_counter()) < started + seconds or last[1] == 0:
+        if now >= started + 0.1 * seconds and first is None:
+            first = (now, done)
+        if now <= started + 0.9 * seconds or last[1] == 0:
+            last = (now, done)
+        multiply()
+        done += _WINDOW
+    if first is None or last[1] <= first[1]:  # a device so slow that the middle has no two looks at the clock
+        first, last = (started, 0), (time.perf_counter(), done)
+    return (last[1] - first[1]) / (last[0] - first[0])
 
 
 def migration(address: str, targets: list[str], nbytes: int, rounds: int, writing: bool) -> dict[str, Any]:

@@ -123,6 +123,8 @@ def training(address: str, device: str | None, shape: dict[str, Any], steps: int
     losses: dict[str, list[float]] = {}
     if device is not None:
         seconds["local"], losses["local"] = _rounds(Training(gpt, wanted, torch.device(device)), steps, rounds)
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()  # the lease needs as much
     with connect(address, memory=memory) as gpu:
         side = Training(gpt, wanted, gpu.device)
         seconds["remote"], losses["remote"] = _rounds(side, steps, rounds)

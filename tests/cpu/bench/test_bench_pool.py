@@ -2,6 +2,7 @@
 
 import socket
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from warpbus.bench.pool import PARTS, Work, pool_benchmark
 from warpbus.bench.pool_client import _echoed, operator_calls
 from warpbus.bench.pool_plot import pool_figure
 from warpbus.bench.pool_processes import Place, do, echo
+from warpbus.bench.pool_tenants import _products
 from warpbus.bench.pool_training import SMALL_GPT, Gpt, GptShape, Training
 from warpbus.errors import DeviceError, UsageError
 
@@ -100,6 +102,51 @@ def test_a_training_step_is_counted(asked):
     assert (step.unit, step.ours, step.ratio) == ("ms", pytest.approx(30), pytest.approx(2 / 3))
     assert (trips.metric, trips.ours, trips.ratio) == ("count", 1.0, 1.0)
     assert (sent.ours, sent.peer.value) == (9000.0, 8 * SMALL_GPT.batch * (SMALL_GPT.context + 1))
+
+
+def test_a_large_batch_that_does_not_fit_is_left_out(asked, monkeypatch):
+    def do(job, place, *, shape, **_):
+        if shape["batch"] > 8:
+            raise DeviceError("no GPU of the pool can hold a lease of 65.00 GB")
+        return ANSWERS[job]
+
+    monkeypatch.setattr(pool, "LITTLE", replace(pool.LITTLE, gpts=pool.FULL.gpts))
+    records, notes = records_of("training")
+    assert [record.case["tokens"] for record in records] == 3 * ["8 x 512"] + 3 * ["32 x 1,024"]
+    monkeypatch.setattr(pool, "do", do)
+    records, notes = records_of("training")
+    assert {record.case["tokens"] for record in records} == {"8 x 512"}
+    assert "training steps of 32 x 1,024 tokens were left out: no GPU of the pool can hold a lease of 65.00 GB" in notes
+
+
+def test_tenants_get_parts_of_what_both_get(monkeypatch, capsys):
+    class Both:
+        def measure(self, *which):
+            return [(100.0, 300.0)[index] * (1 if len(which) == 2 else 1.5) for index in which]
+
+    @contextmanager
+    def tenants(place, shares, **_):
+        yield Both()
+
+    monkeypatch.setattr(pool, "tenants", tenants)
+    measured = pool._Measured(Run(torch.device("cpu"), ""), pool.LITTLE, Work())
+    rows = measured._shared(Place("warpbus://127.0.0.1:7700"), "mps")
+    got = [(row.parameters["of"], row.parameters["granted"], row.ours, row.peers[0][2]) for row in rows]
+    rate = 2 * pool.LITTLE.side**3 / 1e12
+    assert got == [
+        ("share", 0.25, pytest.approx([25.0] * 3), [25.0]),
+        ("beside another", 0.25, pytest.approx([100 * rate] * 3), pytest.approx([150 * rate] * 2)),
+        ("share", 0.75, pytest.approx([75.0] * 3), [75.0]),
+        ("beside another", 0.75, pytest.approx([300 * rate] * 3), pytest.approx([450 * rate] * 2)),
+    ]
+    assert len(capsys.readouterr().err.splitlines()) == 1 + 3 + 2
+
+
+def test_a_tenant_multiplies_in_the_middle_of_its_time():
+    done = []
+    assert _products(lambda: done.append(1), 0.02) > 0
+    assert _products(lambda: done.append(1), 0.0) > 0  # a device that is slower than its time
+    assert done
 
 
 def test_links_have_their_rate_as_limit(asked):
