@@ -125,7 +125,7 @@ def loss_and_gradients(model, tokens, compiled=False, rounded=True):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_qlora_in_a_decoder(compiled, recompute):
-    """Against LoRA on the dequantized weights in float32: as near to it as they themselves are in bfloat16."""
+    """Against LoRA on the dequantized weights in float32: as near to it as those are in bfloat16, compiled or not."""
     model = random_model(SMALL, Scheme.parse("w4a16-g128"), "cuda", torch.bfloat16)
     dense = random_model(SMALL, None, "cuda", torch.bfloat16)
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_qlora_in_a_decoder(compiled, recompute):
     if recompute:
         recompute_layers(model)
     tokens = torch.randint(1000, (2, 128), device="cuda")
-    found, rounded = loss_and_gradients(model, tokens, compiled), loss_and_gradients(dense, tokens)
+    found, rounded = (loss_and_gradients(each, tokens, compiled) for each in (model, dense))
     exact = loss_and_gradients(dense.float(), tokens, rounded=False)
     assert float(found[0] / exact[0]) == pytest.approx(1, abs=5e-3)
     assert found[1].keys() == exact[1].keys()

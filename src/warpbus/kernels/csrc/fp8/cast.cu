@@ -18,6 +18,7 @@ constexpr int kWarps = kBlock / 32;
 constexpr float kLargest = E4M3 ? 448.0f : 57344.0f;
 constexpr float kSmallest = 1e-12f;  // a largest magnitude below is taken for this: zeros have a scale too
 
+// What they write, x and the scale, is not __restrict__: loads of what nobody writes in a kernel could move ahead of it.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
@@ -54,7 +55,7 @@ __device__ __forceinline__ float as_float(unsigned int bits) {
 // `chunks` of 16 bytes. Blocks meet in counters[1]; counters[0] tells which comes last. Both are zero, and left at zero.
 // A maximum is the same in any order.
 extern "C" __global__ void __launch_bounds__(kBlock)
-    fp8_scale(const uint4* __restrict__ x, float* __restrict__ scale, unsigned int* counters, long long chunks) {
+    fp8_scale(const uint4* x, float* __restrict__ scale, unsigned int* counters, long long chunks) {
     __shared__ unsigned int of_warp[kWarps];
     wait_for_earlier_kernels();
     const long long stride = static_cast<long long>(gridDim.x) * kBlock;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void turn(const unsigned int (&rows)[4], unsigned int
 __device__ __forceinline__ int place(int column, int chunk) { return column * kChunks + (chunk ^ column / 4 % kChunks); }
 
 extern "C" __global__ void __launch_bounds__(kBlock, 3)
-    fp8_cast(const ELEMENT* __restrict__ x, const float* __restrict__ scale, unsigned char* __restrict__ codes,
+    fp8_cast(const ELEMENT* x, const float* scale, unsigned char* __restrict__ codes,
              unsigned char* __restrict__ transposed, int m, int n, int padded) {
     __shared__ uint4 turned[kTile * kChunks];
     wait_for_earlier_kernels();
