@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from warpbus.bench.servers import serving
 from warpbus.errors import DeviceError
 
 _SECONDS_OF_A_JOB = 900.0
+_SECONDS_OF_A_TENANT = 120.0  # until it is ready, or has measured once
 _BURST_SECONDS = 0.001  # of a shaped link: at its rate, the bytes that may come at once
 
 
@@ -122,9 +124,14 @@ def _client(job: str, place: Place, arguments: dict[str, Any]) -> subprocess.Pop
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    """The next line that a tenant says. Raises DeviceError where it ends instead."""
+    """The next line that a tenant says. Raises DeviceError where it ends instead, or says nothing for too long."""
     assert process.stdout is not None
-    line = process.stdout.readline()
+    limit = threading.Timer(_SECONDS_OF_A_TENANT, process.kill)
+    limit.start()
+    try:
+        line = process.stdout.readline()
+    finally:
+        limit.cancel()
     if not line:
         _answer("tenant", process)
         raise DeviceError("bench pool: tenant ended before it was told to")
