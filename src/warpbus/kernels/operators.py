@@ -39,8 +39,10 @@ def operator(
 def autocast(tensor: Tensor) -> Tensor:
     """The tensor in the dtype of an enclosing `torch.autocast`, or as it is."""
     device = tensor.device.type
-    # torch knows autocast for devices that compute; "meta" is none of them.
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # torch knows autocast for devices that compute; "meta" is none of them. Older compilers cannot trace the question.
+    if device not in ("cuda", "cpu") and not torch.amp.is_autocast_available(device):
+        return tensor
+    if not torch.is_autocast_enabled(device):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
 

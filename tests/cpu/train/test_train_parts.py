@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.errors import UsageError
-from warpbus.models import Decoder, ModelConfig
+from warpbus.kernels.ops.packed import pack
+from warpbus.models import Decoder, ModelConfig, random_model
 from warpbus.models.config import RopeConfig
 from warpbus.models.layers import QuantizedLinear, project
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.train.fp8 import E4M3, E5M2, Fp8Linear, FrozenFp8Linear, to_fp8, use_fp8
 from warpbus.train.lora import LoraLinear, attach_lora, lora_of
 from warpbus.train.loss import summed_cross_entropy
+from warpbus.train.methods import FullMethod, LoraMethod, Method
 from warpbus.train.recompute import recompute_layers
 
 CONFIG = ModelConfig(
@@ -243,21 +245,42 @@ def test_the_last_product_of_a_layer_is_not_computed_again() -> None:
     assert computed == {"gate_up": 6, "down": 3}
 
 
-@pytest.mark.parametrize("every", [0, 1])
-def test_lora_is_traced_as_one_graph(every: int) -> None:
-    model = decoder(replace(CONFIG, num_layers=1))
-    attach_lora(model, rank=2, alpha=4.0)
-    learnt(model)
-    if every:
-        recompute_layers(model, every)
+@pytest.mark.parametrize("one_document", [True, False])
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("kind", ["full", "lora", "fp8", "packed"])
+def test_training_is_traced_as_one_graph(kind: str, recompute: int, one_document: bool) -> None:
+    config = replace(CONFIG, num_layers=1, hidden_size=128, ffn_size=64)
+    model = decoder(config)
+    made: Method = FullMethod(model)
+    if kind == "packed":
+        scheme = Scheme.parse("w4a16-g64")
+        model = random_model(config, scheme, "cpu", torch.bfloat16)
+        for linear in model.modules():
+            if isinstance(linear, QuantizedLinear):
+                linear._hold(pack(linear.weight, torch.bfloat16))  # as a GPU holds it
+    if kind in ("lora", "packed"):
+        attach_lora(model, rank=2, alpha=4.0)
+        learnt(model)
+        made = LoraMethod(model)
+    if kind == "fp8":
+        use_fp8(model)
+    if recompute:
+        recompute_layers(model, recompute)
+    documents = None if one_document else torch.zeros_like(TOKENS)
+    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+
+    def hidden(tokens: Tensor) -> Tensor:
+        return made.hidden(tokens, positions, documents)
 
     def gradients(hidden: Callable[[Tensor], Tensor]) -> list[Tensor]:
         model.zero_grad()
-        hidden(TOKENS).square().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "packed"):
+            hidden(TOKENS).square().sum().backward()
         return [each.grad for each in model.parameters() if each.grad is not None]
 
-    expected = gradients(model.hidden)
-    torch.testing.assert_close(gradients(torch.compile(model.hidden, backend="aot_eager", fullgraph=True)), expected)
+    expected = gradients(hidden)
+    torch.compiler.reset()  # it counts how often these functions were compiled
+    torch.testing.assert_close(gradients(torch.compile(hidden, backend="aot_eager", fullgraph=True)), expected)
 
 
 def test_fp8_scales_fill_the_format() -> None:

@@ -25,6 +25,11 @@ def gpu_has_kernels(device: torch.device) -> bool:
     return capability is not None and capability >= _OLDEST
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it warns of caches
 def _is_young_enough(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= _OLDEST
+    return _capability(device) >= _OLDEST
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
