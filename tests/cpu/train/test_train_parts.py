@@ -280,7 +280,9 @@ def test_training_is_traced_as_one_graph(kind: str, recompute: int, one_document
 
     expected = gradients(hidden)
     torch.compiler.reset()  # it counts how often these functions were compiled
-    torch.testing.assert_close(gradients(torch.compile(hidden, backend="aot_eager", fullgraph=True)), expected)
+    found = gradients(torch.compile(hidden, backend="aot_eager", fullgraph=True))
+    for gradient, other in zip(found, expected, strict=True):
+        assert float((gradient - other).norm()) <= 0.02 * float(other.norm())  # a code may be rounded the other way
 
 
 def test_fp8_scales_fill_the_format() -> None:
