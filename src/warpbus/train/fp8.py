@@ -210,4 +210,6 @@ def _multiply(
         return torch._scaled_mm(
             a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast
         )
-    return ((a.float() @ b.float().T) * (a_scale * b_scale)).to(dtype)
+    product = (a.float() @ b.float().T) * (a_scale * b_scale)
+    # torch 2.11 compiles a Function whose output is a conversion that does nothing to one without gradients.
+    return product if dtype == product.dtype else product.to(dtype)
