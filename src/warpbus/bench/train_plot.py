@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from warpbus.bench.records import Record
 
+_FAR_APART = 20  # of which bars the smaller could not be seen beside the larger
 _OURS, _PEER, _LIMIT = "#0072B2", "#009E73", "#7f7f7f"
 _PANELS = (
     ("speed", "tokens/s, more is better"),
@@ -43,6 +45,11 @@ def _bars(axis: Axes, records: Sequence[Record], ways: Sequence[str]) -> None:
         axis.plot(list(limits.values()), [places[way] for way in limits], "|", color=_LIMIT, ms=16, label="limit")
     axis.set_yticks(range(len(ways)), ways)
     axis.set_ylim(len(ways) - 0.5, -0.5)
+    drawn = [*ours.values(), *plain.values()]
+    if min(drawn) > 0 and max(drawn) > _FAR_APART * min(drawn):
+        axis.set_xscale("log")
+    else:
+        axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.xaxis.set_major_formatter("{x:,.12g}")
     axis.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3)
 
