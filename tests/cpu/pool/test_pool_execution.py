@@ -245,6 +245,40 @@ def test_out_must_have_the_right_size(hand):
     assert len(hand.executor.storages.raw(small)) == 16
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_out_must_have_the_right_size_where_meta_tensors_cannot_tell(hand):
+    x, small = hand.put(torch.ones(64)), hand.empty((4,))
+    big = contiguous(torch.float32, (64,))
+    out = Signature("aten::_logcumsumexp.out", (Input(0), 0), (("out", Input(1)),), (big, VECTOR), (), (New(big, 256),))
+    hand.signed(out, [x, small])
+    (failure,) = hand.send()
+    assert "another size" in failure.message
+    assert used(hand) == 256
+    assert hand.executor.storages.live[small].failure is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda:1"])
+@pytest.mark.parametrize("name", ["aten::zeros_like", "aten::_to_copy"])
+def test_a_client_names_no_device(hand, name, device):
+    x = hand.put(torch.ones(4))
+    lie = Signature(name, (Input(0),), (("device", device),), (VECTOR,), (), (New(VECTOR, 16),))
+    hand.signed(lie, [x])
+    (failure,) = hand.send()
+    assert "does not choose" in failure.message
+    assert used(hand) == 16
+
+
+def test_results_that_are_marked_as_conjugate_are_resolved(hand):
+    a = torch.tensor([[2 + 1j, 1j], [0.5 - 1j, 3]])
+    b = torch.tensor([[1 + 2j, 3j]])
+    factors, pivots, _ = torch.ops.aten.linalg_lu_factor_ex(a)
+    expected = torch.linalg.lu_solve(factors, pivots, b, left=False).resolve_conj()
+    x = hand.call("aten::linalg_lu_solve", hand.put(factors), hand.put(pivots), hand.put(b), left=False)
+    assert hand.send() == []
+    data = hand.executor.storages.read(x, 0, 16)
+    assert torch.allclose(torch.frombuffer(bytearray(data), dtype=torch.complex64), expected.flatten())
+
+
 def test_dynamic_calls_change_no_sizes(hand):
     x, out = hand.put(torch.ones(64)), hand.empty((1, 1), torch.int64)
     signature = Signature(

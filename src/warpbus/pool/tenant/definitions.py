@@ -74,14 +74,18 @@ class Definition:
         self._zero = signature.operator.partition(".")[0] in _UNWRITTEN
         self._device = storages.device
         self._fill(signature)
-        alone = len(outputs) == 1 and len(self.news) == 1 and bool(self.places) and _dense(self.news[0])
-        self.only: Place | None = self.news[0][0] if alone and not self._zero else None
         self.refusal: Exception | None = None
         self._verified = False
         try:
             self._verify(function)
         except Exception as error:  # whatever PyTorch raises for such arguments: it is what the call would raise
             self.refusal = error
+        alone = len(outputs) == 1 and len(self.news) == 1 and bool(self.places) and _dense(self.news[0])
+        # What such a call gives is not looked at closely: an `out=` that could change its size has to be, and numbers
+        # that may be marked as conjugate.
+        looked_at = self._zero or (self.written and not self._verified)
+        looked_at = looked_at or any(place.geometry.dtype.is_complex for place, _ in self.news)
+        self.only: Place | None = self.news[0][0] if alone and not looked_at else None
 
     def run(self, values: Values) -> Any:
         """Call the operator; `values` are the tensors, then the numbers."""
@@ -140,7 +144,15 @@ class Definition:
                 raise DeviceError(f"{self.operator} made a tensor that it writes another size; give it the right one")
 
     def _verify(self, function: torch._ops.OpOverload) -> None:
-        """What the client announced is what meta tensors say."""
+        """What the client announced is what meta tensors say, and no device is named."""
+        schema = function._schema.arguments
+        devices = {argument.name for argument in schema if "Device" in str(argument.type)}
+        named = [(argument.name, value) for argument, value in zip(schema, self.signature.arguments, strict=False)]
+        for name, value in (*named, *self.signature.keywords):
+            if name in devices and not (value is None or isinstance(value, Device)):
+                raise DeviceError(
+                    f"{self.operator}: {name}={value!r:.40}: a client does not choose the tenant's device"
+                )
         announced = self.signature.outputs
         for output in announced or ():
             if isinstance(output, New) and output.geometry.offset:
@@ -203,10 +215,15 @@ class Definition:
 
 
 def owns(tensor: Tensor, nbytes: int, known: Set[int]) -> bool:
-    """Whether a tensor is all of a storage of so many bytes that nothing else uses, and its `id` not among `known`."""
+    """Whether a tensor is all of a storage of so many bytes that nothing else uses, and its `id` not among `known`.
+
+    The bytes have to be its numbers: those of a tensor that PyTorch marks as conjugate, or as negative, are not."""
     storage = tensor.untyped_storage()
     return (
-        storage.nbytes() == nbytes and torch._C._storage_Use_Count(storage._cdata) == ALONE and id(tensor) not in known
+        storage.nbytes() == nbytes
+        and torch._C._storage_Use_Count(storage._cdata) == ALONE
+        and id(tensor) not in known
+        and not (tensor.is_conj() or tensor.is_neg())
     )
 
 
