@@ -257,6 +257,26 @@ def test_out_must_have_the_right_size_where_meta_tensors_cannot_tell(hand):
     assert hand.executor.storages.live[small].failure is not None
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_call_that_fails_after_it_changed_a_size_leaves_no_memory_uncharged(hand, recorded):
+    x, small = hand.put(torch.ones(64)), hand.empty((4,))
+    big, wrong = contiguous(torch.float32, (64,)), contiguous(torch.float32, (32,))
+    # It is announced wrongly: the operator has made its output larger when that comes out.
+    outputs = (New(wrong, 128),)
+    out = Signature("aten::_logcumsumexp.out", (Input(0), 0), (("out", Input(1)),), (big, VECTOR), (), outputs)
+    if recorded:
+        hand.writer.record(1)
+    hand.signed(out, [x, small])
+    if recorded:
+        hand.writer.stop()
+        hand.writer.run(1)
+    (failure,) = hand.send()
+    assert "another size" in failure.message
+    assert used(hand) == 256
+    assert hand.executor.storages.live[small].failure is not None
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda:1"])
 @pytest.mark.parametrize("name", ["aten::zeros_like", "aten::_to_copy"])
 def test_a_client_names_no_device(hand, name, device):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import DeviceError
+from warpbus.pool.protocol.failures import Failure
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.inference import flat, infer
 from warpbus.pool.protocol.instructions import layout
@@ -142,6 +143,16 @@ class Definition:
             geometry = self.places[index].geometry
             if tensors[index].shape != geometry.shape or tensors[index].stride() != geometry.stride:
                 raise DeviceError(f"{self.operator} made a tensor that it writes another size; give it the right one")
+
+    def poison_resized(self, handles: Sequence[int], storages: Storages, failure: Failure) -> None:
+        """After a call that failed: memory that it has made more of than is charged is let go of."""
+        if self._verified:
+            return
+        for index in self.written:
+            storage, place = storages.live.get(handles[index]), self.places[index]
+            view = None if storage is None else storage.views.get(place)
+            if view is not None and (view.shape != place.geometry.shape or view.stride() != place.geometry.stride):
+                storages.poison(handles[index], failure)
 
     def _verify(self, function: torch._ops.OpOverload) -> None:
         """What the client announced is what meta tensors say, and no device is named."""

@@ -252,13 +252,7 @@ class Executor:
     def _settle(self, definition: Definition, operands: tuple[Any, ...], values: list[Any], result: Any) -> None:
         """Keep the results of a call that has not just one."""
         handles = operands[definition.carried :]
-        try:
-            definition.check_written(values)
-        except DeviceError as error:
-            failure = Failure.of(error, definition.operator, self.executed)
-            for index in definition.written:
-                self.storages.poison(operands[index], failure)
-            raise
+        definition.check_written(values)
         if definition.dynamic:
             self._settle_dynamic(definition, handles, values, result)
         elif handles:
@@ -294,6 +288,7 @@ class Executor:
         if poisoned:  # it should have been written from what was never computed
             handles += [operands[index] for index in definition.written]
         self._poison(handles, failure, new=len(operands) - definition.carried)
+        definition.poison_resized(operands, self.storages, failure)
 
     def _poison(self, handles: list[int], failure: Failure, *, new: int) -> None:
         """Poison storages, the first `new` of which were to be made: one that is there already is another's."""

@@ -188,6 +188,10 @@ class Programs:
             self._forget(program)
             for handle in program.made:
                 self._storages.poison(handle, failure)
+            for step in program.steps:
+                if not isinstance(step, int):
+                    definition, operands = step
+                    definition.poison_resized(operands, self._storages, failure)
 
     def drop(self, number: int) -> None:
         """Forget a program; what it made stays if the client has not let go of it."""
