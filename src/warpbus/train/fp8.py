@@ -67,7 +67,8 @@ class FrozenFp8Linear(nn.Module):
         inside, after = _bias(self.bias, x)
         rows = x.reshape(-1, self.in_features)
         y: Tensor = _FrozenFp8Product.apply(rows, self.codes, self.transposed, self.scale, inside)
-        y = y.view(*x.shape[:-1], self.out_features)
+        if x.dim() != 2:  # of a view, LoRA could not add its part in place
+            y = y.view(*x.shape[:-1], self.out_features)
         return y if after is None else y + after
 
     def extra_repr(self) -> str:

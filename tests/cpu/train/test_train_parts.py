@@ -145,6 +145,40 @@ def test_lora_on_quantized_weights() -> None:
         torch.testing.assert_close(gradient, theirs[1][name], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["dense", "fp8", "packed"])
+@pytest.mark.parametrize("learns", [True, False])
+def test_lora_adds_its_part_in_place(kind: str, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    base: nn.Module = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    if kind == "fp8":
+        base = FrozenFp8Linear(base)
+    if kind == "packed":
+        codes = torch.randint(0, 16, (32, 64), dtype=torch.uint8)
+        quantized = QTensor.from_codes(Scheme.parse("w4a16"), codes, torch.rand(32, 1) * 0.05)
+        base = QuantizedLinear(pack(quantized, torch.bfloat16))
+    lora = LoraLinear(base, 2, 4.0)
+    nn.init.normal_(lora.b, std=0.1)
+    given = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    found = []
+    for refused in (torch.addmm, Tensor.addmm_):
+
+        def fail(*_: object, **__: object) -> None:
+            raise AssertionError("the other one adds")
+
+        x = given.clone().requires_grad_(learns)
+        with monkeypatch.context() as patched:
+            if refused is torch.addmm:
+                patched.setattr(torch, "addmm", fail)
+            else:  # as for a base whose output is a view
+                patched.setattr(Tensor, "_is_view", lambda _: True)
+                patched.setattr(Tensor, "addmm_", fail)
+            y = lora(x)
+        lora.zero_grad()
+        y.float().square().sum().backward()
+        found.append([y.detach(), *(each.grad for each in (x, lora.a, lora.b))])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
 def test_lora_targets_that_are_not_there() -> None:
     with pytest.raises(UsageError, match=r"choose among attention.qkv, attention.o, mlp.gate_up, mlp.down"):
         attach_lora(decoder(), rank=4, alpha=8.0, targets=["q_proj"])

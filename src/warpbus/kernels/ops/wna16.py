@@ -80,7 +80,8 @@ def wna16_linear(
         *(weight.codes, weight.scales, weight.zeros, n, weight.scheme.bits, group),
         *(bias, norm, eps, None if residual is None else residual.reshape(m, columns), activation),
     )
-    return out.view(*x.shape[:-1], columns)
+    # A view is nothing that LoRA could add its part to in place.
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], columns)
 
 
 def _launch(
