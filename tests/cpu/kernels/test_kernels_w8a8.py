@@ -243,3 +243,11 @@ def test_every_gpu_has_a_kernel_for_what_it_has_instructions_for():
             reaches = runs_on(arch, "sm_80" if dtype == torch.int8 else "sm_89")
             kernels = [kernel for (_, codes, _), kernel in w8a8._AMPERE_KERNELS.items() if codes == dtype]
             assert all(kernel.unit.runs_on(arch) == reaches for kernel in kernels)
+
+
+def test_a_product_of_rows_is_no_view() -> None:
+    """So that LoRA can add its part in place."""
+    x, weight = torch.randn(3, 32, dtype=torch.bfloat16), torch.randint(-127, 128, (16, 32), dtype=torch.int8)
+    y = w8a8_linear(x, weight, torch.rand(16))
+    assert not y._is_view()
+    assert torch.equal(w8a8_linear(x[None], weight, torch.ones(16))[0], w8a8_linear(x, weight, torch.ones(16)))

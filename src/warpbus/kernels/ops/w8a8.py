@@ -100,7 +100,9 @@ def w8a8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | 
     if x.device != weight.device:
         raise TensorError(f"w8a8_linear: weight is on {weight.device} and x on {x.device}: move one with .to()")
     codes, scales = _quantize(x.reshape(prod(x.shape[:-1]), k), weight.dtype)
-    return scaled_gemm(codes, scales, weight, weight_scale, bias, x.dtype).reshape(*x.shape[:-1], n)
+    y = scaled_gemm(codes, scales, weight, weight_scale, bias, x.dtype)
+    # A view is nothing that LoRA could add its part to in place.
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
 
 
 def scaled_gemm(
