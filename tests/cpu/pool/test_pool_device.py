@@ -118,6 +118,23 @@ def test_double_backward(both: tuple[Session, Executor]) -> None:
     assert torch.equal(gradient(drawn(5).to(REMOTE)).cpu(), gradient(drawn(5)))
 
 
+def test_conjugates_are_computed(both: tuple[Session, Executor]) -> None:
+    a, b = torch.view_as_complex(drawn(2, 3, 3, 2))
+    for compute in (
+        lambda x, y: x.conj(),
+        lambda x, y: x.mH @ y,
+        lambda x, y: x.conj().imag + y.real,
+        lambda x, y: torch.linalg.solve(x, y, left=False),
+        lambda x, y: (x.conj() * y).resolve_conj().resolve_neg(),
+    ):
+        (near, far) = ([x.clone().to(device).requires_grad_() for x in (a, b)] for device in ("cpu", REMOTE))
+        expected, found = compute(*near), compute(*far)
+        torch.testing.assert_close(found.cpu(), expected.resolve_conj().resolve_neg())
+        expected.abs().sum().backward()
+        found.abs().sum().backward()
+        torch.testing.assert_close(far[0].grad.cpu(), near[0].grad)
+
+
 def test_checkpointed_layers(both: tuple[Session, Executor]) -> None:
     layer = torch.nn.Linear(4, 4)
     remote = copy.deepcopy(layer).to(REMOTE)

@@ -132,6 +132,9 @@ def _register_views(library: torch.library.Library) -> None:
     for name in _VIEWS:
         operator = getattr(torch.ops.aten, name).default
         library.impl(name, functools.partial(operator._handle.redispatch_boxed, META), _KEY)
+    # A tensor that is only marked as conjugate or negative would go to the pool without its mark.
+    library.impl("_conj", torch.ops.aten.conj_physical.default, _KEY)
+    library.impl("_neg_view", torch.ops.aten.neg.default, _KEY)
 
 
 def _register_transfers(library: torch.library.Library) -> None:
