@@ -1,7 +1,6 @@
 """`pool`: what a GPU costs that is reached over a pool, how shares are kept, and how long a move stops its client."""
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ from warpbus.bench.pool_plot import WAIT, pool_figure
 from warpbus.bench.pool_processes import Place, daemon, do, echo, link, tenants, why_no_links
 from warpbus.bench.pool_training import SMALL_GPT, GptShape
 from warpbus.bench.records import Parameter
+from warpbus.bench.report import say
 from warpbus.bench.serving import SMALL
 from warpbus.errors import DeviceError, UsageError
 from warpbus.models import SHAPES
@@ -319,14 +319,14 @@ class _Measured:
         rate = 2 * effort.side**3 / 1e12
         together: list[list[float]] = []
         alone: list[list[float]] = [[] for _ in _SHARES]
-        _say(f"shares by {sharing}: the tenants start")
+        say(f"shares by {sharing}: the tenants start")
         with tenants(place, _SHARES, **wanted) as both:
             for _ in range(effort.rounds):
                 together.append([rate * products for products in both.measure(*range(len(_SHARES)))])
-                _say(f"shares by {sharing}, together: {_of_each(together[-1])} TFLOP/s")
+                say(f"shares by {sharing}, together: {_of_each(together[-1])} TFLOP/s")
             for index, share in enumerate(_SHARES):
                 alone[index] = [rate * products for _ in range(_ALONE) for products in both.measure(index)]
-                _say(f"shares by {sharing}, {share} alone: {_of_each(alone[index])} TFLOP/s")
+                say(f"shares by {sharing}, {share} alone: {_of_each(alone[index])} TFLOP/s")
         rows: list[Result] = []
         for index, share in enumerate(_SHARES):
             case: dict[str, Parameter] = {"sharing": sharing, "granted": share}
@@ -389,11 +389,6 @@ def _tokens(gpt: GptShape) -> str:
 
 def _of_each(rates: Sequence[float]) -> str:
     return " and ".join(f"{rate:.1f}" for rate in rates)
-
-
-def _say(what: str) -> None:
-    """At once: who waits sees what there is already."""
-    print(what, file=sys.stderr, flush=True)
 
 
 def _scaled(seconds: Sequence[float], scale: float) -> list[float]:

@@ -1,5 +1,6 @@
-"""Records as a table for the terminal."""
+"""Records as a table for the terminal, and what is told before there are any."""
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -10,6 +11,11 @@ from warpbus.bench.records import Parameter, Record
 
 # How a case was timed, and of how many requests a load was, is for the file.
 _FOR_THE_FILE = {"timed", "requests"}
+
+
+def say(what: str) -> None:
+    """A line on stderr, at once: who waits sees what there is already."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def shared_and_varying(records: Sequence[Record]) -> tuple[dict[str, Parameter], list[str]]:

@@ -13,7 +13,7 @@ import warpbus
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
 from warpbus.bench.ceilings import precision_rate
 from warpbus.bench.records import Parameter
-from warpbus.bench.report import number
+from warpbus.bench.report import number, say
 from warpbus.bench.train_plot import train_figure
 from warpbus.bench.train_process import Measured, answer, job
 from warpbus.bench.train_process import Task as Training
@@ -156,6 +156,8 @@ class _Measurements:
         task = Training(self.config, settings, variant.precision == "tf32", plain, _WARM, steps)
         said: list[Measured] = []
         self._in_processes(job, count, said, task)
+        speed = count * self.rows * self.length / statistics.median(said[0].seconds)
+        say(f"{'torch, ' if plain else ''}{variant}, {count}: {number(speed)} tokens/s")
         return said
 
     def _answers(self, planned: Sequence[tuple[Variant, int]]) -> dict[bool, list[float]]:
