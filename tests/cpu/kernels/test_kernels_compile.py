@@ -16,6 +16,8 @@ GENERATIONS = ("sm_80", "sm_89", "sm_90a", "sm_120a")
 @pytest.mark.parametrize("arch", GENERATIONS)
 def test_all_units_compile_without_spills(arch):
     units = [unit for unit in all_units() if unit.runs_on(arch)]
+    if arch == "sm_89":  # the others are compiled for sm_80
+        units = [unit for unit in units if not unit.runs_on("sm_80")]
     with ThreadPoolExecutor() as pool:
         cubins = list(pool.map(lambda unit: unit.compile(arch), units))
     assert units
