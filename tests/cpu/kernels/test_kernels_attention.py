@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops import attention
@@ -317,6 +318,6 @@ def test_registered_as_an_operator(stored):
     if stored:
         given["keys"].zero_()
         given["values"].zero_()
-    torch.library.opcheck(torch.ops.warpbus.decode_attention.default, tuple(given.values()))
+    opcheck(torch.ops.warpbus.decode_attention.default, tuple(given.values()))
     compiled = torch.compile(lambda arguments: decode_attention(**arguments) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(given), decode_attention(**given) + 1)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops.cache import gather_cache
@@ -68,5 +69,5 @@ def test_what_it_refuses():
 def test_registered_as_torch_wants(stored):
     cache, scales, _ = filled(torch.float16, stored, 20)
     arguments = (cache, scales, BLOCKS[:2], 20, torch.float16)
-    checked = torch.library.opcheck(torch.ops.warpbus.gather_cache.default, arguments)
+    checked = opcheck(torch.ops.warpbus.gather_cache.default, arguments)
     assert set(checked.values()) == {"SUCCESS"}

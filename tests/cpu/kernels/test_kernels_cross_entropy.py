@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 from torch.nn import functional as F
 
 from warpbus.errors import TensorError
@@ -68,5 +69,5 @@ def test_what_it_refuses():
 def test_registered_as_torch_wants():
     operator = torch.ops.warpbus.cross_entropy.default
     for differentiated in (True, False):
-        checked = torch.library.opcheck(operator, (*drawn(3, 8, torch.float32), differentiated))
+        checked = opcheck(operator, (*drawn(3, 8, torch.float32), differentiated))
         assert set(checked.values()) == {"SUCCESS"}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops.elementwise import VECTOR_ADD_VARIANTS, matrix_add, sigmoid, vector_add, volume_add
@@ -78,7 +79,7 @@ def test_what_sums_refuse():
     ],
 )
 def test_registered_as_torch_wants(name, arguments):
-    checked = torch.library.opcheck(getattr(torch.ops.warpbus, name).default, arguments)
+    checked = opcheck(getattr(torch.ops.warpbus, name).default, arguments)
     assert set(checked.values()) == {"SUCCESS"}
 
 

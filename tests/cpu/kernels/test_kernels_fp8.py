@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.cuda.jit import ARCHITECTURES
 from warpbus.cuda.kernel import runs_on
@@ -86,7 +87,7 @@ def test_what_is_refused(x, dtype, message):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_registered_as_an_operator(transposed):
     x = torch.randn(5, 32).bfloat16()
-    torch.library.opcheck(torch.ops.warpbus.round_to_fp8.default, (x, E5M2, transposed))
+    opcheck(torch.ops.warpbus.round_to_fp8.default, (x, E5M2, transposed))
     compiled = torch.compile(
         lambda x: round_to_fp8(x, E4M3, transposed=transposed)[1].float() * 2, backend="eager", fullgraph=True
     )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops import wgmma
@@ -71,8 +72,8 @@ def test_what_is_rejected(call, error, message):
 
 
 def test_registered_as_operators():
-    torch.library.opcheck(torch.ops.warpbus.gemm.default, (half(2, 3), half(3, 5), half(5), "gelu", "auto"))
-    torch.library.opcheck(torch.ops.warpbus.gemv.default, (half(2, 3), half(3), None, "none"))
+    opcheck(torch.ops.warpbus.gemm.default, (half(2, 3), half(3, 5), half(5), "gelu", "auto"))
+    opcheck(torch.ops.warpbus.gemv.default, (half(2, 3), half(3), None, "none"))
     compiled = torch.compile(lambda x, w: linear(x, w) * 2, backend="eager", fullgraph=True)
     assert compiled(half(2, 3), half(5, 3)).tolist() == [[6.0] * 5] * 2
 

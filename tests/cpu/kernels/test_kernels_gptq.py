@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.errors import SchemeError, TensorError, UsageError
 from warpbus.kernels.ops import gptq as ops
@@ -222,12 +223,12 @@ def test_shapes_and_mutation_are_known_to_the_compiler():
     again = block.gradient(), block.corner, block.centred, *block.grid()
     scales = block.scales[:, 0]
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops._round_columns, block.columns(), test_utils=tests)
-    torch.library.opcheck(ops._round_again, again, test_utils=tests)
+    opcheck(ops._round_columns, block.columns(), test_utils=tests)
+    opcheck(ops._round_again, again, test_utils=tests)
     fitted = block.gradient(), members, block.centred, block.moments, scales, torch.float16
-    torch.library.opcheck(ops._fit_scales, fitted, test_utils=tests)
+    opcheck(ops._fit_scales, fitted, test_utils=tests)
     clipped = torch.ones(3, 64), torch.ones(64), 32, 4, True, torch.float16
-    torch.library.opcheck(ops._clip_search, clipped, test_utils=tests)
+    opcheck(ops._clip_search, clipped, test_utils=tests)
 
 
 def replaced(arguments, **changes):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.cuda import jit
 from warpbus.errors import DeviceError, TensorError, UsageError
@@ -138,5 +139,5 @@ def test_rungs_name_the_gpu_that_they_need(monkeypatch, rung, here, fits):
     ],
 )
 def test_registered_as_torch_wants(name, arguments):
-    checked = torch.library.opcheck(getattr(torch.ops.warpbus, name).default, arguments)
+    checked = opcheck(getattr(torch.ops.warpbus, name).default, arguments)
     assert set(checked.values()) == {"SUCCESS"}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 from torch.nn import functional as F
 
 from warpbus.errors import TensorError
@@ -106,5 +107,5 @@ def test_what_it_refuses():
     ],
 )
 def test_registered_as_torch_wants(name, arguments):
-    checked = torch.library.opcheck(getattr(torch.ops.warpbus, name).default, arguments)
+    checked = opcheck(getattr(torch.ops.warpbus, name).default, arguments)
     assert set(checked.values()) == {"SUCCESS"}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.norm import layer_norm, rms_norm, warps_of_row
@@ -84,5 +85,5 @@ def test_registered_as_torch_wants(name):
     residual = [random(3, 8, seed=2)] if name.startswith("add") else []
     bias = [random(8, seed=3)] if "layer" in name else []
     arguments = (random(3, 8), *residual, random(8, seed=1), *bias, EPS)
-    checked = torch.library.opcheck(getattr(torch.ops.warpbus, name).default, arguments)
+    checked = opcheck(getattr(torch.ops.warpbus, name).default, arguments)
     assert set(checked.values()) == {"SUCCESS"}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.rope import rope_and_cache
@@ -123,5 +124,5 @@ def test_what_it_refuses():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_registered_as_torch_wants(dtype):
     arguments = (random(5, 128), table(8), POSITIONS, SLOTS, *cache(dtype), HEADS, False)
-    checked = torch.library.opcheck(torch.ops.warpbus.rope_and_cache.default, arguments)
+    checked = opcheck(torch.ops.warpbus.rope_and_cache.default, arguments)
     assert set(checked.values()) == {"SUCCESS"}

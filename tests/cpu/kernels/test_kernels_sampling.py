@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops.sampling import argmax, sample
@@ -125,5 +126,5 @@ def test_what_they_refuse():
 @pytest.mark.parametrize("name", ["argmax", "sample"])
 def test_registered_as_torch_wants(name):
     arguments = (random(3, 8), *(columns(3) if name == "sample" else ()))
-    checked = torch.library.opcheck(getattr(torch.ops.warpbus, name).default, arguments)
+    checked = opcheck(getattr(torch.ops.warpbus, name).default, arguments)
     assert set(checked.values()) == {"SUCCESS"}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from warpbus.cuda.jit import ARCHITECTURES
 from warpbus.cuda.kernel import runs_on
@@ -184,8 +185,8 @@ def test_e4m3_on_a_gpu_without_it(monkeypatch):
 
 
 def test_registered_as_operators():
-    torch.library.opcheck(torch.ops.warpbus.quantize_tokens.default, (half(2, 3), torch.int8))
-    torch.library.opcheck(
+    opcheck(torch.ops.warpbus.quantize_tokens.default, (half(2, 3), torch.int8))
+    opcheck(
         torch.ops.warpbus.scaled_gemm.default, (codes(2, 3), scales(2), codes(5, 3), scales(5), half(5), torch.float16)
     )
     weight, scale = quantize_rows(half(5, 3), torch.int8)

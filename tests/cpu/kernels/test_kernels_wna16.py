@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.library import opcheck
 from torch.nn import functional as F
 
 from warpbus.errors import TensorError, UsageError
@@ -212,9 +213,9 @@ def test_what_is_rejected(call, error, message):
 def test_registered_as_an_operator(scheme):
     packed, x = pack(quantized(scheme), torch.float16), torch.randn(3, 128).half()
     held = packed.codes, packed.scales, packed.zeros, 48, packed.scheme.bits, packed.scheme.group_size or 0
-    torch.library.opcheck(torch.ops.warpbus.wna16.default, (x, *held, None, None, 0.0, None, "none"))
+    opcheck(torch.ops.warpbus.wna16.default, (x, *held, None, None, 0.0, None, "none"))
     rest = torch.randn(48).half(), torch.rand(128).half(), EPS, torch.randn(3, 24).half(), "swiglu"
-    torch.library.opcheck(torch.ops.warpbus.wna16.default, (x, *held, *rest))
+    opcheck(torch.ops.warpbus.wna16.default, (x, *held, *rest))
 
 
 def test_compiled():
