@@ -73,11 +73,11 @@ def test_import_is_light():
 
 
 def test_a_process_of_a_run_loads_only_what_it_needs():
-    """Each GPU has an interpreter that starts while the others wait: reading texts and drawing are not its work."""
+    """Each GPU has an interpreter that starts while the others wait: to read texts, draw or compile is not its work."""
     code = (
         "import sys, warpbus.dist.worker, warpbus.quantization.job; "
-        "print(*{'matplotlib', 'jinja2', 'typer', 'ray', 'warpbus.quantization.driver', 'warpbus.models.documents'}"
-        ".intersection(sys.modules))"
+        "print(*{'matplotlib', 'jinja2', 'typer', 'ray', 'torch._dynamo', 'warpbus.quantization.driver', "
+        "'warpbus.models.documents'}.intersection(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
@@ -89,7 +89,8 @@ def test_quantize_loads_nothing_that_it_does_not_need():
         "import sys; from warpbus.cli import main; sys.argv = ['warpbus', 'quantize', 'no-model', 'out']\n"
         "sys.argv += ['--algorithm', 'rtn', '--device', 'cpu']\n"
         "try: main()\n"
-        "finally: print(*{'matplotlib', 'warpbus.engine', 'warpbus.evaluation', 'ray'}.intersection(sys.modules))"
+        "finally: print(*{'matplotlib', 'warpbus.engine', 'warpbus.evaluation', 'torch._dynamo', 'ray'}"
+        ".intersection(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "no-model" in found.stderr

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.wna16_frozen import dequantize_columns
-from warpbus.models.layers import QuantizedLinear, RMSNorm, frozen, project
+from warpbus.models.layers import QuantizedLinear, RMSNorm, frozen, fusion, project
 from warpbus.qtensor import QTensor, Scheme
 
 SCHEMES = ["w4a16-g32", "w4a16-g64-asym", "w8a16", "w3a16-g32", "w8a8-int8", "w8a8-fp8"]
@@ -129,3 +129,8 @@ def test_compiled_it_is_the_same() -> None:
         dy = torch.randn(3, ROWS, dtype=x.dtype)
         compiled = torch.compile(layer, backend="aot_eager")
         torch.testing.assert_close(torch.autograd.grad(compiled(x), x, dy), torch.autograd.grad(layer(x), x, dy))
+
+
+def test_the_compiler_takes_the_age_of_a_gpu_for_a_constant() -> None:
+    marked = torch.compiler.assume_constant_result(lambda: None)
+    assert vars(fusion._is_young_enough) == vars(marked)  # which is set without loading the compiler

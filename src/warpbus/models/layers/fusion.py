@@ -25,9 +25,13 @@ def gpu_has_kernels(device: torch.device) -> bool:
     return capability is not None and capability >= _OLDEST
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it warns of caches
 def _is_young_enough(device: torch.device) -> bool:
     return _capability(device) >= _OLDEST
+
+
+# What `torch.compiler.assume_constant_result` does, since the compiler warns of caches. To call that would load the
+# compiler and sympy, nearly as long as torch itself, for all who do not compile.
+_is_young_enough._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
