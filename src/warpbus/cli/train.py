@@ -83,6 +83,7 @@ def train(
     from warpbus.cuda.devices import resolve_device
     from warpbus.train import TrainingSettings
     from warpbus.train import train as run
+    from warpbus.train.job import check_arguments
     from warpbus.train.plan import plan
 
     place = resolve_device(device)
@@ -114,6 +115,9 @@ def train(
         prefix_tokens=prefix_tokens,
         quantize=quantize,
     )
+    if not dry_run:
+        # Before anything is downloaded or drawn.
+        check_arguments(valid, settings, device, gpus, processes, cluster)
     directory = model_directory(model)
     if dry_run:
         needs = plan(directory, data, settings, place, workers=workers)

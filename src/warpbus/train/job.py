@@ -75,8 +75,7 @@ def train(
             what was trained is kept where there is room for it.
         Stopped: a `KeyboardInterrupt`, after SIGINT and SIGTERM.
     """
-    if settings.keep == "best" and valid is None:
-        raise UsageError("--keep best: there is no validation to tell which step is best: give --valid FILE")
+    check_arguments(valid, settings, device, gpus, processes, cluster)
     state = StateFile(output)
     torchrun = "WORLD_SIZE" in os.environ
     if not torchrun and (summary := state.finished(settings)) is not None:
@@ -97,19 +96,12 @@ def train(
     with _alone(state) if os.environ.get("RANK", "0") == "0" else nullcontext():
         if torchrun:
             with joined_group(device) as group:
-                settings.check_shared(group.world)
                 work(group, receive, task)
         elif cluster is None:
             devices = devices_of(device, gpus, processes)
-            settings.check_shared(len(devices))
             with Processes(work, devices=devices, receive=receive) as crew, _passing_signals(crew, said, len(devices)):
                 crew.run(task)
         else:
-            if device not in ("auto", "cuda", "cpu") or gpus > 1:
-                raise UsageError(
-                    "--cluster: its GPUs are counted by --processes: leave --gpus and the GPU's number out"
-                )
-            settings.check_shared(processes)
             on = ClusterProcesses(work, processes=processes, address=cluster, gpus=device != "cpu", receive=receive)
             with on, _passing_signals(on, said, 2):
                 on.run(task)
@@ -118,6 +110,23 @@ def train(
         raise Stopped(outcome.number, outcome.step, state.path)
     assert isinstance(outcome, Finished)
     return outcome.summary
+
+
+def check_arguments(
+    valid: Path | None, settings: TrainingSettings, device: str, gpus: int, processes: int, cluster: str | None
+) -> None:
+    """What can be said against a run before its model is looked at, or fetched; arguments and errors as of `train`."""
+    if settings.keep == "best" and valid is None:
+        raise UsageError("--keep best: there is no validation to tell which step is best: give --valid FILE")
+    if "WORLD_SIZE" in os.environ:
+        world = int(os.environ["WORLD_SIZE"])
+    elif cluster is None:
+        world = len(devices_of(device, gpus, processes))
+    elif device in ("auto", "cuda", "cpu") and gpus == 1:
+        world = processes
+    else:
+        raise UsageError("--cluster: its GPUs are counted by --processes: leave --gpus and the GPU's number out")
+    settings.check_shared(world)
 
 
 def devices_of(device: str, gpus: int, processes: int) -> Sequence[torch.device]:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from hub_standin import StandIn
 from typer.testing import CliRunner
 
 from warpbus.cli import app, main
@@ -141,3 +142,17 @@ def test_an_error_is_one_line_and_an_exit_code(blank_model, tmp_path, data, monk
         assert "Traceback" not in captured.err
         assert captured.out == ""
     assert os.listdir(tmp_path) == ["data.jsonl"]
+
+
+def test_arguments_are_checked_before_anything_is_drawn_or_fetched(hub: StandIn, tmp_path, data, monkeypatch, capsys):
+    for arguments, said in (
+        (["--keep", "best"], "--keep best: there is no validation to tell which step is best: give --valid FILE"),
+        (["--rows", 3, "--processes", 2], "--rows 3: 2 processes cannot share them equally: give a multiple of 2"),
+        (["--gpus", 2], "--gpus 2: this would run on the CPU: leave it out, or see warpbus doctor"),
+    ):
+        words = ["warpbus", "train", "someone/tiny", tmp_path / "out", "--data", data, *SHORT, *arguments]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        with pytest.raises(SystemExit):
+            main()
+        assert capsys.readouterr().err == f"error: {said}\n"
+    assert hub.asked == []
