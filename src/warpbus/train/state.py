@@ -124,9 +124,13 @@ class StateFile:
             shutil.rmtree(left, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove the state, and its directory if nothing else is in it."""
-        self._drop_best(())
+        """Remove the state, and its directory if nothing else is in it.
+
+        Killed on the way, it leaves all of the state or none: what is left without `state.pt` is of nobody, and the
+        next run to the same output removes it.
+        """
         self.path.unlink(missing_ok=True)
+        self._drop_best(())
         with suppress(OSError):
             self.directory.rmdir()
 

@@ -214,6 +214,61 @@ def test_a_result_that_cannot_be_written_yet(
     assert weights(output) == weights(tmp_path / "at-2")
 
 
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_killed_while_it_removes_its_state(
+    calls: int,
+    tiny_model: Path,
+    tmp_path: Path,
+    data: Path,
+    valid: Path,
+    scripted: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After each call to the file system there is a state with all that it goes on with, or none."""
+    scripted(3.0, 1.0, 2.0, 2.0)
+    output, settings = tmp_path / "out", replace(LORA, steps=4)
+    remove = StateFile.remove
+
+    def killed(state: StateFile) -> None:
+        done = 0
+
+        def counted(call: Callable[..., None]) -> Callable[..., None]:
+            def made(path: Path, **options: bool) -> None:
+                nonlocal done
+                if done == calls:
+                    raise Killed
+                done += 1
+                call(path, **options)
+
+            return made
+
+        with pytest.MonkeyPatch.context() as patched:
+            for name in ("unlink", "rmdir"):
+                patched.setattr(Path, name, counted(getattr(Path, name)))
+            remove(state)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StateFile, "remove", killed)
+        with pytest.raises(Killed):
+            train(tiny_model, output, data=data, valid=valid, settings=settings, device="cpu")
+    left = [["best-2.pt", "state.pt"], ["best-2.pt"], []]
+    assert (kept(output) if output.with_name("out.training").exists() else None) == [*left, None][calls]
+    # Under torchrun, where nobody looks first whether all is done already.
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    begun: list[Begun] = []
+    summary = train(
+        *(tiny_model, output), data=data, valid=valid, settings=settings, overwrite=True, begun=begun.append
+    )
+    assert (begun[0].step, summary["best_step"]) == (0 if calls else 2, 2)
+    assert weights(output) == weights(tmp_path / "at-2")
+    assert not output.with_name("out.training").exists()
+
+
 _finish = _Run._finish
 
 
