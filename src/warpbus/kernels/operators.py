@@ -47,6 +47,15 @@ def autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(device))
 
 
+def converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype; where it has that already, no operator is called.
+
+    For what a `torch.autograd.Function` may give as its result: where that is the result of a `to()` or a
+    `contiguous()` which does nothing, torch 2.11 compiles the Function to one whose gradients are 0.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def differentiable(name: str, *, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
     """Give an operator its gradient; see `torch.library.register_autograd`."""
     torch.library.register_autograd(f"warpbus::{name}", backward, setup_context=setup, lib=_LIBRARY)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.errors import DeviceError
-from warpbus.kernels.operators import autocast
+from warpbus.kernels.operators import autocast, converted
 from warpbus.kernels.ops.fp8 import round_to_fp8
 from warpbus.kernels.reference import fp8 as reference
 from warpbus.models.decoder import Decoder
@@ -211,6 +211,4 @@ def _multiply(
         return torch._scaled_mm(
             a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast
         )
-    product = (a.float() @ b.float().T) * (a_scale * b_scale)
-    # torch 2.11 compiles a Function whose output is a conversion that does nothing to one without gradients.
-    return product if dtype == product.dtype else product.to(dtype)
+    return converted((a.float() @ b.float().T) * (a_scale * b_scale), dtype)

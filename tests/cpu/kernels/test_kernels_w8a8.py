@@ -114,6 +114,27 @@ def test_the_reference_takes_float32_too(dtype):
     assert torch.equal(reference.w8a8_linear(x.half(), weight, scale, None), w8a8_linear(x.half(), weight, scale))
 
 
+class _ScaledGemm(torch.autograd.Function):
+    """The gradient of the row scales alone; the reference's product is the result as it is."""
+
+    @staticmethod
+    def forward(ctx, a_scales, a, b, b_scales):
+        return reference.scaled_gemm(a, a_scales, b, b_scales, None, torch.float32)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.sum(1), None, None, None
+
+
+def test_a_compiled_function_may_end_with_the_reference():
+    """float32 is what the product is summed in: to convert it once more does nothing."""
+    a_scales, e4m3 = scales(3).requires_grad_(), torch.float8_e4m3fn
+    compiled = torch.compile(_ScaledGemm.apply, backend="aot_eager", fullgraph=True)
+    found = compiled(a_scales, codes(3, 16, dtype=e4m3), codes(5, 16, dtype=e4m3), scales(5))
+    (gradient,) = torch.autograd.grad(found.sum(), a_scales)
+    assert gradient.tolist() == [5.0] * 3
+
+
 def test_sums_of_the_largest_codes_are_exact():
     for k in (7, 4096, 131071, 140000):
         a, b = torch.full((3, k), -128, dtype=torch.int8), torch.full((17, k), -128, dtype=torch.int8)

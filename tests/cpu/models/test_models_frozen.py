@@ -122,9 +122,13 @@ def test_autocast_converts_what_comes_in(scheme: str) -> None:
     assert frozen.frozen_linear(x, layer.form, None).dtype == torch.float32
 
 
-def test_compiled_it_is_the_same() -> None:
-    weight = quantized("w4a16-g32")
-    for layer in (QuantizedLinear(weight), QuantizedLinear(pack(weight, torch.bfloat16))):
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-int8", "w8a8-fp8"])
+def test_compiled_it_is_the_same(scheme: str) -> None:
+    weight = quantized(scheme)
+    held = [QuantizedLinear(weight)]
+    if not weight.holds_values:
+        held.append(QuantizedLinear(pack(weight, torch.bfloat16)))
+    for layer in held:
         x = torch.randn(3, COLUMNS, dtype=getattr(layer.form, "dtype", torch.float32), requires_grad=True)
         dy = torch.randn(3, ROWS, dtype=x.dtype)
         compiled = torch.compile(layer, backend="aot_eager")

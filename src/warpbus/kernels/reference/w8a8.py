@@ -5,6 +5,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from warpbus.kernels.operators import converted
+
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _EXACT = 131071  # products of int8 whose sum fits into int32
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -34,7 +36,7 @@ def scaled_gemm(
     product = _product(a_codes, b_codes).float() * a_scales[:, None] * b_scales
     if bias is not None:
         product = product + bias.float()
-    return product.to(out_dtype)
+    return converted(product, out_dtype)
 
 
 def w8a8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
