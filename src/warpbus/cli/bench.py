@@ -159,7 +159,8 @@ def _measure(
     shape: str | None = None,
     profile: bool = False,
 ) -> None:
-    from warpbus.bench import BENCHMARKS, Run, run
+    from warpbus.bench import Run, run
+    from warpbus.bench.catalog import BENCHMARKS
     from warpbus.cuda.devices import resolve_device, resolve_dtype
 
     if dtype not in (None, "float16", "bfloat16"):

@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from warpbus.bench import BENCHMARKS, Benchmark, Run, cases, ceilings, geometric_means, matmul, run, timing
+from warpbus.bench import Benchmark, Run, cases, ceilings, geometric_means, matmul, run, timing
 from warpbus.bench.cases import Case, Plot, Result, Rival
+from warpbus.bench.catalog import BENCHMARKS
 from warpbus.bench.dense import LAYERS, decode_shapes
 from warpbus.bench.timing import Effort, Timing
 from warpbus.errors import DeviceError, UsageError

@@ -7,8 +7,8 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from warpbus.bench import BENCHMARKS
 from warpbus.bench.cases import Plot
+from warpbus.bench.catalog import BENCHMARKS
 from warpbus.bench.plots import draw, figure
 from warpbus.bench.records import Peer, Record, ratio
 from warpbus.bench.report import number, shared_and_varying, table

@@ -6,7 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from warpbus.bench import BENCHMARKS, cases, ceilings, timing
+from warpbus.bench import cases, ceilings, timing
+from warpbus.bench.catalog import BENCHMARKS
 from warpbus.bench.records import read
 from warpbus.bench.timing import Effort
 from warpbus.cli import app

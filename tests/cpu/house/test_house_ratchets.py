@@ -83,6 +83,16 @@ def test_a_process_of_a_run_loads_only_what_it_needs():
     assert found.stdout.split() == []
 
 
+def test_what_is_timed_loads_no_other_benchmark():
+    """The seconds of `bench quantize` begin with the start of a process."""
+    code = (
+        "import sys, warpbus.bench.quantization_process; "
+        "print(*{'matplotlib', 'warpbus.bench.decode', 'warpbus.engine', 'torch._dynamo'}.intersection(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
 def test_quantize_loads_nothing_that_it_does_not_need():
     """Engine, evaluation and pictures take longer to load than the rest, and the GPUs would wait for it."""
     code = (

@@ -7,7 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from warpbus.bench import BENCHMARKS, Run, ceilings, run, timing
+from warpbus.bench import Run, ceilings, run, timing
+from warpbus.bench.catalog import BENCHMARKS
 from warpbus.bench.matmul import GEMV_RUNGS, MATMUL_RUNGS
 from warpbus.bench.records import read
 from warpbus.bench.timing import QUICK, measure
