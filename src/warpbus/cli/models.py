@@ -1,5 +1,6 @@
 """Models as the command line names them."""
 
+from functools import partial
 from pathlib import Path
 
 from warpbus.cli.progress import download_bar
@@ -8,21 +9,26 @@ from warpbus.demo import model_path
 DEMO = "demo"
 
 
-def model_directory(name: str | Path) -> Path:
+def model_directory(name: str | Path, *, processes: int = 1) -> Path:
     """The directory that an argument means: `demo` is the packaged glm-poet, a name on a hub is downloaded unless it is
     on the disk, all else is a path.
 
+    Args:
+        processes: that are to share the model.
+
     Raises:
-        WarpbusError: what keeps a model from being downloaded, see `formats.hub.find_model`.
+        WarpbusError: what keeps a model from being downloaded, see `formats.hub.find_model`, or from being loaded, as
+            far as its `config.json` tells.
     """
     if name == DEMO:
         return model_path()
     if Path(name).exists():
         return Path(name)
     from warpbus.formats.hub import find_model
+    from warpbus.models import check_loadable
 
     with download_bar(str(name)) as show:
-        return find_model(str(name), progress=show)
+        return find_model(str(name), progress=show, check=partial(check_loadable, processes=processes))
 
 
 def is_here(name: str) -> bool:

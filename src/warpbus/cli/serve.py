@@ -79,13 +79,11 @@ def serve(
     from warpbus.engine.options import ServiceOptions
     from warpbus.server import ServerOptions
 
-    directories = [model_directory(name) for name in models]
     names = served_model_name or [model_name(model) for model in models]
     if len(names) != len(models):
         raise UsageError(f"--served-model-name: {len(names)} for {len(models)} models: give one for each, in order")
     if len(set(names)) < len(names):
         raise UsageError(f"two models are called {_twice(names)}: tell them apart by --served-model-name")
-    adapters = adapters_by_model(adapter or [], dict(zip(names, directories, strict=True)))
     options = ServerOptions(
         host=host,
         port=port,
@@ -115,6 +113,9 @@ def serve(
         speculation=speculation,
         tensor_parallel=tensor_parallel_size,
     )
+    service.devices()  # which are not there is said before anything is downloaded
+    directories = [model_directory(name, processes=tensor_parallel_size) for name in models]
+    adapters = adapters_by_model(adapter or [], dict(zip(names, directories, strict=True)))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("warpbus").setLevel(logging.INFO)
     wanted = [ModelToServe(name, path, adapters[name]) for name, path in zip(names, directories, strict=True)]

@@ -20,7 +20,7 @@ from warpbus.engine.step import MIXED_ROWS
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
-from warpbus.models import ModelConfig, Progress, load_model, read_config, tensor_map
+from warpbus.models import ModelConfig, Progress, check_loadable, load_model, read_config, tensor_map
 from warpbus.models.adapters import load_adapter
 from warpbus.models.parallel import Part
 
@@ -56,7 +56,7 @@ def open_model(
         UsageError: an argument is out of range or not known, or the model does not fit `memory`.
         CheckpointError: the directory is missing, damaged or not understood, or a hub does not give it.
     """
-    checkpoint = Checkpoint(find_model(model, progress=progress))
+    checkpoint = Checkpoint(find_model(model, progress=progress, check=check_loadable))
     config = read_config(checkpoint)
     stored = checkpoint.dtype(tensor_map(config)["embedding.weight"][0])
     chosen = default_dtype(device, stored) if options.dtype == "auto" else resolve_dtype(options.dtype)

@@ -41,7 +41,7 @@ from warpbus.engine.stats import Stats
 from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
-from warpbus.models import ModelConfig, Progress, read_config
+from warpbus.models import ModelConfig, Progress, check_loadable, read_config
 from warpbus.models.templates import Template, load_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
@@ -152,7 +152,8 @@ class Service:
         """
         options = options or ServiceOptions()
         devices = options.devices()
-        checkpoint = Checkpoint(await asyncio.to_thread(find_model, model))
+        check = partial(check_loadable, processes=options.tensor_parallel)
+        checkpoint = Checkpoint(await asyncio.to_thread(find_model, model, check=check))
         service = cls(checkpoint.directory, options, checkpoint, progress)
         service._keeper = Keeper(
             (load, checkpoint.directory, options, service.config.vocab_size, service.stop_ids),

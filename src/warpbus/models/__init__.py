@@ -5,6 +5,7 @@ from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import Family, TensorMap
 from warpbus.models.loading import (
     Progress,
+    check_loadable,
     load_layer,
     load_model,
     quantized_parameters,
@@ -24,6 +25,7 @@ __all__ = [
     "RopeConfig",
     "RopeScaling",
     "TensorMap",
+    "check_loadable",
     "load_layer",
     "load_model",
     "quantized_parameters",

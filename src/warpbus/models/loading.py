@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,20 +42,37 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
         UnknownArchitectureError: for a model_type that no family declares.
         CheckpointError: for a value that is missing, senseless or not supported; the message names its key.
     """
-    model_type = checkpoint.config.get("model_type")
-    family = family_of(checkpoint.config)
-    if family is None:
-        raise UnknownArchitectureError(
-            f"{checkpoint.directory}: config.json: model_type: {model_type!r} is not supported: "
-            f"expected one of {', '.join(MODEL_TYPES)}"
-        )
     generation = Fields(checkpoint.load_json("generation_config.json") or {}, "generation_config.json")
     try:
-        config = family.config(checkpoint.config)
+        config = _parsed(checkpoint.config)
         stop_ids = generation.token_ids("eos_token_id", config.stop_ids)
     except CheckpointError as error:
         raise type(error)(f"{checkpoint.directory}: {error}") from None
     return replace(config, stop_ids=tuple(token for token in stop_ids if token < config.vocab_size))
+
+
+def check_loadable(config: dict[str, Any], *, processes: int = 1) -> None:
+    """What can be said against a model before its weights are there.
+
+    Args:
+        config: its `config.json`.
+        processes: that are to share it.
+
+    Raises:
+        CheckpointError: as of `read_config`.
+        UsageError: it cannot be cut for so many.
+    """
+    Part(_parsed(config), 0, processes)
+
+
+def _parsed(config: dict[str, Any]) -> ModelConfig:
+    family = family_of(config)
+    if family is None:
+        raise UnknownArchitectureError(
+            f"config.json: model_type: {config.get('model_type')!r} is not supported: "
+            f"expected one of {', '.join(MODEL_TYPES)}"
+        )
+    return family.config(config)
 
 
 def tensor_map(config: ModelConfig) -> TensorMap:

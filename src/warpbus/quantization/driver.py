@@ -17,6 +17,7 @@ from warpbus.dist import SHARES, Processes
 from warpbus.dist.cluster import launch_on_cluster
 from warpbus.errors import CheckpointError, DataError, StorageError, UsageError
 from warpbus.formats.hub import find_model
+from warpbus.models import check_loadable
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import Scheme, Schemes
@@ -112,7 +113,7 @@ def quantize(
     progress = progress or Progress()
     schemes = _schemes(scheme)
     _check_arguments(algorithm, schemes, calibration, samples, seqlen, damping)
-    model = find_model(model)
+    model = find_model(model, check=check_loadable)
     state = _Told(progress)
     crew: AbstractContextManager[Callable[[Job], None]]
     if cluster is None:

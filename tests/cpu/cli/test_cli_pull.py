@@ -13,6 +13,7 @@ from warpbus.cli import app, main
 from warpbus.cli.models import model_directory, model_name
 from warpbus.demo import model_path
 from warpbus.engine import SamplingParams
+from warpbus.errors import UnknownArchitectureError, UsageError
 
 NAME = "someone/tiny"
 
@@ -83,6 +84,27 @@ def test_the_python_api_takes_names(listed: StandIn, tiny_model: Path, tmp_path:
     assert llm.generate(["床前"], greedy)[0].token_ids == expected
     warpbus.quantize(f"modelscope:{NAME}", tmp_path / "w8", scheme="w8a16-g32", algorithm="rtn", device="cpu")
     assert (tmp_path / "w8/config.json").is_file()
+
+
+def test_what_cannot_be_loaded_is_not_downloaded(listed: StandIn, tiny_model: Path, tmp_path: Path) -> None:
+    files = {file.name: file.read_bytes() for file in tiny_model.iterdir()}
+    listed.add("someone/other", {**files, "config.json": b'{"model_type": "mamba"}'})
+    unknown = r"someone/other: config\.json: model_type: 'mamba' is not supported: expected one of "
+    for arguments in (["chat"], ["serve"], ["quantize", tmp_path / "out", "--algorithm", "rtn", "--device", "cpu"]):
+        with pytest.raises(UnknownArchitectureError, match=unknown):
+            invoke(arguments[0], "someone/other", *arguments[1:])
+    with pytest.raises(UnknownArchitectureError, match=unknown):
+        warpbus.LLM("someone/other", device="cpu")
+    with pytest.raises(UnknownArchitectureError, match=unknown):
+        warpbus.quantize("someone/other", tmp_path / "out", algorithm="rtn", device="cpu")
+    shared = ["serve", NAME, "--device", "cpu", "--tensor-parallel-size"]
+    with pytest.raises(UsageError, match=rf"{NAME}: 3 GPUs: the model has 2 heads .*: use at most 2 GPUs"):
+        invoke(*shared, 3)
+    assert {asked.path.rpartition("/")[2] for asked in listed.files_asked()} == {"config.json"}
+    listed.asked.clear()
+    with pytest.raises(UsageError, match="tensor_parallel is 0"):
+        invoke(*shared, 0)
+    assert listed.asked == []
 
 
 def test_what_models_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Models by their names: from a hub of our own, over every kind of break, to a directory; and then without it."""
 
+import hashlib
 import json
 import random
 import signal
@@ -161,11 +162,10 @@ def test_a_process_that_was_killed_is_followed_by_one_that_goes_on(hub: StandIn,
     command = [sys.executable, "-c", f"from warpbus.formats.hub import pull; print(pull({NAME!r}).directory)"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 300
+    partial = hashlib.sha256(WEIGHTS).hexdigest() + ".warpbus.incomplete"
+    path = home / "hf/hub/models--THUDM--small-glm/blobs" / partial
     try:
-        while not any(
-            file.name.endswith(".incomplete") and file.stat().st_size > 1_000_000
-            for file in home.glob("hf/hub/models--THUDM--small-glm/blobs/*")
-        ):
+        while not path.exists() or path.stat().st_size <= 1_000_000:
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.02)
@@ -309,6 +309,29 @@ def test_sizes_that_no_file_has(hub: StandIn, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hub_standin, "_sibling", lambda name, content: {"rfilename": name, **listed})
     with pytest.raises(DownloadError, match="without its size and hash"):
         find_model(NAME)
+
+
+def test_what_the_configuration_speaks_against_is_not_brought(hub: StandIn) -> None:
+    index = json.dumps({"weight_map": {"a": "model-1.safetensors"}}).encode()
+    sharded = {"model.safetensors.index.json": index, "model-1.safetensors": WEIGHTS, "config.json": b'{"a": 1}'}
+    hub.add(NAME, FILES)
+    hub.add(NAME, sharded, "sharded")
+
+    def refuse(config: dict[str, Any]) -> None:
+        raise UsageError(f"{config}: another one is wanted")
+
+    for name, config in ((NAME, "{'model_type': 'glm'}"), (f"{NAME}@sharded", "{'a': 1}")):
+        with pytest.raises(UsageError, match=f"^{name}: {config}: another one is wanted$"):
+            find_model(name, check=refuse)
+    assert [asked.path.rpartition("/")[2] for asked in hub.files_asked()] == ["config.json"] * 2
+    asked: list[dict[str, Any]] = []
+    assert sorted(content(find_model(NAME, check=asked.append))) == WANTED
+    assert find_model(NAME, check=refuse) == find_model(NAME)  # what is on the disk says so when it is loaded
+    assert asked == [{"model_type": "glm"}]
+    for damaged in (b"[]", b"{"):
+        hub.add(NAME, {**FILES, "config.json": damaged}, "damaged")
+        with pytest.raises(CheckpointError, match=r"config\.json is no JSON object: the repository is damaged"):
+            find_model(f"{NAME}@damaged", check=asked.append)
 
 
 def test_pull_asks_what_is_new(hub: StandIn) -> None:

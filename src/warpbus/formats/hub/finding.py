@@ -8,8 +8,8 @@ from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
-from warpbus.errors import DownloadError, UsageError
-from warpbus.formats.files import FileLock, check_space
+from warpbus.errors import CheckpointError, DownloadError, UsageError, WarpbusError
+from warpbus.formats.files import FileLock, check_space, read_json
 from warpbus.formats.hub.cache import CachedRepository
 from warpbus.formats.hub.names import ModelName, parse_name
 from warpbus.formats.hub.needed import CONFIG, MAX_SMALL_BYTES, is_index, shards, small_files, weights_file
@@ -21,6 +21,9 @@ TOGETHER = 4
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are there and the bytes of all files."""
+
+Check = Callable[[dict[str, Any]], object]
+"""Called with a `config.json` before weights are brought; what it raises keeps them from coming."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def find_model(
     source: str | None = None,
     download: bool = True,
     progress: Progress | None = None,
+    check: Check | None = None,
 ) -> Path:
     """The directory of a model.
 
@@ -76,8 +80,11 @@ def find_model(
         source: the hub, where it is not in the name.
         download: False: what is not on the disk is not brought.
         progress: called while files arrive.
+        check: asked before weights are brought; not of a model that is on the disk, which says so itself when it is
+            loaded.
 
     Raises:
+        WarpbusError: what `check` raises, with the model's name before it.
         UsageError: the name is none, or contradicts the other arguments.
         DownloadError: the model is not on the disk, and the hub does not give it.
         CheckpointError: what the hub has is no model that Warpbus reads.
@@ -91,7 +98,7 @@ def find_model(
         return found
     if not download:
         raise DownloadError(f"{named}: is not on this disk: get it with `warpbus pull {named}`")
-    return _bring(named, progress).directory
+    return _bring(named, progress, check).directory
 
 
 def pull(
@@ -105,10 +112,10 @@ def pull(
     named = parse_name(name, revision=revision, source=source)
     if named is None:
         raise UsageError(f"{name!a} is a path, or no name of a model on a hub: expected one such as THUDM/chatglm2-6b")
-    return _bring(named, progress)
+    return _bring(named, progress, None)
 
 
-def _bring(name: ModelName, progress: Progress | None) -> Pulled:
+def _bring(name: ModelName, progress: Progress | None, check: Check | None) -> Pulled:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise DownloadError(f"{name}: not downloaded, since HF_HUB_OFFLINE is set: unset it, or give a directory")
     repository = open_repository(name)
@@ -116,13 +123,17 @@ def _bring(name: ModelName, progress: Progress | None) -> Pulled:
     cached.make()
     lock = FileLock(cached.directory / ".warpbus.lock", cached.directory, wait=True)
     try:
-        return _bring_files(name, repository, cached, progress)
+        return _bring_files(name, repository, cached, progress, check)
     finally:
         lock.release()
 
 
 def _bring_files(
-    name: ModelName, repository: Repository, cached: CachedRepository, progress: Progress | None
+    name: ModelName,
+    repository: Repository,
+    cached: CachedRepository,
+    progress: Progress | None,
+    check: Check | None,
 ) -> Pulled:
     listed = repository.files
     weights = weights_file(listed)
@@ -135,6 +146,9 @@ def _bring_files(
         if file.size > MAX_SMALL_BYTES:
             raise DownloadError(f"{name}: {file.name} has {file.size:,} bytes, more than such a file needs: refused")
     downloaded = 0
+    if check is not None:
+        downloaded += _transfer(repository, cached, [listed[CONFIG]], None)
+        _check(name, cached.blob(listed[CONFIG]), check)
     if is_index(weights):
         downloaded += _transfer(repository, cached, [listed[weights]], None)
         parts = shards(cached.blob(listed[weights]), weights)
@@ -147,6 +161,16 @@ def _bring_files(
     needed.sort(key=lambda file: file.name == CONFIG)
     directory = cached.publish(repository.commit, repository.revision, needed)
     return Pulled(name, repository.commit, directory, len(needed), sum(file.size for file in needed), downloaded)
+
+
+def _check(name: ModelName, config: Path, check: Check) -> None:
+    read = read_json(config)
+    if not isinstance(read, dict):
+        raise CheckpointError(f"{name}: {CONFIG} is no JSON object: the repository is damaged")
+    try:
+        check(read)
+    except WarpbusError as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def _transfer(
