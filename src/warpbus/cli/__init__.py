@@ -3,6 +3,8 @@
 The files import torch and the rooms they use inside their functions, so that `warpbus --help` is instant.
 """
 
+import atexit
+import gc
 import os
 import sys
 from typing import Annotated
@@ -58,6 +60,8 @@ def main() -> None:
     # torch's CPU threads spin while they wait for each other. Where anything else runs on the cores, or they are
     # virtual, that makes small operations ten times slower. libgomp reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # When it ends, Python looks for garbage among all that torch has made: half a second for nothing.
+    atexit.register(gc.freeze)
     try:
         app(prog_name="warpbus")
     except WarpbusError as error:

@@ -81,7 +81,7 @@ def quantize(
 
     at_once = algorithm in _AT_ONCE and scheme != "auto" and bits is None and not recommend
     if at_once and output and cluster is None and is_here(model):
-        start_processes(device=device, gpus=gpus, processes=processes)  # before what follows loads torch
+        start_processes(device=device, gpus=gpus, processes=processes)  # before anything else loads torch
 
     from warpbus.cli.choosing import Wish
     from warpbus.cli.quantizing import shown

@@ -5,11 +5,12 @@ more in each: a user's script would need a guard against that, and the command l
 
 Loading torch takes each of them seconds, and the starting process too. Who knows that it is going to need them calls
 `start_early` before it loads torch itself, so that all load it at the same time, and the processes find each other
-while the starting one loads the rest. Nothing in this file loads torch.
+while the starting one loads the rest. Nothing in this file loads torch by itself.
 """
 
 import atexit
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -148,6 +150,22 @@ def open_device(device: str) -> None:
         threading.Thread(target=_open, args=(int(index),), name="open", daemon=True).start()
 
 
+def load(module: str) -> ModuleType:
+    """Import a module that loads torch.
+
+    What torch makes on the way stays. To look for garbage among it takes a tenth of the time to load it, and longer
+    than all else at the end of the process: it is not done.
+    """
+    if module in sys.modules:
+        return sys.modules[module]
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def main(descriptor: int, parent: int, device: str, module: str) -> NoReturn:
     """What an interpreter does, see `worker.main`.
 
@@ -160,7 +178,7 @@ def main(descriptor: int, parent: int, device: str, module: str) -> NoReturn:
     os.set_inheritable(descriptor, False)
     end_with(parent)
     open_device(device)
-    importlib.import_module("warpbus.dist.worker").main(Connection(descriptor), module)
+    load("warpbus.dist.worker").main(Connection(descriptor), module)
     raise AssertionError("a worker ends by itself")
 
 

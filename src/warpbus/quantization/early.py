@@ -1,20 +1,24 @@
 """Starting a run's processes before torch is loaded, which they and the starting process then do at the same time.
 
-Nothing here loads torch. What it starts follows from the arguments alone, as a guess: whether they are right is found
-out later (`driver`), and processes that do not fit what the run then asks for end unused.
+What is started follows from the arguments alone, as a guess: whether they are right is found out later (`driver`), and
+processes that do not fit what the run then asks for end unused.
 """
 
 from collections.abc import Sequence
 
-from warpbus.dist.interpreters import count_gpus, start_early
+from warpbus.dist.interpreters import count_gpus, load, start_early
 from warpbus.dist.shares import SHARES
 
 
 def start_processes(*, device: str, gpus: str, processes: int) -> None:
-    """Start the processes of a calibrated run on this machine; arguments as of `quantize`."""
+    """Start the processes of a calibrated run on this machine, then load what tells them of it.
+
+    Arguments as of `quantize`.
+    """
     devices = _devices(device, gpus, processes)
     if devices:
         start_early(devices, "warpbus.quantization.job")
+    load("warpbus.quantization.driver")
 
 
 def _devices(device: str, gpus: str, processes: int) -> Sequence[str]:
