@@ -26,6 +26,7 @@ TARGET_US = 15.0
 """Microseconds of the client's CPU that an operator may cost."""
 
 LOOPBACK = "loopback"
+_EACH, _RECORDED = "each operator", "one message"  # how a training step is sent
 _SHARES = (0.25, 0.75)
 _ALONE = 2  # times that each tenant is measured while the other one rests
 _GIGABITS = (1.0, 10.0)
@@ -212,25 +213,31 @@ class _Measured:
             try:
                 with self.on_loopback() as place:
                     found = self._train(place, str(self.run.device), gpt)
+                with self.on_loopback() as place:
+                    recorded = self._train(place, str(self.run.device), gpt, recorded=True)
             except DeviceError as error:
                 if gpt is self.effort.gpts[0]:
                     raise
                 self.run.note(f"training steps of {_tokens(gpt)} tokens were left out: {error}")
             else:
-                rows += self._trained(found, gpt)
+                rows += self._trained(found, recorded, gpt)
         return rows
 
-    def _trained(self, found: Mapping[str, Any], gpt: GptShape) -> list[Result]:
+    def _trained(self, found: Mapping[str, Any], recorded: Mapping[str, Any], gpt: GptShape) -> list[Result]:
         counted = found["counted"]
         tokens = 8.0 * gpt.batch * (gpt.context + 1)
         self.run.note(
             f"a training step: {_gpt(found)}, {_tokens(gpt)} tokens, "
             f"{counted['operators']:.0f} operators in {counted['batches']:.0f} batches; the losses of both sides are "
-            f"{_agreement(found['losses'])}"
+            f"{_agreement(found['losses'])}; sent as one message, {_agreement(recorded['losses'])}, and it runs "
+            + ("as a CUDA graph" if recorded["usage"]["captured"] else "operator by operator")
         )
         case: dict[str, Parameter] = {"link": LOOPBACK, "model": _gpt(found), "tokens": _tokens(gpt)}
+        here = [(self.here, found["seconds"]["local"])]
+        graph = [("torch's CUDA graph on this GPU", recorded["seconds"]["local"])] if self.run.on_gpu else []
         return [
-            self._step(found, found["seconds"]["local"], LOOPBACK, gpt),
+            self._step(found, here, LOOPBACK, gpt),
+            self._step(recorded, here + graph, LOOPBACK, gpt, _RECORDED),
             _row({"of": "round trips a step", **case}, ("count", "round trips"), [counted["round_trips"]], _ASKED),
             _row(
                 {"of": "bytes sent a step", **case},
@@ -240,16 +247,31 @@ class _Measured:
             ),
         ]
 
-    def _train(self, place: Place, device: str | None, gpt: GptShape) -> dict[str, Any]:
+    def _train(self, place: Place, device: str | None, gpt: GptShape, recorded: bool = False) -> dict[str, Any]:
         effort = self.effort
-        return do("training", place, device=device, shape=asdict(gpt), steps=effort.steps, rounds=effort.rounds)
+        return do(
+            "training",
+            place,
+            device=device,
+            shape=asdict(gpt),
+            steps=effort.steps,
+            rounds=effort.rounds,
+            recorded=recorded,
+        )
 
-    def _step(self, found: Mapping[str, Any], local: Sequence[float], where: str, gpt: GptShape) -> Result:
+    def _step(
+        self,
+        found: Mapping[str, Any],
+        local: Sequence[tuple[str, Sequence[float]]],
+        where: str,
+        gpt: GptShape,
+        sent: str = _EACH,
+    ) -> Result:
         return _row(
-            {"of": "training step", "link": where, "model": _gpt(found), "tokens": _tokens(gpt)},
+            {"of": "training step", "link": where, "model": _gpt(found), "tokens": _tokens(gpt), "sent": sent},
             ("latency", "ms"),
             _scaled(found["seconds"]["remote"], 1e3),
-            (self.here, torch.__version__, _scaled(local, 1e3)),
+            *((name, torch.__version__, _scaled(seconds, 1e3)) for name, seconds in local),
         )
 
     def decode(self) -> list[Result]:
@@ -285,7 +307,7 @@ class _Measured:
         rows: list[Result] = []
         gpt = self.effort.gpts[0]
         with self.on_loopback() as place:
-            step = self._train(place, str(self.run.device), gpt)["seconds"]["local"]
+            step = [(self.here, self._train(place, str(self.run.device), gpt)["seconds"]["local"])]
             token = self._generate(place, str(self.run.device))["seconds"]["local"]
         for gigabits in self.work.gigabits:
             where = f"{gigabits:g} Gbit/s"

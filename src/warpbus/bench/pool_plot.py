@@ -1,6 +1,6 @@
 """The picture of `pool`: what is slower over a pool, by how much, and how long moves stop a client."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -51,16 +51,20 @@ def _operators(axis: Axes, records: Sequence[Record]) -> None:
 
 def _slower(axis: Axes, records: Sequence[Record]) -> None:
     """How many times as long a step takes over each link."""
-    names = [
-        f"{record.case['of']}, {record.case['link']}"
-        + (f"\n{record.case['tokens']} tokens" if "tokens" in record.case else "")
-        for record in records
-    ]
+    names = ["\n".join([f"{record.case['of']}, {record.case['link']}", *_how(record)]) for record in records]
     axis.barh(range(len(records)), [1 / record.ratio for record in records], 0.6, color=_OURS)
     axis.axvline(1.0, color=_PEER, lw=1.5)
     axis.set_yticks(range(len(records)), names)
     axis.invert_yaxis()
     axis.set_xlabel("times as long as on this machine's own, less is better")
+
+
+def _how(record: Record) -> Iterator[str]:
+    """What else there is to say of a step."""
+    if "tokens" in record.case:
+        yield f"{record.case['tokens']} tokens, {record.case['sent']}"
+    if "graph" in record.peer.name:
+        yield f"beside {record.peer.name}"
 
 
 def _transfers(axis: Axes, records: Sequence[Record]) -> None:

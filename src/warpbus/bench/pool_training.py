@@ -1,12 +1,13 @@
 """What programs do on a remote GPU, beside the same on this machine's own: a training step, and decoding."""
 
 import copy
+import gc
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from torch.nn import functional as F
 from warpbus.bench.decode import step_bytes
 from warpbus.bench.decoders import decode_once
 from warpbus.bench.serving import SMALL, SMALL_SHAPE
+from warpbus.cuda.capture import capture
 from warpbus.engine.engine import Engine
 from warpbus.models import SHAPES, random_model
-from warpbus.pool import connect
+from warpbus.pool import Gpu, connect
 from warpbus.qtensor import Scheme
 
 _COUNTED = ("operators", "batches", "round_trips", "bytes_sent", "bytes_received")
@@ -80,31 +82,92 @@ class Gpt(nn.Module):
 
 
 class Training:
-    """A GPT that is trained on a device with AdamW as torch has it; each step reads its loss."""
+    """A GPT that is trained on a device with AdamW as torch has it; each step reads its loss.
 
-    def __init__(self, gpt: Gpt, shape: GptShape, device: torch.device) -> None:
+    Args:
+        capturable: AdamW counts its steps on the device, so that they can be recorded.
+    """
+
+    def __init__(self, gpt: Gpt, shape: GptShape, device: torch.device, *, capturable: bool = False) -> None:
         self.gpt = copy.deepcopy(gpt).to(device)
-        self.optimizer = torch.optim.AdamW(self.gpt.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(self.gpt.parameters(), lr=1e-4, capturable=capturable)
         self.shape, self.device = shape, device
 
     def step(self, number: int) -> float:
         """The loss of a step, whose tokens its number gives."""
+        self.optimizer.zero_grad()
+        return self.update(self.tokens(number).to(self.device)).item()
+
+    def tokens(self, number: int) -> Tensor:
+        """`[batch, context + 1]` on the CPU."""
         generator = torch.Generator().manual_seed(number)
         size = (self.shape.batch, self.shape.context + 1)
-        tokens = torch.randint(0, self.shape.vocabulary, size, generator=generator).to(self.device)
-        self.optimizer.zero_grad()
+        return torch.randint(0, self.shape.vocabulary, size, generator=generator)
+
+    def update(self, tokens: Tensor) -> Tensor:
+        """Train on tokens of the device; the loss, on the device."""
         with self._precision():
             scores = self.gpt(tokens[:, :-1])
             loss = F.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         self.optimizer.step()
-        return loss.item()
+        return loss.detach()
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.shape.autocast else nullcontext()
 
 
-def training(address: str, device: str | None, shape: dict[str, Any], steps: int, rounds: int) -> dict[str, Any]:
+Record: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
+"""Records what a function does; gives what it gave, and what does it again."""
+
+
+class RecordedTraining(Training):
+    """The same, whose steps are recorded after the first ones: since then each is one launch, or one message."""
+
+    _STEPS_BEFORE = 3  # in which libraries load, and AdamW makes its moments
+
+    def __init__(self, gpt: Gpt, shape: GptShape, device: torch.device, record: Record) -> None:
+        super().__init__(gpt, shape, device, capturable=True)
+        self._record = record
+        self._before = self._STEPS_BEFORE
+        self._recorded: tuple[Tensor, Tensor, Callable[[], None]] | None = None
+
+    def step(self, number: int) -> float:
+        if self._before:
+            self._before -= 1
+            return super().step(number)
+        if self._recorded is None:
+            tokens = self.tokens(number).to(self.device)
+            self.optimizer.zero_grad()
+            self._recorded = (tokens, *self._record(lambda: self.update(tokens)))
+        tokens, loss, run = self._recorded
+        tokens.copy_(self.tokens(number))
+        run()
+        return loss.item()
+
+
+def as_graph(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """A `Record` of a GPU of this machine: a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        result = work()
+    return result, graph.replay
+
+
+def as_program(gpu: Gpu) -> Record:
+    """A `Record` of a GPU of a pool."""
+
+    def record(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        with gpu.record() as program:
+            result = work()
+        return result, program.run
+
+    return record
+
+
+def training(
+    address: str, device: str | None, shape: dict[str, Any], steps: int, rounds: int, recorded: bool
+) -> dict[str, Any]:
     """Seconds a step, after the same on a device of this machine, and what a step sends.
 
     Not in turns: once a process has a remote GPU, PyTorch computes gradients there, and on no GPU of its own.
@@ -113,6 +176,7 @@ def training(address: str, device: str | None, shape: dict[str, Any], steps: int
         device: this machine's; None measures the remote one alone.
         shape: a `GptShape`.
         steps: of a round.
+        recorded: the remote steps are a program, and those of a GPU of this machine a CUDA graph.
     """
     wanted = GptShape(**shape)
     gpt = Gpt(wanted)
@@ -122,17 +186,28 @@ def training(address: str, device: str | None, shape: dict[str, Any], steps: int
     seconds: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
     if device is not None:
-        seconds["local"], losses["local"] = _rounds(Training(gpt, wanted, torch.device(device)), steps, rounds)
+        seconds["local"], losses["local"] = _rounds(_training_here(gpt, wanted, device, recorded), steps, rounds)
         if device.startswith("cuda"):
+            gc.collect()  # what was recorded holds itself
             torch.cuda.empty_cache()  # the lease needs as much
     with connect(address, memory=memory) as gpu:
-        side = Training(gpt, wanted, gpu.device)
+        side = (
+            RecordedTraining(gpt, wanted, gpu.device, as_program(gpu))
+            if recorded
+            else Training(gpt, wanted, gpu.device)
+        )
         seconds["remote"], losses["remote"] = _rounds(side, steps, rounds)
         before = asdict(gpu.statistics)
         side.step(0)  # whose kinds of calls are all known
         counted = {each: asdict(gpu.statistics)[each] - before[each] for each in _COUNTED}
         usage = gpu.usage()
     return {"seconds": seconds, "losses": losses, "counted": counted, "parameters": parameters, "usage": usage}
+
+
+def _training_here(gpt: Gpt, shape: GptShape, device: str, recorded: bool) -> Training:
+    if recorded and device.startswith("cuda"):
+        return RecordedTraining(gpt, shape, torch.device(device), as_graph)
+    return Training(gpt, shape, torch.device(device))
 
 
 def _rounds(side: Training, steps: int, rounds: int) -> tuple[list[float], list[float]]:

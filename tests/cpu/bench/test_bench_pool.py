@@ -32,6 +32,7 @@ ANSWERS = {
         "losses": {"remote": [2.0, 1.0], "local": [2.0, 1.5]},
         "counted": COUNTED,
         "parameters": 470_528,
+        "usage": {"captured": 0},
     },
     "decode": {"seconds": {"remote": [0.03], "local": [0.02]}, "counted": COUNTED},
     "migration": {"moves": MOVES},
@@ -98,8 +99,10 @@ def test_rates_are_of_the_bytes_that_were_sent(asked):
 
 
 def test_a_training_step_is_counted(asked):
-    step, trips, sent = records_of("training")[0]
+    step, recorded, trips, sent = records_of("training")[0]
     assert (step.unit, step.ours, step.ratio) == ("ms", pytest.approx(30), pytest.approx(2 / 3))
+    assert (step.case["sent"], recorded.case["sent"]) == ("each operator", "one message")
+    assert [arguments["recorded"] for _, _, arguments in asked] == [False, True]
     assert (trips.metric, trips.ours, trips.ratio) == ("count", 1.0, 1.0)
     assert (sent.ours, sent.peer.value) == (9000.0, 8 * SMALL_GPT.batch * (SMALL_GPT.context + 1))
 
@@ -112,7 +115,7 @@ def test_a_large_batch_that_does_not_fit_is_left_out(asked, monkeypatch):
 
     monkeypatch.setattr(pool, "LITTLE", replace(pool.LITTLE, gpts=pool.FULL.gpts))
     records, notes = records_of("training")
-    assert [record.case["tokens"] for record in records] == 3 * ["8 x 512"] + 3 * ["32 x 1,024"]
+    assert [record.case["tokens"] for record in records] == 4 * ["8 x 512"] + 4 * ["32 x 1,024"]
     monkeypatch.setattr(pool, "do", do)
     records, notes = records_of("training")
     assert {record.case["tokens"] for record in records} == {"8 x 512"}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from pool_direct import connected
+from pool_training import MODELS, Training, assert_equal_weights
 
 from warpbus.errors import UsageError
 from warpbus.pool.client.program import recorded
@@ -77,3 +78,31 @@ def test_a_block_that_fails_leaves_no_program(both: tuple[Session, Executor]) ->
     session.flush()
     assert executor.usage()["programs"] == 0
     assert (x + 1).tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_step_is_recorded(name: str) -> None:
+    """Gradients, the optimizer's moments, running means and dropout's draws are all as if it had been sent each time."""
+    steps, before = 8, 3
+    with connected():
+        expected = Training(name, REMOTE, capturable=True)
+        losses = expected.run(steps)
+        weights = expected.weights()
+    with connected() as (session, executor):
+        training = Training(name, REMOTE, capturable=True)
+        found = training.run(before)
+        fixed = [each.to(REMOTE) for each in training.data(before)]
+        training.data = lambda step: fixed
+        training.optimizer.zero_grad()
+        with recorded(session) as program:
+            loss = training.step()
+        sent = session.statistics.operators
+        for step in range(before, steps):
+            for where, drawn in zip(fixed, MODELS[name][1](step), strict=True):
+                where.copy_(drawn)
+            program.run()
+            found.append(loss.item())
+        assert session.statistics.operators - sent < 10 * (steps - before)
+        assert executor.usage()["programs"] == 1
+        assert found == losses
+        assert_equal_weights(training.weights(), weights)
