@@ -82,7 +82,7 @@ def test_a_block_that_fails_leaves_no_program(both: tuple[Session, Executor]) ->
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_is_recorded(name: str) -> None:
-    """Gradients, the optimizer's moments, running means and dropout's draws are all as if it had been sent each time."""
+    """Gradients, moments, running means and dropout draws are as if each step had been sent."""
     steps, before = 8, 3
     with connected():
         expected = Training(name, REMOTE, capturable=True)
