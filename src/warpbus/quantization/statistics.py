@@ -1,5 +1,7 @@
 """What enters a linear layer during calibration, summed up over all tokens of all processes."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +11,8 @@ from warpbus.dist import Group, TreeSum
 from warpbus.errors import NumericError
 from warpbus.quantization.algorithms.precision import add_product
 
-# Columns of a product that a GPU computes at a time: of a symmetric one only those panels' parts on and below the
-# diagonal, which for inputs of 4096 columns is 5/8 of the whole.
+# Columns of a panel. Of a symmetric product only the panels' parts on and below the diagonal are computed, added up and
+# exchanged, which for inputs of 4096 columns is 5/8 of the whole.
 _PANEL = 1024
 
 MOMENTS, DRIFT, MEAN_ABS, MAX_ABS = "moments", "drift", "mean_abs", "max_abs"
@@ -57,7 +59,9 @@ class Collector:
         self._needed = needed
         self._share = -1
         self._tokens = self._compared = 0
-        shapes = {MOMENTS: (columns, columns), DRIFT: (columns, columns), MEAN_ABS: (columns,)}
+        self._columns = columns
+        packed = sum(map(math.prod, _panel_shapes(columns)))
+        shapes = {MOMENTS: (packed,), DRIFT: (columns, columns), MEAN_ABS: (columns,)}
         self._shapes = {key: shape for key, shape in shapes.items() if key in needed}
         self._sums = {key: TreeSum(group, shape) for key, shape in self._shapes.items()}
         self._open: dict[str, Tensor] = {}
@@ -81,10 +85,11 @@ class Collector:
             self._open = {key: torch.zeros(shape, device=x.device) for key, shape in self._shapes.items()}
         self._tokens += len(x)
         if MOMENTS in self._open:
-            _add_products(self._open[MOMENTS], x, x, symmetric=True)
+            for start, panel in _panels(self._open[MOMENTS], self._columns):
+                _add_product(panel, x[:, start:], x[:, start : start + panel.shape[1]])
         if DRIFT in self._open and original is not None:
             self._compared += len(x)
-            _add_products(self._open[DRIFT], original - x, x, symmetric=False)
+            _add_product(self._open[DRIFT], original - x, x)
         if MEAN_ABS in self._open:
             self._open[MEAN_ABS] += x.abs().sum(0, dtype=torch.float32)
         if MAX_ABS in self._needed:
@@ -102,16 +107,15 @@ class Collector:
         if tokens == 0:
             raise NumericError(f"{self._name}: no token entered it: give calibration data")
         found = {key: total.total().div_(compared if key == DRIFT else tokens) for key, total in self._sums.items()}
-        if MOMENTS in found:
-            _mirror(found[MOMENTS])
         if MAX_ABS in self._needed:
             found[MAX_ABS] = self._group.gather(self._largest[None]).amax(0)
-        for value in found.values():
-            if not torch.isfinite(value.sum()):
-                raise NumericError(
-                    f"{self._name}: NaN or infinity entered it during calibration: the checkpoint overflows "
-                    "in this dtype or is damaged: try --device cpu, which computes in float32"
-                )
+        if not torch.stack([value.sum() for value in found.values()]).isfinite().all():
+            raise NumericError(
+                f"{self._name}: NaN or infinity entered it during calibration: the checkpoint overflows "
+                "in this dtype or is damaged: try --device cpu, which computes in float32"
+            )
+        if MOMENTS in found:
+            found[MOMENTS] = _whole(found[MOMENTS], self._columns)
         return Statistics(tokens, **found)
 
     def _close(self) -> None:
@@ -121,21 +125,31 @@ class Collector:
         self._open = {}
 
 
-def _add_products(total: Tensor, left: Tensor, right: Tensor, *, symmetric: bool) -> None:
-    """Add left^T right; of a symmetric one only some panels on and below the diagonal (see `_mirror`)."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left^T right."""
     if left.device.type == "cpu" or left.dtype not in (torch.float16, torch.bfloat16):
-        add_product(total, left.float().T, right.float())
-        return
-    for start, stop in _panels(len(total)):
-        first = start if symmetric else 0
-        add_product(total[first:, start:stop], left[:, first:].T, right[:, start:stop])
+        left, right = left.float(), right.float()
+    for start in range(0, total.shape[1], _PANEL):
+        panel = slice(start, start + _PANEL)
+        add_product(total[:, panel], left.T, right[:, panel])
 
 
-def _mirror(total: Tensor) -> None:
-    """Copy what is below the diagonal panels to above them."""
-    for start, stop in _panels(len(total)):
-        total[start:stop, stop:] = total[stop:, start:stop].T
+def _whole(packed: Tensor, columns: int) -> Tensor:
+    """The symmetric matrix of which the panels hold what is on and below the diagonal."""
+    whole = packed.new_empty(columns, columns)
+    for start, panel in _panels(packed, columns):
+        stop = start + panel.shape[1]
+        whole[start:, start:stop] = panel
+        whole[start:stop, stop:] = panel[stop - start :].T
+    return whole
 
 
-def _panels(columns: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _PANEL, columns)) for start in range(0, columns, _PANEL)]
+def _panels(packed: Tensor, columns: int) -> Iterator[tuple[int, Tensor]]:
+    """The panels that lie one after the other in `packed`, each with the number of its first column and row."""
+    shapes = _panel_shapes(columns)
+    for shape, panel in zip(shapes, packed.split([*map(math.prod, shapes)]), strict=True):
+        yield columns - shape[0], panel.view(shape)
+
+
+def _panel_shapes(columns: int) -> list[tuple[int, int]]:
+    return [(columns - start, min(_PANEL, columns - start)) for start in range(0, columns, _PANEL)]
