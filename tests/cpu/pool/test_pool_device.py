@@ -135,6 +135,82 @@ def test_conjugates_are_computed(both: tuple[Session, Executor]) -> None:
         torch.testing.assert_close(far[0].grad.cpu(), near[0].grad)
 
 
+def _conjugate_in_place(x: Tensor, _: Tensor) -> None:
+    x.conj().mul_(2 + 1j)
+    x.mH[0].copy_(x[1])
+    x.conj()[1].copy_(x.conj()[2])
+    x.conj().imag.add_(1)
+    x.conj().imag[0].fill_(2)
+    x.conj().imag[1].copy_(torch.tensor([1.0, 2.0, 3.0]))
+    x.conj().imag[2].copy_(x.conj().imag[0])
+    x.conj()[:, 0] = torch.tensor([3j, 4, 5])
+    torch.add(x[0], x[1], out=x.conj()[2])
+
+
+PRODUCTS_IN_PLACE: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda x, y: x.conj().addmm_(y.conj(), y),
+    lambda x, y: torch.mm(y, y.mH, out=x.conj()),
+    lambda x, y: torch.addmm(y.conj(), y, y.mH, out=x.mH),
+    lambda x, y: x.conj()[None].baddbmm_(y[None], y.mT[None].conj()),
+    lambda x, y: torch.bmm(y[None].conj(), y[None], out=x[None].conj()),
+    lambda x, y: torch.dot(x[0].conj(), y[0], out=x.conj()[0, 0]),
+    lambda x, y: torch.vdot(x[0].conj(), y[0].conj()),
+    lambda x, y: x.conj().conj_physical_(),
+    lambda x, y: x.conj().imag.neg_(),
+    lambda x, y: torch.linalg.solve_triangular(x.mH, y.conj(), upper=True),
+    lambda x, y: x.conj().repeat_interleave(2, 0).clone(memory_format=torch.contiguous_format),
+    lambda x, y: x.mH.clone(memory_format=torch.contiguous_format) + x.conj().imag.clone(),
+    lambda x, y: torch.full_like(x.conj(), 3j),
+    lambda x, y: torch._neg_view(x.conj()).mul_(y),
+]
+
+
+@pytest.mark.parametrize("compute", [_conjugate_in_place, *PRODUCTS_IN_PLACE])
+def test_what_is_written_through_a_conjugate(
+    both: tuple[Session, Executor], compute: Callable[..., Tensor | None]
+) -> None:
+    """It is a view: what is written there is in the tensor, in operators that know the mark as in those that do not."""
+    near = [torch.view_as_complex(drawn(3, 3, 2, seed=seed)) for seed in (1, 2)]
+    far = [each.to(REMOTE) for each in near]
+    expected, found = compute(*near), compute(*far)
+    for here, there in zip([*near, expected], [*far, found], strict=True):
+        if here is not None and there is not None:
+            torch.testing.assert_close(there.cpu(), here.resolve_conj().resolve_neg())
+
+
+def test_gradients_of_what_is_written_through_a_conjugate(both: tuple[Session, Executor]) -> None:
+    def gradient(device: str) -> Tensor:
+        x = torch.view_as_complex(drawn(3, 3, 2)).to(device).requires_grad_()
+        y = x * 2
+        y.conj().imag.mul_(3)
+        y.conj()[0] *= 2j
+        (found,) = torch.autograd.grad((y.mH @ y).abs().sum(), x)
+        return found.cpu()
+
+    torch.testing.assert_close(gradient(REMOTE), gradient("cpu"))
+
+
+def test_conjugates_are_read_saved_and_copied(both: tuple[Session, Executor]) -> None:
+    x = torch.view_as_complex(drawn(3, 3, 2))
+    far = x.to(REMOTE)
+    file = io.BytesIO()
+    torch.save([far, far.conj()], file)
+    file.seek(0)
+    read, conjugate = torch.load(file, map_location="cpu", weights_only=True)
+    assert torch.equal(read, x)
+    assert torch.equal(conjugate, x.conj())
+    conjugate.zero_()
+    assert not read.any()
+    assert torch.equal(copy.deepcopy(far.conj()).cpu(), x.conj())
+    assert far.conj()[0, 0].item() == x.conj()[0, 0].item()
+    assert torch.equal(far.conj(), x.conj().to(REMOTE))
+    assert str(far.conj().imag) == str(x.conj().imag.resolve_neg()).replace(")", f", device='{REMOTE}:0')")
+    assert (far.conj().is_conj(), far.conj().cpu().is_conj(), far.conj().untyped_storage().data_ptr()) == (
+        *(True, False),
+        far.untyped_storage().data_ptr(),
+    )
+
+
 def test_checkpointed_layers(both: tuple[Session, Executor]) -> None:
     layer = torch.nn.Linear(4, 4)
     remote = copy.deepcopy(layer).to(REMOTE)

@@ -18,6 +18,7 @@ from warpbus.errors import DeviceError
 from warpbus.pool.client import attention, autocast, transfers
 from warpbus.pool.client.dispatch import Operator
 from warpbus.pool.client.lending import Lease
+from warpbus.pool.client.marks import knowing_marks
 from warpbus.pool.client.session import current
 from warpbus.pool.client.tensors import META, NAME
 from warpbus.pool.protocol.inference import gives_tensors
@@ -94,7 +95,7 @@ def register() -> torch.device:
     for overload in (*(each for packet in sorted(ATEN) for each in overloads(packet)), *warpbus_operators()):
         if _runs_remotely(overload):
             namespace, _, name = overload.name().partition("::")
-            libraries[namespace].impl(name, Operator(overload, transfers.upload), _KEY)
+            libraries[namespace].impl(name, knowing_marks(Operator(overload, transfers.upload)), _KEY)
     for key in (_KEY, "AutogradPrivateUse1"):
         libraries["aten"].impl("scaled_dot_product_attention", attention.scaled_dot_product_attention, key)
     rest = torch.library.Library("_", "IMPL")
@@ -132,9 +133,6 @@ def _register_views(library: torch.library.Library) -> None:
     for name in _VIEWS:
         operator = getattr(torch.ops.aten, name).default
         library.impl(name, functools.partial(operator._handle.redispatch_boxed, META), _KEY)
-    # A tensor that is only marked as conjugate or negative would go to the pool without its mark.
-    library.impl("_conj", torch.ops.aten.conj_physical.default, _KEY)
-    library.impl("_neg_view", torch.ops.aten.neg.default, _KEY)
 
 
 def _register_transfers(library: torch.library.Library) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from warpbus.errors import DeviceError
 from warpbus.pool.client.dispatch import Operator
+from warpbus.pool.client.marks import behind, computed, is_marked
 from warpbus.pool.client.session import Session, current
 from warpbus.pool.client.tensors import NAME, geometry_of, is_remote, new_tensor, remote_of, set_geometry
 from warpbus.pool.protocol.geometry import Geometry, contiguous
@@ -73,6 +74,7 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 def download(source: Tensor) -> Tensor:
     """A CPU tensor with the values, sizes and strides of one of this device."""
+    source = computed(source)
     if not _dense(source):
         source = source.contiguous()
     target = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="cpu")
@@ -87,6 +89,7 @@ def fetch(source: Tensor) -> Callable[[], Tensor]:
 
     The tensor must not be written any more.
     """
+    source = computed(source)
     if not _dense(source):
         source = source.contiguous()
     session, elements = current(), source.numel()
@@ -111,14 +114,16 @@ class Copies:
 
     def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Where one side is the CPU's, values are converted to the target's dtype on the way, on the CPU."""
-        if not is_remote(source):
+        if is_remote(target) and is_marked(target):
+            self.copy_(*behind(target, source))
+        elif not is_remote(source):
             values = source.to(target.dtype).expand(target.shape)
             if _dense(target):
                 fill(target, values)
             else:
                 self._copy(target, upload(values.contiguous()))
         elif is_remote(target):
-            self._copy(target, source)
+            self._copy(target, computed(source))
         else:
             target.copy_(download(source))
         return target
