@@ -137,6 +137,7 @@ class _Run:
     finished: frozenset[int]
     keep: bool
     estimate: Mapping[str, float]
+    layers: Iterator[DecoderLayer]
     results: list[LayerResult] = field(default_factory=list)
 
     @classmethod
@@ -152,6 +153,8 @@ class _Run:
             element = ELEMENTS[default_dtype(group.device, plan.dtype)]
             compile_ahead(_KERNELS, architecture(group.device), element)
         needs, keep = _agreed(group, send, job, plan)
+        # The first one is read while the first process makes its directory.
+        layers = iter(()) if job.data is None else _layers(plan, group.device)
         done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
         writer = None
         parts = FinishedParts(job.output)
@@ -173,7 +176,7 @@ class _Run:
                 "that all machines see"
             )
         expected = {} if needs is None else needs.figures()
-        return cls(group, send, job, plan, watch, writer, parts, finished, keep, expected)
+        return cls(group, send, job, plan, watch, writer, parts, finished, keep, expected, layers)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -204,13 +207,12 @@ class _Run:
         plan, device = self.plan, self.group.device
         method = METHODS[self.job.algorithm]()
         dtype = default_dtype(device, plan.dtype)
-        layers = _layers(plan, device, dtype)
         table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
         drift = DRIFT in method.needed
         states = embed(data, BATCH_TOKENS[device.type], table, plan.config, self.group, dtype, drift=drift)
         del table
         self.watch.lap("reading")
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.layers):
             self.watch.lap("reading")
             through = LayerPass(layer, index, states, method.needed, group=self.group, watch=self.watch, keep=self.keep)
             if index in self.finished:
@@ -376,8 +378,9 @@ def _agreed(group: Group, send: Send, job: Job, plan: Plan) -> tuple[Estimate | 
     return needs, bool(group.sum(keep))
 
 
-def _layers(plan: Plan, device: torch.device, dtype: torch.dtype) -> Iterator[DecoderLayer]:
+def _layers(plan: Plan, device: torch.device) -> Iterator[DecoderLayer]:
     """The layers of the checkpoint; the first one is read from now on, and while one is worked on, the next one."""
+    dtype = default_dtype(device, plan.dtype)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def load(index: int) -> DecoderLayer:

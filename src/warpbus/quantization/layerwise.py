@@ -75,13 +75,14 @@ def embed(
     Args:
         data: all sequences.
         tokens: of a batch, at most. The batches and their shares do not depend on the number of processes.
-        embedding: `[vocabulary, hidden]`, which may be a file's map: only rows are read.
+        embedding: `[vocabulary, hidden]`, which may be a file's map: for the CPU only rows are read. A GPU gets all of
+            it, which is less than the rows of many tokens.
         config: of the model.
         group: the processes.
         dtype: of the states.
         drift: whether the unquantized model is to run alongside.
     """
-    rotary = Rotary(config.rope)
+    rotary, embedding = Rotary(config.rope), embedding.to(group.device)
     states = []
     batches = data.batches(tokens)
     for share in group.shares():
@@ -89,7 +90,7 @@ def embed(
         compared = 0 if not drift else len(own) if data.tokens <= COMPARED_TOKENS else -(-len(own) // 2)
         for place, batch in enumerate(own):
             positions = torch.arange(batch.ids.shape[1], device=group.device).expand(batch.ids.shape)
-            x = embedding[batch.ids].to(group.device, dtype)
+            x = embedding[batch.ids.to(group.device)].to(dtype)
             original = x if place < compared else None
             real = None if batch.real.all() else batch.real.to(group.device)
             prompts = None
