@@ -14,6 +14,7 @@ from warpbus.pool.protocol.instructions import MAX_WRITE, Writer
 from warpbus.pool.protocol.signature import Signature
 from warpbus.pool.protocol.wire import Value
 
+_FIRST_BATCH = 8
 _BATCH_INSTRUCTIONS = 64
 _BATCH_BYTES = 1 << 18
 _MAX_DEFINITIONS = 1 << 16
@@ -60,6 +61,8 @@ class Session:
     programs: int = 0
     recording: bool = False
     """Calls go into a program now, and are not executed: nothing can be read."""
+    enough: int = _FIRST_BATCH
+    """Instructions of the next batch: few after a wait, when the other side has nothing to do, then more and more."""
 
     def remote(self, nbytes: int) -> Remote:
         """A new storage's handle; its bytes count from now on, and come with the call that gives it.
@@ -102,14 +105,14 @@ class Session:
         writer.buffer += encoded
         writer.count += 1
         self.statistics.operators += 1
-        if writer.count >= _BATCH_INSTRUCTIONS or self.recording or len(writer.buffer) >= _BATCH_BYTES:
+        if writer.count >= self.enough or self.recording or len(writer.buffer) >= _BATCH_BYTES:
             self.advance()
 
     def advance(self) -> None:
         """After each instruction: send when enough has come together."""
         if self.recording:
             self._free()  # what goes now is free for the program's next call
-        if self.writer.count >= _BATCH_INSTRUCTIONS or len(self.writer.buffer) >= _BATCH_BYTES:
+        if self.writer.count >= self.enough or len(self.writer.buffer) >= _BATCH_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -120,6 +123,7 @@ class Session:
                 payload = self.writer.take()
                 self.statistics.batches += 1
                 self.statistics.bytes_sent += len(payload)
+                self.enough = min(2 * self.enough, _BATCH_INSTRUCTIONS)
                 self.connection.send(payload)
 
     def ask(self, question: list[Value]) -> Value:
@@ -158,6 +162,7 @@ class Session:
         if self.recording:
             raise UsageError("values cannot be read while a program is recorded: nothing is computed until it runs")
         self.flush()
+        self.enough = _FIRST_BATCH
         self.statistics.round_trips += 1
 
     def _free(self) -> None:

@@ -133,7 +133,11 @@ class Copies:
         options.pop("non_blocking", None)
         options.pop("pin_memory", None)
         if not is_remote(source):
-            return upload(_aten._to_copy.default(source, **options))
+            # Where nothing is converted, PyTorch's copy of it would only keep all threads of the CPU busy.
+            kept = all(
+                value in (None, source.dtype, torch.strided, torch.preserve_format) for value in options.values()
+            )
+            return upload(source if kept else _aten._to_copy.default(source, **options))
         if device is not None and device.type != NAME:
             return _aten._to_copy.default(download(source), device=device, **options)
         return self._convert(source, **options)
