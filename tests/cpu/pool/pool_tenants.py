@@ -27,7 +27,7 @@ SETUP = {
     "device": "cpu",
     "memory": 1 << 20,
     "share": 1.0,
-    "mps": False,
+    "turns": None,
     "threads": 1,
     "environment": {},
     "certificate": None,
@@ -51,6 +51,10 @@ class Daemon:
             )
         self.end.settimeout(150)
         control.send(self.end, {**SETUP, **changes})
+
+    def tell(self, **what):
+        """Say something to it."""
+        control.send(self.end, what)
 
     def hear(self, *events):
         """What it says next that is one of these events."""

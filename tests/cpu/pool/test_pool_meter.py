@@ -38,6 +38,19 @@ def test_nothing_is_saved_up():
     assert slices.wait(1e6) == pytest.approx(4 * 0.975)
 
 
+def test_what_others_kept_it_from_spending_is_saved_up_until_it_rests():
+    slices = Slices(0.5, 0.0)
+    slices.stand(0.3)
+    slices.spend(0.2, 0.5)  # 50 ms were there, 150 came while it stood, 100 while it was busy
+    assert slices.wait(0.5, 0.1) == pytest.approx(0)
+    assert slices.wait(0.5, 0.11) == pytest.approx(0.02)
+    slices.stand(1000.0)
+    assert slices.wait(1000.0, 0.5) == pytest.approx(0)
+    assert slices.wait(1000.0, 0.6) == pytest.approx(0.2)
+    slices.rest()
+    assert slices.wait(1000.0, 0.06) == pytest.approx(0.02)
+
+
 def test_a_cpu_is_busy_between_begin_and_end():
     meter = Meter(torch.device("cpu"))
     for _ in range(3):

@@ -331,7 +331,7 @@ class Host:
             "device": self._gpus.device,
             "memory": order.memory,
             "share": order.share,
-            "mps": self._gpus.mps,
+            "turns": self._gpus.turns(order.gpu),
             "threads": self._gpus.threads(order.share),
             "environment": self._gpus.environment(order.gpu, order.memory, order.share),
             "certificate": None if certificate is None else str(certificate),

@@ -42,6 +42,7 @@ class SharedGpus:
         self._installed = _visible() if torch.cuda.is_available() else []
         self._stack = ExitStack()
         self._daemons: list[mps.ControlDaemon] = []
+        self._lines: dict[str, int] = {}
         why = mps.available() if self._installed else "this machine has no NVIDIA GPU"
         if options.sharing == "mps" and why is not None:
             raise UsageError(f"--sharing mps: {why}; give slices")
@@ -67,6 +68,19 @@ class SharedGpus:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        while self._lines:
+            os.close(self._lines.popitem()[1])
+
+    def turns(self, gpu: str) -> str | None:
+        """The file at which the tenants of a GPU stand in line (`warpbus.pool.tenant.turns`), where they take turns.
+
+        It has no name on any disk. Only this user's processes can open it, and it ends with this one.
+        """
+        if self.mps or not self._installed:
+            return None
+        if gpu not in self._lines:
+            self._lines[gpu] = os.memfd_create(f"turns on {gpu}")
+        return f"/proc/{os.getpid()}/fd/{self._lines[gpu]}"
 
     def environment(self, gpu: str, memory: int, share: float) -> dict[str, str]:
         """What lets a process see one GPU, and with MPS no more of it than its lease is for."""

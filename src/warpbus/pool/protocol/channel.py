@@ -49,7 +49,13 @@ _Buffer = bytes | bytearray | memoryview
 
 
 class Channel:
-    """Frames over a connected socket, which becomes the channel's own."""
+    """Frames over a connected socket, which becomes the channel's own.
+
+    Attributes:
+        before_waiting: called by `send` each time that the other side does not take more at once, or None.
+    """
+
+    before_waiting: Callable[[], None] | None = None
 
     def __init__(self, sock: socket.socket, peer: str | None = None) -> None:
         """`peer` is what messages call the other side; by default its IP address."""
@@ -93,6 +99,8 @@ class Channel:
         while parts:
             sent = self._attempt(lambda: self._write(parts), select.POLLOUT)
             if sent < 0:
+                if self.before_waiting is not None:
+                    self.before_waiting()
                 ready(self._sock, -sent, math.inf)
             while sent > 0 and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))

@@ -6,7 +6,8 @@ from collections import deque
 import torch
 
 _WINDOW = 0.1
-_AHEAD = 2
+_KEPT = 1.0
+_AHEAD = 1  # batches that the GPU has beside the one that it executes: a turn may last that much too long
 
 
 class Slices:
@@ -23,19 +24,28 @@ class Slices:
         self._tokens = self._most
         self._last = now
 
-    def wait(self, now: float) -> float:
-        """Seconds until there is something to spend."""
-        self._refill(now)
-        return max(0.0, -self._tokens / self._share)
+    def wait(self, now: float, least: float = 0.0) -> float:
+        """Seconds until there are `least` seconds to spend."""
+        self._refill(now, self._most)
+        return max(0.0, (least - self._tokens) / self._share)
 
     def spend(self, seconds: float, now: float) -> None:
         """It was busy; that may be more than there was to spend, and is waited for afterwards."""
+        most = max(self._most, self._tokens)
         self._tokens -= seconds
-        self._refill(now)  # it went on being filled meanwhile
+        self._refill(now, most)  # it went on being filled meanwhile
 
-    def _refill(self, now: float) -> None:
-        self._tokens = min(self._most, self._tokens + (now - self._last) * self._share)
-        self._last = now
+    def stand(self, now: float) -> None:
+        """It wanted to be busy and others did not let it: what it could not spend it keeps, up to a second's share."""
+        self._refill(now, self._share * _KEPT)
+
+    def rest(self) -> None:
+        """It has nothing to do, and forgets what it kept."""
+        self._tokens = min(self._tokens, self._most)
+
+    def _refill(self, now: float, most: float) -> None:
+        filled = min(most, self._tokens + (now - self._last) * self._share)
+        self._tokens, self._last = max(self._tokens, filled), now
 
 
 class Meter:
@@ -69,8 +79,13 @@ class Meter:
         else:
             self.busy += time.perf_counter() - self._began
 
+    @property
+    def running(self) -> bool:
+        """Whether the GPU was not done with everything at the last `collect`."""
+        return bool(self._running)
+
     def collect(self, *, behind: bool = False) -> None:
-        """Count what has finished; with `behind`, wait until no more than two batches have not."""
+        """Count what has finished; with `behind`, wait until no more than one batch has not."""
         while self._running:
             start, end = self._running[0]
             if behind and len(self._running) > _AHEAD:

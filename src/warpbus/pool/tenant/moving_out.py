@@ -29,6 +29,9 @@ class Leaving(Protocol):
     def tell(self, **what: Value) -> None:
         """Tell the daemon something."""
 
+    def step_aside(self) -> None:
+        """Let other tenants have the GPU."""
+
     def warn_client(self, address: str, *, final: bool) -> None:
         """Tell the client where the lease moves to."""
 
@@ -42,7 +45,9 @@ def migrate(tenant: Leaving, to: str, tls: Tls | None, ticket: bytes, door: byte
     source: Source | None = None
     warned = False
     try:
-        source = Source(tenant.executor, connect(address(to), door, tls), ticket=ticket)
+        channel = connect(address(to), door, tls)
+        channel.before_waiting = tenant.step_aside
+        source = Source(tenant.executor, channel, ticket=ticket)
         source.begin()
         told = -_TOLD_EVERY
         content = tenant.executor.content
@@ -59,6 +64,7 @@ def migrate(tenant: Leaving, to: str, tls: Tls | None, ticket: bytes, door: byte
         tenant.tell(event="progress", phase="copying the rest", done=progress.copied, total=progress.total)
         tenant.warn_client(to, final=False)
         warned = True
+        tenant.step_aside()
         report = source.finish()
     except WarpbusError as error:
         if source is not None and source.state is SourceState.MOVED:
@@ -77,6 +83,7 @@ def save(tenant: Leaving, path: Path) -> Iterator[None]:
     began = time.perf_counter()
     tenant.tell(event="progress", phase="writing", done=0, total=tenant.executor.storages.used)
     yield
+    tenant.step_aside()
     try:
         nbytes = suspend(tenant.executor, path)
     except WarpbusError as error:

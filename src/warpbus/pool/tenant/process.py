@@ -36,12 +36,13 @@ from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
 from warpbus.pool.tenant.greeting import Greeter, refuse
-from warpbus.pool.tenant.meter import Meter, Slices
+from warpbus.pool.tenant.meter import Meter
 from warpbus.pool.tenant.migration import Destination, DestinationState
 from warpbus.pool.tenant.moving_out import migrate, save
 from warpbus.pool.tenant.staging import Leaving
 from warpbus.pool.tenant.storages import allowance
 from warpbus.pool.tenant.suspension import resume
+from warpbus.pool.tenant.turns import Line, Turns
 
 _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
@@ -82,8 +83,8 @@ class Tenant:
             self._destination = Destination(executor, ticket=setup["ticket"])
         self._leaving: deque[tuple[int, Leaving]] = deque()  # answers that are not here yet, by the question's number
         self._meter = Meter(executor.device)
-        self._slices: Slices | None = None
-        self._billed = 0.0
+        self._turns: Turns | None = None
+        self._kept: Frame | None = None  # the client's next batch, which waits for this lease's turn
         self._owed = 0
         self._told: tuple[int, int] | None = None
         self._next_tick = 0.0
@@ -108,7 +109,8 @@ class Tenant:
         """The GPU has failed this process, as after a wrong access to memory: nothing on it can be used any more. The
         client is given a moment to come and hear of it."""
         self.over = LeaseLostError(f"this lease is lost, its GPU has failed: {str(error).partition(chr(10))[0]}")
-        self._work, self._slices, self._meter = None, None, Meter(torch.device("cpu"))
+        self._work, self._meter = None, Meter(torch.device("cpu"))
+        self._share_with(0)
         self._ends = time.monotonic() + _SECONDS_TO_HEAR
         self.hang_up()
 
@@ -129,14 +131,20 @@ class Tenant:
         """End the client's connection; it comes back, and asks here first whatever it was told before."""
         if self.channel is not None:
             self.channel.close()
-            self.channel = None
+            self.channel = self._kept = None
             self._leaving.clear()
             self._tell_clients()
 
+    def step_aside(self) -> None:
+        """Let other tenants have the GPU while this process waits for something that is not the GPU."""
+        if self._turns is not None:
+            self.executor.storages.synchronize()
+            self._turns.give_up(time.monotonic())
+
     def _turn(self) -> bool:
         """Wait for something to do, and do a piece of everything. False at the end."""
-        pause = self._pause()
-        talking = self.channel is not None and not pause
+        patience = self._attend()
+        talking = self.channel is not None and self._kept is None
         busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
         busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
@@ -146,7 +154,10 @@ class Tenant:
             waiting.register(self.channel, select.POLLIN)
         if self._destination is not None and (source := self._destination.fileno()) is not None:
             waiting.register(source, select.POLLIN)
-        found = {at for at, _ in waiting.poll(0 if busy else 1000 * (pause or _TICK))}
+        if not busy and patience < 0.001:  # poll counts in milliseconds
+            time.sleep(patience)
+            busy = True
+        found = {at for at, _ in waiting.poll(0 if busy else 1000 * patience)}
         if self._end.fileno() in found and not self._obey():
             return False
         if self._greeter.fileno() in found:
@@ -158,8 +169,7 @@ class Tenant:
             self._work = None
         if self._leaving:
             self._deliver()
-        if talking:
-            self._converse()
+        self._converse()
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + _TICK
             self._tell_clients()
@@ -176,13 +186,20 @@ class Tenant:
             case {"do": "suspend", "path": str(path)}:
                 self._begin(save(self, Path(path)))
             case {"do": "neighbours", "count": int(count)}:
-                limited = count > 0 and self._setup["share"] < 1 and not self._setup["mps"]
-                self._slices = Slices(self._setup["share"], time.monotonic()) if limited else None
+                self._share_with(count)
             case {"do": "end"}:
                 return False
             case _:
                 raise DeviceError(f"the daemon says what a tenant's process does not know: {message!r:.80}")
         return True
+
+    def _share_with(self, neighbours: int) -> None:
+        """Begin to take turns, where that is how the GPU is shared, or cease to."""
+        if neighbours and self._turns is None and self._setup["turns"] is not None:
+            self._turns = Turns(self._setup["share"], Line(Path(self._setup["turns"])), time.monotonic())
+        elif not neighbours and self._turns is not None:
+            self._turns.close()
+            self._turns = None
 
     def _begin(self, work: Iterator[None]) -> None:
         if self._work is not None or self._destination is not None or self.over or self.moved:
@@ -220,7 +237,8 @@ class Tenant:
         """The client is here; if another one was, it has been taken the place of."""
         if self.channel is not None:
             self.channel.close()
-        self.channel, self._owed = channel, 0
+        self.channel, self._owed, self._kept = channel, 0, None
+        channel.before_waiting = self.step_aside
         self._leaving.clear()
         device, setup = self.executor.device, self._setup
         said: dict[str, Value] = {
@@ -269,10 +287,13 @@ class Tenant:
         if channel is None:
             return
         try:
-            frame = channel.receive(0.0)
+            frame, self._kept = self._kept or channel.receive(0.0), None
             if frame is not None and not self.over and not self.moved:
-                self._deal(channel, frame)
-            if self._owed >= _UNACKNOWLEDGED or (self._owed and not channel.pending()):
+                if frame.kind is Kind.BATCH and self._turns and not self._turns.may_execute(time.monotonic()):
+                    self._kept = frame
+                else:
+                    self._deal(channel, frame)
+            if self._owed >= _UNACKNOWLEDGED or (self._owed and (self._kept or not channel.pending())):
                 self._acknowledge()
         except ConnectionLost:
             self.hang_up()
@@ -345,15 +366,15 @@ class Tenant:
             self.channel.send(Kind.ACK, self.executor.executed)
             self._owed = 0
 
-    def _pause(self) -> float:
-        """Seconds that the lease has to wait for its next slice of time."""
-        self._meter.collect(behind=self._slices is not None)
-        spent, self._billed = self._meter.busy - self._billed, self._meter.busy
-        if self._slices is None:
-            return 0.0
-        now = time.monotonic()
-        self._slices.spend(spent, now)
-        return self._slices.wait(now)
+    def _attend(self) -> float:
+        """Look at what the GPU has done, and give up a turn that is over. Returns the seconds until the next look."""
+        self._meter.collect(behind=self._turns is not None)
+        if self._turns is None:
+            return _TICK
+        now, waiting = time.monotonic(), self._kept is not None
+        self._turns.attend(now, waiting=waiting, running=self._meter.running or bool(self._leaving))
+        patience = self._turns.patience(now, waiting=waiting)
+        return _TICK if patience is None else min(patience, _TICK)
 
     def _tell_clients(self) -> None:
         now = (int(self.channel is not None), self.executor.storages.used)
