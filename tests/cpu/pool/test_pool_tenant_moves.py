@@ -2,8 +2,10 @@
 
 import socket
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import ExitStack, contextmanager
 
+import pytest
 import torch
 from pool_tenants import acknowledged, ask, ended, started, write
 
@@ -15,6 +17,7 @@ from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.instructions import call_prefix, layout
 from warpbus.pool.protocol.signature import Input, Same, Signature
 from warpbus.pool.protocol.wire import decode
+from warpbus.pool.tenant.turns import Line
 
 TICKET, DOOR = b"t" * 32, b"d" * 16
 VECTOR = contiguous(torch.float32, (1024,))
@@ -64,11 +67,41 @@ def move(daemon, to, ticket=TICKET):
     control.send(daemon.end, {"do": "migrate", "to": to, "ca": None, "ticket": ticket, "door": DOOR})
 
 
-def test_a_lease_moves(tmp_path):
+@contextmanager
+def neighbour(path):
+    """One that takes turns on the GPU, and has the turn for most of the time."""
+    line, over = Line(path), threading.Event()
+
+    def work():
+        while not over.is_set():
+            if line.step_forward():
+                time.sleep(0.005)
+                line.leave()
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        line.close()
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_a_lease_moves(in_turns, tmp_path):
     ready = {"ticket": TICKET, "gpu": "mill/1"}
-    with started() as old, started(**ready) as new, started(**ready, memory=4096) as small:
+    line = tmp_path / "line"
+    line.touch()
+    with ExitStack() as stack:
+        if in_turns:
+            stack.enter_context(neighbour(line))
+        old = stack.enter_context(started(turns=str(line), share=0.5))
+        new, small = (stack.enter_context(started(**ready, **changes)) for changes in ({}, {"memory": 4096}))
         for each in (old, new, small):
             assert each.hear("ready", "failed")["event"] == "ready"
+        old.tell(do="neighbours", count=int(in_turns))
         channel, _ = old.client()
         early, answer = new.client()
         assert (answer.kind, decode(answer.payload)["type"]) == (Kind.REFUSED, "ConnectionLost")

@@ -306,6 +306,30 @@ def test_who_waits_for_its_client_lets_others_have_the_gpu(file, line):
         channel.close()
 
 
+def test_to_be_suspended_no_turn_is_waited_for(file, line, tmp_path):
+    """A batch waits for its turn meanwhile, not executed any more: its client sends it to where the lease goes on."""
+    mine = line()
+    assert mine.step_forward()
+    with started(turns=str(file), share=0.5) as tenant:
+        tenant.hear("ready")
+        channel, _ = tenant.client()
+        tenant.tell(do="neighbours", count=1)
+        channel.send(Kind.BATCH, 1, write(lambda writer: writer.new(1, 16)))
+        while not mine.others():
+            pass
+        tenant.tell(do="suspend", path=str(tmp_path / "state"))
+        assert tenant.hear("suspended", "failed")["event"] == "suspended"
+        while mine.others():
+            pass
+        mine.leave()
+        channel.close()
+        with started(saved=str(tmp_path / "state")) as resumed:
+            resumed.hear("ready")
+            again, welcome = resumed.client()
+            assert decode(welcome.payload)["executed"] == 0
+            again.close()
+
+
 def test_a_gpu_has_one_line_and_a_cpu_none(tmp_path):
     gpus = SharedGpus(PoolOptions(directory=tmp_path, sharing="slices"))
     if torch.cuda.is_available():

@@ -52,7 +52,7 @@ class Channel:
     """Frames over a connected socket, which becomes the channel's own.
 
     Attributes:
-        before_waiting: called by `send` each time that the other side does not take more at once, or None.
+        before_waiting: called each time before it waits for the other side, in `send` or `receive`; or None.
     """
 
     before_waiting: Callable[[], None] | None = None
@@ -99,9 +99,7 @@ class Channel:
         while parts:
             sent = self._attempt(lambda: self._write(parts), select.POLLOUT)
             if sent < 0:
-                if self.before_waiting is not None:
-                    self.before_waiting()
-                ready(self._sock, -sent, math.inf)
+                self._wait(-sent, math.inf)
             while sent > 0 and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if sent > 0:
@@ -188,7 +186,7 @@ class Channel:
             if received >= 0:
                 break
             self._receiving = False
-            if not ready(self._sock, -received, until - time.monotonic()):
+            if not self._wait(-received, until - time.monotonic()):
                 if time.monotonic() >= stall:
                     raise self._fail(f"{self.peer} sent nothing for {STALL_SECONDS:.0f} s in the middle of a frame")
                 return False
@@ -201,6 +199,12 @@ class Channel:
         self._progress = time.monotonic()
         self._receiving = False
         return True
+
+    def _wait(self, event: int, seconds: float) -> bool:
+        """Wait until the socket is ready, and return whether it is."""
+        if seconds > 0 and self.before_waiting is not None:
+            self.before_waiting()
+        return ready(self._sock, event, seconds)
 
     def _space(self) -> memoryview:
         """Where the next bytes go."""

@@ -45,6 +45,7 @@ def migrate(tenant: Leaving, to: str, tls: Tls | None, ticket: bytes, door: byte
     source: Source | None = None
     warned = False
     try:
+        tenant.step_aside()
         channel = connect(address(to), door, tls)
         channel.before_waiting = tenant.step_aside
         source = Source(tenant.executor, channel, ticket=ticket)
