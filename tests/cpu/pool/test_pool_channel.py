@@ -389,26 +389,6 @@ def test_an_interrupted_wait_loses_nothing():
     assert bytes(channel.receive(90).payload) == b"abcd"
 
 
-def test_before_it_waits_it_says_so():
-    left, right = socket.socketpair()
-    one, other = Channel(left), Channel(right)
-    waits = []
-    one.before_waiting = lambda: waits.append(True)
-    assert one.receive(0.0) is None
-    one.send(Kind.BATCH, 1, b"small")
-    assert not waits
-    assert one.receive(0.01) is None
-    assert waits
-    waits.clear()
-    reader = threading.Thread(target=lambda: [other.receive(90) for _ in range(2)])
-    one.before_waiting = lambda: (waits.append(True), reader.ident or reader.start())
-    one.send(Kind.BATCH, 2, bytes(16 << 20))
-    assert waits
-    reader.join()
-    one.close()
-    other.close()
-
-
 def test_half_a_frame_sent_is_the_end():
     channel, peer = raw()
     with interrupting(0.05):

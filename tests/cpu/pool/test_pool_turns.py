@@ -3,8 +3,10 @@
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from pool_tenants import acknowledged, started, write
 
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
+from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
 from warpbus.pool.protocol.wire import decode, encode
 from warpbus.pool.tenant.turns import NAP, Line, Turns
@@ -281,6 +284,26 @@ def test_processes_wait_for_their_turn_and_others_go_on(file, line):
         assert acknowledged(channels[1], 3) == 3  # nobody is left to take turns with
         for channel in channels:
             channel.close()
+
+
+def test_before_a_channel_waits_it_says_so():
+    left, right = socket.socketpair()
+    one, other = Channel(left), Channel(right)
+    waits = []
+    one.before_waiting = lambda: waits.append(True)
+    assert one.receive(0.0) is None
+    one.send(Kind.BATCH, 1, b"small")
+    assert not waits
+    assert one.receive(0.01) is None
+    assert waits
+    waits.clear()
+    reader = threading.Thread(target=lambda: [other.receive(90) for _ in range(2)])
+    one.before_waiting = lambda: (waits.append(True), reader.ident or reader.start())
+    one.send(Kind.BATCH, 2, bytes(16 << 20))
+    assert waits
+    reader.join()
+    one.close()
+    other.close()
 
 
 def test_who_waits_for_its_client_lets_others_have_the_gpu(file, line):
