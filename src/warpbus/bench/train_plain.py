@@ -1,6 +1,9 @@
 """A decoder that is trained as PyTorch's own parts offer it: linear layers, attention, cross-entropy of all scores."""
 
 import math
+from collections.abc import Callable
+from types import MethodType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +73,15 @@ class _Layer(nn.Module):
         self.attention = _Attention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = _MLP(config)
+        self.recompute = False
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        if self.recompute:
+            y: Tensor = checkpoint(self._once, x, angles, use_reentrant=False)
+            return y
+        return self._once(x, angles)
+
+    def _once(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -84,9 +94,6 @@ class PlainModel(nn.Module):
     Args:
         config: a model with RMSNorm, a gated MLP and rotary positions in one dimension.
 
-    Attributes:
-        recompute: activations of every n-th layer are computed again in the backward pass; 0: of none.
-
     Raises:
         UsageError: another kind of model.
     """
@@ -96,7 +103,7 @@ class PlainModel(nn.Module):
         if config.layer_norm or config.qk_norm or config.output_norms or config.rope.scaling or config.tie_embeddings:
             raise UsageError(f"the plain model has no layers such as those of {config.family}: give --no-peer")
         self.config = config
-        self.recompute = 0
+        self._loss: Callable[..., Tensor] = _summed_loss
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
@@ -105,11 +112,21 @@ class PlainModel(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         angles = self._angles(tokens.shape[1], x)
-        for index, layer in enumerate(self.layers):
-            again = self.recompute and index % self.recompute == 0
-            x = checkpoint(layer, x, angles, use_reentrant=False) if again else layer(x, angles)
-        scores = self.head(self.final_norm(x)).float()
-        return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
+        for layer in self.layers:
+            x = layer(x, angles)
+        return self._loss(x, self.final_norm, self.head, targets)
+
+    def recompute(self, every: int) -> None:
+        """Compute the activations of every n-th layer again in the backward pass."""
+        for layer in list(self.layers)[::every]:
+            cast(_Layer, layer).recompute = True
+
+    def compile_parts(self) -> None:
+        """Compile the layers, which share their graphs as ours do, and the loss: what torch calls regional."""
+        compiled = torch.compile(_Layer.forward)
+        for layer in self.layers:
+            layer.forward = MethodType(compiled, layer)
+        self._loss = torch.compile(_summed_loss)
 
     def attach_lora(self, rank: int, alpha: float) -> None:
         """Freeze the model and put a `PlainLora` in place of each linear of its layers."""
@@ -124,6 +141,11 @@ class PlainModel(nn.Module):
         exponents = torch.arange(0, rope.rotary_dim, 2, device=x.device) / rope.rotary_dim
         angles = torch.arange(length, device=x.device)[:, None] / rope.position_scale * rope.theta**-exponents
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def _summed_loss(x: Tensor, norm: nn.Module, head: nn.Module, targets: Tensor) -> Tensor:
+    scores = head(norm(x)).float()
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def _rotate(x: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:

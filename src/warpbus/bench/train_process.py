@@ -19,6 +19,7 @@ from warpbus.models.layers import QuantizedLinear
 from warpbus.models.placement import round_onto
 from warpbus.qtensor import Scheme
 from warpbus.train import TrainingSettings
+from warpbus.train.compiling import compile_layers
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import attach_lora
 from warpbus.train.methods import FullMethod, LoraMethod, Method, PrefixMethod
@@ -123,12 +124,15 @@ def _built(task: Task, group: Group) -> tuple[nn.Module, Callable[[Tensor, Tenso
     module = _plain(task, group.device) if task.plain else _ours(task, group.device)
     layers = module.layers if isinstance(module, PlainModel) else module.model.layers
     parallel = distribute(module, layers, settings, group)
-    called: Callable[..., Tensor] = torch.compile(parallel) if settings.compile else parallel
-    if task.plain:
-        return module, called
+    if isinstance(module, PlainModel):
+        if settings.compile:
+            module.compile_parts()
+        return module, parallel
+    if settings.compile:
+        compile_layers(module.model.layers)
     shape = settings.rows_per_step // group.world, settings.length
     positions = torch.arange(settings.length, device=group.device).expand(shape)
-    return module, lambda tokens, targets: called(tokens, targets, positions, None)  # each row is one document
+    return module, lambda tokens, targets: parallel(tokens, targets, positions, None)  # each row is one document
 
 
 def _ours(task: Task, device: torch.device) -> Method:
@@ -175,7 +179,8 @@ def _plain(task: Task, device: torch.device) -> PlainModel:
         model.attach_lora(settings.rank, settings.alpha)
     else:
         model.requires_grad_(True)
-    model.recompute = settings.recompute
+    if settings.recompute:
+        model.recompute(settings.recompute)
     return model.train()
 
 

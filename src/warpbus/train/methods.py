@@ -41,13 +41,8 @@ class Method(nn.Module):
         return summed_cross_entropy(self.hidden(tokens, positions, documents), self.model.head, targets)
 
     def hidden(self, tokens: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
-        """The hidden states of packed rows, `[rows, length, hidden_size]`: all that `torch.compile` makes one graph."""
-        context = self.context(documents)
-        if torch.compiler.is_compiling():
-            # The mask of all layers is made here: what a layer whose activations are computed again leaves behind for
-            # others would end the graph.
-            context.reached(positions)
-        return self.model.hidden(tokens, positions, context)
+        """The hidden states of packed rows, `[rows, length, hidden_size]`."""
+        return self.model.hidden(tokens, positions, self.context(documents))
 
     def context(self, documents: Tensor | None) -> CausalAttention:
         """What the tokens of packed rows attend to."""

@@ -1,6 +1,7 @@
 """Gradient checkpointing (Chen et al., 2016): a layer's activations are computed again in the backward pass."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from warpbus.errors import UsageError
-from warpbus.models.decoder import Decoder
+from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.train.lora import LoraLinear
 
 SMALL = 64
@@ -32,19 +33,34 @@ def recompute_layers(model: Decoder, every: int = 1) -> None:
 
 
 def _recompute(layer: nn.Module) -> None:
-    forward = layer.forward
     drops = any(isinstance(each, LoraLinear) and each.dropout for each in layer.modules())
+    layer.forward = MethodType(_recomputed_dropout if drops else _recomputed, layer)
 
-    def recomputed(x: Tensor, *others: Any, **named: Any) -> Any:
-        if not layer.training:
-            return forward(x, *others, **named)
-        if drops or torch.compiler.is_compiling():
-            return checkpoint(forward, x, *others, use_reentrant=False, preserve_rng_state=drops, **named)
-        run = _Run(lambda: forward(x, *others, **named), x)
-        with saved_tensors_hooks(run.pack, run.unpack):
-            return forward(x, *others, **named)
 
-    layer.forward = recomputed
+# Functions of the layer, as its own forward: compiled, they are one graph for all layers.
+
+
+def _recomputed(layer: DecoderLayer, x: Tensor, *others: Any) -> Tensor:
+    if not layer.training:
+        return DecoderLayer.forward(layer, x, *others)
+    if torch.compiler.is_compiling():
+        return _checkpointed(layer, x, *others, preserve_rng_state=False)
+    run = _Run(lambda: DecoderLayer.forward(layer, x, *others), x)
+    with saved_tensors_hooks(run.pack, run.unpack):
+        return DecoderLayer.forward(layer, x, *others)
+
+
+def _recomputed_dropout(layer: DecoderLayer, x: Tensor, *others: Any) -> Tensor:
+    if not layer.training:
+        return DecoderLayer.forward(layer, x, *others)
+    return _checkpointed(layer, x, *others, preserve_rng_state=True)
+
+
+def _checkpointed(layer: DecoderLayer, *others: Any, preserve_rng_state: bool) -> Tensor:
+    y: Tensor = checkpoint(
+        DecoderLayer.forward, layer, *others, use_reentrant=False, preserve_rng_state=preserve_rng_state
+    )
+    return y
 
 
 class _Enough(Exception):  # noqa: N818 - no error: it ends early

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from warpbus.dist import Group, Send
 from warpbus.errors import CheckpointError, NumericError, StorageError, UsageError
 from warpbus.train import results
+from warpbus.train.compiling import compile_layers
 from warpbus.train.dataset import IGNORED, Rows, assemble, pack
 from warpbus.train.inputs import Inputs
 from warpbus.train.methods import prepare
@@ -121,7 +122,8 @@ class _Run:
         self.parallel = distribute(self.method, self.method.model.layers, settings, group)
         self.parameters = self.method.trained()  # as they are now, which may be parts
         self.optimizer = _optimizer(list(self.parameters.values()), settings, group.device)
-        self.loss: Callable[..., Tensor] = torch.compile(self.parallel) if settings.compile else self.parallel
+        if settings.compile:
+            compile_layers(self.method.model.layers)
         self.state = StateFile(task.output)
         self.course = Course()
 
@@ -188,7 +190,7 @@ class _Run:
             for index in range(pieces):
                 piece = slice(index * settings.rows_at_once, (index + 1) * settings.rows_at_once)
                 with nullcontext() if index == pieces - 1 else self._unsynchronized():
-                    loss = self._loss(self.loss, rows, piece)
+                    loss = self._loss(self.parallel, rows, piece)
                     # Gradients are averaged over the processes: undo that, since the sum is divided by all targets.
                     (loss * group.world / targets).backward()
                 total += loss.detach()

@@ -41,7 +41,7 @@ class TrainingSettings:
         rows_at_once: rows in one forward pass of a process; more are accumulated.
         learning_rate: at its peak; it rises over `warmup` steps and falls along a cosine to `final_rate` of itself.
         clip: the largest norm of a step's gradient.
-        compile: use `torch.compile`.
+        compile: use `torch.compile` for the layers (`warpbus.train.compiling`).
         dtype: "bfloat16" for mixed precision, or "float32". What is trained, and its optimizer's state, is float32;
             weights that are not trained are held in this dtype.
         fp8: the layers' linears multiply in FP8 (`warpbus.train.fp8`).

@@ -30,6 +30,9 @@ def distribute(module: nn.Module, layers: Iterable[nn.Module], settings: Trainin
     if group.world == 1:
         return module
     if settings.sharding == "ddp":
+        if settings.compile:
+            # It would cut a whole model's graph where gradients are sent; those of one layer each are short enough.
+            torch._dynamo.config.optimize_ddp = False
         # The weights are the same already: read from one file, or drawn from one seed.
         with warnings.catch_warnings():
             # torch 2.13 has a new name for this, which 2.11 does not know.

@@ -1,5 +1,6 @@
 """`train` on the CPU with a tiny model: what is measured of each method, and beside what."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -131,12 +132,16 @@ def test_two_processes_learn_together():
     assert said[0].loss == pytest.approx(said[1].loss)
 
 
-def test_the_plain_model_computes_the_same_loss():
+def test_the_plain_model_computes_the_same_loss(monkeypatch):
     source = random_model(CONFIG, None, CPU, torch.float32)
     plain = PlainModel(CONFIG)
     plain.load_state_dict(source.state_dict())
     tokens, targets = (torch.randint(CONFIG.vocab_size, (2, 16)) for _ in range(2))
     expected = summed_cross_entropy(source.hidden(tokens), source.head, targets)
+    torch.testing.assert_close(plain(tokens, targets), expected)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    plain.recompute(2)
+    plain.compile_parts()
     torch.testing.assert_close(plain(tokens, targets), expected)
     with pytest.raises(UsageError, match="give --no-peer"):
         PlainModel(replace(CONFIG, layer_norm=True))

@@ -92,6 +92,13 @@ class CausalAttention:
             self._mask = ((self.documents_bt[:, :, None] == self.documents_bt[:, None, :]) & causal)[:, None]
         return self._mask
 
+    def of_layer(self, layer: int, positions_bt: Tensor) -> Self:
+        """The same for one layer, whichever: its index no longer matters, and what all layers share is made already."""
+        del layer
+        if self.prompts_bt is None:
+            self.reached(positions_bt)
+        return self
+
     def with_prompts(self, prompts_bt: Tensor) -> Self:
         """The same context where the documents have these prompts."""
         other = copy.copy(self)

@@ -1,5 +1,8 @@
 """Attention to a prefix of keys and values that stands before every sequence (P-Tuning v2; Liu et al., 2021)."""
 
+import copy
+from typing import Self
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,3 +47,8 @@ class PrefixedAttention(CausalAttention):
             for prefix, own in ((self._keys_lthd, k_bthd), (self._values_lthd, v_bthd))
         )
         return attend_masked(q_bthd, k_bthd, v_bthd, mask)
+
+    def of_layer(self, layer: int, positions_bt: Tensor) -> Self:
+        other = copy.copy(super().of_layer(layer, positions_bt))
+        other._keys_lthd, other._values_lthd = self._keys_lthd[layer, None], self._values_lthd[layer, None]
+        return other
