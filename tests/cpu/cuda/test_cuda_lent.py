@@ -64,7 +64,7 @@ def test_what_is_behind_decides(
     lend(capability)
     assert default_dtype(HERE, torch.bfloat16) == (torch.float32 if capability is None else torch.bfloat16)
     assert gpu_has_kernels(HERE) == kernels
-    assert has_kernel(torch.float16, 8, 2, 64, HERE) == kernels
+    assert has_kernel(torch.float16, 64, HERE) == kernels
     with torch.no_grad():
         assert has_kernels(torch.empty(1, dtype=torch.float16, device=HERE)) == kernels
     if name is not None:

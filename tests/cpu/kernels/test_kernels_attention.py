@@ -6,12 +6,15 @@ from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops import attention
-from warpbus.kernels.ops.attention import Device, decode_attention, has_kernel, plan
+from warpbus.kernels.ops.attention import Device, cuts, decode_attention, has_kernel, plan
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.kernels.reference.cache import quantize
 
 H100 = Device(132, 233472, clusters=True)
+A100 = Device(108, 167936, clusters=False)
 RTX4090 = Device(128, 102400, clusters=False)
+RTX5090 = Device(170, 102400, clusters=True)
+DEVICES = [H100, A100, RTX4090, RTX5090]
 CODES = [torch.int8, torch.float8_e4m3fn]
 NOWHERE = 2**31 - 1  # an entry of a block table that may not be used
 
@@ -203,76 +206,96 @@ def test_no_rows():
     assert decode_attention(**(given | none)).shape == (0, 6, 16)
 
 
-@pytest.mark.parametrize("device", [H100, RTX4090])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [16, 8])
-@pytest.mark.parametrize(("size", "group"), [(16, 1), (64, 64), (96, 7), (128, 16), (128, 64), (256, 32)])
+@pytest.mark.parametrize(("size", "group"), [(16, 1), (64, 64), (96, 7), (128, 16), (128, 65), (256, 32)])
 def test_cuts_cover_every_row(size, group, bits, device):
     for pairs in (1, 2, 16, 64, 4096):
-        for limit in (1, 63, 64, 65, 4096, 5000, 131072):
-            cut = plan(pairs, group, size, bits, limit, device)
-            chunk = 32 if size > 128 else 64
-            block = chunk * cut.chunks_per_unit * cut.units_per_block
-            assert (cut.parts - 1) * block < limit <= cut.parts * block
-            # A warp keeps 8 parts in registers, scratch has room for 8 groups of 8, and a cluster for 8 blocks.
-            assert cut.in_group <= 8
-            assert cut.parts <= 8 * cut.in_group
-            assert cut.cluster in ((1, 2, 4, 8) if device.clusters else (1,))
-            if cut.combiners == 0:
-                assert device.clusters
-                assert cut.in_group == 1
-                assert cut.parts <= cut.cluster < 2 * cut.parts
-            assert cut.shared <= device.shared - 1024
-            assert 2 <= cut.stages <= 4
-            assert cut.threads in range(128, 513, 128)
+        for limit in (1, 63, 64, 65, 512, 1024, 4096, 5000, 131072):
+            possible = cuts(pairs, group, size, bits, limit, device)
+            assert plan(pairs, group, size, bits, limit, device) in possible
+            for cut in possible:
+                a_chunk = 32 if size > 128 else 64
+                assert (cut.blocks - 1) * cut.chunks * a_chunk < limit <= cut.blocks * cut.chunks * a_chunk
+                assert (cut.blocks - 1) * cut.parts_per_block < cut.parts <= cut.blocks * cut.parts_per_block
+                if cut.cluster > 1:
+                    assert device.clusters
+                    assert cut.combiners == 0
+                    assert cut.blocks <= cut.cluster < 2 * cut.blocks
+                    assert cut.cluster <= 8
+                assert cut.shared <= device.shared - 1024
+                assert 2 <= cut.stages <= 4
+                assert cut.tiles == -(-group // 16)
 
 
-def test_units_and_groups_depend_on_the_limit_alone():
+def test_the_tree_of_sums_depends_on_the_limit_alone():
     for limit in (100, 1024, 4096, 4097, 100_000):
-        cuts = [plan(pairs, 16, 128, 16, limit, device) for pairs in (1, 8, 64, 1024) for device in (H100, RTX4090)]
-        assert len({cut.chunks_per_unit for cut in cuts}) == 1
-        assert len({cut.in_group * cut.units_per_block for cut in cuts}) == 1
+        possible = [
+            cut
+            for pairs in (1, 8, 64, 1024)
+            for group in (1, 16, 33)
+            for device in DEVICES
+            for cut in cuts(pairs, group, 128, 16, limit, device)
+        ]
+        assert len({cut.chunks_per_unit for cut in possible}) == 1
+        (in_group,) = {cut.units_per_group for cut in possible}
+        assert in_group <= 4
+        for cut in possible:
+            # A part is a unit, and then the block's only one, a group, or a quarter; see csrc/attention/combine.cuh.
+            assert cut.units_per_part in (1, in_group, 4 * in_group)
+            assert cut.parts <= 16 * (in_group // cut.units_per_part or 1)
+            assert cut.parts_per_block == 1 or cut.units_per_part >= in_group
 
 
-def test_where_clusters_combine():
-    assert all(plan(2, 16, 128, 16, limit, H100).combiners == 0 for limit in (64, 256, 1024))
-    assert plan(8, 16, 128, 16, 1024, H100).cluster == 8
-    assert plan(2, 16, 128, 16, 32768, H100).combiners == 16  # few rows, long contexts: more blocks than a cluster has
-    assert all(plan(pairs, 16, 128, 16, 4096, H100).cluster == 1 for pairs in (16, 64, 1024))  # they would fill the GPU
+def test_rows_and_context_decide_the_cut():
+    def chosen(batch, limit=4096, bits=16):
+        return plan(2 * batch, 16, 128, bits, limit, H100)
+
+    assert (chosen(1).blocks, chosen(1).combiners, chosen(1).late) == (64, 16, True)
+    for bits, stages in ((16, 3), (8, 4)):
+        for batch, blocks, parts in ((8, 16, 16), (16, 8, 16), (32, 4, 4), (64, 2, 4), (128, 1, 4)):
+            cut = chosen(batch, bits=bits)
+            assert (cut.blocks, cut.parts, cut.stages, cut.combiners, cut.late) == (blocks, parts, stages, 4, False)
+            assert cut.waves == 1
+    assert chosen(512).combiners == 1  # not all blocks run at once: none may wait for others
+    assert [chosen(1, limit).cluster for limit in (64, 512, 1024, 2048)] == [1, 8, 8, 1]
+    assert chosen(8, 1024).cluster == 1  # they would fill the GPU
 
 
 def test_one_block_never_sums_dozens_of_parts():
-    for device in (H100, RTX4090):
+    for device in DEVICES:
         for pairs in range(1, 200):
-            cut = plan(pairs, 16, 128, 16, 4096, device)
-            assert cut.combiners != 1 or cut.parts <= 8
+            assert all(cut.combiners != 1 or cut.parts <= 16 for cut in cuts(pairs, 16, 128, 16, 4096, device))
 
 
-def test_blocks_that_wait_for_others_fit_the_gpu():
-    for pairs in (1, 2, 4, 8, 64, 512):
-        for limit in (100, 4096, 100_000):
-            cut = plan(pairs, 16, 128, 16, limit, H100)
-            if cut.combiners > 1:
-                assert pairs * cut.parts <= H100.multiprocessors * (H100.shared // (cut.shared + 1024))
+@pytest.mark.parametrize(("size", "registers"), [(64, 168), (128, 168), (256, 255)])
+def test_blocks_that_wait_for_others_fit_the_gpu(size, registers):
+    for device in DEVICES:
+        for pairs in (1, 2, 4, 8, 64, 512):
+            for limit in (100, 4096, 100_000):
+                for cut in cuts(pairs, 40, size, 16, limit, device):
+                    of_one = min(device.shared // (cut.shared + 1024), 65536 // (128 * registers))
+                    assert of_one >= 1
+                    if cut.combiners > 1:
+                        assert 3 * pairs * cut.blocks <= device.multiprocessors * of_one
 
 
 @pytest.mark.parametrize(
-    ("dtype", "group", "size", "arch", "wanted"),
+    ("dtype", "size", "arch", "wanted"),
     [
-        (torch.float16, 64, 128, "sm_80", True),
-        (torch.bfloat16, 32, 256, "sm_120a", True),
-        (torch.float16, 1, 16, "sm_90a", True),
-        (torch.float16, 65, 128, "sm_90a", False),
-        (torch.float16, 33, 144, "sm_90a", False),
-        (torch.float16, 1, 24, "sm_90a", False),
-        (torch.float16, 1, 272, "sm_90a", False),
-        (torch.float32, 1, 64, "sm_90a", False),
-        (torch.float16, 1, 64, "sm_75", False),
+        (torch.float16, 128, "sm_80", True),
+        (torch.bfloat16, 256, "sm_120a", True),
+        (torch.float16, 16, "sm_90a", True),
+        (torch.float16, 24, "sm_90a", False),
+        (torch.float16, 272, "sm_90a", False),
+        (torch.float32, 64, "sm_90a", False),
+        (torch.float16, 64, "sm_75", False),
     ],
 )
-def test_which_heads_have_a_kernel(dtype, group, size, arch, wanted, monkeypatch):
+def test_which_heads_have_a_kernel(dtype, size, arch, wanted, monkeypatch):
     monkeypatch.setattr(attention, "architecture", lambda device: arch)
-    assert has_kernel(dtype, 2 * group, 2, size, torch.device("cuda")) is wanted
-    assert not has_kernel(dtype, 2 * group, 2, size, torch.device("cpu"))
+    assert has_kernel(dtype, size, torch.device("cuda")) is wanted
+    assert not has_kernel(dtype, size, torch.device("cpu"))
 
 
 def cache(**changes):

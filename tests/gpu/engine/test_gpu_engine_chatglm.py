@@ -141,7 +141,7 @@ def test_the_embedding_may_lie_on_the_cpu(speculation):
 def test_the_true_shape(scheme):
     """Two layers of it: 32 heads with keys of their own, of 128 dimensions."""
     config = replace(SHAPES["chatglm-6b"], num_layers=2, vocab_size=1000, stop_ids=(991,), prompt_end=END)
-    assert has_kernel(torch.float16, config.num_heads, config.num_kv_heads, config.head_dim, GPU)
+    assert has_kernel(torch.float16, config.head_dim, GPU)
     model = model_of(config, Scheme.parse(scheme))
     # Its scores spread by 2.9, and 16 bits move them by as much more.
     check(on_the_cpu(model), answered(Engine(model), 12), 12, 0.1)

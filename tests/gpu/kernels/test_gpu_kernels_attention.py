@@ -181,7 +181,7 @@ def test_head_dims(size, dtype, cache):
 
 
 @pytest.mark.parametrize(("dtype", "cache"), BOTH)
-@pytest.mark.parametrize("group", [1, 2, 7, 8, 9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("group", [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 71])
 def test_groups(group, dtype, cache):
     check(problem([0, 63, 64, 700], dtype, cache, 2, group))
     check(problem([5, 2000], dtype, cache, 1, group, 64, 64))
@@ -336,34 +336,32 @@ def test_stored_tokens(size, group, rotary, dtype, cache):
             assert torch.equal(bits(given[name]), bits(before[name])), name
 
 
-CUTS = [  # what the model of time thinks a chunk, a global sum and a cluster's cost; whether blocks may form clusters
-    (1.0, 0.0, 9.0, True),  # a unit a block
-    (1.0, 99.0, 0.0, True),  # clusters
-    (0.0, 0.0, 0.0, False),  # a group of units a block, global
+CUTS = [  # positions of the rows, limit, queries of a KV head, head_dim
+    ([4095, 1000], 4096, 16, 128),  # units, groups, quarters; one or several parts a block
+    ([3000, 2047], 3100, 5, 96),
+    ([1023, 70], 1024, 16, 128),  # clusters, of two parts a block
+    ([500, 64], 512, 20, 128),
+    ([40_000, 900], 40_001, 40, 64),
+    ([2047, 31], 2048, 16, 256),
 ]
 
 
-@pytest.mark.parametrize(("chunk", "globally", "clustered", "clusters"), CUTS)
+@pytest.mark.parametrize(("positions", "limit", "group", "size"), CUTS)
 @pytest.mark.parametrize(("dtype", "cache"), BOTH)
-def test_every_way_to_cut_gives_the_same_bits(dtype, cache, chunk, globally, clustered, clusters, monkeypatch):
-    given = problem([4095, 1000, 70, 0], dtype, cache)
+def test_every_way_to_cut_gives_the_same_bits(dtype, cache, positions, limit, group, size, monkeypatch):
+    given = problem(positions, dtype, cache, 2, group, size, limit=limit)
     wanted = decode_attention(**given)
+    assert_near(wanted, expected(given))
     device = attention._device(torch.device("cuda", torch.cuda.current_device()))
-    monkeypatch.setattr(attention, "_CHUNK_TIME", chunk)
-    monkeypatch.setattr(attention, "_GLOBAL_TIME", globally)
-    monkeypatch.setattr(attention, "_CLUSTER_TIME", clustered)
-    monkeypatch.setattr(attention, "_device", lambda _: replace(device, clusters=device.clusters and clusters))
-    try:
-        for stages in (2, 3, 4):
-            for combiners in (1, 3, 16):
-                for name in ("_STAGES", "_STAGES_CROWDED"):
-                    monkeypatch.setattr(attention, name, {16: stages, 8: stages})
-                monkeypatch.setattr(attention, "_COMBINERS", combiners)
-                attention.plan.cache_clear()
-                assert torch.equal(decode_attention(**given), wanted)
-    finally:
-        monkeypatch.undo()
-        attention.plan.cache_clear()
+    width = 8 * cache.itemsize
+    for cut in attention.cuts(2 * len(positions), group, size, width, limit, device):
+        parts = cut.shared - attention.shared_bytes(cut.head_dim, width, min(cut.stages, cut.chunks))
+        for stages in range(2, cut.stages + 1):  # more might leave blocks without a place that others wait for
+            shared = attention.shared_bytes(cut.head_dim, width, min(stages, cut.chunks)) + parts
+            for combiners in {min(each, cut.combiners) for each in (1, 3, 16)}:
+                tried = replace(cut, stages=stages, shared=shared, combiners=combiners, late=stages % 2 == 1)
+                monkeypatch.setattr(attention, "plan", lambda *_, tried=tried: tried)
+                assert torch.equal(decode_attention(**given), wanted), tried
 
 
 @pytest.mark.parametrize(("dtype", "cache"), BOTH)
@@ -416,12 +414,12 @@ def test_nothing_to_do():
         (torch.float32, torch.int8, 16, 128),
         (torch.float32, torch.float8_e4m3fn, 3, 40),
         (torch.float16, torch.float16, 16, 24),
-        (torch.bfloat16, torch.float8_e4m3fn, 65, 64),
+        (torch.bfloat16, torch.float8_e4m3fn, 65, 24),
         (torch.float16, torch.int8, 2, 272),
     ],
 )
 def test_what_has_no_kernel_is_done_by_torch_without_waiting(dtype, cache, group, size):
-    assert not has_kernel(dtype, 2 * group, 2, size, torch.device("cuda"))
+    assert not has_kernel(dtype, size, torch.device("cuda"))
     given = problem([0, 31, 32, 500], dtype, cache, 2, group, size, 16)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -19,23 +19,24 @@ from warpbus.kernels.reference import attention as reference
 from warpbus.kernels.units import unit
 
 _HEAD_DIMS = (64, 128, 256)  # what the kernel is compiled for; others run on the next larger one
-_TILE = 16  # queries of a group that an instruction takes
-_LARGEST_GROUP = {64: 64, 128: 64, 256: 32}  # by what the registers of a block hold
-_THREADS = 128  # for each tile of queries
-_REGISTERS = {64: 128, 128: 128, 256: 256}  # of a thread, at most
+_TILE = 16  # queries of a block, all of one KV head
+_THREADS = 128
+_REGISTERS = {64: 168, 128: 168, 256: 255}  # of a thread, at most: by `kResident` in csrc/attention/block.cuh
 _RESERVED = 1024  # bytes of shared memory that each block takes beside its own
 _UNITS = 64  # of a row, at most
-_GROUPS = 8  # of units, at most, and units of a group; also the blocks of a cluster that every GPU with clusters has
-_STAGES = {16: 4, 8: 4}  # chunks under way in a block, by the bits of an element of the cache
-_STAGES_CROWDED = {16: 3, 8: 4}  # where not every block has a multiprocessor to itself
-_COMBINERS = 16  # blocks that share the sum over a row's parts
-# Microseconds on an H100, for the choice between two cuts alone: a chunk of a block that has a multiprocessor to
-# itself, and the rest, with the sum over a row's parts through global memory (written, counted, waited for, read in two
-# rounds) or through a cluster's shared memory. Seen: 6.4 with a chunk and a cluster, 15.4 with eight chunks; 9.1 with a
-# chunk and the sum through global memory.
-_CHUNK_TIME = 1.3
-_GLOBAL_TIME = 7.8
-_CLUSTER_TIME = 5.1
+_GROUPS = 16  # of units, at most
+_FOUR = 4  # groups of a quarter
+_STAGES = 4  # chunks under way in a block, at most
+_CLUSTER = 8  # blocks of a cluster that every GPU with clusters has
+# Blocks that share the sum over a row's parts through global memory, if all blocks of the launch run at once. On an
+# H100, 4,096 tokens, 16 bits: for 1 sequence, whose parts are units, 9.5 us with 16 and 17.2 with 4 (8.5 with 16 where
+# the next kernel starts late); for 8, whose parts are groups, 19.7 and 18.4 (int8: 15.9 and 14.6); for 32 and 64 alike.
+_COMBINERS_OF_UNITS = 16
+_COMBINERS = 4
+# What a block takes beside its chunks, in chunks of about 1.3 us: launch, first copies, the sum through global memory.
+# A cluster's sum spares about that. Seen: 6.4 us with a chunk and a cluster, 15.4 with eight chunks; 8.5 with a chunk
+# and the sum through global memory; 72.6 for 64 sequences in int8 where all blocks run at once, 85.9 in four waves.
+_AROUND = 2
 
 
 def decode_attention(
@@ -96,18 +97,17 @@ def decode_attention(
     )
 
 
-def has_kernel(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> bool:
-    """Whether `decode_attention` has a kernel for such queries on a device.
+def has_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether `decode_attention` has a kernel for such heads on a device.
 
     It has on GPUs since Ampere, also on one behind a lent device, for float16 and bfloat16, where `head_dim` is a
-    multiple of 16 up to 256 and up to 64 queries share a KV head (32 where `head_dim` is over 128).
+    multiple of 16 up to 256, for any number of heads and KV heads.
     """
     return (
         is_gpu(device)
         and dtype in HALVES
         and 0 < head_dim <= _HEAD_DIMS[-1]
         and head_dim % 16 == 0
-        and heads // kv_heads <= _LARGEST_GROUP[_row(head_dim)]
         and runs_on(architecture(device), "sm_80")
     )
 
@@ -169,89 +169,130 @@ class Plan:
     """How the keys of a row are cut; the names are those of csrc/attention/decode.cu.
 
     Attributes:
-        parts: blocks for each row and KV head; `shared`: bytes of dynamic shared memory of each.
-        in_group: parts that are summed first; `combiners`: 0 where the blocks form a cluster, which sums them all.
+        tiles: of the queries of a KV head, each with blocks of its own.
+        parts: of each row and tile, which `blocks` share; `waves`: in which the GPU runs the blocks of all rows.
+        combiners: 0 where the blocks of a row form a cluster.
         cluster: its blocks, a power of two, of which some may have no part; 1 for none.
+        late: the next kernel may start when the last copies have begun, not at once.
+        shared: bytes of dynamic shared memory of a block.
     """
 
     head_dim: int
+    tiles: int
     stages: int
     chunks_per_unit: int
-    units_per_block: int
+    units_per_group: int
+    units_per_part: int
+    parts_per_block: int
     parts: int
-    in_group: int
+    blocks: int
     combiners: int
     cluster: int
-    threads: int
+    late: bool
     shared: int
+    waves: int
+
+    @property
+    def chunks(self) -> int:
+        """Of a block."""
+        return self.parts_per_block * self.units_per_part * self.chunks_per_unit
+
+    @property
+    def time(self) -> int:
+        """In chunks that are worked on one after another, for the choice between cuts alone."""
+        return self.waves * (self.chunks + (_AROUND if self.combiners else 0))
 
 
 @functools.lru_cache(maxsize=4096)
 def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Device) -> Plan:
-    """How to cut rows.
+    """The cut that takes least time, of such the one with fewest waves, then with most blocks. See `cuts`."""
+    return min(cuts(pairs, group, size, bits, limit, device), key=lambda cut: (cut.time, cut.waves))
+
+
+def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Device) -> list[Plan]:
+    """All ways to cut rows, of the same bits, those with more blocks first.
+
+    The tree of sums, with its units, groups and quarters, depends on `limit` alone. A block takes a unit, or one or
+    several groups or quarters.
 
     Args:
         pairs: rows times KV heads; `group`: queries of each.
         size: head_dim; `bits`: of an element of the cache.
     """
-    head_dim = _row(size)
-    tiles = -(-group // _TILE)
-    threads = tiles * _THREADS
+    head_dim, tiles = _row(size), -(-group // _TILE)
     chunks = -(-limit // _keys(head_dim))
     chunks_per_unit = -(-chunks // _UNITS)
     units = -(-chunks // chunks_per_unit)
     in_group = -(-units // _GROUPS)
-    # The blocks of a cluster want neighbouring multiprocessors: where clusters fill the GPU, some have to wait.
-    clusters = device.clusters and 2 * pairs * -(-units // in_group) <= device.multiprocessors
 
-    def fitted(units_per_block: int) -> tuple[int, int, int]:
-        """Stages, shared memory of a block, and how many blocks the GPU holds."""
-        own = pairs * -(-units // units_per_block) <= device.multiprocessors
-        stages, chunks = (_STAGES if own else _STAGES_CROWDED)[bits], units_per_block * chunks_per_unit
-        while stages > 2 and shared_bytes(head_dim, bits, tiles, min(stages, chunks)) > device.shared - _RESERVED:
-            stages -= 1
-        shared = shared_bytes(head_dim, bits, tiles, min(stages, chunks))
-        of_one = min(device.shared // (shared + _RESERVED), (1 << 16) // (threads * _REGISTERS[head_dim]))
-        return stages, shared, of_one * device.multiprocessors
+    def cut(units_per_part: int, parts_per_block: int, clustered: bool) -> Plan:
+        parts = -(-units // units_per_part)
+        blocks = -(-parts // parts_per_block)
+        cluster = 1 << (blocks - 1).bit_length() if clustered else 1
+        stages, shared, of_one = _fitted(head_dim, bits, parts_per_block * units_per_part * chunks_per_unit, device)
+        if clustered:
+            shared += parts_per_block * _TILE * 4 * (size + 10)  # the parts, rows of sums 8 floats apart
+        waves = -(-pairs * tiles * blocks // (of_one * device.multiprocessors))
+        # Who waits for others must know that they run.
+        combiners = _COMBINERS_OF_UNITS if units_per_part < in_group else _COMBINERS
+        combiners = 0 if clustered else min(combiners, group, _TILE) if waves == 1 else 1
+        return Plan(
+            head_dim,
+            tiles,
+            stages,
+            chunks_per_unit,
+            in_group,
+            units_per_part,
+            parts_per_block,
+            parts,
+            blocks,
+            combiners,
+            cluster,
+            units_per_part < in_group,
+            shared,
+            waves,
+        )
 
-    def time(units_per_block: int, combine: float) -> float:
-        turns = -(-pairs * -(-units // units_per_block) // device.multiprocessors)
-        return combine + turns * units_per_block * chunks_per_unit * _CHUNK_TIME
-
-    # A unit for each block, where all blocks run at once: else one would have to combine dozens of parts alone.
-    fine = (
-        in_group > 1
-        and pairs * units <= fitted(1)[2]
-        and time(1, _GLOBAL_TIME) < time(in_group, _CLUSTER_TIME if clusters else _GLOBAL_TIME)
-    )
-    units_per_block = 1 if fine else in_group
-    parts = -(-units // units_per_block)
-    stages, shared, resident = fitted(units_per_block)
-    combiners = min(_COMBINERS, group) if pairs * parts <= resident else 1
-    cluster = 1
-    if clusters and not fine:
-        combiners, cluster = 0, 1 << (parts - 1).bit_length()
-    return Plan(
-        head_dim,
-        stages,
-        chunks_per_unit,
-        units_per_block,
-        parts,
-        in_group if fine else 1,
-        combiners,
-        cluster,
-        threads,
-        shared,
-    )
+    # The blocks of a cluster want neighbouring multiprocessors: where clusters fill half of the GPU, some have to wait.
+    clusters = [cut(in_group, per_block, True) for per_block in (1, 2)] if device.clusters else []
+    found = [
+        each
+        for each in clusters
+        if 1 < each.blocks <= _CLUSTER
+        and 2 * pairs * tiles * each.blocks <= device.multiprocessors
+        and each.shared <= device.shared - _RESERVED
+    ]
+    # A unit a block where all run at once: else one block would have to add up dozens.
+    fine = cut(1, 1, False)
+    if in_group > 1 and fine.waves == 1:
+        found.append(fine)
+    found += [cut(in_group, per_block, False) for per_block in (1, 2)]
+    found += [cut(_FOUR * in_group, per_block, False) for per_block in (1, 2, 4)]
+    return found
 
 
-def shared_bytes(head_dim: int, bits: int, tiles: int, stages: int) -> int:
+def _fitted(head_dim: int, bits: int, chunks: int, device: Device) -> tuple[int, int, int]:
+    """Stages, shared memory of a block, and how many blocks a multiprocessor holds, for blocks of so many chunks.
+
+    Two blocks a multiprocessor, where each can have three stages. 8 sequences of 4,096 tokens took 19.1 us on an H100
+    with two of three stages, 21.1 with one of six, and 22.2 with two of two.
+    """
+    by_registers = (1 << 16) // (_THREADS * _REGISTERS[head_dim])
+
+    def with_stages(stages: int) -> tuple[int, int, int]:
+        shared = shared_bytes(head_dim, bits, min(stages, chunks))
+        return stages, shared, min(device.shared // (shared + _RESERVED), by_registers)
+
+    possible = map(with_stages, range(2, _STAGES + 1))
+    return max(possible, key=lambda fitted: (min(fitted[2], 1 if fitted[0] == 2 else 2), fitted[0]))
+
+
+def shared_bytes(head_dim: int, bits: int, stages: int) -> int:
     """The dynamic shared memory of a block: `Memory` in csrc/attention/block.cuh."""
     keys, row = _keys(head_dim), head_dim * bits // 8
     stage = 2 * keys * row + (8 * keys if bits == 8 else 0)
-    weighed = (2 if tiles * head_dim < 512 else 1) * (2 * keys + 2 * 4 * 4)
-    queries = tiles * _TILE * (2 * head_dim + weighed)
-    return stages * stage + queries + 2 * row + 16
+    weighed = 2 * (2 * keys + 2 * 4 * 4)
+    return stages * stage + _TILE * (2 * head_dim + weighed) + 2 * row + 16
 
 
 def _row(size: int) -> int:
@@ -273,11 +314,9 @@ def _device(device: torch.device) -> Device:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, head_dim: int, bits: int, stored: bool) -> Kernel:
-    declared = unit(
-        "attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE_BITS=bits % 16, STORED=int(stored)
-    )
-    return declared.kernel("decode_attention", "P" * 12 + "q" * 7 + "I" * 4 + "i" * 12 + "f")
+def _kernel(dtype: torch.dtype, head_dim: int, code: int, stored: bool) -> Kernel:
+    declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE=code, STORED=int(stored))
+    return declared.kernel("decode_attention", "P" * 12 + "q" * 7 + "I" * 4 + "i" * 14 + "f")
 
 
 def _launch(
@@ -296,7 +335,7 @@ def _launch(
 ) -> Tensor:
     batch = qkv.shape[0]
     _, kv_heads, block, size = keys.shape
-    if not has_kernel(qkv.dtype, heads, kv_heads, size, qkv.device):
+    if not has_kernel(qkv.dtype, size, qkv.device):
         return reference.decode_attention(
             qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, interleaved, limit, stored
         )
@@ -319,10 +358,10 @@ def _launch(
     if cut.parts > 1 and cut.combiners:
         part_values = torch.empty(cut.parts * batch * heads * size, dtype=torch.float32, device=qkv.device)
         part_weights = torch.empty(cut.parts * batch * heads * 2, dtype=torch.float32, device=qkv.device)
-        counting = counters(qkv.device, batch * kv_heads)
-    _kernel(qkv.dtype, cut.head_dim, bits, stored)(
-        (max(cut.parts, cut.cluster), kv_heads, batch),
-        cut.threads,
+        counting = counters(qkv.device, batch * kv_heads * cut.tiles)
+    _kernel(qkv.dtype, cut.head_dim, CODES.get(keys.dtype, 0), stored)(
+        (max(cut.blocks, cut.cluster), kv_heads * cut.tiles, batch),
+        _THREADS,
         qkv,
         table,
         positions,
@@ -346,13 +385,15 @@ def _launch(
         size,
         table.shape[1],
         int(interleaved),
-        CODES.get(keys.dtype, 0),
         cut.stages,
         cut.chunks_per_unit,
-        cut.units_per_block,
-        cut.in_group,
+        cut.units_per_group,
+        cut.units_per_part,
+        cut.parts_per_block,
+        cut.parts,
         cut.combiners,
         limit,
+        int(cut.late),
         math.log2(math.e) * size**-0.5,
         shared=cut.shared,
         cluster=cut.cluster,
@@ -388,6 +429,6 @@ _decode_attention = operator(
 
 for _dtype in HALVES:
     for _head_dim in _HEAD_DIMS:
-        for _bits in (16, 8):
+        for _code in (0, *CODES.values()):
             for _stored in (False, True):
-                _kernel(_dtype, _head_dim, _bits, _stored)
+                _kernel(_dtype, _head_dim, _code, _stored)

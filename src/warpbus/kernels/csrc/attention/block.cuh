@@ -2,18 +2,19 @@
 #pragma once
 #include "common/tile.cuh"
 
-#if CODE_BITS == 8
+#if CODE
 using Cache = unsigned char;
 #else
 using Cache = ELEMENT;
 #endif
 using Unit = unsigned short;  // what tiles of the cache are made of
 
-constexpr bool kCoded = CODE_BITS == 8;
+constexpr bool kCoded = CODE != 0;
 constexpr bool kStored = STORED;
-constexpr int kWarps = 4;  // that share a tile of queries
-constexpr int kTile = 16;  // queries
-constexpr int kMaxThreads = HEAD_DIM == 256 ? 256 : 512;
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTile = 16;  // queries of a block
+constexpr int kResident = HEAD_DIM == 256 ? 2 : 3;  // blocks of a multiprocessor, by registers: `_REGISTERS` in ops
 constexpr int kKeys = HEAD_DIM == 256 ? 32 : 64;  // of a chunk
 constexpr int kWarpKeys = kKeys / kWarps;
 constexpr int kColumns = HEAD_DIM * sizeof(Cache) / 2;  // units in a row of the cache
@@ -23,21 +24,19 @@ constexpr int kBlockDims = kCoded ? 32 : 16;  // of values that one ldmatrix bri
 constexpr int kWarpDims = HEAD_DIM / kWarps < kBlockDims ? kBlockDims : HEAD_DIM / kWarps;
 constexpr unsigned int kAll = 0xffffffff;
 
-// What a thread works on: its warp's tile of queries and quarter of keys and dimensions, its place in fragments of mma.
+// What a thread works on: its warp's quarter of keys and dimensions, its place in fragments of mma.
 struct Place {
-    int tile = threadIdx.x / (32 * kWarps);
-    int quarter = threadIdx.x / 32 % kWarps;
+    int quarter = threadIdx.x / 32;
     int g = threadIdx.x % 32 / 4;
     int t = threadIdx.x % 4;
 
-    // One of the two queries that a thread has, within the tile and within the group.
+    // One of the two queries that a thread has.
     __device__ __forceinline__ int row(int r) const { return g + 8 * r; }
-    __device__ __forceinline__ int query(int r) const { return tile * kTile + row(r); }
     // The first of a pair of keys of a chunk: those of accumulator `j` of the scores.
     __device__ __forceinline__ int key(int j) const { return quarter * kWarpKeys + 8 * j + 2 * t; }
 };
 
-// ---- Shared memory: what is new, a tile for each 16 queries, and the stages ----
+// ---- Shared memory: what is new, the queries, the stages, and for a cluster the block's parts ----
 
 // The new token's key and value, and the block's number among those that combine.
 struct Fresh {
@@ -56,12 +55,11 @@ struct Weighed {
 };
 
 // The rotated queries in the order of tile.cuh. Chunks are weighed into one and the other in turn, so that a warp may
-// begin with a chunk while others still read what is said of the last; where queries take most room there is one.
+// begin with a chunk while others still read what is said of the last.
 struct QueryTile {
     ELEMENT queries[kTile * HEAD_DIM];
     Weighed weighed[2];
 };
-__device__ __forceinline__ int count_weighed() { return blockDim.x / (32 * kWarps) * HEAD_DIM < 512 ? 2 : 1; }
 
 // A chunk of the cache, in the order of tile.cuh. With codes, the scales of its keys and then of its values follow.
 struct Stage {
@@ -72,27 +70,19 @@ struct Stage {
 };
 constexpr int kStageBytes = sizeof(Stage) + (kCoded ? 2 * kKeys * sizeof(float) : 0);
 
-// Behind `Fresh`, a block that has used up all else keeps its result for the cluster (or, to combine, less than that).
-// Rows of sums are apart by so many floats more, so that the threads of a warp write to different banks.
+// Of a part in shared memory, rows of sums are apart by so many floats more, so that the threads of a warp write to
+// different banks.
 constexpr int kPartPadding = 8;
-constexpr int kMaxTiles = kMaxThreads / (32 * kWarps);
-static_assert(kTile * ((HEAD_DIM + kPartPadding) * sizeof(float) + sizeof(float2)) * kMaxTiles <=
-                  (sizeof(QueryTile) - sizeof(Weighed)) * kMaxTiles + kStageBytes,
-              "a part fits behind Fresh; with fewer tiles all the more");
-static_assert(8 * (HEAD_DIM + 2) <= kTile * (HEAD_DIM + kPartPadding), "so does the scratch of combine");
+static_assert(4 * (HEAD_DIM + 2) * sizeof(float) <= sizeof(QueryTile), "the scratch of combine has room behind Fresh");
 
 struct Memory {
     Fresh* fresh;
-    QueryTile* tile;  // of the thread's warp
+    QueryTile* tile;
     unsigned char* stages;
 
-    __device__ __forceinline__ Memory(unsigned char* begin, const Place& place) {
-        fresh = reinterpret_cast<Fresh*>(begin);
-        auto* tiles = reinterpret_cast<unsigned char*>(fresh + 1);
-        const int bytes = sizeof(QueryTile) - (2 - count_weighed()) * sizeof(Weighed);
-        tile = reinterpret_cast<QueryTile*>(tiles + place.tile * bytes);
-        stages = tiles + blockDim.x / (32 * kWarps) * bytes;
-    }
+    __device__ __forceinline__ explicit Memory(unsigned char* begin)
+        : fresh(reinterpret_cast<Fresh*>(begin)), tile(reinterpret_cast<QueryTile*>(fresh + 1)),
+          stages(reinterpret_cast<unsigned char*>(tile + 1)) {}
 
     __device__ __forceinline__ Stage& stage(int index) const {
         return *reinterpret_cast<Stage*>(stages + index * kStageBytes);

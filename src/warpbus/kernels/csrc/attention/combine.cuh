@@ -3,13 +3,14 @@
 // A partial result of a query is, over some keys, the weighted sum of the values and the sum of the weights, where a
 // key with the score s (in powers of two) has the weight 2^(s - exponent). The exponent is an integer, so that to bring
 // two results to one exponent is exact: a sum depends on the order of its additions alone, not on where blocks begin
-// and end. The order is fixed: up to eight units of a group one after another, then up to eight groups.
+// and end. The order is a fixed tree: up to four units of a group one after another, then up to four groups of a
+// quarter, then up to four quarters. What a block hands over, a part, is a unit, a group or a quarter.
 #pragma once
 #include "attention/cache.cuh"
 
 namespace attention {
 
-constexpr int kInGroup = 8;  // results that are summed at a time
+constexpr int kFour = 4;  // results that are summed at a time
 
 // Four dimensions of a partial result.
 struct Sum {
@@ -18,93 +19,123 @@ struct Sum {
     float exponent;
 };
 
-// The results that the blocks of one row and KV head leave in global memory, or one block in shared memory.
+// The results that the blocks of one row and tile leave in global memory, or one block in shared memory.
 struct Parts {
-    float* values;    // [parts, group, head_dim]
-    float2* weights;  // [parts, group]: exponent, sum of weights
-    int group;
+    float* values;    // [parts, queries, head_dim]
+    float2* weights;  // [parts, queries]: exponent, sum of weights
+    int queries;
     int head_dim;
     int stride;  // of queries in `values`: at least head_dim
 
-    __device__ __forceinline__ int index(int part, int query) const { return part * group + query; }
+    __device__ __forceinline__ int index(int part, int query) const { return part * queries + query; }
 };
 
-// Walks from one partial result of a query to the next.
-struct Cursor {
+// Walks from one partial result of a query to the next. It loads past L1: another block has written them while this one
+// ran.
+struct GlobalCursor {
     const float* values;
     const float2* weights;
     int values_stride;
     int weights_stride;
 
+    __device__ __forceinline__ GlobalCursor(const Parts& parts, int part, int query, int dim)
+        : values(parts.values + parts.index(part, query) * parts.stride + dim),
+          weights(parts.weights + parts.index(part, query)), values_stride(parts.queries * parts.stride),
+          weights_stride(parts.queries) {}
     __device__ __forceinline__ void advance() {
         values += values_stride;
         weights += weights_stride;
     }
-};
-
-// Past L1: another block has written it while this one ran.
-struct GlobalCursor : Cursor {
-    __device__ __forceinline__ GlobalCursor(const Parts& parts, int part, int query, int dim)
-        : Cursor{parts.values + parts.index(part, query) * parts.stride + dim,
-                 parts.weights + parts.index(part, query), parts.group * parts.stride, parts.group} {}
     __device__ __forceinline__ Sum load() const {
         const float2 weight = __ldcg(weights);
         return {__ldcg(reinterpret_cast<const float4*>(values)), weight.y, weight.x};
     }
 };
 
-struct SharedCursor : Cursor {
-    __device__ __forceinline__ SharedCursor(const float* values, const float2* weights, int stride)
-        : Cursor{values, weights, stride, 1} {}
-    __device__ __forceinline__ Sum load() const {
-        return {*reinterpret_cast<const float4*>(values), weights->y, weights->x};
-    }
-};
-
 #if __CUDA_ARCH__ >= 900
-// From one block of the cluster to the next: each has its part in its own shared memory, at the same place.
+// From one block of the cluster to the next: each has its parts in its own shared memory, at the same place.
 struct ClusterCursor {
     const float* values;
     const float2* weights;
-    int rank;
+    int queries, stride, per_block;
+    int rank, inside;
 
-    __device__ __forceinline__ ClusterCursor(const Parts& own, int query, int dim)
-        : values(own.values + query * own.stride + dim), weights(own.weights + query), rank(0) {}
-    __device__ __forceinline__ void advance() { ++rank; }
+    __device__ __forceinline__ ClusterCursor(const Parts& own, int per_block, int query, int dim)
+        : values(own.values + query * own.stride + dim), weights(own.weights + query), queries(own.queries),
+          stride(own.queries * own.stride), per_block(per_block), rank(0), inside(0) {}
+    __device__ __forceinline__ void advance() {
+        if (++inside == per_block) inside = 0, ++rank;
+    }
     __device__ __forceinline__ Sum load() const {
-        const float2 weight = *ptx::of_cluster_block(weights, rank);
-        return {*ptx::of_cluster_block(reinterpret_cast<const float4*>(values), rank), weight.y, weight.x};
+        const float2 weight = *ptx::of_cluster_block(weights + inside * queries, rank);
+        const auto* four = reinterpret_cast<const float4*>(values + inside * stride);
+        return {*ptx::of_cluster_block(four, rank), weight.y, weight.x};
     }
 };
 #endif
 
-// The sum of up to eight partial results, one after another. All loads are under way before the first addition: past
-// the last result it is loaded again, and counts nothing.
-template <typename Position>
-__device__ __forceinline__ Sum in_order(int count, Position at) {
-    Sum part[kInGroup];
-    float exponent = minus_infinity();
+// Begin to load up to four of `count` results; `at` goes on to the next one. The last is loaded again where there is
+// none, and counts nothing.
+template <typename Cursor>
+__device__ __forceinline__ void load_four(Sum (&four)[kFour], int count, Cursor& at) {
 #pragma unroll
-    for (int i = 0; i < kInGroup; ++i) {
-        part[i] = at.load();
+    for (int i = 0; i < kFour; ++i) {
+        four[i] = at.load();
+        if (i >= count) four[i].exponent = minus_infinity();
         if (i + 1 < count) at.advance();
     }
+}
+
+// The sum of four results, one after another. Of those that count nothing it is one that counts nothing.
+__device__ __forceinline__ Sum in_order(const Sum (&four)[kFour]) {
+    float exponent = minus_infinity();
 #pragma unroll
-    for (int i = 0; i < kInGroup; ++i) {
-        if (i >= count) part[i].exponent = minus_infinity();
-        exponent = fmaxf(exponent, part[i].exponent);
-    }
+    for (int i = 0; i < kFour; ++i) exponent = fmaxf(exponent, four[i].exponent);
     Sum sum = {{0.0f, 0.0f, 0.0f, 0.0f}, 0.0f, exponent};
 #pragma unroll
-    for (int i = 0; i < kInGroup; ++i) {
-        const float scale = power_of_two(part[i].exponent - exponent);
-        sum.values.x = fmaf(part[i].values.x, scale, sum.values.x);
-        sum.values.y = fmaf(part[i].values.y, scale, sum.values.y);
-        sum.values.z = fmaf(part[i].values.z, scale, sum.values.z);
-        sum.values.w = fmaf(part[i].values.w, scale, sum.values.w);
-        sum.weight = fmaf(part[i].weight, scale, sum.weight);
+    for (int i = 0; i < kFour; ++i) {
+        const float scale = power_of_two(four[i].exponent - exponent);
+        sum.values.x = fmaf(four[i].values.x, scale, sum.values.x);
+        sum.values.y = fmaf(four[i].values.y, scale, sum.values.y);
+        sum.values.z = fmaf(four[i].values.z, scale, sum.values.z);
+        sum.values.w = fmaf(four[i].values.w, scale, sum.values.w);
+        sum.weight = fmaf(four[i].weight, scale, sum.weight);
     }
     return sum;
+}
+
+// The sum of up to sixteen groups, or of up to four quarters, which is the same: four and four, then those sums. The
+// loads of eight are under way before the first addition.
+template <typename Cursor>
+__device__ __forceinline__ Sum sum_row(int count, Cursor at) {
+    Sum quarters[kFour];
+#pragma unroll
+    for (int i = 0; i < kFour; i += 2) {
+        Sum first[kFour], second[kFour];
+        quarters[i] = quarters[i + 1] = {{0.0f, 0.0f, 0.0f, 0.0f}, 0.0f, minus_infinity()};
+        const int left = count - kFour * i;
+        if (left <= 0) continue;
+        load_four(first, left, at);
+        load_four(second, left - kFour, at);
+        quarters[i] = in_order(first);
+        quarters[i + 1] = in_order(second);
+    }
+    return in_order(quarters);
+}
+
+// The sum of a quarter, from units: the groups of `in_group` units each from unit `first` on. All loads are under way
+// before the first addition. Where no unit is left, the sum counts nothing.
+__device__ __forceinline__ Sum sum_quarter(const Parts& parts, int count, int in_group, int first, int query, int dim) {
+    Sum units[kFour][kFour], groups[kFour];
+#pragma unroll
+    for (int i = 0; i < kFour; ++i) {
+        const int begin = first + i * in_group;
+        GlobalCursor at(parts, min(begin, count - 1), query, dim);
+        load_four(units[i], min(in_group, count - begin), at);
+    }
+#pragma unroll
+    for (int i = 0; i < kFour; ++i) groups[i] = in_order(units[i]);
+    return in_order(groups);
 }
 
 // Four elements of the output, aligned to 8 bytes.
@@ -118,64 +149,61 @@ __device__ __forceinline__ void store_normalized(T* out, const Sum& sum) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// Sum the parts of the first `count` blocks of a cluster, which all call this with their `own`, and write the output
-// [group, head_dim]: each block a share of it.
+// Sum the `count` parts of a cluster, `per_block` in each block that calls this with its `own`, and write the output
+// [queries, head_dim]: each of the `blocks` a share of it.
 template <typename T>
-__device__ __forceinline__ void combine_cluster(const Parts& own, int count, int rank, T* out) {
+__device__ __forceinline__ void combine_cluster(const Parts& own, int count, int per_block, int blocks, int rank,
+                                                T* out) {
     ptx::cluster_sync();
     const int pieces = own.head_dim / 4;
 #pragma unroll 1
-    for (int i = rank * blockDim.x + threadIdx.x; i < own.group * pieces; i += count * blockDim.x) {
-        const Sum sum = in_order(count, ClusterCursor(own, i / pieces, i % pieces * 4));
-        store_normalized(out + 4 * i, sum);
+    for (int i = rank * blockDim.x + threadIdx.x; i < own.queries * pieces; i += blocks * blockDim.x) {
+        store_normalized(out + 4 * i, sum_row(count, ClusterCursor(own, per_block, i / pieces, i % pieces * 4)));
     }
     ptx::cluster_sync();  // nobody ends before all have read
 }
 #endif
 
-// Sum `count` parts of a row and KV head, groups of `in_group` (8 at most), and write the output [group, head_dim].
-// `combiners` blocks share the queries; this one is number `rank`. `scratch` has 8 (HeadDim + 2) floats, others for
-// every four warps. Loops that hold eight loads in registers are not unrolled.
+// Sum `count` parts of a row and tile, and write the output [queries, head_dim]. Parts are units, `in_group` (2 to 4) a
+// group, or groups or quarters, where `in_group` is 1. `combiners` blocks share the queries; this one is number `rank`.
+// `scratch` has 4 (HeadDim + 2) floats. Loops that hold that many loads in registers are not unrolled.
 template <int HeadDim, typename T>
 __device__ __forceinline__ void combine(const Parts& parts, int count, int in_group, int rank, int combiners,
                                         float* scratch, T* out) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const int warps = blockDim.x / 32;
     if (in_group == 1) {  // a warp has a query to itself
 #pragma unroll 1
-        for (int query = rank + combiners * warp; query < parts.group; query += combiners * warps) {
+        for (int query = rank + combiners * warp; query < parts.queries; query += combiners * kFour) {
 #pragma unroll 1
             for (int dim = 4 * lane; dim < parts.head_dim; dim += 128) {
-                const Sum sum = in_order(count, GlobalCursor(parts, 0, query, dim));
+                const Sum sum = sum_row(count, GlobalCursor(parts, 0, query, dim));
                 store_normalized(out + query * parts.head_dim + dim, sum);
             }
         }
         return;
     }
-    const int groups = (count + in_group - 1) / in_group;
-    const int team = warp / 4;  // four warps have a query: each sums groups, then they sum those sums
-    const int teams = warps / 4;
-    float* values = scratch;
-    float2* weights = reinterpret_cast<float2*>(values + kInGroup * HeadDim);
+    float* values = scratch;  // of the quarters, one for each of the four warps
+    float2* weights = reinterpret_cast<float2*>(values + kFour * HeadDim);
 #pragma unroll 1
-    for (int first = 0; first < parts.group; first += combiners * teams) {
-        const int query = first + rank + combiners * team;
+    for (int query = rank; query < parts.queries; query += combiners) {
 #pragma unroll 1
-        for (int group = warp % 4; group < groups && query < parts.group; group += 4) {
-#pragma unroll 1
-            for (int dim = 4 * lane; dim < parts.head_dim; dim += 128) {
-                const int begin = in_group * group;
-                const Sum sum = in_order(min(in_group, count - begin), GlobalCursor(parts, begin, query, dim));
-                *reinterpret_cast<float4*>(values + group * HeadDim + dim) = sum.values;
-                if (lane == 0) weights[group] = make_float2(sum.exponent, sum.weight);
-            }
+        for (int dim = 4 * lane; dim < parts.head_dim; dim += 128) {
+            const Sum sum = sum_quarter(parts, count, in_group, warp * kFour * in_group, query, dim);
+            *reinterpret_cast<float4*>(values + warp * HeadDim + dim) = sum.values;
+            if (lane == 0) weights[warp] = make_float2(sum.exponent, sum.weight);
         }
         __syncthreads();
-        const int dim = 4 * (threadIdx.x % 128);
-        if (dim < parts.head_dim && query < parts.group) {
-            const Sum sum = in_order(groups, SharedCursor(values + dim, weights, HeadDim));
-            store_normalized(out + query * parts.head_dim + dim, sum);
+        const int dim = 4 * threadIdx.x;
+        if (dim < parts.head_dim) {
+            Sum quarters[kFour];
+#pragma unroll
+            for (int i = 0; i < kFour; ++i) {
+                quarters[i].values = *reinterpret_cast<const float4*>(values + i * HeadDim + dim);
+                quarters[i].weight = weights[i].y;
+                quarters[i].exponent = weights[i].x;
+            }
+            store_normalized(out + query * parts.head_dim + dim, in_order(quarters));
         }
         __syncthreads();
     }

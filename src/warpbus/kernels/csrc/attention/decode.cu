@@ -18,41 +18,46 @@
 //   out        [batch, kv_heads * group, head_dim] ELEMENT, contiguous
 //   part_values, part_weights  scratch for `parts` parts of each row and KV head, see combine.cuh; unused if parts
 //              is 1 or combiners 0
-//   counters   int [batch * kv_heads], zero; left at zero
-//   head_dim is a multiple of 16 up to HEAD_DIM, rotary is even and at most head_dim, group is at most 64.
+//   counters   int [batch * gridDim.y], zero; left at zero
+//   head_dim is a multiple of 16 up to HEAD_DIM, rotary is even and at most head_dim.
 //   The first `rotary` dimensions rotate: as pairs (2i, 2i+1) where `interleaved`, else (i, i + rotary / 2).
-//   chunks_per_unit, units_per_block   how the keys are cut; the first block has the first keys
-//   in_group   blocks whose results are summed first, then groups of them: 1 to 8, 1 if there are at most 8 blocks
+//   stages     2 to 4
+//   chunks_per_unit, units_per_group   how the keys are cut, by `limit` alone: at most 64 units, 16 groups; a group has
+//              up to 4 units, a quarter 4 groups
+//   units_per_part   1, and then parts_per_block is 1; those of a group; or those of a quarter
+//   parts_per_block, parts   the latter of a row and tile; the first block has the first ones
 //   combiners  blocks that sum those of a row, through global memory; 0: its blocks are a cluster, sm_90 and later
 //   limit      what all positions are below
+//   late       the next kernel may start when this one's last copies have begun; 0: at once
 //   scale      log2(e) / sqrt(head_dim)
 //
 // Macros
 //   ELEMENT     __half or __nv_bfloat16
 //   HEAD_DIM    64, 128 or 256: the row in shared memory
-//   CODE_BITS   0: the cache holds ELEMENT; 8: it holds codes, int8 or e4m3 by the argument `code`
+//   CODE        CacheCode: whether the cache holds ELEMENT, or codes of 8 bits and which
 //   STORED      1: the new keys and values are in the cache already; 0: the kernel writes them
 //
-// Grid: (parts or more, kv_heads, batch), all blocks along x a cluster if combiners is 0; 128 threads for each 16
-// queries of a group.
-// Dynamic shared memory: Memory in block.cuh; `shared_bytes` in ops/attention.py.
+// Grid: (blocks for `parts` or more, kv_heads * tiles, batch), all blocks along x a cluster if combiners is 0; a tile is
+// 16 of the queries of a KV head, or what is left of them. 128 threads.
+// Dynamic shared memory: Memory in block.cuh, and a cluster's parts behind it; `shared_bytes` in ops/attention.py.
 //
 // How it works. The queries of a KV head are the rows of a matrix product, so that a key or value is read once for all
-// of them. Keys come in chunks of kKeys, by cp.async in `stages` stages. In a chunk, each of four warps multiplies the
+// of a tile. Keys come in chunks of kKeys, by cp.async in `stages` stages. In a chunk, each of four warps multiplies the
 // queries with a quarter of the keys and writes their weights to shared memory, relative to a maximum of its own; after
 // a barrier each brings them to one exponent and multiplies them with a quarter of the values' dimensions.
-// `chunks_per_unit` chunks make a unit, whose sum the tensor cores keep; a block has `units_per_block` units, one or a
-// whole group, and sums them in float32. Then the blocks of a row are summed: by the cluster that they form, or through
-// global memory by those that come last. Weights are relative to an integer exponent and additions have one order
-// (combine.cuh), so the result does not depend on units_per_block, and that of a row not on the batch around it. The
-// block that has the position of the new token rotates the key, writes both into the cache and puts them into its own
-// tiles.
+// `chunks_per_unit` chunks make a unit, whose sum the tensor cores keep; units are added up to groups and groups to
+// quarters of a row in float32, as far as a part goes: that is what a block hands over, and goes on with its next. Then
+// the parts of a row are summed: by the cluster that its blocks form, or through global memory by those that come last.
+// Weights are relative to an integer exponent and additions form one tree (combine.cuh), so the result does not depend
+// on what a part or a block has, and that of a row not on the batch around it. The block that has the position of the
+// new token rotates the key, writes both into the cache and puts them into its own stages; where there are several
+// tiles of queries, each has such a block, and they write the same.
 #include "attention/combine.cuh"
 #include "attention/load.cuh"
 #include "attention/products.cuh"
 
-// The whole result of a row's only block.
-__device__ __forceinline__ void store_output(ELEMENT* out, const Running& all, int group, int head_dim,
+// The whole result of a row and tile of one part.
+__device__ __forceinline__ void store_output(ELEMENT* out, const Running& all, int queries, int head_dim,
                                              const Place& place) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -61,21 +66,20 @@ __device__ __forceinline__ void store_output(ELEMENT* out, const Running& all, i
         for (int i = 0; i < kOutTiles; ++i) {
             const int dim = output_dim(place, i / 2, i % 2);
             const float2 x = output_pair(all.values, i / 2, i % 2, r);
-            if (place.query(r) < group && dim < head_dim) {
-                *reinterpret_cast<unsigned int*>(out + place.query(r) * head_dim + dim) =
+            if (place.row(r) < queries && dim < head_dim) {
+                *reinterpret_cast<unsigned int*>(out + place.row(r) * head_dim + dim) =
                     pack_pair<ELEMENT>(x.x * inverse, x.y * inverse);
             }
         }
     }
 }
 
-// A block's share of a row's result.
 __device__ __forceinline__ void store_part(const attention::Parts& parts, int part, const Running& all,
                                            const Place& place) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        if (place.query(r) >= parts.group) continue;
-        const int index = parts.index(part, place.query(r));
+        if (place.row(r) >= parts.queries) continue;
+        const int index = parts.index(part, place.row(r));
 #pragma unroll
         for (int i = 0; i < kOutTiles; ++i) {
             const int dim = output_dim(place, i / 2, i % 2);
@@ -90,7 +94,7 @@ __device__ __forceinline__ void store_part(const attention::Parts& parts, int pa
 
 // What the kernel ahead may have written, qkv and positions, is not __restrict__: loads of what nobody writes in this
 // kernel could move ahead of griddepcontrol_wait.
-extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     decode_attention(const ELEMENT* qkv, const float* __restrict__ table, const int* positions,
                      const int* block_table, Cache* keys, Cache* values, float* key_scales, float* value_scales,
                      ELEMENT* __restrict__ out, float* part_values, float2* part_weights, int* counters,
@@ -99,18 +103,22 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
                      long long key_scale_head_stride, long long value_scale_block_stride,
                      long long value_scale_head_stride, unsigned int key_block_stride, unsigned int key_token_stride,
                      unsigned int value_block_stride, unsigned int value_token_stride, int shift, int group,
-                     int head_dim, int rotary, int interleaved, int code, int stages, int chunks_per_unit,
-                     int units_per_block, int in_group, int combiners, int limit, float scale) {
+                     int head_dim, int rotary, int interleaved, int stages, int chunks_per_unit, int units_per_group,
+                     int units_per_part, int parts_per_block, int parts, int combiners, int limit, int late,
+                     float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const int part = blockIdx.x;
-    const int kv_head = blockIdx.y;
+    const int tiles = (group + kTile - 1) / kTile;
+    const int kv_heads = gridDim.y / tiles;
+    const int kv_head = blockIdx.y / tiles;
+    const int first_query = blockIdx.y % tiles * kTile;
+    const int query_count = min(kTile, group - first_query);
     const long long row = blockIdx.z;
-    const int kv_heads = gridDim.y;
-    const int parts = gridDim.x;
     const int warp = threadIdx.x / 32;
     const Place place;
-    const Memory at(memory, place);
-    const int block_keys = units_per_block * chunks_per_unit * kKeys;
+    const Memory at(memory);
+    const int part_keys = units_per_part * chunks_per_unit * kKeys;
+    const int block_keys = parts_per_block * part_keys;
+    const int first_key = blockIdx.x * block_keys;
     const int* row_table = block_table + row * block_table_stride;
     const Source key_source = {keys + kv_head * key_head_stride, key_block_stride, key_token_stride,
                                key_scales + kv_head * key_scale_head_stride, key_scale_block_stride};
@@ -119,46 +127,46 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
 #if __CUDA_ARCH__ >= 900
     // The cache may have been written just before, so nothing is used ahead of the wait; but L2 may fetch it, from
     // where position and table say now. They name blocks of the cache at any time, if perhaps not yet the right ones.
-    ptx::griddepcontrol_launch_dependents();
+    if (!late) ptx::griddepcontrol_launch_dependents();
     if (warp < 2) {
-        const int first = part * block_keys;
-        const int ahead = min(min(stages * kKeys, block_keys), limit - first);
+        const int ahead = min(min(stages * kKeys, block_keys), limit - first_key);
         const int last = __ldcg(positions + row);
-        if (warp == 0) prefetch(key_source, row_table, shift, first, ahead, limit, last, head_dim);
-        if (warp == 1) prefetch(value_source, row_table, shift, first, ahead, limit, last, head_dim);
+        if (warp == 0) prefetch(key_source, row_table, shift, first_key, ahead, limit, last, head_dim);
+        if (warp == 1) prefetch(value_source, row_table, shift, first_key, ahead, limit, last, head_dim);
     }
     ptx::griddepcontrol_wait();
 #endif
     const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
     const int position = positions[row];  // everything waits for it but these:
-    Blocks row_blocks(row_table, shift, limit, part * block_keys);
-    const Queries queries(projected + kv_head * group * head_dim, group, head_dim, rotary, interleaved, place);
+    Blocks row_blocks(row_table, shift, limit, first_key);
+    const Queries queries(projected + (kv_head * group + first_query) * head_dim, query_count, head_dim, rotary,
+                          interleaved);
     const bool is_key = warp % 2 == 0;
     const NewToken token(projected + (kv_heads * (group + warp % 2) + kv_head) * head_dim, head_dim,
                          is_key ? rotary : 0, interleaved);
-    const Range range = {part * block_keys, min((part + 1) * block_keys, position + 1), kStored ? -1 : position};
+    const Range range = {first_key, min(first_key + block_keys, position + 1), kStored ? -1 : position};
     if (range.begin >= range.end) return;
 
     const float* row_angles = table + static_cast<long long>(position) * rotary;
     const attention::Angles angles(row_angles, queries.pair, rotary);
     const int new_block = row_blocks.of_key(position);
-    const long long pair = row * kv_heads + kv_head;
-    const long long head = pair * group;           // the first of the group in `out`
-    const int blocks = position / block_keys + 1;  // that have keys of this row
+    const long long head = (row * kv_heads + kv_head) * group + first_query;  // the tile's first in `out`
+    const int blocks = position / block_keys + 1;                             // that have keys of this row
+    const int count = position / part_keys + 1;                               // its parts
     const int chunks = (range.end - range.begin + kKeys - 1) / kKeys;
     // The values of a chunk and the keys of the next, with its scales, are one group of copies. Past the last chunk a
     // group is empty.
     const auto begin_keys = [&](int chunk, int index) {
         if (chunk >= chunks) return;
         row_blocks.turn_to(chunk);
-        fetch(at.stage(index).keys, key_source, row_blocks, chunk, range, head_dim, place);
+        fetch(at.stage(index).keys, key_source, row_blocks, chunk, range, head_dim);
         if constexpr (kCoded) {
             fetch_scales(at.stage(index).scales(), key_source, value_source, row_blocks, chunk, range);
         }
     };
     const auto begin_values = [&](int chunk, int index) {
         if (chunk >= chunks) return;
-        fetch(at.stage(index).values, value_source, row_blocks, chunk, range, head_dim, place);
+        fetch(at.stage(index).values, value_source, row_blocks, chunk, range, head_dim);
     };
     begin_keys(0, 0);
     ptx::cp_async_commit();
@@ -168,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
         ptx::cp_async_commit();
     }
 
-    queries.store(at.tile, angles, group, head_dim, place);
+    queries.store(at.tile, angles, query_count, head_dim);
     const bool has_new = !kStored && range.end == position + 1;
     if (has_new && warp < 2) {
         const int inside = row_blocks.inside(position);
@@ -176,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
         float* cached_scale =
             is_key ? key_source.scale_at(new_block, inside) : value_source.scale_at(new_block, inside);
         append(token, row_angles, cached, cached_scale, at.fresh->rows[warp], at.fresh->scales + warp, head_dim,
-               is_key ? rotary : 0, interleaved, code);
+               is_key ? rotary : 0, interleaved);
     }
     const int new_row = position - (range.begin + (chunks - 1) * kKeys);  // within the last chunk
     // The key and all scales have to be there before the last chunk's turn, the value when its weights are.
@@ -193,24 +201,39 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
     wait_for_copies(stages - 1);
     __syncthreads();
 
-    Running all;
+    attention::Parts own = {part_values + head * parts * head_dim, part_weights + head * parts, query_count, head_dim,
+                            head_dim};
+    int part = blockIdx.x * parts_per_block;  // its number in `own`
+#if __CUDA_ARCH__ >= 900
+    if (combiners == 0) {
+        const int stride = head_dim + kPartPadding;
+        auto* values = reinterpret_cast<float*>(at.stages + min(stages, block_keys / kKeys) * kStageBytes);
+        auto* weights = reinterpret_cast<float2*>(values + parts_per_block * query_count * stride);
+        own = {values, weights, query_count, head_dim, stride};
+        part = 0;
+    }
+#endif
     Unfinished unit;
-    all.clear();
+    Running group_sum, part_sum;
     unit.clear();
+    group_sum.clear();
+    part_sum.clear();
     int index = 0;  // of the chunk's stage
-    int left = chunks_per_unit;
-    const int weighed_places = count_weighed();
+    int chunks_left = chunks_per_unit, units_left = units_per_group, part_units_left = units_per_part;
     // At the one barrier of a chunk its weights and values are there and the next one's keys; all warps have used its
     // keys, and the values of the chunk before it, so that their places can be filled.
     for (int chunk = 0; chunk < chunks; ++chunk) {
+#if __CUDA_ARCH__ >= 900
+        if (late && chunk == max(chunks - stages, 0)) ptx::griddepcontrol_launch_dependents();
+#endif
         Stage& stage = at.stage(index);
-        Weighed& weighed = at.tile->weighed[chunk % weighed_places];
+        Weighed& weighed = at.tile->weighed[chunk % 2];
         const int previous = index == 0 ? stages - 1 : index - 1;
         const int next = index + 1 == stages ? 0 : index + 1;
         const float* value_scales = stage.scales() + kKeys;
         Scores scores;
         float largest[2];
-        multiply_keys(scores, at.tile->queries, stage.keys, place, code);
+        multiply_keys(scores, at.tile->queries, stage.keys, place);
         find_maxima(largest, scores, scale, stage.scales(), range.end - (range.begin + chunk * kKeys), place);
         unit.raise(value_scales);
         unit.weigh(weighed, scores, largest, value_scales, place);
@@ -221,41 +244,45 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)
         begin_values(chunk + stages - 1, previous);
         begin_keys(chunk + stages, index);
         ptx::cp_async_commit();
-        unit.add(weighed, stage.values, code, place);
-        if (weighed_places == 1) __syncthreads();
-        if (--left == 0 || chunk + 1 == chunks) {
-            unit.finish(all);
-            left = chunks_per_unit;
+        unit.add(weighed, stage.values, place);
+        const bool last = chunk + 1 == chunks;
+        if (--chunks_left == 0 || last) {
+            unit.finish(group_sum);
+            chunks_left = chunks_per_unit;
+            if (--units_left == 0 || last) {
+                part_sum.add(group_sum, 1.0f);
+                group_sum.clear();
+                units_left = units_per_group;
+            }
+            if (--part_units_left == 0 && !last) {
+                store_part(own, part++, part_sum, place);
+                part_sum.clear();
+                part_units_left = units_per_part;
+            }
         }
         index = next;
     }
 
-    if (blocks == 1) {
-        store_output(out + head * head_dim, all, group, head_dim, place);
+    if (count == 1) {
+        store_output(out + head * head_dim, part_sum, query_count, head_dim, place);
         return;
     }
-    auto* scratch = reinterpret_cast<float*>(at.fresh + 1);  // all behind it has been used
+    store_part(own, part, part_sum, place);
 #if __CUDA_ARCH__ >= 900
     if (combiners == 0) {
-        const int stride = head_dim + kPartPadding;
-        auto* weights = reinterpret_cast<float2*>(scratch + group * stride);
-        const attention::Parts own = {scratch, weights, group, head_dim, stride};
-        __syncthreads();
-        store_part(own, 0, all, place);
-        attention::combine_cluster(own, blocks, part, out + head * head_dim);
+        attention::combine_cluster(own, count, parts_per_block, blocks, blockIdx.x, out + head * head_dim);
         return;
     }
 #endif
-    const attention::Parts handed = {part_values + head * parts * head_dim, part_weights + head * parts, group,
-                                     head_dim, head_dim};
-    store_part(handed, part, all, place);
-    __syncthreads();
+    int* counter = counters + row * gridDim.y + blockIdx.y;
     const int sharing = min(combiners, blocks);
-    if (threadIdx.x == 0) at.fresh->rank = attention::arrive(counters + pair, blocks, sharing);
+    __syncthreads();
+    if (threadIdx.x == 0) at.fresh->rank = attention::arrive(counter, blocks, sharing);
     __syncthreads();
     const int rank = at.fresh->rank;
     if (rank < 0) return;
-    scratch += threadIdx.x / (32 * kWarps) * attention::kInGroup * (HEAD_DIM + 2);
-    attention::combine<HEAD_DIM>(handed, blocks, in_group, rank, sharing, scratch, out + head * head_dim);
-    if (threadIdx.x == 0) attention::leave(counters + pair, blocks, sharing);
+    const int in_group = units_per_part < units_per_group ? units_per_group : 1;
+    auto* scratch = reinterpret_cast<float*>(at.tile);  // has been used
+    attention::combine<HEAD_DIM>(own, count, in_group, rank, sharing, scratch, out + head * head_dim);
+    if (threadIdx.x == 0) attention::leave(counter, blocks, sharing);
 }

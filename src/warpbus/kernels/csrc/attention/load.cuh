@@ -85,19 +85,14 @@ __device__ __forceinline__ void prefetch(const Source& source, const int* table,
 #endif
 
 // Begin to copy a chunk. Past the end, and past head_dim, come zeros, whatever the memory holds. The row of the new
-// token is left out. Each tile's threads copy a part of the rows. A chunk with nothing to look out for, as most are,
-// takes a few instructions for each copy.
+// token is left out. A chunk with nothing to look out for, as most are, takes a few instructions for each copy.
 __device__ __forceinline__ void fetch(Unit* tile, const Source& source, const Blocks& blocks, int chunk,
-                                      const Range& range, int head_dim, const Place& place) {
-    constexpr int kThreads = 32 * kWarps;
+                                      const Range& range, int head_dim) {
     constexpr int kRounds = kTileUnits / kChunk / kThreads;
     constexpr int kRows = kThreads / kPieces;  // in a round
-    const int tiles = blockDim.x / kThreads;
-    const int begin = place.tile * kRounds / tiles;
-    const int end = (place.tile + 1) * kRounds / tiles;
     const int piece = threadIdx.x % kPieces;
     const int dim = piece * (16 / static_cast<int>(sizeof(Cache)));
-    const int row0 = threadIdx.x % kThreads / kPieces;
+    const int row0 = threadIdx.x / kPieces;
     const int first = range.begin + chunk * kKeys;
     const auto to = [&](int row) { return ptx::shared_address(tile + chunk_offset<kColumns>(row, piece)); };
     if (first + kKeys <= (kStored ? range.end : range.position) && head_dim == HEAD_DIM) {
@@ -108,12 +103,12 @@ __device__ __forceinline__ void fetch(Unit* tile, const Source& source, const Bl
             if (i * kRows % Blocks::kSpan == 0) {
                 from = source.at(blocks.of(chunk, row), blocks.inside(first + row)) + piece;
             }
-            if (i >= begin && i < end) ptx::cp_async_16(to(row), from);
+            ptx::cp_async_16(to(row), from);
             from += kRows * source.token_stride;
         }
     } else {
 #pragma unroll 1
-        for (int i = begin; i < end; ++i) {
+        for (int i = 0; i < kRounds; ++i) {
             const int row = row0 + i * kRows;
             const int key = first + row;
             const int block = blocks.of(chunk, row);
@@ -156,35 +151,32 @@ __device__ __forceinline__ int query_column(int dim) {
     return dim - within + (within % 4 == 0 ? within / 2 : 8 + within / 2 - 1);
 }
 
-// A tile's queries on their way to shared memory. A thread has the same pair of dimensions of several queries.
+// The queries on their way to shared memory. A thread has the same pair of dimensions of several queries.
 struct Queries {
     static constexpr int kPairs = HEAD_DIM / 2;
-    static constexpr int kRounds = kTile * kPairs / (32 * kWarps);
+    static constexpr int kRounds = kTile * kPairs / kThreads;
     attention::Pair pair;
     attention::Unturned<ELEMENT> unturned[kRounds];
 
     __device__ __forceinline__ static int dim() { return 2 * (threadIdx.x % kPairs); }
-    __device__ __forceinline__ static int row(int i) {
-        return threadIdx.x % (32 * kWarps) / kPairs + i * (kTile / kRounds);
-    }
+    __device__ __forceinline__ static int row(int i) { return threadIdx.x / kPairs + i * (kTile / kRounds); }
 
-    // Begin to load.
-    __device__ __forceinline__ Queries(const ELEMENT* heads, int group, int head_dim, int rotary, bool interleaved,
-                                       const Place& place)
+    // Begin to load `count` queries.
+    __device__ __forceinline__ Queries(const ELEMENT* heads, int count, int head_dim, int rotary, bool interleaved)
         : pair(dim() < head_dim ? dim() : 0, rotary, interleaved) {
 #pragma unroll
         for (int i = 0; i < kRounds; ++i) {
-            unturned[i].load(heads + min(place.tile * kTile + row(i), group - 1) * head_dim, pair);
+            unturned[i].load(heads + min(row(i), count - 1) * head_dim, pair);
         }
     }
 
     // Rotate them into shared memory; zeros where there is no query and past head_dim.
-    __device__ __forceinline__ void store(QueryTile* tile, const attention::Angles& angles, int group, int head_dim,
-                                          const Place& place) const {
+    __device__ __forceinline__ void store(QueryTile* tile, const attention::Angles& angles, int count,
+                                          int head_dim) const {
         const int column = query_column(dim());
 #pragma unroll
         for (int i = 0; i < kRounds; ++i) {
-            const bool there = place.tile * kTile + row(i) < group && dim() < head_dim;
+            const bool there = row(i) < count && dim() < head_dim;
             const float2 x = unturned[i].turned(pair, angles);
             ELEMENT* element = tile->queries + chunk_offset<HEAD_DIM>(row(i), column / kChunk) + column % kChunk;
             *reinterpret_cast<unsigned int*>(element) = there ? pack_pair<ELEMENT>(x.x, x.y) : 0;
@@ -211,8 +203,7 @@ struct NewToken {
 
 // Write it, rotated, to its place in the cache and for this block into `fresh`.
 __device__ __forceinline__ void append(const NewToken& token, const float* angles, void* cached, float* cached_scale,
-                                       Unit* fresh, float* fresh_scale, int head_dim, int rotary, bool interleaved,
-                                       int code) {
+                                       Unit* fresh, float* fresh_scale, int head_dim, int rotary, bool interleaved) {
     constexpr int kPairs = NewToken::kPairs;
     const int lane = threadIdx.x % 32;
     unsigned int pairs[kPairs];
@@ -239,13 +230,13 @@ __device__ __forceinline__ void append(const NewToken& token, const float* angle
         }
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2) largest = max(largest, __shfl_xor_sync(kAll, largest, offset));
-        const float scale = __uint_as_float(largest) / largest_code(code);
+        const float scale = __uint_as_float(largest) / largest_code(CODE);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             const int pair = lane + 32 * i;
             float2 x = unpack_pair<ELEMENT>(pairs[i]);
             x = scale == 0.0f ? make_float2(0.0f, 0.0f) : make_float2(x.x / scale, x.y / scale);
-            const unsigned int codes = to_code(x.x, code) | to_code(x.y, code) << 8;
+            const unsigned int codes = to_code(x.x, CODE) | to_code(x.y, CODE) << 8;
             fresh[pair] = static_cast<Unit>(codes);
             if (2 * pair < head_dim) static_cast<Unit*>(cached)[pair] = static_cast<Unit>(codes);
         }

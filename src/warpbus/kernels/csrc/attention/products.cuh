@@ -17,7 +17,7 @@ __device__ __forceinline__ void load_strip(ptx::uint32 (&fragment)[4], const Uni
 // Products of the tile's 16 queries with the warp's keys: an accumulator of mma for each 8 keys, and another for each
 // second step, since a product waits for the one before it in its accumulator.
 __device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* queries, const Unit* keys,
-                                              const Place& place, int code) {
+                                              const Place& place) {
     constexpr int kSteps = kCoded ? 4 : 2;  // of 16 dimensions in a strip
     Scores sums[2] = {};
 #pragma unroll
@@ -32,8 +32,8 @@ __device__ __forceinline__ void multiply_keys(Scores& scores, const ELEMENT* que
 #pragma unroll
             for (int j = 0; j < kScoreTiles; ++j) {
                 if constexpr (kCoded) {
-                    const ptx::uint32 low = attention::dequantize<ELEMENT, 0, 1>(k[j][step], code);
-                    const ptx::uint32 high = attention::dequantize<ELEMENT, 2, 3>(k[j][step], code);
+                    const ptx::uint32 low = attention::dequantize<ELEMENT, CODE, 0, 1>(k[j][step]);
+                    const ptx::uint32 high = attention::dequantize<ELEMENT, CODE, 2, 3>(k[j][step]);
                     ptx::mma_m16n8k16<ELEMENT>(sums[step % 2][j], q, low, high);
                 } else {
                     ptx::mma_m16n8k16<ELEMENT>(sums[step % 2][j], q, k[j][2 * step], k[j][2 * step + 1]);
@@ -81,8 +81,7 @@ __device__ __forceinline__ ptx::uint32 multiply_pairs(ptx::uint32 x, ptx::uint32
 // Add the products of the chunk's weights with the warp's dimensions of the values. Codes stand in pairs, so that their
 // accumulators have the even and the odd dimensions of each 16; see output_dim.
 __device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], const ELEMENT* weights,
-                                                const Factors& factors, const Unit* values, const Place& place,
-                                                int code) {
+                                                const Factors& factors, const Unit* values, const Place& place) {
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
         ptx::uint32 p[4];
@@ -101,10 +100,10 @@ __device__ __forceinline__ void multiply_values(float (&sums)[kOutTiles][4], con
                 if constexpr (kCoded) {
                     float(*out)[4] = sums + 4 * block + 2 * half;
                     const ptx::uint32 low = v[2 * half], high = v[2 * half + 1];
-                    ptx::mma_m16n8k16<ELEMENT>(out[0], p, attention::dequantize<ELEMENT, 0, 2>(low, code),
-                                               attention::dequantize<ELEMENT, 0, 2>(high, code));
-                    ptx::mma_m16n8k16<ELEMENT>(out[1], p, attention::dequantize<ELEMENT, 1, 3>(low, code),
-                                               attention::dequantize<ELEMENT, 1, 3>(high, code));
+                    ptx::mma_m16n8k16<ELEMENT>(out[0], p, attention::dequantize<ELEMENT, CODE, 0, 2>(low),
+                                               attention::dequantize<ELEMENT, CODE, 0, 2>(high));
+                    ptx::mma_m16n8k16<ELEMENT>(out[1], p, attention::dequantize<ELEMENT, CODE, 1, 3>(low),
+                                               attention::dequantize<ELEMENT, CODE, 1, 3>(high));
                 } else {
                     ptx::mma_m16n8k16<ELEMENT>(sums[2 * block + half], p, v[2 * half], v[2 * half + 1]);
                 }
@@ -180,7 +179,7 @@ __device__ __forceinline__ float scale_exponent(const float* scales) {
 
 // 2^exponent for any integer exponent whose power is a normal number; for others the nearest one.
 __device__ __forceinline__ float any_power_of_two(float exponent) {
-    return __int_as_float((127 + static_cast<int>(fminf(fmaxf(exponent, -126.0f), 127.0f))) << 23);
+    return __int_as_float(__float_as_int(fminf(fmaxf(exponent, -126.0f), 127.0f) + 12583039.0f) << 23);
 }
 
 // The unit that a block is at: the sums so far, relative to an exponent that grows with the maxima. With codes the
@@ -219,8 +218,8 @@ struct Unfinished {
             float total = 0.0f;
 #pragma unroll
             for (int j = 0; j < kScoreTiles; ++j) {
-                float low = exp2f(scores[j][2 * r] - from);
-                float high = exp2f(scores[j][2 * r + 1] - from);
+                float low = attention::exp2_flushed(scores[j][2 * r] - from);
+                float high = attention::exp2_flushed(scores[j][2 * r + 1] - from);
                 total += low + high;
                 if constexpr (kCoded) {
                     low *= value_scales[place.key(j)] * inverse;
@@ -240,7 +239,7 @@ struct Unfinished {
     }
 
     // Add what all four warps have weighed.
-    __device__ __forceinline__ void add(const Weighed& weighed, const Unit* values, int code, const Place& place) {
+    __device__ __forceinline__ void add(const Weighed& weighed, const Unit* values, const Place& place) {
         Factors factors;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -265,7 +264,7 @@ struct Unfinished {
             }
         }
         if (place.quarter * kWarpDims < HEAD_DIM) {
-            multiply_values(sums.values, weighed.weights, factors, values, place, code);
+            multiply_values(sums.values, weighed.weights, factors, values, place);
         }
     }
 

@@ -17,7 +17,8 @@ constexpr int kCodes = 16;  // in 16 bytes
 // Two codes as elements.
 template <int First, int Second>
 __device__ __forceinline__ void decode_pair(ELEMENT* out, unsigned int codes, int code, float scale) {
-    const float2 x = unpack_pair<__half>(attention::dequantize<__half, First, Second>(codes, code));
+    const float2 x = unpack_pair<__half>(code == kInt8 ? attention::dequantize<__half, kInt8, First, Second>(codes)
+                                                       : attention::dequantize<__half, kFp8, First, Second>(codes));
     out[0] = from_float<ELEMENT>(x.x * scale);
     out[1] = from_float<ELEMENT>(x.y * scale);
 }
