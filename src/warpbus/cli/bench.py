@@ -502,8 +502,8 @@ def _command(context: typer.Context) -> str:
         if source is None or source.name != "COMMANDLINE" or name in _NOT_RECORDED:
             continue
         value = context.params[name]
-        if value is True:
-            words.append(parameter.opts[0])
+        if isinstance(value, bool):
+            words.append((parameter.opts if value else parameter.secondary_opts)[0])
         else:
             for each in value if isinstance(value, list | tuple) else [value]:
                 words += [parameter.opts[0], str(each)]

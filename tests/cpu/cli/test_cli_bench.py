@@ -11,6 +11,7 @@ from warpbus.bench.catalog import BENCHMARKS
 from warpbus.bench.records import read
 from warpbus.bench.timing import Effort
 from warpbus.cli import app
+from warpbus.cli import bench as cli_bench
 from warpbus.errors import DeviceError, UsageError
 
 
@@ -54,6 +55,13 @@ def test_json_is_all_of_stdout_and_what_was_written(tmp_path):
     assert record["command"] == "warpbus bench matmul --size 8 --variant tiled --quick --device cpu"
     assert picture.stat().st_size > 5000
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["matmul-cpu.json"]
+
+
+def test_a_switch_is_recorded_as_it_was_typed():
+    command = typer.main.get_command(app).commands["bench"].commands["train"]
+    for typed in (["--no-peer", "--quick"], ["--peer"]):
+        with command.make_context("train", [*typed]) as context:
+            assert cli_bench._command(context).split()[3:] == typed
 
 
 def test_a_later_run_replaces_the_records(tmp_path):

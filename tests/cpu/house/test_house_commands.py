@@ -1,6 +1,7 @@
 """Every command that the documents show can be given, and every flag that they or an error name is there."""
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -45,6 +46,14 @@ def verb(words: list[str]) -> tuple[Any, list[str]]:
     return command, words
 
 
+def recorded() -> Iterator[tuple[str, str]]:
+    """The records' files, and what they say how to measure it again."""
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        for command in sorted({record["command"] for record in json.loads(path.read_text(encoding="utf-8"))}):
+            if command.startswith("warpbus "):
+                yield path.name, command
+
+
 def shown() -> Iterator[tuple[str, str]]:
     """Documents, and the commands in their blocks of code."""
     for document in DOCUMENTS:
@@ -63,7 +72,7 @@ def without_blocks(document: Path) -> str:
     return FENCE.sub("", document.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("document", "line"), sorted(set(shown())))
+@pytest.mark.parametrize(("document", "line"), sorted({*shown(), *recorded()}))
 def test_a_command_that_is_shown_can_be_given(document: str, line: str) -> None:
     words = takewhile(lambda word: word not in SHELL, shlex.split(line, comments=True))
     plain = [word.strip("[]") for word in words if word not in ("...", "--help")]  # `[--flag]` may be left out

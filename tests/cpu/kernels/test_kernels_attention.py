@@ -258,7 +258,8 @@ def test_rows_and_context_decide_the_cut():
             assert (cut.blocks, cut.parts, cut.stages, cut.combiners, cut.late) == (blocks, parts, stages, 4, False)
             assert cut.waves == 1
     assert chosen(512).combiners == 1  # not all blocks run at once: none may wait for others
-    assert [chosen(1, limit).cluster for limit in (64, 512, 1024, 2048)] == [1, 8, 8, 1]
+    assert [chosen(1, limit).cluster for limit in (64, 512, 1024, 2048)] == [1, 8, 1, 1]
+    assert [chosen(1, limit).late for limit in (64, 512, 1024, 2048)] == [True, False, True, True]
     assert chosen(8, 1024).cluster == 1  # they would fill the GPU
 
 
