@@ -38,9 +38,10 @@ def _bars(axis: Axes, records: Sequence[Record], ways: Sequence[str]) -> None:
     plain = {_way(record): record.peer.value for record in records if record.peer.name.startswith("torch")}
     limits = {_way(record): record.floor for record in records if record.floor is not None}
     places = {way: at for at, way in enumerate(ways)}
-    axis.barh([places[way] - 0.2 for way in ours], list(ours.values()), 0.38, color=_OURS, label="warpbus")
+    beside = 0.2 if plain else 0.0
+    axis.barh([places[way] - beside for way in ours], list(ours.values()), 0.38, color=_OURS, label="warpbus")
     if plain:
-        axis.barh([places[way] + 0.2 for way in plain], list(plain.values()), 0.38, color=_PEER, label="torch")
+        axis.barh([places[way] + beside for way in plain], list(plain.values()), 0.38, color=_PEER, label="torch")
     if limits:
         axis.plot(list(limits.values()), [places[way] for way in limits], "|", color=_LIMIT, ms=16, label="limit")
     axis.set_yticks(range(len(ways)), ways)
