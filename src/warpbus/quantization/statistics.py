@@ -109,7 +109,8 @@ class Collector:
         found = {key: total.total().div_(compared if key == DRIFT else tokens) for key, total in self._sums.items()}
         if MAX_ABS in self._needed:
             found[MAX_ABS] = self._group.gather(self._largest[None]).amax(0)
-        if not torch.stack([value.sum() for value in found.values()]).isfinite().all():
+        sums = [value.sum() for value in found.values()]
+        if sums and not torch.stack(sums).isfinite().all():
             raise NumericError(
                 f"{self._name}: NaN or infinity entered it during calibration: the checkpoint overflows "
                 "in this dtype or is damaged: try --device cpu, which computes in float32"

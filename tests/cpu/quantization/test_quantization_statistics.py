@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import NumericError
-from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Collector
+from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Collector, Statistics
 
 ALL = frozenset({MOMENTS, DRIFT, MEAN_ABS, MAX_ABS})
 
@@ -41,6 +41,13 @@ def test_only_what_is_asked_for() -> None:
         found = collector.total()
         given = {key for key in ALL if getattr(found, key) is not None}
         assert given == {name}
+
+
+def test_nothing_may_be_asked_for() -> None:
+    """Rounding to nearest is tried so: only that tokens come is looked at."""
+    collector = Collector(4, frozenset())
+    collector.add(torch.ones(3, 4))
+    assert collector.total() == Statistics(3)
 
 
 def test_moments_of_more_columns_than_a_panel_are_symmetric() -> None:
