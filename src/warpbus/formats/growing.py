@@ -28,6 +28,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from warpbus.cuda.staging import Staging
 from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats.files import (
     FileLock,
@@ -370,12 +371,13 @@ class GrowingCheckpoint(FinishedParts):
 def _on_host(waiting: _Waiting) -> dict[str, Tensor]:
     """The tensors on the CPU, contiguous; copied from a GPU beside what it computes meanwhile."""
     streams = {device: torch.cuda.Stream(device) for device in waiting.ready}
+    stagings = {device: Staging(device) for device in waiting.ready}
     copied = {}
     for name, tensor in waiting.tensors.items():
         if tensor.device.type == "cuda":
             with torch.cuda.stream(streams[tensor.device]):
                 streams[tensor.device].wait_event(waiting.ready[tensor.device])
-                copied[name] = tensor.contiguous().cpu()
+                copied[name] = stagings[tensor.device].get(tensor)
         else:
             copied[name] = tensor.contiguous()
     return copied

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from warpbus.cuda.staging import Staging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
@@ -17,7 +18,7 @@ from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
 from warpbus.models.families.fields import Fields
 from warpbus.models.layers import QuantizedLinear
-from warpbus.models.parallel import Lines, Part, copy_lines, joined, quantized_columns, quantized_rows
+from warpbus.models.parallel import Lines, Part, Put, copy_lines, joined, quantized_columns, quantized_rows
 from warpbus.models.placement import place, round_onto
 from warpbus.models.row_order import lines_in_file
 from warpbus.qtensor import QTensor, Scheme
@@ -199,6 +200,7 @@ class _Source:
         layout: how the file holds quantized matrices; None if it has none.
         schemes: of the parameters whose matrices it has quantized.
         part: what of the model is read; all where it is None.
+        staging: what copies tensors to a GPU.
     """
 
     checkpoint: Checkpoint
@@ -212,6 +214,7 @@ class _Source:
     head: Scheme | None = None
     embedding: torch.device | str | None = None
     part: Part | None = None
+    staging: Staging | None = None
 
     @classmethod
     def open(
@@ -220,7 +223,8 @@ class _Source:
         """Compare the names in the file with those that the decoder needs, before anything is read."""
         layout, tensors = layout_of(checkpoint.config), tensor_map(config)
         schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
-        source = cls(checkpoint, config, tensors, layout, schemes, device, dtype)
+        staging = Staging(torch.device(device)) if torch.device(device).type == "cuda" else None
+        source = cls(checkpoint, config, tensors, layout, schemes, device, dtype, staging=staging)
         source.refuse_prefix()
         source.refuse_unexpected()
         return source
@@ -342,10 +346,11 @@ class _Source:
         for name, count, _ in rows:
             self.check(name, (count, width) if columns else (count,))
         stacked = torch.empty(shape, dtype=self.dtype, device=device)
+        put: Put = torch.Tensor.copy_ if self.staging is None or stacked.device.type == "cpu" else self.staging.put
         parts = stacked.split([sum(span.size for span in lines) for _, _, lines in rows])
         for (name, _, lines), target in zip(rows, parts, strict=True):
             # A GPU converts a copy that it makes first: of some rows at a time, not of the whole tensor.
-            copy_lines(target, self.checkpoint.tensor(name), lines, columns, _ELEMENTS_AT_ONCE)
+            copy_lines(target, self.checkpoint.tensor(name), lines, columns, _ELEMENTS_AT_ONCE, put)
         return stacked
 
     def check(self, name: str, expected: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ scales and zero points are repeated. No weight changes: of 13696 = 107 * 128 col
 differ in the last bits of 8 from those of one process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -37,6 +37,9 @@ from warpbus.qtensor.scheme import GROUP_SIZES
 _UNITS = tuple(sorted(GROUP_SIZES, reverse=True))  # of the FFN, the best first
 _SLACK = 1.02  # how much more than its even share of the FFN a process may have for the sake of a larger unit
 _VOCABULARY_UNIT = 8
+
+Put = Callable[[Tensor, Tensor], object]
+"""Copies the second tensor, of the CPU, to the first."""
 
 
 @dataclass(frozen=True)
@@ -211,20 +214,23 @@ def joined(lines: Sequence[tuple[int, Lines]]) -> tuple[int, Lines]:
     return total, tuple(spans)
 
 
-def copy_lines(target: Tensor, source: Tensor, rows: Lines, columns: Lines | None, at_once: int) -> None:
+def copy_lines(
+    target: Tensor, source: Tensor, rows: Lines, columns: Lines | None, at_once: int, put: Put = Tensor.copy_
+) -> None:
     """Copy rows and columns of a tensor, `at_once` elements or a row at a time, converting them on the way.
 
     Args:
         target: `[rows]` or `[rows, columns]`, of any floating dtype, on any device.
         source: the whole tensor, on the CPU.
         columns: `None` for all.
+        put: what copies the second tensor to the first.
     """
     height = max(1, at_once * len(source) // max(1, source.numel()))
     done = 0
     for span in rows:
         for start in range(span.start, span.stop, height):
             piece = source[start : min(start + height, span.stop)]
-            _copy_columns(target[done : done + len(piece)], piece, columns)
+            _copy_columns(target[done : done + len(piece)], piece, columns, put)
             done += len(piece)
         target[done : done + span.zeros] = 0
         done += span.zeros
@@ -296,14 +302,14 @@ def _group_size(size: int, lines: Lines, width: int, name: str) -> int:
     )
 
 
-def _copy_columns(target: Tensor, source: Tensor, columns: Lines | None) -> None:
+def _copy_columns(target: Tensor, source: Tensor, columns: Lines | None, put: Put) -> None:
     if columns is None:
-        target.copy_(source)
+        put(target, source)
         return
     done = 0
     for span in columns:
         width = span.stop - span.start
-        target[:, done : done + width].copy_(source[:, span.start : span.stop])
+        put(target[:, done : done + width], source[:, span.start : span.stop])
         target[:, done + width : done + span.size] = 0
         done += span.size
 
