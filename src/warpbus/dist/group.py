@@ -3,8 +3,9 @@
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from hashlib import sha256
 
@@ -33,17 +34,28 @@ class Group:
         world: how many processes there are.
         device: this process's own device.
         peers: what exchanges small tensors of GPUs, and otherwise why nothing does; see `linked`.
+        meeting: done once the processes have found each other, see `meet`; `None` where they have.
     """
 
     rank: int
     world: int
     device: torch.device
     peers: Peers | str | None = None
+    meeting: Future[None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
         """True in the one process that reports and writes files."""
         return self.rank == 0
+
+    def meet(self) -> None:
+        """Wait until the processes have found each other.
+
+        The first exchange does so by itself; who calls `torch.distributed` calls this before. It raises what kept them
+        from it.
+        """
+        if self.meeting is not None:
+            self.meeting.result()
 
     def linked(self) -> "Group":
         """The same group with the quickest `all_reduce` and `all_gather` of its devices; every process calls it.
@@ -53,7 +65,8 @@ class Group:
         """
         if self.world == 1 or self.device.type != "cuda" or self.peers is not None:
             return self
-        return replace(self, peers=Peers.open(self.rank, self.world, self.device))
+        self.meet()
+        return replace(self, peers=Peers.open(self.rank, self.world, self.device), meeting=None)
 
     def describe(self) -> str:
         """How it exchanges tensors: "4 GPUs: up to 512 KiB through each other's memory, others by NCCL"."""
@@ -69,6 +82,7 @@ class Group:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` up over the processes, in place."""
         if self.world > 1:
+            self.meet()
             torch.distributed.all_reduce(tensor)
         return tensor
 
@@ -91,6 +105,7 @@ class Group:
             return (total if residual is None else residual.float() + total).to(tensor.dtype)
         if isinstance(self.peers, Peers) and self.peers.takes(tensor):
             return self.peers.sum(tensor, residual)
+        self.meet()
         tensor = tensor.contiguous()
         torch.distributed.all_reduce(tensor)
         return tensor if residual is None else tensor.add_(residual)
@@ -103,6 +118,7 @@ class Group:
         gathered = tensor.new_empty(self.world, *tensor.shape)
         if self.world == 1:
             return gathered.copy_(tensor[None])
+        self.meet()
         # As bytes: the transports do not know every dtype.
         into, own = (part.view(-1).view(torch.uint8) for part in (gathered, tensor))
         _all_gather(into, own)
@@ -111,6 +127,7 @@ class Group:
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill `tensor` with that of rank 0, in place; contiguous, of one shape and dtype on all processes."""
         if self.world > 1:
+            self.meet()
             torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
         return tensor
 
@@ -118,6 +135,7 @@ class Group:
         """The smallest of the processes' values, on every process: of what they have room for, for instance."""
         if self.world == 1:
             return value
+        self.meet()
         least = torch.tensor([value], dtype=torch.int64, device=self.device)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
         return int(least)
@@ -133,6 +151,7 @@ class Group:
     def barrier(self) -> None:
         """Wait until every process is here."""
         if self.world > 1:
+            self.meet()
             torch.distributed.barrier()
 
     def shares(self, rank: int | None = None) -> range:
@@ -171,6 +190,7 @@ class Group:
         Tensors are contiguous, of any dtype, and not empty on one side only. Those from one rank to another are matched
         in their order.
         """
+        self.meet()
         distributed = torch.distributed
         operations = [
             # As bytes: the transports do not know every dtype.
@@ -192,8 +212,9 @@ class Group:
 def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
     """Take this process's place among those of a job; `device` is its own.
 
-    When it returns, all are there and have exchanged something, so that the job's first exchange is a quick one: a GPU
-    has its context, and NCCL its communicator, which it makes at once because it is told the device.
+    It returns at once: to find each other takes GPUs seconds, in which a process can prepare what is its own (see
+    `Group.meet`). When they have met, all are there and have exchanged something, so that the job's first exchange is
+    a quick one: a GPU has its context, and NCCL its communicator, which it makes at once because it is told the device.
 
     A process that waits for another one for half an hour, here or in an exchange, gives up, and so ends the job: gloo
     raises an exception, NCCL's watchdog kills the process. A process that dies ends the job at once, see `Processes`.
@@ -204,18 +225,26 @@ def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world > 1:
-        torch.distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=meeting,
-            rank=rank,
-            world_size=world,
-            timeout=_PATIENCE,
-            device_id=device if device.type == "cuda" else None,
-        )
-    group = Group(rank, world, device)
-    group.gather(torch.zeros(1, device=device), [1] * world)
-    return group
+    if world == 1:
+        return Group(rank, world, device)
+    background = ThreadPoolExecutor(1, "meeting")
+    found = background.submit(_find_others, meeting, rank, world, device)
+    background.shutdown(wait=False)
+    return Group(rank, world, device, meeting=found)
+
+
+def _find_others(meeting: str, rank: int, world: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=meeting,
+        rank=rank,
+        world_size=world,
+        timeout=_PATIENCE,
+        device_id=device if device.type == "cuda" else None,
+    )
+    Group(rank, world, device).gather(torch.zeros(1, device=device), [1] * world)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import os
 import select
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -65,12 +64,9 @@ class PipeLine:
 def _work(connection: Connection, line: PipeLine, module: str) -> None:
     place: Place = _received(connection)
     multiprocessing.current_process().authkey = place.key
-    # Two steps that take long: they are done while the starting process still prepares the arguments. To find each
-    # other is mostly to wait, so the module is loaded meanwhile.
-    with ThreadPoolExecutor(1, "loading") as pool:
-        loading = pool.submit(importlib.import_module, module)
-        group = join(place.meeting, place.rank, place.world, torch.device(place.device))
-        loading.result()
+    # To find each other is mostly to wait: the module is loaded meanwhile, and the job begins.
+    group = join(place.meeting, place.rank, place.world, torch.device(place.device))
+    importlib.import_module(module)
     function: Job = _received(connection)
     arguments = _received(connection)
     function(group, line, *arguments)

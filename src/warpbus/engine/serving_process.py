@@ -105,6 +105,7 @@ class _Lockstep:
     def __init__(self, group: Group) -> None:
         self._first = group.is_first
         self._others = group.world > 1
+        group.meet()
         self._count = torch.zeros(1, dtype=torch.int64)
         # Commands are the host's: they should wait neither for a GPU nor on it.
         self._talk = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE) if self._others else None

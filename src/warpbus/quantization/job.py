@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -153,6 +153,7 @@ class _Run:
     keep: bool
     estimate: Mapping[str, float]
     layers: Iterator[DecoderLayer]
+    method: Method | None
     results: list[LayerResult] = field(default_factory=list)
 
     @classmethod
@@ -167,9 +168,13 @@ class _Run:
                 check_gpu(group.device)
             element = ELEMENTS[default_dtype(group.device, plan.dtype)]
             compile_ahead(_KERNELS, architecture(group.device), element)
-        needs, keep = _agreed(group, send, job, plan)
-        # The first one is read while the first process makes its directory.
-        layers = iter(()) if job.data is None else _layers(plan, group.device)
+        place = Place.of(group.device)  # before anything is taken of what is free
+        layers: Iterator[DecoderLayer] = iter(())
+        method = None
+        if job.data is not None:
+            # The first layer is read while the method gets ready, and while the processes still find each other.
+            layers, method = _layers(plan, group.device), _ready(job.algorithm, group, plan)
+        needs, keep = _agreed(group, send, job, plan, place)
         done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
         writer = None
         parts = FinishedParts(job.output)
@@ -191,17 +196,17 @@ class _Run:
                 "that all machines see"
             )
         expected = {} if needs is None else needs.figures()
-        return cls(group, send, job, plan, watch, writer, parts, finished, keep, expected, layers)
+        return cls(group, send, job, plan, watch, writer, parts, finished, keep, expected, layers, method)
 
     @torch.no_grad()
     def run(self) -> None:
         """Quantize all layers, and put the model in its place."""
         with EnergyMeter([self.group.device]) as energy:
             self._commit_ends()
-            if self.job.data is None:
+            if self.job.data is None or self.method is None:
                 self._round_to_nearest()
             else:
-                self._calibrate(self.job.data)
+                self._calibrate(self.job.data, self.method)
             if self.writer is not None:
                 self.writer.drain()
             self.group.barrier()
@@ -217,10 +222,9 @@ class _Run:
         self.writer.finish(config, files, [*ends, *layers])
         self.send(report)
 
-    def _calibrate(self, data: Calibration) -> None:
+    def _calibrate(self, data: Calibration, method: Method) -> None:
         """Layer after layer, each on what the quantized layers before it give; those that are finished are read."""
         plan, device = self.plan, self.group.device
-        method = METHODS[self.job.algorithm]()
         dtype = default_dtype(device, plan.dtype)
         table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
         drift = DRIFT in method.needed
@@ -368,14 +372,23 @@ def _planned(group: Group, job: Job) -> Plan:
     return plan
 
 
-def _agreed(group: Group, send: Send, job: Job, plan: Plan) -> tuple[Estimate | None, bool]:
+def _ready(algorithm: str, group: Group, plan: Plan) -> Method:
+    """A method that has done what it can before the first layer."""
+    method = METHODS[algorithm]()
+    dtype = default_dtype(group.device, plan.dtype)
+    with suppress(torch.OutOfMemoryError):  # what is missing is said by the estimate
+        method.prepare([*plan.layer(0).values()], group, scale_dtype=plan.scale_dtype, dtype=dtype)
+    return method
+
+
+def _agreed(group: Group, send: Send, job: Job, plan: Plan, place: Place) -> tuple[Estimate | None, bool]:
     """What the run needs, which the first process finds out and tells, and what follows for all: see `LayerPass`."""
-    places = Place.of(group.device).gathered(group)
     keep = torch.zeros(1, dtype=torch.int64, device=group.device)
     needs = rates = None
     if group.is_first or group.device.type == "cuda":
         # The first one's count; the other GPUs load their libraries by it at the same time.
         rates = Rates.measured(group.device, default_dtype(group.device, plan.dtype))
+    places = place.gathered(group)
     if group.is_first:
         needs = estimate(
             plan,

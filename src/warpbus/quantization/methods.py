@@ -5,7 +5,7 @@ process solves its own, and the quantized parts are gathered. What a part become
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,15 +14,18 @@ from torch.nn import functional as F
 
 from warpbus.cuda.graphs import Replayed
 from warpbus.dist import SHARES, Group
+from warpbus.kernels.ops.gptq import LARGEST_BLOCK
 from warpbus.models import DecoderLayer, ModelConfig
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import awq, round_rows, rtn, smoothing
 from warpbus.quantization.algorithms.aim import aim
+from warpbus.quantization.algorithms.descent import SPAN
 from warpbus.quantization.algorithms.factored import factored
-from warpbus.quantization.algorithms.gptq import gptq_rows
+from warpbus.quantization.algorithms.gptq import gptq_rows, prepare_rows
 from warpbus.quantization.algorithms.grid import check_weight
 from warpbus.quantization.folding import Folded, can_fold, fold, rescaled, tie
 from warpbus.quantization.loss import relative, squared_loss
+from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
@@ -123,6 +126,19 @@ class Method(ABC):
     needed: frozenset[str]
     folds = False
 
+    def prepare(
+        self, matrices: Sequence[Matrix], group: Group, *, scale_dtype: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        """Do what can be done for matrices before there is anything of them.
+
+        Args:
+            matrices: those of a layer.
+            group: the processes that do them together.
+            scale_dtype: of their scales.
+            dtype: of their weights as they are loaded.
+        """
+        del matrices, group, scale_dtype, dtype
+
     @abstractmethod
     def solve(self, task: Task, statistics: Statistics) -> Solved:
         """Quantize a matrix.
@@ -148,6 +164,19 @@ class Gptq(Method):
     @classmethod
     def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is None
+
+    def prepare(
+        self, matrices: Sequence[Matrix], group: Group, *, scale_dtype: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        """Capture the graphs of the solves, which takes Python as long as to launch what is in them."""
+        if group.device.type != "cuda":
+            return
+        parts = len(group.shares())
+        for scheme in {matrix.scheme for matrix in matrices}:
+            _solve_small(scheme, dtype, scale_dtype, group.device)
+        for matrix in matrices:
+            shape = (parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
+            prepare_rows(self._run, shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device)
 
     def solve(self, task: Task, statistics: Statistics) -> Solved:
         check_weight(task.weight, task.name)
@@ -209,6 +238,14 @@ class SmoothQuant(Method):
         scale = _tied(task, smoothing(_there(statistics.max_abs), weights))
         folded = fold(task.layer, task.linear, scale, stored=task.stored)
         return _rounded(task, folded, _there(statistics.moments))
+
+
+def _solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device) -> None:
+    """Solve for a small matrix, so that all kernels and libraries of a solve are loaded."""
+    size = SPAN + LARGEST_BLOCK
+    weight, moments = torch.ones(1, 32, size, dtype=dtype, device=device), torch.eye(size, device=device)
+    hessian = factored(moments, name="small")
+    gptq_rows(weight, hessian, scheme, scale_dtype=scale_dtype, drift=torch.zeros_like(moments), name="small")
 
 
 METHODS: Mapping[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "smoothquant": SmoothQuant}

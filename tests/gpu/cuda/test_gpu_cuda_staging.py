@@ -24,7 +24,8 @@ def test_there_and_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     staging.put(target, source)
     assert torch.equal(target.cpu(), source)
     back = staging.get(target)
-    assert back.device.type == "cpu" and back.dtype == dtype and torch.equal(back, source)
+    assert (back.device.type, back.dtype) == ("cpu", dtype)
+    assert torch.equal(back, source)
 
 
 def test_strides_and_dtypes_are_those_of_the_tensors() -> None:
@@ -32,7 +33,8 @@ def test_strides_and_dtypes_are_those_of_the_tensors() -> None:
     target = torch.zeros(4000, 5000, dtype=torch.bfloat16, device=DEVICE)
     staging.put(target[:, 100:2100], source[:, 7:2007])
     assert torch.equal(target[:, 100:2100].cpu(), source[:, 7:2007].bfloat16())
-    assert not target[:, :100].any() and not target[:, 2100:].any()
+    assert not target[:, :100].any()
+    assert not target[:, 2100:].any()
     assert torch.equal(staging.get(target[:, 100:2100]), source[:, 7:2007].bfloat16())
     assert torch.equal(staging.get(target.T), target.T.cpu())
 

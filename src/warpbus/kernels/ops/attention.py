@@ -256,7 +256,7 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
         )
 
     # The blocks of a cluster want neighbouring multiprocessors: where clusters fill half of the GPU, some have to wait.
-    # With two parts a block they lost: 9.2 us for 1,024 tokens of one sequence in 16 bits, which cut into units take 7.8.
+    # With two parts a block they lost: 9.2 us for 1,024 tokens of one sequence in 16 bits, cut into units 7.8.
     found = [cut(in_group, 1, True)] if device.clusters else []
     found = [
         each

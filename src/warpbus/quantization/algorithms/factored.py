@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,6 +38,14 @@ class FactoredHessian:
     inverses: Tensor
     pivots: Tensor
     damped: Tensor
+
+    @classmethod
+    def blank(cls, size: int, device: torch.device) -> Self:
+        """One for `size` columns, with any content: what it takes of memory."""
+        square, vector = (torch.empty(shape, device=device) for shape in ((size, size), (size,)))
+        order = torch.empty(size, dtype=torch.int64, device=device)
+        inverses = narrow(torch.empty(-(-size // _BLOCK), _BLOCK, _BLOCK, device=device))
+        return cls(order, square, square.clone(), inverses, vector, vector.clone())
 
     @cached_property
     def inverse_order(self) -> Tensor:

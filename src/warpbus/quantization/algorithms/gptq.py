@@ -92,19 +92,36 @@ def gptq_rows(
     """
     parts, height, size = weight.shape
     drift = weight.new_empty(0) if drift is None else drift
+    settings = {"scheme": scheme, "scale_dtype": scale_dtype, "clip": clip, "sweeps": sweeps}
     codes, scales, zeros, losses = (run or _at_once)(
-        _solve,
-        *(weight, drift, *hessian.tensors),
-        count=scheme.groups(size, name),
-        scheme=scheme,
-        scale_dtype=scale_dtype,
-        clip=clip,
-        sweeps=sweeps,
+        _solve, *(weight, drift, *hessian.tensors), count=scheme.groups(size, name), **settings
     )
     codes, scales, zeros = (each.transpose(1, 2).reshape(parts * height, -1) for each in (codes, scales, zeros))
     stored = scales.to(scale_dtype)
     check_scales(stored, name)
     return QTensor.from_codes(scheme, codes, stored, None if scheme.symmetric else zeros), losses
+
+
+def prepare_rows(
+    run: Replayed,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    scheme: Scheme,
+    *,
+    scale_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Have `run` ready for `gptq_rows` of such weights with a drift.
+
+    Args:
+        shape: `[parts, rows, in]`.
+        dtype: of the weights.
+    """
+    size = shape[2]
+    hessian = FactoredHessian.blank(size, device)
+    weight, drift = torch.empty(shape, dtype=dtype, device=device), torch.empty_like(hessian.hessian)
+    settings = {"scheme": scheme, "scale_dtype": scale_dtype, "clip": True, "sweeps": SWEEPS}
+    run.prepare(_solve, *(weight, drift, *hessian.tensors), count=scheme.groups(size, "weight"), **settings)
 
 
 def _at_once(function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
