@@ -83,9 +83,7 @@ class Rates:
         if device.type == "cpu":
             return cls(exact, exact, exact)
         solve = _rate(device, torch.bfloat16)
-        forward = _rate(device, dtype)
-        torch.cuda.empty_cache()  # another process may be the one that works there
-        return cls(forward, solve, exact)
+        return cls(_rate(device, dtype), solve, exact)
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,9 @@ def estimate(
     distinct = len({place.device for place in places}) == world
     most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
     dtype = default_dtype(device, plan.dtype)
-    rates = Rates.measured(device, dtype) if rates is None else rates
+    if rates is None:
+        rates = Rates.measured(device, dtype)
+        torch.cuda.empty_cache()  # another process may be the one that works there
     part = plan.bytes_quantized // plan.config.num_layers
     disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"there already": -kept_bytes} if kept_bytes else {})
     shared = max(machines.values()) if kind == "cpu" else 1  # processes on one CPU share its cores
@@ -306,7 +306,7 @@ def _rate(device: torch.device, dtype: torch.dtype) -> float:
     left = torch.randn(size, size, device=device).to(dtype)
     (left @ left)[0, 0].item()  # the first one loads what it needs
     seconds: list[float] = []
-    while sum(seconds) < 0.05:
+    while sum(seconds) < 0.02:
         started = time.perf_counter()
         (left @ left)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - started)

@@ -171,10 +171,14 @@ class _Run:
         place = Place.of(group.device)  # before anything is taken of what is free
         layers: Iterator[DecoderLayer] = iter(())
         method = None
-        if job.data is not None:
-            # The first layer is read while the method gets ready, and while the processes still find each other.
-            layers, method = _layers(plan, group.device), _ready(job.algorithm, group, plan)
-        needs, keep = _agreed(group, send, job, plan, place)
+        with ThreadPoolExecutor(1, "rates") as beside:
+            rates = beside.submit(_rates, group, plan)
+            if group.device.type == "cpu":
+                rates.result()  # of a CPU that does nothing else
+            if job.data is not None:
+                # The first layer is read while the method gets ready, and while the processes still find each other.
+                layers, method = _layers(plan, group.device), _ready(job.algorithm, group, plan)
+        needs, keep = _agreed(group, send, job, plan, place, rates.result())
         done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
         writer = None
         parts = FinishedParts(job.output)
@@ -381,13 +385,21 @@ def _ready(algorithm: str, group: Group, plan: Plan) -> Method:
     return method
 
 
-def _agreed(group: Group, send: Send, job: Job, plan: Plan, place: Place) -> tuple[Estimate | None, bool]:
+def _rates(group: Group, plan: Plan) -> Rates | None:
+    """Those of the first process count; the other GPUs load their libraries by measuring theirs."""
+    if not group.is_first and group.device.type == "cpu":
+        return None
+    if group.device.type == "cuda":
+        torch.cuda.set_device(group.device)  # each thread has its own
+    return Rates.measured(group.device, default_dtype(group.device, plan.dtype))
+
+
+def _agreed(
+    group: Group, send: Send, job: Job, plan: Plan, place: Place, rates: Rates | None
+) -> tuple[Estimate | None, bool]:
     """What the run needs, which the first process finds out and tells, and what follows for all: see `LayerPass`."""
     keep = torch.zeros(1, dtype=torch.int64, device=group.device)
-    needs = rates = None
-    if group.is_first or group.device.type == "cuda":
-        # The first one's count; the other GPUs load their libraries by it at the same time.
-        rates = Rates.measured(group.device, default_dtype(group.device, plan.dtype))
+    needs = None
     places = place.gathered(group)
     if group.is_first:
         needs = estimate(
