@@ -4,12 +4,12 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 import torch
@@ -71,6 +71,7 @@ class Processes:
         devices: of the processes in rank order; several GPUs, each once, or the CPU several times.
         receive: called here, within `run`, with each message.
         apart: one device has a process of its own, too. What the function gets as `send` is then always a `Line`.
+        environment: variables of the processes, where this one has none of that name.
 
     Raises:
         UsageError: no device, or devices that cannot work together.
@@ -80,9 +81,16 @@ class Processes:
     """
 
     def __init__(
-        self, function: Job, *, devices: Sequence[torch.device], receive: Receive, apart: bool = False
+        self,
+        function: Job,
+        *,
+        devices: Sequence[torch.device],
+        receive: Receive,
+        apart: bool = False,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         _check(devices)
+        self._environment = environment
         self._apart = apart or len(devices) > 1
         self._function = function
         self._devices = devices
@@ -94,7 +102,7 @@ class Processes:
     def __enter__(self) -> Self:
         if not self._apart:
             return self
-        crew = crew_of([str(device) for device in self._devices], self._function.__module__)
+        crew = crew_of([str(device) for device in self._devices], self._function.__module__, self._environment)
         self._directory = crew.directory
         for each in crew.members:
             name = f"process {each.place.rank} on {each.place.device}"

@@ -22,6 +22,7 @@ from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import Scheme, Schemes
 from warpbus.quantization.calibration import Calibration
+from warpbus.quantization.early import ENVIRONMENT
 from warpbus.quantization.estimate import Estimate
 from warpbus.quantization.job import Begun, Job, run_job
 from warpbus.quantization.methods import METHODS, suits
@@ -243,7 +244,7 @@ def _devices_of_cluster(
 @contextmanager
 def _here(devices: Sequence[torch.device], state: _Told) -> Iterator[Callable[[Job], None]]:
     """Runs a job on this machine, in processes that start at once."""
-    with Processes(run_job, devices=devices, receive=state.receive) as processes:
+    with Processes(run_job, devices=devices, receive=state.receive, environment=ENVIRONMENT) as processes:
         yield processes.run
 
 

@@ -1,8 +1,11 @@
 """Interpreters that start before the starting process has loaded torch: used where they fit, gone where not."""
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -63,3 +66,54 @@ def test_none_outlives_the_starting_process_or_makes_noise(end: str) -> None:
     while any(psutil.pid_exists(int(pid)) for pid in found.stdout.split()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def tell_environment(group: Group, send: Send) -> None:
+    send({name: os.environ.get(name) for name in ("WARPBUS_TEST_GIVEN", "WARPBUS_TEST_OWN")})
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_variables_are_given_where_there_are_none(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARPBUS_TEST_OWN", "kept")
+    given = {"WARPBUS_TEST_GIVEN": "new", "WARPBUS_TEST_OWN": "lost"}
+    if early:
+        interpreters.start_early(["cpu", "cpu"], "json.tool", given)
+    got: list[dict[str, str]] = []
+    with Processes(tell_environment, devices=[CPU, CPU], receive=got.append, environment=given) as processes:
+        processes.run()
+    assert got == [{"WARPBUS_TEST_GIVEN": "new", "WARPBUS_TEST_OWN": "kept"}] * 2
+    assert "WARPBUS_TEST_GIVEN" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("files", "visible", "count"),
+    [
+        (["nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia-caps"], None, 4),
+        (["nvidia3"], None, 1),
+        (["nvidia0", "nvidia1"], "1", 1),
+        (["nvidia0", "nvidia1"], "1,0", 2),
+        (["nvidia0", "nvidia1"], "", 7),
+        (["nvidia0", "nvidia1"], "1,1", 7),
+        (["nvidia0", "nvidia1"], "1,2", 7),
+        (["nvidia0", "nvidia1"], "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 7),
+        ([], None, 7),
+    ],
+)
+def test_gpus_are_counted_without_the_driver_where_that_is_sure(
+    files: list[str], visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        def cuInit(self, flags: int) -> int:  # noqa: N802
+            return flags
+
+        def cuDeviceGetCount(self, found: Any) -> None:  # noqa: N802
+            found._obj.value = 7
+
+    for file in files:
+        (tmp_path / file).touch()
+    monkeypatch.setattr(interpreters, "_DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(interpreters.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert interpreters.count_gpus() == count

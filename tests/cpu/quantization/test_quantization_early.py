@@ -18,7 +18,7 @@ def test_devices_are_those_of_the_run(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
     monkeypatch.setattr(early, "count_gpus", lambda: there)
     started: list[str] = []
-    monkeypatch.setattr(early, "start_early", lambda devices, module: started.extend(devices))
+    monkeypatch.setattr(early, "start_early", lambda devices, module, environment: started.extend(devices))
     early.start_processes(device=device, gpus=gpus, processes=processes)
     try:
         asked = driver._devices(device, gpus, processes, "gptq")
