@@ -1,7 +1,8 @@
 """CUDA graphs of functions that launch thousands of small kernels."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,60 +15,89 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call of a function: with tensors, and constants that have to be hashable."""
+
+    function: Function
+    tensors: tuple[Tensor, ...]
+    constants: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def key(self) -> object:
+        """The same for calls that launch the same."""
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
+        return self.function, shapes, tuple(sorted(self.constants.items(), key=lambda item: item[0]))
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        return self.function(*self.tensors, **self.constants)
+
+
+@dataclass(frozen=True)
 class _Captured:
+    """A call as a graph: it reads `arguments` and writes `results`."""
+
     graph: torch.cuda.CUDAGraph
     arguments: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
 
 
 class Replayed:
-    """Calls a function; from the second call for the same shapes on as one launch of a CUDA graph.
+    """Calls functions; from the second call for the same shapes on as one launch of a CUDA graph.
 
-    The first call is an ordinary one, unless it is prepared: what is compiled or allocated on first use is so then. On
-    the CPU all are.
-    Results of a replayed call are overwritten by the next call of any function of this `Replayed`: use them before.
+    The first call is an ordinary one, unless it was prepared: what is compiled or allocated on first use is so then. On
+    the CPU all are. Results of a replayed call are overwritten by the next call of any function of this `Replayed`: use
+    them before.
     """
 
     def __init__(self) -> None:
-        self._captured: dict[object, _Captured | None] = {}
+        self._captured: dict[object, _Captured | Future[_Captured | None] | None] = {}
         self._pool: Any = None
 
     def __call__(self, function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
         """`function(*tensors, **constants)`; the constants have to be hashable."""
+        call = Call(function, tensors, constants)
         if tensors[0].device.type != "cuda":
-            return function(*tensors, **constants)
-        key = _key(function, tensors, constants)
-        if key not in self._captured:
-            self._captured[key] = None
-            return function(*tensors, **constants)
-        captured = self._captured[key]
+            return call()
+        if call.key not in self._captured:
+            self._captured[call.key] = None
+            return call()
+        captured = self._captured[call.key]
+        if isinstance(captured, Future):
+            captured = captured.result()
         if captured is None:
-            arguments = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
-            captured = self._captured[key] = self._capture(function, arguments, constants)
-        for own, given in zip(captured.arguments, tensors, strict=True):
-            own.copy_(given)
+            own = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
+            captured = self._capture(Call(function, own, constants))
+        self._captured[call.key] = captured
+        for argument, given in zip(captured.arguments, tensors, strict=True):
+            argument.copy_(given)
         captured.graph.replay()
         return captured.results
 
-    def prepare(self, function: Function, *tensors: Tensor, **constants: object) -> None:
-        """Capture a call before the first one; nothing is launched.
+    def prepare(self, calls: Sequence[Call]) -> None:
+        """Begin to capture calls before they come, in their order and in the background; nothing is launched.
+
+        What they compile or load on first use has to be: a call for smaller shapes does that.
 
         Args:
-            tensors: of the shapes and dtypes that are going to come, with any content. They are this object's from now
-                on. What is compiled on first use has to be: by a call for smaller shapes.
+            calls: on a GPU, with tensors of any content, which are this object's from now on.
         """
-        key = _key(function, tensors, constants)
-        if tensors[0].device.type == "cuda" and key not in self._captured:
-            self._captured[key] = self._capture(function, tensors, constants)
+        background = ThreadPoolExecutor(1, "capture")
+        for call in calls:
+            if call.key not in self._captured:
+                self._captured[call.key] = background.submit(self._captured_ahead, call)
+        background.shutdown(wait=False)
 
-    def _capture(self, function: Function, arguments: tuple[Tensor, ...], constants: dict[str, object]) -> _Captured:
+    def _captured_ahead(self, call: Call) -> _Captured | None:
+        """None where that fails, for want of memory or beside what other threads do: then it is done when it comes."""
+        try:
+            with torch.cuda.device(call.tensors[0].device):  # each thread has its own
+                return self._capture(call)
+        except RuntimeError:
+            return None
+
+    def _capture(self, call: Call) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with capture(graph, pool=self._pool):
-            results = function(*arguments, **constants)
-        return _Captured(graph, arguments, results)
-
-
-def _key(function: Function, tensors: tuple[Tensor, ...], constants: dict[str, object]) -> object:
-    shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-    return function, shapes, tuple(sorted(constants.items(), key=lambda item: item[0]))
+        with torch.no_grad(), capture(graph, pool=self._pool):
+            results = call()
+        return _Captured(graph, call.tensors, results)

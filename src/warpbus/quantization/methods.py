@@ -21,7 +21,7 @@ from warpbus.quantization.algorithms import awq, round_rows, rtn, smoothing
 from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.descent import SPAN
 from warpbus.quantization.algorithms.factored import factored
-from warpbus.quantization.algorithms.gptq import gptq_rows, prepare_rows
+from warpbus.quantization.algorithms.gptq import call_for, gptq_rows
 from warpbus.quantization.algorithms.grid import check_weight
 from warpbus.quantization.folding import Folded, can_fold, fold, rescaled, tie
 from warpbus.quantization.loss import relative, squared_loss
@@ -168,15 +168,19 @@ class Gptq(Method):
     def prepare(
         self, matrices: Sequence[Matrix], group: Group, *, scale_dtype: torch.dtype, dtype: torch.dtype
     ) -> None:
-        """Capture the graphs of the solves, which takes Python as long as to launch what is in them."""
+        """Begin to capture the graphs of the solves, which takes Python as long as to launch what is in them."""
         if group.device.type != "cuda":
             return
         parts = len(group.shares())
         for scheme in {matrix.scheme for matrix in matrices}:
             _solve_small(scheme, dtype, scale_dtype, group.device)
-        for matrix in matrices:
-            shape = (parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
-            prepare_rows(self._run, shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device)
+        shapes = [(parts, -(-sum(matrix.rows) // SHARES), matrix.columns) for matrix in matrices]
+        self._run.prepare(
+            [
+                call_for(shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device)
+                for shape, matrix in zip(shapes, matrices, strict=True)
+            ]
+        )
 
     def solve(self, task: Task, statistics: Statistics) -> Solved:
         check_weight(task.weight, task.name)

@@ -8,7 +8,7 @@ the result needs no index of the columns.
 import torch
 from torch import Tensor
 
-from warpbus.cuda.graphs import Function, Replayed
+from warpbus.cuda.graphs import Call, Function, Replayed
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK, clip_search, round_columns
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms.aim import aim
@@ -92,7 +92,7 @@ def gptq_rows(
     """
     parts, height, size = weight.shape
     drift = weight.new_empty(0) if drift is None else drift
-    settings = {"scheme": scheme, "scale_dtype": scale_dtype, "clip": clip, "sweeps": sweeps}
+    settings = _settings(scheme, scale_dtype, clip=clip, sweeps=sweeps)
     codes, scales, zeros, losses = (run or _at_once)(
         _solve, *(weight, drift, *hessian.tensors), count=scheme.groups(size, name), **settings
     )
@@ -102,26 +102,29 @@ def gptq_rows(
     return QTensor.from_codes(scheme, codes, stored, None if scheme.symmetric else zeros), losses
 
 
-def prepare_rows(
-    run: Replayed,
+def call_for(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
     scheme: Scheme,
     *,
     scale_dtype: torch.dtype,
     device: torch.device,
-) -> None:
-    """Have `run` ready for `gptq_rows` of such weights with a drift.
-
-    Args:
-        shape: `[parts, rows, in]`.
-        dtype: of the weights.
-    """
+) -> Call:
+    """What `gptq_rows` gives its `run` for weights `[parts, rows, in]` of a dtype with a drift; of any content."""
     size = shape[2]
     hessian = FactoredHessian.blank(size, device)
     weight, drift = torch.empty(shape, dtype=dtype, device=device), torch.empty_like(hessian.hessian)
-    settings = {"scheme": scheme, "scale_dtype": scale_dtype, "clip": True, "sweeps": SWEEPS}
-    run.prepare(_solve, *(weight, drift, *hessian.tensors), count=scheme.groups(size, "weight"), **settings)
+    return Call(
+        _solve,
+        (weight, drift, *hessian.tensors),
+        {"count": scheme.groups(size, "weight")} | _settings(scheme, scale_dtype),
+    )
+
+
+def _settings(
+    scheme: Scheme, scale_dtype: torch.dtype, *, clip: bool = True, sweeps: int = SWEEPS
+) -> dict[str, object]:
+    return {"scheme": scheme, "scale_dtype": scale_dtype, "clip": clip, "sweeps": sweeps}
 
 
 def _at_once(function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
