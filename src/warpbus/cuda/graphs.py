@@ -76,7 +76,8 @@ class Replayed:
     def prepare(self, calls: Sequence[Call]) -> None:
         """Begin to capture calls before they come, in their order and in the background; nothing is launched.
 
-        What they compile or load on first use has to be: a call for smaller shapes does that.
+        What they compile or load on first use has to be: a call for smaller shapes does that. Others may use the GPU
+        meanwhile, but not its random numbers.
 
         Args:
             calls: on a GPU, with tensors of any content, which are this object's from now on.
@@ -93,6 +94,7 @@ class Replayed:
             with torch.cuda.device(call.tensors[0].device):  # each thread has its own
                 return self._capture(call)
         except RuntimeError:
+            self._pool = None  # torch takes it for one that is still captured into
             return None
 
     def _capture(self, call: Call) -> _Captured:

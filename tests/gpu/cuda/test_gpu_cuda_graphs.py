@@ -49,11 +49,20 @@ def test_what_cannot_be_captured_ahead_is_tried_again() -> None:
 
 
 def test_others_may_work_while_calls_are_captured() -> None:
-    run = Replayed()
-    run.prepare([Call(step, (numbers(1000), numbers(1000)), {"times": times}) for times in range(500, 520)])
-    x, y = numbers(1000), numbers(1000)
-    for times in range(500, 520):
-        expected = step(x, y, times=times)[0]
-        total = float(numbers(100_000 + times).sum())  # allocates, and waits
-        assert total == total
-        assert torch.equal(run(step, x, y, times=times)[0], expected)
+    run, x, y = Replayed(), numbers(1000), numbers(1000)
+    calls = [Call(step, (numbers(1000), numbers(1000)), {"times": times}) for times in range(500, 520)]
+    run.prepare(calls)
+    for call in calls:
+        times = int(str(call.constants["times"]))
+        total = float(torch.ones(100_000 + times, device="cuda").sum())  # allocates, and waits
+        assert total == 100_000 + times
+        assert torch.equal(run(step, x, y, times=times)[0], step(x, y, times=times)[0])
+
+
+def test_a_capture_that_others_disturb_is_done_again() -> None:
+    run, x, y = Replayed(), numbers(1000), numbers(1000)
+    calls = [Call(step, (numbers(1000), numbers(1000)), {"times": times}) for times in range(500, 520)]
+    run.prepare([Call(waits, (numbers(8),)), *calls])
+    for call in calls:
+        times = int(str(call.constants["times"]))
+        assert torch.equal(run(step, x, y, times=times)[0], step(x, y, times=times)[0])
