@@ -1,7 +1,6 @@
 """CUDA graphs of functions that launch thousands of small kernels."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +49,7 @@ class Replayed:
     """
 
     def __init__(self) -> None:
-        self._captured: dict[object, _Captured | Future[_Captured | None] | None] = {}
+        self._captured: dict[object, _Captured | None] = {}
         self._pool: Any = None
 
     def __call__(self, function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
@@ -62,44 +61,33 @@ class Replayed:
             self._captured[call.key] = None
             return call()
         captured = self._captured[call.key]
-        if isinstance(captured, Future):
-            captured = captured.result()
         if captured is None:
             own = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
-            captured = self._capture(Call(function, own, constants))
-        self._captured[call.key] = captured
+            captured = self._captured[call.key] = self._capture(Call(function, own, constants))
         for argument, given in zip(captured.arguments, tensors, strict=True):
             argument.copy_(given)
         captured.graph.replay()
         return captured.results
 
-    def prepare(self, calls: Sequence[Call]) -> None:
-        """Begin to capture calls before they come, in their order and in the background; nothing is launched.
+    def prepare(self, call: Call) -> None:
+        """Capture a call before it comes; nothing is launched.
 
-        What they compile or load on first use has to be: a call for smaller shapes does that. Others may use the GPU
-        meanwhile, but not its random numbers.
+        What it compiles or loads on first use has to be: a call for smaller shapes does that. Other threads may use the
+        GPU meanwhile, but not its random numbers.
 
         Args:
-            calls: on a GPU, with tensors of any content, which are this object's from now on.
+            call: on a GPU, with tensors of any content, which are this object's from now on.
         """
-        background = ThreadPoolExecutor(1, "capture")
-        for call in calls:
-            if call.key not in self._captured:
-                self._captured[call.key] = background.submit(self._captured_ahead, call)
-        background.shutdown(wait=False)
-
-    def _captured_ahead(self, call: Call) -> _Captured | None:
-        """None where that fails, for want of memory or beside what other threads do: then it is done when it comes."""
-        try:
-            with torch.cuda.device(call.tensors[0].device):  # each thread has its own
-                return self._capture(call)
-        except RuntimeError:
-            self._pool = None  # torch takes it for one that is still captured into
-            return None
+        if self._captured.get(call.key) is None:
+            self._captured[call.key] = self._capture(call)
 
     def _capture(self, call: Call) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.no_grad(), capture(graph, pool=self._pool):
-            results = call()
+        try:
+            with torch.no_grad(), capture(graph, pool=self._pool):
+                results = call()
+        except BaseException:
+            self._pool = None  # torch takes it for one that is still captured into
+            raise
         return _Captured(graph, call.tensors, results)

@@ -171,14 +171,11 @@ class _Run:
         place = Place.of(group.device)  # before anything is taken of what is free
         layers: Iterator[DecoderLayer] = iter(())
         method = None
-        with ThreadPoolExecutor(1, "rates") as beside:
-            rates = beside.submit(_rates, group, plan)
-            if group.device.type == "cpu":
-                rates.result()  # of a CPU that does nothing else
-            if job.data is not None:
-                # The first layer is read while the method gets ready, and while the processes still find each other.
-                layers, method = _layers(plan, group.device), _ready(job.algorithm, group, plan)
-        needs, keep = _agreed(group, send, job, plan, place, rates.result())
+        rates = _rates(group, plan)  # of a device that does nothing else
+        if job.data is not None:
+            # The first layer is read while the method gets ready, and while the processes still find each other.
+            layers, method = _layers(plan, group.device), _ready(job.algorithm, group, plan)
+        needs, keep = _agreed(group, send, job, plan, place, rates)
         done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
         writer = None
         parts = FinishedParts(job.output)
@@ -387,11 +384,9 @@ def _ready(algorithm: str, group: Group, plan: Plan) -> Method:
 
 def _rates(group: Group, plan: Plan) -> Rates | None:
     """Those of the first process count; the other GPUs load their libraries by measuring theirs."""
-    if not group.is_first and group.device.type == "cpu":
-        return None
-    if group.device.type == "cuda":
-        torch.cuda.set_device(group.device)  # each thread has its own
-    return Rates.measured(group.device, default_dtype(group.device, plan.dtype))
+    if group.is_first or group.device.type == "cuda":
+        return Rates.measured(group.device, default_dtype(group.device, plan.dtype))
+    return None
 
 
 def _agreed(

@@ -168,19 +168,15 @@ class Gptq(Method):
     def prepare(
         self, matrices: Sequence[Matrix], group: Group, *, scale_dtype: torch.dtype, dtype: torch.dtype
     ) -> None:
-        """Begin to capture the graphs of the solves, which takes Python as long as to launch what is in them."""
+        """Capture the graphs of the solves, which takes Python as long as to launch what is in them."""
         if group.device.type != "cuda":
             return
         parts = len(group.shares())
         for scheme in {matrix.scheme for matrix in matrices}:
             _solve_small(scheme, dtype, scale_dtype, group.device)
-        shapes = [(parts, -(-sum(matrix.rows) // SHARES), matrix.columns) for matrix in matrices]
-        self._run.prepare(
-            [
-                call_for(shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device)
-                for shape, matrix in zip(shapes, matrices, strict=True)
-            ]
-        )
+        for matrix in matrices:
+            shape = (parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
+            self._run.prepare(call_for(shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device))
 
     def solve(self, task: Task, statistics: Statistics) -> Solved:
         check_weight(task.weight, task.name)
