@@ -1,7 +1,7 @@
 """However many processes do it, and however often they are interrupted: the files are the same, byte for byte."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +25,10 @@ _SECONDS = 60.0
 class Threads:
     """`Processes` whose members are threads of this one."""
 
-    def __init__(self, function: Any, *, devices: Sequence[torch.device], receive: Any) -> None:
+    def __init__(
+        self, function: Any, *, devices: Sequence[torch.device], receive: Any, environment: Mapping[str, str]
+    ) -> None:
+        del environment
         self._function, self._world, self._receive = function, len(devices), receive
 
     def __enter__(self) -> Self:
