@@ -29,6 +29,7 @@ def distribute(module: nn.Module, layers: Iterable[nn.Module], settings: Trainin
     """
     if group.world == 1:
         return module
+    group.meet()
     if settings.sharding == "ddp":
         if settings.compile:
             # It would cut a whole model's graph where gradients are sent; those of one layer each are short enough.
@@ -44,7 +45,6 @@ def distribute(module: nn.Module, layers: Iterable[nn.Module], settings: Trainin
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
             )
-    group.meet()
     mesh = init_device_mesh(group.device.type, (group.world,))
     half = torch.bfloat16 if settings.dtype == "bfloat16" else None
     # Inputs stay as they are: autocast rounds them where DDP has them rounded.
