@@ -86,6 +86,7 @@ def quantize(
     from warpbus.cli.choosing import Wish
     from warpbus.cli.quantizing import shown
     from warpbus.quantization import quantize as run
+    from warpbus.quantization.driver import check_arguments
 
     wish = Wish.of(
         model,
@@ -107,6 +108,19 @@ def quantize(
         return
     if output is None:
         raise UsageError("OUTPUT is missing: name a new directory for the quantized model")
+    if wish.scheme is not None and wish.algorithm is not None:  # before a model is downloaded
+        check_arguments(
+            scheme=wish.scheme,
+            algorithm=wish.algorithm,
+            calibration=wish.calibration,
+            samples=samples,
+            seqlen=seqlen,
+            device=device,
+            gpus=gpus,
+            processes=processes,
+            cluster=cluster,
+            damping=damping,
+        )
     asked = check_output(
         model_directory(model),
         evaluate=evaluate,

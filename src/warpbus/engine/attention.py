@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.places import Places, Turns
@@ -197,10 +197,27 @@ class PlacedAttention(FusedAttention):
 def _attend(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, *, causal: bool) -> Tensor:
     """Attention of `[tokens, heads, head_dim]` to all keys; or causal, where the last query is that of the last key."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_thd, k_thd, v_thd))
-    tokens, end = q.shape[2], k.shape[2]
-    mask = causal_lower_right(tokens, end) if causal and tokens != end else None
-    grouped = q.shape[1] != k.shape[1]
-    attended = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=grouped
-    )
+    if causal and q.shape[2] != k.shape[2]:
+        attended = _attend_to_end(q, k, v)
+    else:
+        grouped = q.shape[1] != k.shape[1]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
     return attended[0].transpose(0, 1)
+
+
+def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor) -> Tensor:
+    """Causal attention of the last tokens of a sequence, `[batch, heads, tokens, head_dim]`, to all of it.
+
+    What `torch.nn.attention.bias.causal_lower_right` is for, which takes a second or two to load.
+    """
+    tokens, end, size = q_bhtd.shape[2], k_bhtd.shape[2], q_bhtd.shape[3]
+    grouped = q_bhtd.shape[1] != k_bhtd.shape[1]
+    if q_bhtd.is_cuda and size % 8 == 0:
+        asked = SDPAParams(q_bhtd, k_bhtd, v_bhtd, None, 0.0, False, grouped)
+        if can_use_flash_attention(asked):
+            # Of different lengths, causal means for this operator that the last query is that of the last key.
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            attended: Tensor = flash(q_bhtd, k_bhtd, v_bhtd, 0.0, True, scale=size**-0.5)[0]
+            return attended
+    mask = torch.ones(tokens, end, dtype=torch.bool, device=q_bhtd.device).tril(end - tokens)
+    return F.scaled_dot_product_attention(q_bhtd, k_bhtd, v_bhtd, attn_mask=mask, enable_gqa=grouped)

@@ -112,17 +112,25 @@ def quantize(
     """
     started = time.time()
     progress = progress or Progress()
-    schemes = _schemes(scheme)
-    _check_arguments(algorithm, schemes, calibration, samples, seqlen, damping)
+    schemes, devices = check_arguments(
+        scheme=scheme,
+        algorithm=algorithm,
+        calibration=calibration,
+        samples=samples,
+        seqlen=seqlen,
+        device=device,
+        gpus=gpus,
+        processes=processes,
+        cluster=cluster,
+        damping=damping,
+    )
     model = find_model(model, check=check_loadable)
     state = _Told(progress)
     crew: AbstractContextManager[Callable[[Job], None]]
     if cluster is None:
-        devices = _devices(device, gpus, processes, algorithm)
         crew = _here(devices, state)
     else:
         model, output = Path(model).absolute(), Path(output).absolute()
-        devices = _devices_of_cluster(device, gpus, processes, algorithm)
         crew = nullcontext(partial(_on_cluster, cluster, devices, state))
     # The other processes start while this one looks at the model.
     with crew as run:
@@ -158,6 +166,48 @@ def quantize(
     return state.report
 
 
+def check_arguments(
+    *,
+    scheme: str | Scheme | Schemes,
+    algorithm: str,
+    calibration: str | Path | Calibration | None,
+    samples: int,
+    seqlen: int,
+    device: str | torch.device,
+    gpus: str | int,
+    processes: int,
+    cluster: str | None,
+    damping: float,
+) -> tuple[Schemes, Sequence[torch.device]]:
+    """What can be said against the arguments of `quantize` before there is a model.
+
+    Returns:
+        the schemes, and the device of each process.
+
+    Raises:
+        UsageError, SchemeError, DeviceError: as `quantize`.
+    """
+    schemes = _schemes(scheme)
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"algorithm is {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
+    if algorithm in METHODS and calibration is None:
+        raise UsageError(
+            f"{algorithm} needs calibration data: pass --calibration with a .txt or .jsonl of texts like those that "
+            "the model is for, or use --algorithm rtn"
+        )
+    for each in schemes.distinct():
+        fitting = [name for name, method in METHODS.items() if method.fits(each)]
+        if algorithm in METHODS and algorithm not in fitting:
+            raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join([*fitting, 'rtn'])}")
+    for name, value, least in (("samples", samples, 1), ("seqlen", seqlen, 1)):
+        if value < least:
+            raise UsageError(f"{name} is {value}: it has to be at least {least}")
+    if not 0 <= damping < float("inf"):
+        raise UsageError(f"damping is {damping}: it has to be a number from 0 up, 0.01 for instance")
+    chosen = _devices if cluster is None else _devices_of_cluster
+    return schemes, chosen(device, gpus, processes, algorithm)
+
+
 @dataclass
 class _Told:
     """What the processes have said so far."""
@@ -184,32 +234,6 @@ def _schemes(scheme: str | Scheme | Schemes) -> Schemes:
     if isinstance(scheme, str):
         scheme = Scheme.parse(scheme)
     return Schemes(scheme) if isinstance(scheme, Scheme) else scheme
-
-
-def _check_arguments(
-    algorithm: str,
-    schemes: Schemes,
-    calibration: str | Path | Calibration | None,
-    samples: int,
-    seqlen: int,
-    damping: float,
-) -> None:
-    if algorithm not in ALGORITHMS:
-        raise UsageError(f"algorithm is {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
-    if algorithm in METHODS and calibration is None:
-        raise UsageError(
-            f"{algorithm} needs calibration data: pass --calibration with a .txt or .jsonl of texts like those that "
-            "the model is for, or use --algorithm rtn"
-        )
-    for scheme in schemes.distinct():
-        fitting = [name for name, method in METHODS.items() if method.fits(scheme)]
-        if algorithm in METHODS and algorithm not in fitting:
-            raise UsageError(f"{algorithm} cannot quantize to {scheme}: choose from {', '.join([*fitting, 'rtn'])}")
-    for name, value, least in (("samples", samples, 1), ("seqlen", seqlen, 1)):
-        if value < least:
-            raise UsageError(f"{name} is {value}: it has to be at least {least}")
-    if not 0 <= damping < float("inf"):
-        raise UsageError(f"damping is {damping}: it has to be a number from 0 up, 0.01 for instance")
 
 
 def _devices(device: str | torch.device, gpus: str | int, processes: int, algorithm: str) -> Sequence[torch.device]:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import typer
+from hub_standin import StandIn
 from typer.testing import CliRunner
 
 from warpbus.cli.quantize import quantize
@@ -95,6 +96,7 @@ def test_where_and_in_which_format(tmp_path, monkeypatch):
         seen.update(options)
         raise UsageError("seen")
 
+    monkeypatch.setattr("warpbus.quantization.driver.check_arguments", lambda **options: None)
     monkeypatch.setattr("warpbus.quantization.quantize", instead, raising=False)
     flags = ("--gpus", "0,2", "--processes", "3", "--cluster", "auto", "--format", "awq")
     for algorithm in ("awq", "rtn"):
@@ -111,3 +113,17 @@ def test_zero_points_that_a_format_cannot_hold_are_refused_before_the_work(model
     assert list(tmp_path.iterdir()) == []
     assert invoke(model, tmp_path / "out", *flags, "gptq-v2").exit_code == 0
     assert layout_of(Checkpoint(tmp_path / "out").config).name == "gptq-v2"
+
+
+def test_arguments_are_checked_before_a_model_is_fetched(hub: StandIn, texts, tmp_path):
+    given = ("--calibration", texts, "--device", "cpu")
+    for arguments, said in (
+        ((), "gptq needs calibration data"),
+        ((*given, "--algorithm", "best"), "algorithm is 'best'"),
+        ((*given, "--scheme", "w5a16"), "5 bits"),
+        ((*given, "--gpus", "2"), "device cpu means the CPU"),
+        ((*given, "--processes", "99"), "processes is 99"),
+    ):
+        with pytest.raises((UsageError, SchemeError), match=said):
+            invoke("someone/tiny", tmp_path / "out", *arguments)
+    assert hub.asked == []

@@ -83,6 +83,13 @@ def test_a_process_of_a_run_loads_only_what_it_needs():
     assert found.stdout.split() == []
 
 
+def test_an_engine_loads_no_compiler():
+    """It takes longer to load than the rest of torch, and who chats or serves would wait for it."""
+    code = "import sys, warpbus.engine.serving_process; print('torch._dynamo' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False"]
+
+
 def test_what_is_timed_loads_no_other_benchmark():
     """The seconds of `bench quantize` begin with the start of a process."""
     code = (
