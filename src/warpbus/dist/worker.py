@@ -1,6 +1,5 @@
 """The main program of a process that `Processes` starts, once its interpreter is there (see `interpreters`)."""
 
-import importlib
 import multiprocessing
 import os
 import select
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from warpbus.dist.group import join
-from warpbus.dist.interpreters import Place
+from warpbus.dist.interpreters import Place, load
 from warpbus.dist.outcome import Done, Failure, Job, Message
 
 
@@ -66,7 +65,7 @@ def _work(connection: Connection, line: PipeLine, module: str) -> None:
     multiprocessing.current_process().authkey = place.key
     # To find each other is mostly to wait: the module is loaded meanwhile, and the job begins.
     group = join(place.meeting, place.rank, place.world, torch.device(place.device))
-    importlib.import_module(module)
+    load(module)
     function: Job = _received(connection)
     arguments = _received(connection)
     function(group, line, *arguments)

@@ -47,6 +47,7 @@ def descend(
         for first in range(0, len(members), max(1, SPAN // size)):
             columns = members[first : first + max(1, SPAN // size)].flatten()
             within = hessian[columns[:, None], columns]
+            narrow_within = narrow(within)
             near, codes = gradient[:, columns], centred[:, columns]
             places = torch.arange(len(columns), device=columns.device)
             deltas = []
@@ -54,18 +55,18 @@ def descend(
                 block, rest = slice(start, start + size), slice(start + size, None)
                 scale = scales[:, first + start // size]
                 deltas.append(fit_scales(near, places[block], codes, within[block, block], scale, scale_dtype))
-                carry_over(near[:, rest], narrow(within[block, rest]), deltas[-1], sign=-1)
+                carry_over(near[:, rest], narrow_within[block, rest], deltas[-1], sign=-1)
             carry_over(gradient, narrowed[columns], torch.cat(deltas, dim=1), sign=-1)
         for first in range(0, len(hessian), SPAN):
             span = slice(first, first + SPAN)
-            within = hessian[span, span]
+            within, narrow_within = hessian[span, span], narrowed[span, span]
             near, codes = gradient[:, span].clone(), centred[:, span]
             deltas = []
             for start in range(0, len(within), LARGEST_BLOCK):
                 block, rest = slice(start, start + LARGEST_BLOCK), slice(start + LARGEST_BLOCK, None)
                 grid = scales, zeros, groups[span][block]
                 deltas.append(round_again(near[:, block], within[block, block], codes[:, block], *grid, max_code))
-                carry_over(near[:, rest], narrow(within[block, rest]), deltas[-1], sign=-1)
+                carry_over(near[:, rest], narrow_within[block, rest], deltas[-1], sign=-1)
             carry_over(gradient, narrowed[span], torch.cat(deltas, dim=1), sign=-1)
 
 
