@@ -3,12 +3,17 @@
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
-from warpbus.dist import joined_group
+from warpbus.dist import Group, joined_group
+from warpbus.dist import group as module
+from warpbus.dist.group import join
 from warpbus.errors import DeviceError, UsageError
 
 PROGRAM = """
@@ -64,3 +69,42 @@ def test_each_process_takes_the_gpu_of_its_local_rank(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(DeviceError, match=r"cuda:2: this machine has 2 GPU"), joined_group("cuda"):
         pass
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        lambda group: group.sum(torch.zeros(1)),
+        lambda group: group.all_reduce(torch.zeros(1)),
+        lambda group: group.all_gather(torch.zeros(1)),
+        lambda group: group.broadcast(torch.zeros(1)),
+        lambda group: group.gather(torch.zeros(1)),
+        lambda group: group.gather(torch.zeros(1), [1, 1]),
+        lambda group: group.smallest(3),
+        lambda group: group.barrier(),
+        lambda group: group.alike(),
+        lambda group: group.meet(),
+    ],
+)
+def test_who_exchanges_something_hears_why_nobody_came(exchange: Callable[[Group], object]) -> None:
+    meeting: Future[None] = Future()
+    meeting.set_exception(TimeoutError("nobody came"))
+    with pytest.raises(TimeoutError, match="nobody came"):
+        exchange(Group(0, 2, torch.device("cpu"), meeting=meeting))
+
+
+def test_a_process_works_before_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    come, asked = threading.Event(), []
+
+    def find(*arguments: object) -> None:
+        asked.append(arguments)
+        assert come.wait(60)
+
+    monkeypatch.setattr(module, "_find_others", find)
+    group = join("file:///nowhere", 1, 2, torch.device("cpu"))
+    assert (group.rank, group.world) == (1, 2)
+    assert group.meeting is not None
+    assert not group.meeting.done()
+    come.set()
+    group.meet()
+    assert asked == [("file:///nowhere", 1, 2, torch.device("cpu"))]
