@@ -227,14 +227,15 @@ class _Rows:
     def costs(self, timed: Timed, base: Timed) -> list[Result]:
         """Memory, and what the GPUs took of time and energy as far as it is known."""
         own, other = timed.report, base.report
-        figures = [
-            ("memory", "GB", own.peak_gpu_memory or own.peak_memory, other.peak_gpu_memory or other.peak_memory, 1e-9),
-            ("time", "GPU-seconds", own.gpu_seconds, other.gpu_seconds, 1.0),
-            ("energy", "J", own.energy_joules, other.energy_joules, 1.0),
+        figures: list[tuple[dict[str, str], str, str, float | None, float | None, float]] = [
+            ({"of": "each GPU"}, "memory", "GB", own.peak_gpu_memory, other.peak_gpu_memory, 1e-9),
+            ({"of": "the first process"}, "memory", "GB", own.peak_memory, other.peak_memory, 1e-9),
+            ({}, "time", "GPU-seconds", own.gpu_seconds, other.gpu_seconds, 1.0),
+            ({}, "energy", "J", own.energy_joules, other.energy_joules, 1.0),
         ]
         return [
-            self._row({}, metric, unit, scale * value, scale * beside, None)
-            for metric, unit, value, beside, scale in figures
+            self._row(parameters, metric, unit, scale * value, scale * beside, None)
+            for parameters, metric, unit, value, beside, scale in figures
             if value and beside
         ]
 

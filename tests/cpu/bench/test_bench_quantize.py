@@ -72,7 +72,7 @@ def test_a_table_the_records_and_a_picture(tiny, tmp_path):
         }
         assert 0 < whole.floor < whole.ours
         memory = [record for record in of_run if record.metric == "memory"]
-        assert [record.unit for record in memory] == ["GB"]
+        assert [(record.case["of"], record.unit) for record in memory] == [("the first process", "GB")]
         assert 0.1 < memory[0].ours < 10
     (agreement,) = [record for record in records if record.metric == "agreement"]
     assert (agreement.case["processes"], agreement.ours, agreement.ratio, agreement.unit) == (2, 100, 1, "%")
