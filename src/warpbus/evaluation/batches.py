@@ -8,6 +8,15 @@ from torch import Tensor
 from warpbus.models.documents import Document
 
 
+def grouped(lengths: Sequence[int], tokens: int = 8192) -> Iterator[list[int]]:
+    """The numbers of rows of similar length, at most `tokens` tokens each time they are padded to one length."""
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    while order:
+        count = max(1, tokens // max(1, lengths[order[-1]]))
+        picked, order = order[-count:], order[:-count]
+        yield picked
+
+
 def batches(
     documents: Sequence[Document], device: torch.device, tokens: int = 8192
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
@@ -19,11 +28,8 @@ def batches(
         the documents' indexes, their ids int64 `[batch, longest]`, and bool `[batch, longest]`: true where the token
         is to be predicted (never the first of a document, which has nothing before it).
     """
-    order = sorted(range(len(documents)), key=lambda index: len(documents[index].ids))
-    while order:
-        longest = len(documents[order[-1]].ids)
-        count = max(1, tokens // longest)
-        picked, order = order[-count:], order[:-count]
+    for picked in grouped([len(document.ids) for document in documents], tokens):
+        longest = len(documents[picked[-1]].ids)
         ids = torch.zeros(len(picked), longest, dtype=torch.int64)
         predicted = torch.zeros(len(picked), longest, dtype=torch.bool)
         for row, index in enumerate(picked):

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from warpbus.errors import DataError, NumericError, UsageError
-from warpbus.evaluation.batches import batches
+from warpbus.evaluation.batches import grouped
 from warpbus.models import Decoder
 from warpbus.models.documents import Document, parse_line, read_lines
+from warpbus.models.layers import BranchedAttention
 from warpbus.models.templates import Message, Template
 from warpbus.models.templates.base import check_messages
 
@@ -61,28 +62,87 @@ def choice_accuracy(model: Decoder, template: Template, questions: Sequence[Ques
     Raises:
         NumericError: if the model's scores are NaN or infinite.
     """
-    documents = []
-    for question in questions:
-        for choice in question.choices:
-            ids, answers = template.spans([*question.messages, {"role": "assistant", "content": choice}])
-            documents.append(Document(ids, _last_run(answers)))
-    likelihoods = torch.zeros(len(documents))
-    device = next(model.parameters()).device
-    for picked, ids_bt, predicted in batches(documents, device):
-        chosen = predicted[:, 1:]
-        rows = chosen.nonzero()[:, 0]
-        log_probs = model.logits(model.hidden(ids_bt)[:, :-1][chosen]).float().log_softmax(-1)
-        each = log_probs.gather(1, ids_bt[:, 1:][chosen][:, None])[:, 0]
-        sums = torch.zeros(len(picked), device=device).index_add_(0, rows, each)
-        likelihoods[picked] = (sums / chosen.sum(1).clamp(min=1)).cpu()
+    texts = [_texts(template, question) for question in questions]
+    likelihoods = _likelihoods(model, texts).cpu()
     if not likelihoods.isfinite().all():
         raise NumericError("a model's scores are NaN or infinite: it is damaged, or does not fit the dtype")
-    right = start = 0
-    for question in questions:
-        best = int(likelihoods[start : start + len(question.choices)].argmax())
-        right += best == question.answer
-        start += len(question.choices)
-    return right / len(questions)
+    of_questions = likelihoods.split([len(each) for each in texts])
+    right = [int(each.argmax()) == question.answer for each, question in zip(of_questions, questions, strict=True)]
+    return sum(right) / len(questions)
+
+
+def _texts(template: Template, question: Question) -> list[Document]:
+    """The conversation with each of the answers."""
+    spans = [template.spans([*question.messages, {"role": "assistant", "content": text}]) for text in question.choices]
+    return [Document(ids, _last_run(answers)) for ids, answers in spans]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Texts that begin alike: their beginning once, then the rest of each, see `BranchedAttention`.
+
+    Attributes:
+        ids, positions, branches: of its tokens.
+        scored: of each token that is to be predicted the place of the token before it, its id, and the number of its
+            text among all.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    branches: list[int]
+    scored: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, texts: Sequence[Document], first: int) -> Self:
+        """`first` is the number of the first text."""
+        shared = min(text.answers.index(True) for text in texts)
+        while len({tuple(text.ids[:shared]) for text in texts}) > 1:
+            shared -= 1
+        row = cls(texts[0].ids[:shared], [*range(shared)], [0] * shared, [])
+        for branch, text in enumerate(texts, 1):
+            before = shared - 1
+            for position in range(shared, len(text.ids)):
+                if text.answers[position] and position:
+                    row.scored.append((before, text.ids[position], first + branch - 1))
+                before = len(row.ids)
+                row.ids.append(text.ids[position])
+                row.positions.append(position)
+                row.branches.append(branch)
+        return row
+
+
+def _likelihoods(model: Decoder, groups: Sequence[Sequence[Document]]) -> torch.Tensor:
+    """The mean log-likelihood of the tokens to be predicted of each text. Those of a group begin alike."""
+    branched = model.config.prompt_end is None  # else prompts are looked for in whole sequences
+    if not branched:
+        groups = [[text] for group in groups for text in group]
+    rows: list[_Row] = []
+    count = 0
+    for group in groups:
+        rows.append(_Row.of(group, count))
+        count += len(group)
+    device = next(model.parameters()).device
+    sums, tokens = torch.zeros(count, device=device), torch.zeros(count, device=device)
+    for picked in grouped([len(row.ids) for row in rows]):
+        own = [rows[index] for index in picked]
+        ids = _padded([row.ids for row in own], 0).to(device)
+        if branched:
+            positions = _padded([row.positions for row in own], 0).to(device)
+            branches = _padded([row.branches for row in own], -1).to(device)
+            hidden = model.hidden(ids, positions, BranchedAttention(branches))
+        else:
+            hidden = model.hidden(ids)
+        scored = torch.tensor([(number, *each) for number, row in enumerate(own) for each in row.scored], device=device)
+        number, before, expected, text = scored.view(-1, 4).unbind(1)
+        log_probs = model.logits(hidden[number, before]).float().log_softmax(-1)
+        sums.index_add_(0, text, log_probs.gather(1, expected[:, None])[:, 0])
+        tokens.index_add_(0, text, torch.ones_like(sums[text]))
+    return sums / tokens.clamp(min=1)
+
+
+def _padded(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], dtype=torch.int64)
 
 
 def _last_run(answers: list[bool]) -> list[bool]:

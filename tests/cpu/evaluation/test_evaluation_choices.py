@@ -11,6 +11,7 @@ from torch import Tensor
 
 from warpbus.errors import DataError, NumericError
 from warpbus.evaluation import Question, choice_accuracy, read_questions
+from warpbus.evaluation.choices import _likelihoods, _texts
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model
 from warpbus.models.templates import Template, find_template
@@ -122,6 +123,56 @@ def test_choices_are_those_of_a_slow_computation(parts: tuple[Decoder, Tokenizer
         right += means.index(max(means)) == question.answer
     assert 0 < right < 12
     assert choice_accuracy(decoder, template, questions) == right / 12
+
+
+class Watched(Decoder):
+    """Counts the tokens that go through it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder.config)
+        self.load_state_dict(decoder.state_dict())
+        self.tokens = 0
+
+    def embed(self, tokens_bt: Tensor) -> Tensor:
+        self.tokens += tokens_bt.numel()
+        return super().embed(tokens_bt)
+
+
+@torch.no_grad()
+def test_what_the_choices_share_is_computed_once(parts: tuple[Decoder, Tokenizer, Template]) -> None:
+    decoder, _, template = parts
+    question = Question([{"role": "user", "content": "床前明月光" * 20}], ["疑", "是", "地", "上"], 0)
+    prompt = len(template.render(question.messages))
+    watched = Watched(decoder)
+    choice_accuracy(watched, template, [question])
+    assert prompt > 100
+    assert watched.tokens < prompt + 20
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["疑是", "疑是地上霜", "疑"],  # one begins like another
+        ["霜", "霜", "霜地"],  # two are the same
+        ["", "疑是地上霜"],  # one says nothing
+        ["举头望明月", "低"],
+    ],
+)
+def test_any_choices(parts: tuple[Decoder, Tokenizer, Template], choices: list[str]) -> None:
+    decoder, _, template = parts
+    earlier = [*ASKED, {"role": "assistant", "content": "疑是地上霜"}]
+    means = []
+    for messages in (ASKED, [*earlier, *ASKED]):
+        prompt = template.render(messages)
+        for choice in choices:
+            ids, _ = template.spans([*messages, {"role": "assistant", "content": choice}])
+            log_probs = decoder(torch.tensor([ids]))[0].log_softmax(-1)
+            each = [float(log_probs[index - 1, ids[index]]) for index in range(len(prompt), len(ids))]
+            means.append(sum(each) / len(each))
+    questions = [Question(messages, choices, 0) for messages in (ASKED, [*earlier, *ASKED])]
+    found = _likelihoods(decoder, [_texts(template, question) for question in questions])
+    torch.testing.assert_close(found, torch.tensor(means), rtol=1e-4, atol=1e-5)
 
 
 def test_a_broken_model(parts: tuple[Decoder, Tokenizer, Template]) -> None:

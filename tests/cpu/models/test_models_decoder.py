@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from warpbus.models import Decoder, ModelConfig, RopeConfig
-from warpbus.models.layers import CausalAttention, LayerNorm, QuantizedLinear, RMSNorm
+from warpbus.models.layers import BranchedAttention, CausalAttention, LayerNorm, QuantizedLinear, RMSNorm
 from warpbus.qtensor import QTensor, Scheme
 
 CONFIG = ModelConfig(
@@ -42,6 +42,19 @@ def test_packed_documents_do_not_see_each_other() -> None:
     apart = torch.cat((model(tokens[:, :4]), model(tokens[:, 4:])), dim=1)
     torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(packed[:, 4:], model(tokens)[:, 4:], atol=1e-3)
+
+
+@torch.no_grad()
+def test_branches_see_what_they_share_and_themselves() -> None:
+    model = fresh()
+    tokens = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(2))
+    branches = torch.tensor([[0] * 4 + [1] * 3 + [2] * 5, [1] * 6 + [2] * 4 + [-1] * 2])  # the second has no beginning
+    positions = torch.tensor([[*range(4), *range(4, 7), *range(4, 9)], [*range(6), *range(4), 0, 0]])
+    found = model(tokens, positions, BranchedAttention(branches))
+    for row, places in ((0, [*range(7)]), (0, [*range(4), *range(7, 12)]), (1, [*range(6)]), (1, [*range(6, 10)])):
+        alone = model(tokens[row : row + 1, places])[0]
+        torch.testing.assert_close(found[row, places], alone, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found[0, 7:], model(tokens[:1])[0, 7:], atol=1e-3)
 
 
 @torch.no_grad()

@@ -1,7 +1,13 @@
 """The layers that every family shares."""
 
 from warpbus.models.layers.adapted import Adapted, Selection
-from warpbus.models.layers.attention import Attention, AttentionContext, CausalAttention, FusedAttention
+from warpbus.models.layers.attention import (
+    Attention,
+    AttentionContext,
+    BranchedAttention,
+    CausalAttention,
+    FusedAttention,
+)
 from warpbus.models.layers.linear import QuantizedLinear, project
 from warpbus.models.layers.mlp import GatedMLP, PlainMLP, make_mlp
 from warpbus.models.layers.norm import LayerNorm, Norm, RMSNorm, make_norm
@@ -11,6 +17,7 @@ __all__ = [
     "Adapted",
     "Attention",
     "AttentionContext",
+    "BranchedAttention",
     "CausalAttention",
     "FusedAttention",
     "GatedMLP",

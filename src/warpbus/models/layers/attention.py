@@ -114,6 +114,29 @@ class CausalAttention:
         return mask[:, None]
 
 
+class BranchedAttention:
+    """Each row is the beginning of several texts, which is computed once, and then what follows it in each of them.
+
+    A token attends to the beginning and to what stands before it in its own text: tree attention of one level.
+
+    Args:
+        branches_bt: integers `[batch, tokens]`: 0 for the beginning, else the number of the text that a token is of.
+            Positions are those in the text.
+    """
+
+    def __init__(self, branches_bt: Tensor) -> None:
+        self.branches_bt = branches_bt
+        self._mask: Tensor | None = None
+
+    def attend(self, layer: int, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor) -> Tensor:
+        del layer
+        if self._mask is None:
+            of_key, of_query = self.branches_bt[:, None, :], self.branches_bt[:, :, None]
+            mask = (of_key == 0) | (of_key == of_query)
+            self._mask = mask.logical_and_(positions_bt[:, None, :] <= positions_bt[:, :, None])[:, None]
+        return attend_masked(q_bthd, k_bthd, v_bthd, self._mask)
+
+
 def attend_masked(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax attention of grouped queries to the keys that a mask shows, or causal where there is none."""
     if v_bthd.requires_grad:
