@@ -47,7 +47,7 @@ def descend(
         for first in range(0, len(members), max(1, SPAN // size)):
             columns = members[first : first + max(1, SPAN // size)].flatten()
             within = hessian[columns[:, None], columns]
-            narrow_within = narrow(within)
+            behind = narrow(within[:, size:])  # the first block's rest, of which the others have a part
             near, codes = gradient[:, columns], centred[:, columns]
             places = torch.arange(len(columns), device=columns.device)
             deltas = []
@@ -55,7 +55,7 @@ def descend(
                 block, rest = slice(start, start + size), slice(start + size, None)
                 scale = scales[:, first + start // size]
                 deltas.append(fit_scales(near, places[block], codes, within[block, block], scale, scale_dtype))
-                carry_over(near[:, rest], narrow_within[block, rest], deltas[-1], sign=-1)
+                carry_over(near[:, rest], behind[block, start:], deltas[-1], sign=-1)
             carry_over(gradient, narrowed[columns], torch.cat(deltas, dim=1), sign=-1)
         for first in range(0, len(hessian), SPAN):
             span = slice(first, first + SPAN)
