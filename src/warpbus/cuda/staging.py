@@ -20,8 +20,9 @@ class Staging:
     """Copies tensors by way of two pinned buffers.
 
     Memory that is not pinned the driver copies by itself, and while it does, no other thread of the process can launch
-    anything: beside a quantization on an H100, the layer that was read and the one that was written held it up for 70
-    ms each, of 340. A copy between a pinned buffer and the GPU is launched and holds up nobody.
+    anything. On an H100 that did the work of one GPU of four in a quantization, the layer that was read and the one
+    that was written each held it up for about 70 ms, of 340. A copy between a pinned buffer and the GPU is launched and
+    holds up nobody.
 
     A GPU's copies are in the order of the stream that is current. For one thread at a time.
 

@@ -139,7 +139,7 @@ def crew_of(devices: Sequence[str], module: str, environment: Mapping[str, str])
 def count_gpus() -> int:
     """How many GPUs the driver shows this process (CUDA_VISIBLE_DEVICES says which).
 
-    By their files, where numbers say which of them; the driver itself took 0.7 s on a machine with four.
+    By their files, where numbers say which of them: the driver takes longer to say it the more there are, up to a second.
     """
     there = len([file for file in _DEVICE_FILES.glob("nvidia*") if file.name[6:].isdecimal()])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
