@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import NumericError
+from warpbus.quantization.algorithms.cholesky import BLOCK, unit_factor
 from warpbus.quantization.algorithms.precision import add_product, narrow, product
-
-# Columns of a diagonal block that is inverted, so that triangular systems are solved by matrix products alone.
-_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,8 @@ class FactoredHessian:
         order: int64 `[in]`: the column that comes first, second, ...
         hessian: float32 `[in, in]`, damped, in this order.
         upper: float32 `[in, in]`, U; what is below its diagonal is zero.
-        inverses: the inverses of U's diagonal blocks, `[blocks, 512, 512]`, narrow (see `precision`); the last one is
-            filled up with ones.
+        inverses: the inverses of U's diagonal blocks, `[blocks, 512, 512]`, narrow (see `precision`): systems are
+            solved by products alone. The last one may be partly filled.
         pivots: float32 `[in]`, D, all positive.
         damped: float32 `[in]`: what was added to the diagonal, in this order.
     """
@@ -44,7 +42,7 @@ class FactoredHessian:
         """One for `size` columns, with any content: what it takes of memory."""
         square, vector = (torch.empty(shape, device=device) for shape in ((size, size), (size,)))
         order = torch.empty(size, dtype=torch.int64, device=device)
-        inverses = narrow(torch.empty(-(-size // _BLOCK), _BLOCK, _BLOCK, device=device))
+        inverses = narrow(torch.empty(-(-size // BLOCK), BLOCK, BLOCK, device=device))
         return cls(order, square, square.clone(), inverses, vector, vector.clone())
 
     @cached_property
@@ -65,13 +63,13 @@ class FactoredHessian:
     def solve(self, right: Tensor) -> Tensor:
         """H^-1 B, in place of B, to the digits of `precision.narrow`: float32 `[in, rows]`, in this order."""
         upper, inverses, count = self.narrow_upper, self.inverses, len(right)
-        for start in range((count - 1) // _BLOCK * _BLOCK, -1, -_BLOCK):
-            block = slice(start, start + _BLOCK)
+        for start in range((count - 1) // BLOCK * BLOCK, -1, -BLOCK):
+            block = slice(start, start + BLOCK)
             right[block] = product(_corner(inverses, start, count), narrow(right[block]))
             add_product(right[:start], upper[:start, block], narrow(right[block]), alpha=-1)
         right /= self.pivots[:, None]
-        for start in range(0, count, _BLOCK):
-            block, stop = slice(start, start + _BLOCK), min(start + _BLOCK, count)
+        for start in range(0, count, BLOCK):
+            block, stop = slice(start, start + BLOCK), min(start + BLOCK, count)
             right[block] = product(_corner(inverses, start, count).T, narrow(right[block]))
             add_product(right[stop:], upper[block, stop:].T, narrow(right[block]), alpha=-1)
         return right
@@ -113,29 +111,15 @@ def factored(hessian: Tensor, *, damping: float = 0.01, activation_order: bool =
     added = filled - diagonal + damping * mean
     ordered = hessian[order][:, order].float()
     ordered.diagonal().add_(added[order])
-    # The last column is eliminated first, so the factorization sees rows and columns reversed.
-    lower, info = torch.linalg.cholesky_ex(ordered.flip(0, 1))
-    if int(info) != 0:
+    found = unit_factor(ordered)
+    if found is None:
         raise NumericError(
             f"{name}: its Hessian is not positive definite: raise --damping (0.1, say), or give more calibration data"
         )
-    upper = lower.flip(0, 1).contiguous()  # the library's factors are stored by columns
-    del lower
-    roots = upper.diagonal().clone()
-    upper /= roots
-    return FactoredHessian(order, ordered, upper, _inverses(upper), roots.square(), added[order])
-
-
-def _inverses(upper: Tensor) -> Tensor:
-    count = len(upper)
-    blocks = torch.eye(_BLOCK, device=upper.device).repeat(-(-count // _BLOCK), 1, 1)
-    for block, start in zip(blocks, range(0, count, _BLOCK), strict=True):
-        corner = upper[start : start + _BLOCK, start : start + _BLOCK]
-        block[: len(corner), : len(corner)] = corner
-    identity = torch.eye(_BLOCK, device=upper.device).expand_as(blocks)
-    return narrow(torch.linalg.solve_triangular(blocks, identity, upper=True, unitriangular=True))
+    upper, pivots, inverses = found
+    return FactoredHessian(order, ordered, upper, narrow(inverses), pivots, added[order])
 
 
 def _corner(inverses: Tensor, start: int, count: int) -> Tensor:
-    size = min(_BLOCK, count - start)
-    return inverses[start // _BLOCK, :size, :size]
+    size = min(BLOCK, count - start)
+    return inverses[start // BLOCK, :size, :size]

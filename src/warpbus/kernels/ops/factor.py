@@ -1,0 +1,64 @@
+"""The sequential inner step of a blocked Cholesky factorization."""
+
+import torch
+from torch import Tensor
+
+from warpbus.errors import TensorError
+from warpbus.kernels.operators import operator
+from warpbus.kernels.ops.arguments import check_alike, check_rank, check_shape
+from warpbus.kernels.reference import factor as reference
+from warpbus.kernels.units import unit
+
+LARGEST_CORNER = 128  # columns
+
+_FLOAT = (torch.float32,)
+_THREADS = 256
+_FACTOR_CORNER = unit("gptq/factor_corner.cu").kernel("factor_corner", "PPPPqqqi")
+
+
+def factor_corner(matrix: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor) -> None:
+    """Factor a small matrix S = U U^T, U upper triangular, and invert U. Nothing waits for the GPU.
+
+    Args:
+        matrix: S, float32 `[columns, columns]`, at most 128 columns, positive definite; what is below its diagonal is
+            not read. Any strides of rows, here and in the others, with the last axis contiguous.
+        upper: U, alike; filled, with zeros below its diagonal.
+        inverse: U^-1, alike; filled, with zeros below its diagonal.
+        failed: int32 `[1]`: set to 1 if the matrix is not positive definite, and left alone otherwise. What the other
+            two hold then is undefined.
+
+    Raises:
+        TensorError: other shapes, strides, dtypes or devices.
+    """
+    name = "factor_corner"
+    check_rank(name, 2, matrix=matrix)
+    check_alike(name, _FLOAT, matrix=matrix, upper=upper, inverse=inverse)
+    check_alike(name, (torch.int32,), failed=failed)
+    columns = len(matrix)
+    if not 1 <= columns <= LARGEST_CORNER:
+        raise TensorError(f"{name}: matrix has {columns} rows, expected 1 to {LARGEST_CORNER}: cut it in blocks")
+    check_shape(name, {"matrix": (columns, columns)}, "it is a square", matrix=matrix)
+    square: tuple[int, ...] = (columns, columns)
+    check_shape(name, {"upper": square, "inverse": square}, "that of matrix", upper=upper, inverse=inverse)
+    check_shape(name, {"failed": (1,)}, "one number", failed=failed)
+    if failed.device != matrix.device:
+        raise TensorError(f"{name}: failed is on {failed.device}, the others on {matrix.device}: move it with .to()")
+    for other, tensor in (("matrix", matrix), ("upper", upper), ("inverse", inverse)):
+        if columns > 1 and tensor.stride(1) != 1:
+            raise TensorError(
+                f"{name}: {other} has strides {list(tensor.stride())}, expected 1 in the last: use .contiguous()"
+            )
+    _factor_corner(matrix, upper, inverse, failed)
+
+
+def _launch_factor_corner(matrix: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor) -> None:
+    rows = (tensor.stride(0) for tensor in (matrix, upper, inverse))
+    _FACTOR_CORNER(1, _THREADS, matrix, upper, inverse, failed, *rows, len(matrix))
+
+
+_factor_corner = operator(
+    "factor_corner(Tensor matrix, Tensor(a!) upper, Tensor(b!) inverse, Tensor(c!) failed) -> ()",
+    cuda=_launch_factor_corner,
+    reference=reference.factor_corner,
+    fake=lambda *_: None,
+)
