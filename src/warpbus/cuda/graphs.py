@@ -40,6 +40,11 @@ class _Captured:
     results: tuple[Tensor, ...]
 
 
+def at_once(function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
+    """Call a function as it is, where a `Replayed` may stand."""
+    return function(*tensors, **constants)
+
+
 class Replayed:
     """Calls functions; from the second call for the same shapes on as one launch of a CUDA graph.
 

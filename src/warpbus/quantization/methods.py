@@ -17,7 +17,7 @@ from warpbus.dist import SHARES, Group
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK
 from warpbus.models import DecoderLayer, ModelConfig
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms import awq, round_rows, rtn, smoothing
+from warpbus.quantization.algorithms import awq, cholesky, round_rows, rtn, smoothing
 from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.descent import SPAN
 from warpbus.quantization.algorithms.factored import factored
@@ -174,13 +174,15 @@ class Gptq(Method):
         parts = len(group.shares())
         for scheme in {matrix.scheme for matrix in matrices}:
             _solve_small(scheme, dtype, scale_dtype, group.device)
+        for columns in {matrix.columns for matrix in matrices}:
+            self._run.prepare(cholesky.call_for(columns, group.device))
         for matrix in matrices:
             shape = (parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
             self._run.prepare(call_for(shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device))
 
     def solve(self, task: Task, statistics: Statistics) -> Solved:
         check_weight(task.weight, task.name)
-        hessian = factored(_there(statistics.moments), damping=task.damping, name=task.name)
+        hessian = factored(_there(statistics.moments), damping=task.damping, run=self._run, name=task.name)
         task.watch.lap("factorization")
 
         def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:

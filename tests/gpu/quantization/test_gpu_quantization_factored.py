@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from warpbus.cuda.graphs import Replayed
 from warpbus.errors import NumericError
 from warpbus.quantization.algorithms import cholesky
 from warpbus.quantization.algorithms.cholesky import BLOCK, unit_factor
@@ -30,7 +31,8 @@ def moments(columns, seed=0):
 @pytest.mark.parametrize("columns", [1, 5, 128, 384, 512, 513, 700, 2048, 2049, 4096, 6848, 13696])
 def test_by_blocks(columns):
     matrix = moments(columns, seed=columns)
-    upper, pivots, inverses = cholesky._by_blocks(matrix)
+    upper, pivots, inverses, failed = cholesky._by_blocks(matrix)
+    assert int(failed) == 0
     exact = torch.linalg.cholesky(matrix.double().flip(0, 1)).flip(0, 1)
     roots = exact.diagonal().clone()
     exact /= roots
@@ -44,15 +46,18 @@ def test_by_blocks(columns):
         assert (inverse @ corner - torch.eye(len(corner), device="cuda")).abs().max() < 1e-4
 
 
-def test_the_same_bits_each_time():
-    matrix = moments(1500)
-    first, second = unit_factor(matrix), unit_factor(matrix)
-    assert all(map(torch.equal, first, second))
+def test_the_same_bits_each_time_and_in_a_graph():
+    matrix, run = moments(1500), Replayed()
+    first = unit_factor(matrix)
+    for found in (unit_factor(matrix), *(unit_factor(matrix, run=run) for _ in range(3))):
+        assert all(map(torch.equal, first, found))
+    run.prepare(cholesky.call_for(700, torch.device("cuda")))
+    assert all(map(torch.equal, unit_factor(moments(700)), unit_factor(moments(700), run=run)))
 
 
 def test_where_the_products_are_too_rough_the_library_decides(monkeypatch):
     matrix = moments(300)
-    monkeypatch.setattr(cholesky, "_by_blocks", lambda matrix: None)
+    monkeypatch.setattr(cholesky, "_by_blocks", lambda matrix: (*[matrix] * 3, torch.ones(1, dtype=torch.int32)))
     upper, pivots, _ = unit_factor(matrix)
     product = upper.double() * pivots.double() @ upper.double().T
     assert (product - matrix).abs().max() < 1e-5 * matrix.abs().max()
@@ -61,7 +66,8 @@ def test_where_the_products_are_too_rough_the_library_decides(monkeypatch):
 def test_a_matrix_that_is_not_positive_definite():
     matrix = moments(300)
     matrix.diagonal().sub_(2 * matrix.diagonal().mean())
-    assert unit_factor(matrix) is None
+    for run in (None, Replayed()):
+        assert unit_factor(matrix, run=run) is None
     matrix[100, 100] = 10**6
     with pytest.raises(NumericError, match="not positive definite"):
         factored(matrix, damping=0.0, name="q")

@@ -12,7 +12,8 @@ from warpbus.kernels.units import unit
 LARGEST_CORNER = 128  # columns
 
 _FLOAT = (torch.float32,)
-_THREADS = 256
+# csrc/gptq/factor_corner.cu: threads of a block, and its dynamic shared memory.
+_THREADS, _BYTES = 256, 4 * LARGEST_CORNER * (LARGEST_CORNER + 1)
 _FACTOR_CORNER = unit("gptq/factor_corner.cu").kernel("factor_corner", "PPPPqqqi")
 
 
@@ -53,7 +54,7 @@ def factor_corner(matrix: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor
 
 def _launch_factor_corner(matrix: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor) -> None:
     rows = (tensor.stride(0) for tensor in (matrix, upper, inverse))
-    _FACTOR_CORNER(1, _THREADS, matrix, upper, inverse, failed, *rows, len(matrix))
+    _FACTOR_CORNER(1, _THREADS, matrix, upper, inverse, failed, *rows, len(matrix), shared=_BYTES)
 
 
 _factor_corner = operator(

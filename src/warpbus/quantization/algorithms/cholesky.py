@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from warpbus.cuda.graphs import Call, Replayed, at_once
 from warpbus.kernels.ops.factor import LARGEST_CORNER, factor_corner
 from warpbus.quantization.algorithms.precision import add_product
 
@@ -19,11 +20,12 @@ BLOCK = 4 * LARGEST_CORNER
 _SPAN = 4 * BLOCK  # columns that all later ones are subtracted from in one product
 
 
-def unit_factor(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def unit_factor(matrix: Tensor, *, run: Replayed | None = None) -> tuple[Tensor, Tensor, Tensor] | None:
     """U and D of H = U D U^T, U unit upper triangular.
 
     Args:
         matrix: H, float32 `[n, n]`, symmetric.
+        run: what launches all as one, where many matrices of one size are to come.
 
     Returns:
         U, float32 `[n, n]`, with zeros below its diagonal; D, float32 `[n]`, all positive; and the inverses of U's
@@ -31,10 +33,16 @@ def unit_factor(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         is not positive definite.
     """
     if matrix.is_cuda:
-        found = _by_blocks(matrix)
-        if found is not None:
-            return found
+        *found, failed = (run or at_once)(_by_blocks, matrix)
+        if not int(failed):
+            upper, pivots, inverses = found
+            return upper, pivots, inverses
     return _by_library(matrix)  # it decides where the blocks' products were too rough
+
+
+def call_for(columns: int, device: torch.device) -> Call:
+    """What `unit_factor` gives its `run` for matrices on a GPU; of any content."""
+    return Call(_by_blocks, (torch.empty(columns, columns, device=device),))
 
 
 def _by_library(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -55,7 +63,8 @@ def _by_library(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     return upper, roots.square(), inverses
 
 
-def _by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def _by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`unit_factor` without a wait for the GPU: the last, int32 `[1]`, is not 0 if the others mean nothing."""
     size, device = len(matrix), matrix.device
     scale = matrix.diagonal().rsqrt()
     upper = torch.zeros_like(matrix)
@@ -85,15 +94,13 @@ def _by_blocks(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
             done = upper[: block.stop, block]
             high[: block.stop, block] = done
             torch.sub(done, high[: block.stop, block], out=low[: block.stop, block])
-    if int(failed):
-        return None
     roots = upper.diagonal() / scale
     upper /= scale[:, None]
     upper /= roots
     before, behind = (F.pad(each, (0, len(inverses) * BLOCK - size)).view(-1, BLOCK) for each in (roots, scale))
     inverses *= before[:, :, None]
     inverses *= behind[:, None]
-    return upper, roots.square(), inverses
+    return upper, roots.square(), inverses, failed
 
 
 def _factor_block(pending: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from warpbus.cuda.graphs import Replayed
 from warpbus.errors import NumericError
 from warpbus.quantization.algorithms.cholesky import BLOCK, unit_factor
 from warpbus.quantization.algorithms.precision import add_product, narrow, product
@@ -85,7 +86,14 @@ class FactoredHessian:
         return narrow(self.hessian)
 
 
-def factored(hessian: Tensor, *, damping: float = 0.01, activation_order: bool = True, name: str) -> FactoredHessian:
+def factored(
+    hessian: Tensor,
+    *,
+    damping: float = 0.01,
+    activation_order: bool = True,
+    run: Replayed | None = None,
+    name: str,
+) -> FactoredHessian:
     """Damp, order and factor a Hessian.
 
     Args:
@@ -93,6 +101,7 @@ def factored(hessian: Tensor, *, damping: float = 0.01, activation_order: bool =
             input (diagonal 0) is treated like an average one that is independent of the others.
         damping: this share of the mean diagonal is added to the diagonal.
         activation_order: columns with the largest diagonal first; otherwise as they stand.
+        run: see `unit_factor`.
         name: the matrix, for messages.
 
     Raises:
@@ -111,7 +120,7 @@ def factored(hessian: Tensor, *, damping: float = 0.01, activation_order: bool =
     added = filled - diagonal + damping * mean
     ordered = hessian[order][:, order].float()
     ordered.diagonal().add_(added[order])
-    found = unit_factor(ordered)
+    found = unit_factor(ordered, run=run)
     if found is None:
         raise NumericError(
             f"{name}: its Hessian is not positive definite: raise --damping (0.1, say), or give more calibration data"

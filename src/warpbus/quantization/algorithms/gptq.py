@@ -8,7 +8,7 @@ the result needs no index of the columns.
 import torch
 from torch import Tensor
 
-from warpbus.cuda.graphs import Call, Function, Replayed
+from warpbus.cuda.graphs import Call, Replayed, at_once
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK, clip_search, round_columns
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms.aim import aim
@@ -93,7 +93,7 @@ def gptq_rows(
     parts, height, size = weight.shape
     drift = weight.new_empty(0) if drift is None else drift
     settings = _settings(scheme, scale_dtype, clip=clip, sweeps=sweeps)
-    codes, scales, zeros, losses = (run or _at_once)(
+    codes, scales, zeros, losses = (run or at_once)(
         _solve, *(weight, drift, *hessian.tensors), count=scheme.groups(size, name), **settings
     )
     codes, scales, zeros = (each.transpose(1, 2).reshape(parts * height, -1) for each in (codes, scales, zeros))
@@ -125,10 +125,6 @@ def _settings(
     scheme: Scheme, scale_dtype: torch.dtype, *, clip: bool = True, sweeps: int = SWEEPS
 ) -> dict[str, object]:
     return {"scheme": scheme, "scale_dtype": scale_dtype, "clip": clip, "sweeps": sweeps}
-
-
-def _at_once(function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
-    return function(*tensors, **constants)
 
 
 def _solve(

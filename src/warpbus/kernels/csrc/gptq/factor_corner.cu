@@ -10,96 +10,120 @@
 //   matrix, upper, inverse   float [columns][columns], rows ..._row apart, columns 1 to 128; matrix is symmetric, and
 //                            what is below its diagonal is not read; the others get zeros below theirs
 //   failed                   int, set to 1 if a p is not positive; upper and inverse mean nothing then
-// 256 threads, one block. A thread has 8 rows and 2 x 4 columns of T in registers. A warp's rows are 16 neighbours, so that
-// it has nothing more to do once they are through; what is in shared memory is read without bank conflicts. A step is a
-// chain of a barrier, four reads, a root and 64 products in each of two warps of a scheduler: by estimate 250 cycles,
-// half of them waits, and 18 us for 128 columns.
+// 256 threads, one block; dynamic shared memory: 4 * 128 * 129 bytes. A thread has 8 rows and 2 x 4 columns of T in
+// registers; a warp's rows are 16 neighbours, so that it has nothing more to do once they are through. Shared memory is read
+// and written without bank conflicts. A step is a chain, of a barrier, reads, a root and a product, beside which two warps
+// of a scheduler have 64 products each: by estimate 350 cycles, and 25 us for 128 columns.
 
 namespace {
 
 constexpr int kSize = 128;
-constexpr int kRows = 8;        // of a thread
-constexpr int kColumns = 4;     // of a thread, in each half of the matrix
-constexpr int kAcross = 16;     // threads that share rows
+constexpr int kThreads = 256;
+constexpr int kRows = 8;     // of a thread
+constexpr int kColumns = 4;  // of a thread, in each half of the matrix
+constexpr int kAcross = 16;  // threads that share rows
 constexpr int kHalf = kSize / 2;
+constexpr int kPitch = kSize + 1;
+
+__device__ __forceinline__ void load_four(float (&to)[4], const float* from) {
+    const float4 four = *reinterpret_cast<const float4*>(from);
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+}
+
+__device__ __forceinline__ void store_four(float* to, const float (&from)[4]) {
+    *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+}
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(256, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     factor_corner(const float* __restrict__ matrix, float* __restrict__ upper, float* __restrict__ inverse,
                   int* __restrict__ failed, long long matrix_row, long long upper_row, long long inverse_row,
                   int columns) {
+    extern __shared__ float factor[];  // U, rows kPitch apart
     // Column and row of the step, twice: while some still read those of a step, others write those of the next one.
     __shared__ alignas(16) float column[2][kSize], row[2][kSize];
-    const int across = threadIdx.x % kAcross;
-    const int first_row = threadIdx.x / kAcross * kRows;
-    const int last_of_warp = threadIdx.x / 32 * (2 * kRows);  // the first of its rows: the last to be through
+    const int thread = threadIdx.x;
+    const int across = thread % kAcross;
+    const int first_row = thread / kAcross * kRows;
     const int first_column = across * kColumns;
-    float t[kRows][2][kColumns];
+    float t[2][kRows][kColumns];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int h = 0; h < 2; ++h) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int r = 0; r < kRows; ++r) {
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
                 const int i = first_row + r, k = h * kHalf + first_column + c;
                 const bool there = i < columns && k < columns;
-                t[r][h][c] = there ? matrix[min(i, k) * matrix_row + max(i, k)] : static_cast<float>(i == k);
+                t[h][r][c] = there ? matrix[min(i, k) * matrix_row + max(i, k)] : static_cast<float>(i == k);
             }
         }
     }
     for (int base = (columns - 1) / kRows * kRows; base >= 0; base -= kRows) {
         const bool own_rows = first_row == base;
+        const bool is_before = first_row < base;
+        const bool warp_is_through = thread / 32 * (2 * kRows) > base;
         const int half = base / kHalf;
 #pragma unroll
         for (int step = kRows - 1; step >= 0; --step) {
             const int j = base + step;
             if (j >= columns) continue;
+            const int own = step % kColumns;
             const bool own_column = j % kHalf / kColumns == across;
             float* shared_column = column[step % 2];
             float* shared_row = row[step % 2];
             if (own_column) {
 #pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    shared_column[first_row + r] = half ? t[r][1][step % kColumns] : t[r][0][step % kColumns];
+                for (int q = 0; q < kRows; q += 4) {
+                    float four[4];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) four[e] = half ? t[1][q + e][own] : t[0][q + e][own];
+                    store_four(shared_column + first_row + q, four);
                 }
             }
             if (own_rows) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-#pragma unroll
-                    for (int c = 0; c < kColumns; ++c) shared_row[h * kHalf + first_column + c] = t[step][h][c];
-                }
+                store_four(shared_row + first_column, t[0][step]);
+                store_four(shared_row + kHalf + first_column, t[1][step]);
             }
             __syncthreads();
             const float p = shared_row[j];
             float scale = rsqrtf(p);
             scale = scale * (1.5f - 0.5f * p * scale * scale);  // to the last digit
-            if (threadIdx.x == 0 && !(p > 0.0f)) *failed = 1;
-            if (threadIdx.x < columns) {
-                const int i = threadIdx.x;
-                upper[i * upper_row + j] = i < j ? shared_column[i] * scale : i == j ? p * scale : 0.0f;
+            if (thread < kSize) factor[thread * kPitch + j] = thread < j ? shared_column[thread] * scale : p * scale;
+            if (thread == 0 && !(p > 0.0f)) *failed = 1;
+            if (warp_is_through) continue;
+            float u[kRows], w[2][kColumns];
+#pragma unroll
+            for (int q = 0; q < kRows; q += 4) {
+                float four[4];
+                load_four(four, shared_column + first_row + q);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const bool is_above = q + e < step ? is_before || own_rows : is_before;
+                    u[q + e] = is_above ? four[e] * scale : 0.0f;
+                }
             }
-            if (last_of_warp > j) continue;
-            float w[2][kColumns];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const float4 four = *reinterpret_cast<const float4*>(shared_row + h * kHalf + first_column);
-                w[h][0] = four.x * scale, w[h][1] = four.y * scale, w[h][2] = four.z * scale, w[h][3] = four.w * scale;
-            }
+                load_four(w[h], shared_row + h * kHalf + first_column);
 #pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                const float u = first_row + r < j ? shared_column[first_row + r] * scale : 0.0f;
+                for (int c = 0; c < kColumns; ++c) w[h][c] *= scale;
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
+                for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-                    for (int c = 0; c < kColumns; ++c) t[r][h][c] = fmaf(-u, w[h][c], t[r][h][c]);
+                    for (int c = 0; c < kColumns; ++c) t[h][r][c] = fmaf(-u[r], w[h][c], t[h][r][c]);
                 }
-                if (own_column && first_row + r < j) {
-                    if (half) {
-                        t[r][1][step % kColumns] = -u * scale;
-                    } else {
-                        t[r][0][step % kColumns] = -u * scale;
+            }
+            if (own_column) {
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    if (r < step ? is_before || own_rows : is_before) {
+                        if (half) {
+                            t[1][r][own] = -u[r] * scale;
+                        } else {
+                            t[0][r][own] = -u[r] * scale;
+                        }
                     }
                 }
             }
@@ -109,21 +133,26 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 #pragma unroll
                     for (int c = 0; c < kColumns; ++c) {
                         const int k = h * kHalf + first_column + c;
-                        t[step][h][c] = k > j ? w[h][c] : k == j ? scale : 0.0f;
+                        t[h][step][c] = k > j ? w[h][c] : k == j ? scale : 0.0f;
                     }
                 }
             }
         }
     }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int h = 0; h < 2; ++h) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int r = 0; r < kRows; ++r) {
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
                 const int i = first_row + r, k = h * kHalf + first_column + c;
-                if (i < columns && k < columns) inverse[i * inverse_row + k] = t[r][h][c];
+                if (i < columns && k < columns) inverse[i * inverse_row + k] = t[h][r][c];
             }
         }
+    }
+    __syncthreads();
+    for (int index = thread; index < columns * kSize; index += kThreads) {
+        const int i = index / kSize, k = index % kSize;
+        if (k < columns) upper[i * upper_row + k] = i <= k ? factor[i * kPitch + k] : 0.0f;
     }
 }
