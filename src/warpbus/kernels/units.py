@@ -36,7 +36,7 @@ def all_units() -> list[Unit]:
 
 
 def compile_ahead(folders: Sequence[str], arch: str, element: str) -> None:
-    """Compile units in the background, so that they are in the cache when they are first needed.
+    """Compile declared units in the background, so that they are in the cache when they are first needed.
 
     Args:
         folders: the beginnings of their labels, such as "gptq/" or "step/norm".
@@ -45,7 +45,7 @@ def compile_ahead(folders: Sequence[str], arch: str, element: str) -> None:
     """
     wanted = [
         unit
-        for unit in all_units()
+        for unit in _UNITS.values()
         if unit.label.startswith(tuple(folders))
         and unit.runs_on(arch)
         and dict(unit.macros).get("ELEMENT", element) in (element, "float")

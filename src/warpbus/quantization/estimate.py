@@ -22,6 +22,7 @@ from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import free_space
 from warpbus.formats.growing import WAITING
 from warpbus.quantization.algorithms.awq import TRIALS
+from warpbus.quantization.algorithms.cholesky import PRODUCTS
 from warpbus.quantization.algorithms.gptq import SWEEPS
 from warpbus.quantization.layerwise import COMPARED_TOKENS
 from warpbus.quantization.preflight import Plan
@@ -68,22 +69,19 @@ class Rates:
 
     Attributes:
         forward: in the dtype of the activations.
-        solve: in bfloat16, see `algorithms.precision`.
-        exact: of float32 matrices in full precision.
+        solve: in what factors and solves are computed in: on a GPU 16 bits, see `algorithms.precision`.
     """
 
     forward: float
     solve: float
-    exact: float
 
     @classmethod
     def measured(cls, device: torch.device, dtype: torch.dtype) -> "Rates":
         """The best of some products of random matrices: a tenth of a second or two besides a GPU's first use."""
-        exact = _rate(device, torch.float32)
-        if device.type == "cpu":
-            return cls(exact, exact, exact)
-        solve = _rate(device, torch.bfloat16)
-        return cls(_rate(device, dtype), solve, exact)
+        solve = _rate(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+        # Tensor cores are as fast with the one format of 16 bits as with the other.
+        alike = device.type == "cpu" or dtype in (torch.float16, torch.bfloat16)
+        return cls(solve if alike else _rate(device, dtype), solve)
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,8 @@ def estimate(
             keep=keep,
             tokens=tokens,
             seconds={
-                name: shared * value for name, value in _seconds(plan, algorithm, needed, tokens, most, rates).items()
+                name: shared * value
+                for name, value in _seconds(plan, algorithm, needed, tokens, most, kind, rates).items()
             },
         )
 
@@ -278,7 +277,7 @@ def _working_memory(
 
 
 def _seconds(
-    plan: Plan, algorithm: str, needed: frozenset[str], tokens: int, most: float, rates: Rates
+    plan: Plan, algorithm: str, needed: frozenset[str], tokens: int, most: float, kind: str, rates: Rates
 ) -> dict[str, float]:
     """Seconds of the rank with most to do, by kind of product."""
     if not tokens:
@@ -292,12 +291,12 @@ def _seconds(
         # x x^T is symmetric, (o - x) x^T is not.
         flop["moments"] += ((MOMENTS in needed) + 2 * compared) * tokens * columns**2 * most
         if algorithm == "gptq":
-            flop["factors"] += columns**3 / 3
+            flop["factors"] += columns**3 / 3 * (PRODUCTS if kind == "cuda" else 1)
             # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.
             flop["solve"] += 2 * rows * columns**2 * (2 + 0.5 + 1 + 2 * SWEEPS + 2) * most
         elif algorithm == "awq":
             flop["solve"] += 2 * rows * columns**2 * TRIALS * most
-    speed = {"forward": rates.forward, "moments": rates.forward, "factors": rates.exact, "solve": rates.solve}
+    speed = {"forward": rates.forward, "moments": rates.forward, "factors": rates.solve, "solve": rates.solve}
     return {name: value / speed[name] for name, value in flop.items() if value}
 
 

@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,7 +26,7 @@ from warpbus.errors import CheckpointError, DeviceError, StorageError
 from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint
 from warpbus.kernels.ops.arguments import ELEMENTS
 from warpbus.kernels.units import compile_ahead
-from warpbus.models import DecoderLayer, load_layer, tensor_map
+from warpbus.models import DecoderLayer
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import QTensor, Schemes
@@ -37,6 +36,7 @@ from warpbus.quantization.layerwise import LayerPass, embed
 from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.methods import METHODS, Method, round_to_nearest
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
+from warpbus.quantization.reading import Reading
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
 from warpbus.quantization.solving import LayerSolver
 from warpbus.quantization.statistics import DRIFT
@@ -152,7 +152,7 @@ class _Run:
     finished: frozenset[int]
     keep: bool
     estimate: Mapping[str, float]
-    layers: Iterator[DecoderLayer]
+    reading: Reading | None
     method: Method | None
     results: list[LayerResult] = field(default_factory=list)
 
@@ -169,12 +169,11 @@ class _Run:
             element = ELEMENTS[default_dtype(group.device, plan.dtype)]
             compile_ahead(_KERNELS, architecture(group.device), element)
         place = Place.of(group.device)  # before anything is taken of what is free
-        layers: Iterator[DecoderLayer] = iter(())
-        method = None
+        reading, method = None, None
         rates = _rates(group, plan)  # of a device that does nothing else
         if job.data is not None:
-            # The first layer is read while the method gets ready, and while the processes still find each other.
-            layers, method = _layers(plan, group.device), _ready(job.algorithm, group, plan)
+            # It begins while the method gets ready, and while the processes still find each other.
+            reading, method = Reading(plan, group.device), _ready(job.algorithm, group, plan)
         needs, keep = _agreed(group, send, job, plan, place, rates)
         done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
         writer = None
@@ -197,17 +196,17 @@ class _Run:
                 "that all machines see"
             )
         expected = {} if needs is None else needs.figures()
-        return cls(group, send, job, plan, watch, writer, parts, finished, keep, expected, layers, method)
+        return cls(group, send, job, plan, watch, writer, parts, finished, keep, expected, reading, method)
 
     @torch.no_grad()
     def run(self) -> None:
         """Quantize all layers, and put the model in its place."""
         with EnergyMeter([self.group.device]) as energy:
             self._commit_ends()
-            if self.job.data is None or self.method is None:
+            if self.job.data is None or self.method is None or self.reading is None:
                 self._round_to_nearest()
             else:
-                self._calibrate(self.job.data, self.method)
+                self._calibrate(self.job.data, self.method, self.reading)
             if self.writer is not None:
                 self.writer.drain()
             self.group.barrier()
@@ -223,16 +222,14 @@ class _Run:
         self.writer.finish(config, files, [*ends, *layers])
         self.send(report)
 
-    def _calibrate(self, data: Calibration, method: Method) -> None:
+    def _calibrate(self, data: Calibration, method: Method, reading: Reading) -> None:
         """Layer after layer, each on what the quantized layers before it give; those that are finished are read."""
         plan, device = self.plan, self.group.device
         dtype = default_dtype(device, plan.dtype)
-        table = plan.checkpoint.tensor(tensor_map(plan.config)["embedding.weight"][0])
         drift = DRIFT in method.needed
-        states = embed(data, BATCH_TOKENS[device.type], table, plan.config, self.group, dtype, drift=drift)
-        del table
+        states = embed(data, BATCH_TOKENS[device.type], reading.table(), plan.config, self.group, dtype, drift=drift)
         self.watch.lap("reading")
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(reading.layers()):
             self.watch.lap("reading")
             through = LayerPass(layer, index, states, method.needed, group=self.group, watch=self.watch, keep=self.keep)
             if index in self.finished:
@@ -411,30 +408,3 @@ def _agreed(
         needs.check()
         keep[0] = needs.keep
     return needs, bool(group.sum(keep))
-
-
-def _layers(plan: Plan, device: torch.device) -> Iterator[DecoderLayer]:
-    """The layers of the checkpoint; the first one is read from now on, and while one is worked on, the next one."""
-    dtype = default_dtype(device, plan.dtype)
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def load(index: int) -> DecoderLayer:
-        with torch.cuda.stream(stream):
-            layer = load_layer(plan.checkpoint, plan.config, index, device=device, dtype=dtype)
-        if stream is not None:
-            stream.synchronize()
-        return layer
-
-    def each(following: Future[DecoderLayer] | None) -> Iterator[DecoderLayer]:
-        with pool:
-            for index in range(plan.config.num_layers):
-                assert following is not None
-                layer = following.result()
-                if stream is not None:  # memory that this stream uses is not to be given to the other one before
-                    for tensor in layer.parameters():
-                        tensor.record_stream(torch.cuda.current_stream(device))
-                following = pool.submit(load, index + 1) if index + 1 < plan.config.num_layers else None
-                yield layer
-
-    pool = ThreadPoolExecutor(1, "layers")
-    return each(pool.submit(load, 0))

@@ -40,7 +40,7 @@ def run(plan: Plan, tmp_path: Path, world: int = 1, **changes: Any) -> Estimate:
         "needed": BOTH,
         "tokens": 80_000,
         "batch_tokens": 1000,
-        "rates": Rates(1e9, 1e8, 1e7),
+        "rates": Rates(1e9, 1e8),
     }
     devices = changes.pop("devices", GPUS[:world])
     free = changes.pop("free", [80 * GB] * len(devices))
@@ -89,7 +89,7 @@ def test_the_time_of_the_products(plan: Plan, tmp_path: Path) -> None:
     assert one.seconds["forward"] == pytest.approx(2 * 4 * 80_000 * LAYER / 1e9)
     squares = 3 * 128**2 + 256**2
     assert one.seconds["moments"] == pytest.approx(2 * 3 * 80_000 * squares / 1e9)
-    assert one.seconds["factors"] == pytest.approx(2 * (3 * 128**3 + 256**3) / 3 / 1e7)
+    assert one.seconds["factors"] == pytest.approx(2 * 3 * (3 * 128**3 + 256**3) / 3 / 1e8)
     products = (256 + 128 + 512) * 128**2 + 128 * 256**2
     assert one.seconds["solve"] == pytest.approx(2 * 2 * (5.5 + 2 * SWEEPS) * products / 1e8)
     for name in ("forward", "moments", "solve"):
@@ -192,7 +192,7 @@ def test_json(plan: Plan, tmp_path: Path) -> None:
 
 def test_rates_are_measured(plan: Plan, tmp_path: Path) -> None:
     found = Rates.measured(torch.device("cpu"), torch.float32)
-    assert found.forward == found.solve == found.exact > 1e6
+    assert found.forward == found.solve > 1e6
     own = run(plan, tmp_path, places=[Place.of(torch.device("cpu"))], rates=None)
     assert own.memory.available is not None
     assert own.seconds["forward"] > 0

@@ -17,6 +17,9 @@ from warpbus.quantization.algorithms.precision import add_product
 BLOCK = 4 * LARGEST_CORNER
 """Columns of a diagonal block, whose inverse is found, too."""
 
+PRODUCTS = 3
+"""Products of 16-bit matrices on a GPU for one of float32."""
+
 _SPAN = 4 * BLOCK  # columns that all later ones are subtracted from in one product
 
 

@@ -1,37 +1,80 @@
 // The factor of a corner, S = U U^T with U upper triangular, and U's inverse: one block for at most 128 columns.
 //
-// In place, as Gauss and Jordan invert, from the last column to the first. T begins as S; for j = columns - 1, ..., 0:
-//   p = T[j][j], u = T[.][j] / sqrt(p) above the diagonal, w = T[j][.] / sqrt(p)
-//   T[i][k] -= u[i] w[k]   for i < j and k != j: left of column j what is still to be factored, right of it the inverse
-//   T[i][j] = -u[i] / sqrt(p), T[j][k] = w[k] for k > j, T[j][j] = 1 / sqrt(p)
-// Then u and sqrt(p) are column j of U, and what T has become is U's inverse.
+// In place, as Gauss and Jordan invert, eight columns J at a time, from the last ones to the first. T begins as S:
+//   U[J][J] and its inverse V from T[J][J]
+//   P = T[.][J] V^T in the rows before J, which are U's in these columns; W = V T[J][.], with W[.][J] = V
+//   T[i][k] -= P[i][.] W[.][k]   for i before J, with T[i][J] = 0 before: in columns before J what is still to be factored,
+//                                in the others the inverse
+//   T[J][k] = W[.][k]            for k in and behind J: the inverse's
 //
 // Shapes and layout
 //   matrix, upper, inverse   float [columns][columns], rows ..._row apart, columns 1 to 128; matrix is symmetric, and
 //                            what is below its diagonal is not read; the others get zeros below theirs
-//   failed                   int, set to 1 if a p is not positive; upper and inverse mean nothing then
+//   failed                   int, set to 1 if S is not positive definite; upper and inverse mean nothing then
 // 256 threads, one block; dynamic shared memory: 4 * 128 * 129 bytes. A thread has 8 rows and 2 x 4 columns of T in
-// registers; a warp's rows are 16 neighbours, so that it has nothing more to do once they are through. Shared memory is read
-// and written without bank conflicts. A step is a chain, of a barrier, reads, a root and a product, beside which two warps
-// of a scheduler have 64 products each: by estimate 350 cycles, and 25 us for 128 columns.
+// registers; a warp's rows are 16 neighbours, so that it has nothing more to do once they are through. What is sequential,
+// the eight columns of T[J][J], each of four warps does for itself: its lanes need it at once. By estimate 800 cycles for
+// that and 300 to 1,100 for the products, 16 times: 14 us.
 
 namespace {
 
 constexpr int kSize = 128;
 constexpr int kThreads = 256;
-constexpr int kRows = 8;     // of a thread
+constexpr int kStep = 8;     // columns at a time, and rows of a thread
 constexpr int kColumns = 4;  // of a thread, in each half of the matrix
 constexpr int kAcross = 16;  // threads that share rows
 constexpr int kHalf = kSize / 2;
 constexpr int kPitch = kSize + 1;
 
-__device__ __forceinline__ void load_four(float (&to)[4], const float* from) {
+__device__ __forceinline__ void load_four(float* to, const float* from) {
     const float4 four = *reinterpret_cast<const float4*>(from);
     to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 
-__device__ __forceinline__ void store_four(float* to, const float (&from)[4]) {
+__device__ __forceinline__ void store_four(float* to, const float* from) {
     *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+}
+
+__device__ __forceinline__ void load_eight(float* to, const float* from) {
+    load_four(to, from);
+    load_four(to + 4, from + 4);
+}
+
+__device__ __forceinline__ void store_eight(float* to, const float* from) {
+    store_four(to, from);
+    store_four(to + 4, from + 4);
+}
+
+// S = U U^T in place, of what is on and above the diagonal, and U's inverse. Gives whether S is positive definite.
+__device__ __forceinline__ bool factor_step(float (&s)[kStep][kStep], float (&inverse)[kStep][kStep]) {
+    bool positive = true;
+#pragma unroll
+    for (int j = kStep - 1; j >= 0; --j) {
+        const float p = s[j][j];
+        positive = positive && p > 0.0f;
+        float scale = rsqrtf(p);
+        scale = scale * (1.5f - 0.5f * p * scale * scale);  // to the last digit
+        s[j][j] = p * scale;
+        inverse[j][j] = scale;
+#pragma unroll
+        for (int i = 0; i < j; ++i) s[i][j] *= scale;
+#pragma unroll
+        for (int k = 0; k < j; ++k) {
+#pragma unroll
+            for (int i = 0; i <= k; ++i) s[i][k] = fmaf(-s[i][j], s[k][j], s[i][k]);
+        }
+    }
+#pragma unroll
+    for (int j = 1; j < kStep; ++j) {
+#pragma unroll
+        for (int i = j - 1; i >= 0; --i) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int m = i + 1; m <= j; ++m) sum = fmaf(s[i][m], inverse[m][j], sum);
+            inverse[i][j] = -inverse[i][i] * sum;
+        }
+    }
+    return positive;
 }
 
 }  // namespace
@@ -41,17 +84,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                   int* __restrict__ failed, long long matrix_row, long long upper_row, long long inverse_row,
                   int columns) {
     extern __shared__ float factor[];  // U, rows kPitch apart
-    // Column and row of the step, twice: while some still read those of a step, others write those of the next one.
-    __shared__ alignas(16) float column[2][kSize], row[2][kSize];
+    // T[.][J] and T[J][.], then P and W.
+    __shared__ alignas(16) float own_columns[kSize][kStep], own_rows[kStep][kSize];
+    __shared__ alignas(16) float left[kSize][kStep], right[kStep][kSize];
     const int thread = threadIdx.x;
     const int across = thread % kAcross;
-    const int first_row = thread / kAcross * kRows;
+    const int first_row = thread / kAcross * kStep;
     const int first_column = across * kColumns;
-    float t[2][kRows][kColumns];
+    float t[2][kStep][kColumns];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < kStep; ++r) {
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
                 const int i = first_row + r, k = h * kHalf + first_column + c;
@@ -60,81 +104,104 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             }
         }
     }
-    for (int base = (columns - 1) / kRows * kRows; base >= 0; base -= kRows) {
-        const bool own_rows = first_row == base;
-        const bool is_before = first_row < base;
-        const bool warp_is_through = thread / 32 * (2 * kRows) > base;
+    for (int base = (columns - 1) / kStep * kStep; base >= 0; base -= kStep) {
         const int half = base / kHalf;
+        const int place = first_column - base % kHalf;  // of the thread's columns among those of J: 0 or 4
+        const bool owns_columns = place == 0 || place == kColumns;
+        if (owns_columns) {
 #pragma unroll
-        for (int step = kRows - 1; step >= 0; --step) {
-            const int j = base + step;
-            if (j >= columns) continue;
-            const int own = step % kColumns;
-            const bool own_column = j % kHalf / kColumns == across;
-            float* shared_column = column[step % 2];
-            float* shared_row = row[step % 2];
-            if (own_column) {
+            for (int r = 0; r < kStep; ++r) {
+                float four[kColumns];
 #pragma unroll
-                for (int q = 0; q < kRows; q += 4) {
-                    float four[4];
+                for (int c = 0; c < kColumns; ++c) four[c] = half ? t[1][r][c] : t[0][r][c];
+                store_four(own_columns[first_row + r] + place, four);
+            }
+        }
+        if (first_row == base) {
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) four[e] = half ? t[1][q + e][own] : t[0][q + e][own];
-                    store_four(shared_column + first_row + q, four);
+            for (int r = 0; r < kStep; ++r) {
+                store_four(own_rows[r] + first_column, t[0][r]);
+                store_four(own_rows[r] + kHalf + first_column, t[1][r]);
+            }
+        }
+        __syncthreads();
+        if (thread < kSize) {
+            float s[kStep][kStep], v[kStep][kStep];
+#pragma unroll
+            for (int r = 0; r < kStep; ++r) load_eight(s[r], own_rows[r] + base);
+            const bool positive = factor_step(s, v);
+            if (thread == 0 && !positive) *failed = 1;
+            // As a row, of P and U; as a column, of W.
+            float given[kStep], row[kStep], column[kStep];
+            load_eight(given, own_columns[thread]);
+            const int within = thread - base;
+#pragma unroll
+            for (int c = 0; c < kStep; ++c) {
+                row[c] = 0.0f;
+                column[c] = 0.0f;
+#pragma unroll
+                for (int m = c; m < kStep; ++m) {
+                    row[c] = fmaf(v[c][m], given[m], row[c]);
+                    column[c] = fmaf(v[c][m], own_rows[m][thread], column[c]);
                 }
             }
-            if (own_rows) {
-                store_four(shared_row + first_column, t[0][step]);
-                store_four(shared_row + kHalf + first_column, t[1][step]);
-            }
-            __syncthreads();
-            const float p = shared_row[j];
-            float scale = rsqrtf(p);
-            scale = scale * (1.5f - 0.5f * p * scale * scale);  // to the last digit
-            if (thread < kSize) factor[thread * kPitch + j] = thread < j ? shared_column[thread] * scale : p * scale;
-            if (thread == 0 && !(p > 0.0f)) *failed = 1;
-            if (warp_is_through) continue;
-            float u[kRows], w[2][kColumns];
+            store_eight(left[thread], row);
 #pragma unroll
-            for (int q = 0; q < kRows; q += 4) {
-                float four[4];
-                load_four(four, shared_column + first_row + q);
+            for (int c = 0; c < kStep; ++c) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const bool is_above = q + e < step ? is_before || own_rows : is_before;
-                    u[q + e] = is_above ? four[e] * scale : 0.0f;
+                for (int m = 0; m < kStep; ++m) {
+                    if (within == m) {
+                        column[c] = m >= c ? v[c][m] : 0.0f;
+                        row[c] = c >= m ? s[m][c] : 0.0f;
+                    }
                 }
+                right[c][thread] = column[c];
+                factor[thread * kPitch + base + c] = within < kStep ? row[c] : 0.0f;
             }
+        }
+        __syncthreads();
+        if (first_row < base) {
+            if (owns_columns) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                load_four(w[h], shared_row + h * kHalf + first_column);
+                for (int r = 0; r < kStep; ++r) {
 #pragma unroll
-                for (int c = 0; c < kColumns; ++c) w[h][c] *= scale;
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-                    for (int c = 0; c < kColumns; ++c) t[h][r][c] = fmaf(-u[r], w[h][c], t[h][r][c]);
-                }
-            }
-            if (own_column) {
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    if (r < step ? is_before || own_rows : is_before) {
+                    for (int c = 0; c < kColumns; ++c) {
                         if (half) {
-                            t[1][r][own] = -u[r] * scale;
+                            t[1][r][c] = 0.0f;
                         } else {
-                            t[0][r][own] = -u[r] * scale;
+                            t[0][r][c] = 0.0f;
                         }
                     }
                 }
             }
-            if (own_rows) {
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
+            for (int q = 0; q < kStep; q += 4) {
+                float u[kStep][4];
 #pragma unroll
-                    for (int c = 0; c < kColumns; ++c) {
-                        const int k = h * kHalf + first_column + c;
-                        t[h][step][c] = k > j ? w[h][c] : k == j ? scale : 0.0f;
+                for (int r = 0; r < kStep; ++r) load_four(u[r], left[first_row + r] + q);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        float w[kColumns];
+                        load_four(w, right[q + e] + h * kHalf + first_column);
+#pragma unroll
+                        for (int r = 0; r < kStep; ++r) {
+#pragma unroll
+                            for (int c = 0; c < kColumns; ++c) t[h][r][c] = fmaf(-u[r][e], w[c], t[h][r][c]);
+                        }
                     }
+                }
+            }
+        } else if (first_row == base) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const bool is_inverse = h * kHalf + first_column >= base;
+#pragma unroll
+                for (int r = 0; r < kStep; ++r) {
+                    load_four(t[h][r], right[r] + h * kHalf + first_column);
+#pragma unroll
+                    for (int c = 0; c < kColumns; ++c) t[h][r][c] = is_inverse ? t[h][r][c] : 0.0f;
                 }
             }
         }
@@ -142,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
+        for (int r = 0; r < kStep; ++r) {
 #pragma unroll
             for (int c = 0; c < kColumns; ++c) {
                 const int i = first_row + r, k = h * kHalf + first_column + c;
@@ -150,9 +217,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             }
         }
     }
-    __syncthreads();
     for (int index = thread; index < columns * kSize; index += kThreads) {
         const int i = index / kSize, k = index % kSize;
-        if (k < columns) upper[i * upper_row + k] = i <= k ? factor[i * kPitch + k] : 0.0f;
+        if (k < columns) upper[i * upper_row + k] = factor[i * kPitch + k];
     }
 }
