@@ -112,7 +112,7 @@ def start_early(devices: Sequence[str], module: str, environment: Mapping[str, s
 
     Args:
         devices: in rank order.
-        module: what they load before they are told of the job.
+        module: what they load before they are told of the job, see `worker.main`.
         environment: variables that they get where this process has none of that name.
     """
     if len(devices) == 1:

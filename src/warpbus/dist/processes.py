@@ -72,6 +72,8 @@ class Processes:
         receive: called here, within `run`, with each message.
         apart: one device has a process of its own, too. What the function gets as `send` is then always a `Line`.
         environment: variables of the processes, where this one has none of that name.
+        parting: each leaves as soon as it is done. That is for functions that end after all have got what they need of
+            each other; otherwise they stay until the last one is done.
 
     Raises:
         UsageError: no device, or devices that cannot work together.
@@ -88,8 +90,10 @@ class Processes:
         receive: Receive,
         apart: bool = False,
         environment: Mapping[str, str] = MappingProxyType({}),
+        parting: bool = False,
     ) -> None:
         _check(devices)
+        self._parting = parting
         self._environment = environment
         self._apart = apart or len(devices) > 1
         self._function = function
@@ -135,6 +139,8 @@ class Processes:
                     self._receive(outcome.content)
                 elif isinstance(outcome, Done):
                     del working[ready]
+                    if self._parting:
+                        member.connection.close()
                 else:
                     raise self._cause(member, outcome)
         self._finished = True
@@ -163,7 +169,11 @@ class Processes:
             return _death(member)
         if outcome.kind is None:
             end = time.monotonic() + _SECONDS_FOR_THE_CAUSE
-            others = {other.connection: other for other in self._members if other is not member}
+            others = {
+                other.connection: other
+                for other in self._members
+                if other is not member and not other.connection.closed
+            }
             while others and (ready := wait(list(others), max(0.0, end - time.monotonic()))):
                 for connection in ready:
                     assert isinstance(connection, Connection)

@@ -20,7 +20,8 @@ def main(connection: Connection, module: str) -> NoReturn:
 
     Args:
         connection: to the starting process.
-        module: what to load while the processes find each other, before the starting one says more.
+        module: what to load while the processes find each other, before the starting one says more. If it has a
+            function `get_ready(device)`, that is called then, too.
     """
     line = PipeLine(connection)
     try:
@@ -65,7 +66,9 @@ def _work(connection: Connection, line: PipeLine, module: str) -> None:
     multiprocessing.current_process().authkey = place.key
     # To find each other is mostly to wait: the module is loaded meanwhile, and the job begins.
     group = join(place.meeting, place.rank, place.world, torch.device(place.device))
-    load(module)
+    get_ready = getattr(load(module), "get_ready", None)
+    if get_ready is not None:
+        get_ready(group.device)
     function: Job = _received(connection)
     arguments = _received(connection)
     function(group, line, *arguments)

@@ -268,7 +268,7 @@ def _devices_of_cluster(
 @contextmanager
 def _here(devices: Sequence[torch.device], state: _Told) -> Iterator[Callable[[Job], None]]:
     """Runs a job on this machine, in processes that start at once."""
-    with Processes(run_job, devices=devices, receive=state.receive, environment=ENVIRONMENT) as processes:
+    with Processes(run_job, devices=devices, receive=state.receive, environment=ENVIRONMENT, parting=True) as processes:
         yield processes.run
 
 

@@ -5,6 +5,7 @@ for what becomes of a matrix.
 """
 
 import json
+import math
 import socket
 import sys
 import time
@@ -22,19 +23,19 @@ from warpbus.cuda.energy import EnergyMeter
 from warpbus.cuda.jit import architecture
 from warpbus.dist import Group
 from warpbus.dist.outcome import Send
-from warpbus.errors import CheckpointError, DeviceError, StorageError
+from warpbus.errors import CheckpointError, DeviceError, StorageError, WarpbusError
 from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint
 from warpbus.kernels.ops.arguments import ELEMENTS
 from warpbus.kernels.units import compile_ahead
 from warpbus.models import DecoderLayer
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.row_order import in_decoder_order
-from warpbus.qtensor import QTensor, Schemes
+from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.estimate import Estimate, Rates, estimate
 from warpbus.quantization.layerwise import LayerPass, embed
 from warpbus.quantization.loss import relative, squared_loss
-from warpbus.quantization.methods import METHODS, Method, round_to_nearest
+from warpbus.quantization.methods import METHODS, Method, round_to_nearest, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.reading import Reading
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
@@ -118,6 +119,17 @@ def _quick_turns() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+def get_ready(device: torch.device) -> None:
+    """What a process does while it waits to be told of its job: load what every calibrated run needs of libraries."""
+    if device.type != "cuda":
+        return
+    with suppress(WarpbusError, RuntimeError):  # what is wrong with the device, the job says
+        check_gpu(device)
+        dtype = torch.float16
+        compile_ahead(_KERNELS, architecture(device), ELEMENTS[dtype])
+        solve_small(Scheme.parse("w4a16-g128"), dtype, dtype, device)
 
 
 def run_job(group: Group, send: Send, job: Job) -> None:
@@ -207,13 +219,12 @@ class _Run:
                 self._round_to_nearest()
             else:
                 self._calibrate(self.job.data, self.method, self.reading)
-            if self.writer is not None:
-                self.writer.drain()
-            self.group.barrier()
-        self.watch.lap("writing")
-        report = self._report(energy.total)
+        peaks, joules = self._gathered(energy.total)
         if self.writer is None:
-            return
+            return  # nobody needs this process any more
+        self.writer.drain()
+        self.watch.lap("writing")
+        report = self._report(peaks, joules)
         config = self.plan.checkpoint.config | {"quantization_config": quantization_config(self.plan)}
         files: list[tuple[str, Path | bytes]] = [(file.name, file) for file in self.plan.companions]
         files.append((REPORT_NAME, f"{json.dumps(report.to_json(), indent=2, ensure_ascii=False)}\n".encode()))
@@ -319,13 +330,18 @@ class _Run:
     def _recorded(self, index: int) -> list[LayerResult]:
         return [LayerResult(**row) for row in self.parts.facts(layer_part(index))["results"]]
 
-    def _report(self, joules: float | None) -> Report:
-        """What was done, gathered from all processes."""
+    def _gathered(self, joules: float | None) -> tuple[list[float], list[float]]:
+        """Of all processes the bytes that their GPUs held at most, and the joules of their layers, NaN if unknown."""
+        device = self.group.device
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        own = torch.tensor([[peak, math.nan if joules is None else joules]], dtype=torch.float64, device=device)
+        peaks, energies = self.group.gather(own).T.tolist()
+        return peaks, energies
+
+    def _report(self, peaks: list[float], energies: list[float]) -> Report:
+        """What was done by all processes."""
         group, job, device = self.group, self.job, self.group.device
         on_gpu = device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-        own = torch.tensor([[peak, float("nan") if joules is None else joules]], dtype=torch.float64, device=device)
-        peaks, energies = group.gather(own).unbind(1)
         seconds = time.time() - job.started
         written = 0
         if self.writer is not None:
@@ -344,13 +360,13 @@ class _Run:
             resumed_layers=len(self.finished),
             seconds=seconds,
             peak_memory=peak_memory(),
-            peak_gpu_memory=int(peaks.max()) if on_gpu else None,
+            peak_gpu_memory=int(max(peaks)) if on_gpu else None,
             versions=versions(device),
             devices=(torch.cuda.get_device_name(device) if on_gpu else "cpu",) * group.world,
             stages=dict(self.watch.seconds),
             estimate=dict(self.estimate),
             gpu_seconds=seconds * group.world if on_gpu else None,
-            energy_joules=None if energies.isnan().any() else float(energies.sum()),
+            energy_joules=None if any(map(math.isnan, energies)) else sum(energies),
         )
 
 

@@ -173,7 +173,7 @@ class Gptq(Method):
             return
         parts = len(group.shares())
         for scheme in {matrix.scheme for matrix in matrices}:
-            _solve_small(scheme, dtype, scale_dtype, group.device)
+            solve_small(scheme, dtype, scale_dtype, group.device)
         for columns in {matrix.columns for matrix in matrices}:
             self._run.prepare(cholesky.call_for(columns, group.device))
         for matrix in matrices:
@@ -242,7 +242,7 @@ class SmoothQuant(Method):
         return _rounded(task, folded, _there(statistics.moments))
 
 
-def _solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device) -> None:
+def solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device) -> None:
     """Solve for a small matrix, so that all kernels and libraries of a solve are loaded."""
     size = SPAN + LARGEST_BLOCK
     weight, moments = torch.ones(1, 32, size, dtype=dtype, device=device), torch.eye(size, device=device)

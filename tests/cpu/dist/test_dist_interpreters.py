@@ -37,6 +37,21 @@ def test_those_that_fit_are_used_and_have_loaded_what_was_asked() -> None:
     assert children() == set()
 
 
+def tell_ready(group: Group, send: Send) -> None:
+    send(os.environ.get("WARPBUS_TEST_READY"))
+
+
+def test_a_module_gets_ready_before_there_is_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import os\ndef get_ready(device):\n    os.environ['WARPBUS_TEST_READY'] = str(device)\n"
+    (tmp_path / "module_of_a_job.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    interpreters.start_early(["cpu", "cpu"], "module_of_a_job")
+    got: list[str] = []
+    with Processes(tell_ready, devices=[CPU, CPU], receive=got.append) as processes:
+        processes.run()
+    assert got == ["cpu", "cpu"]
+
+
 def test_those_that_do_not_fit_end() -> None:
     interpreters.start_early(["cpu", "cpu", "cpu"], "json.tool")
     early = children()

@@ -101,6 +101,42 @@ def test_processes_that_get_no_job_end() -> None:
     assert children() == set()
 
 
+def outlast(group: Group, send: Send, leaves: bool) -> None:
+    """The first process waits until the second one has left, if it is to leave."""
+    others = group.gather(torch.tensor([os.getpid()])).tolist()
+    if group.is_first:
+        other = psutil.Process(others[1])
+        deadline = time.monotonic() + (90 if leaves else 0.5)
+        while other.is_running() and other.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+            time.sleep(0.02)
+        send(not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize("parting", [True, False])
+def test_a_process_that_is_done_leaves_if_it_may(parting: bool) -> None:
+    got: list[bool] = []
+    with Processes(outlast, devices=[CPU, CPU], receive=got.append, parting=parting) as processes:
+        processes.run(parting)
+    assert got == [parting]
+    assert children() == set()
+
+
+def fail_alone(group: Group, send: Send) -> None:
+    """The second process is done, then the first one fails."""
+    outlast(group, send, True)
+    if group.is_first:
+        raise IndexError("no such row")
+
+
+def test_what_fails_after_others_have_left_is_told() -> None:
+    with (
+        pytest.raises(DeviceError, match="process 0 on cpu stopped at IndexError: no such row"),
+        Processes(fail_alone, devices=[CPU, CPU], receive=lambda message: None, parting=True) as processes,
+    ):
+        processes.run()
+    assert children() == set()
+
+
 PARENT = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})

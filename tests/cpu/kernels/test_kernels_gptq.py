@@ -6,10 +6,32 @@ from torch.library import opcheck
 
 from warpbus.errors import SchemeError, TensorError, UsageError
 from warpbus.kernels.ops import gptq as ops
-from warpbus.kernels.ops.gptq import clip_search, fit_scales, round_again, round_columns
+from warpbus.kernels.ops.gptq import clip_search
 from warpbus.kernels.reference import gptq as reference
 from warpbus.kernels.reference.grid import fit, search
 from warpbus.qtensor import Scheme
+
+
+def round_columns(weight, *others, run=ops.round_columns):
+    """The codes less their zero points, and the errors."""
+    centred, errors = (torch.full_like(weight, float("nan")) for _ in range(2))
+    run(weight, *others, centred, errors)
+    return centred, errors
+
+
+def round_again(gradient, *others, run=ops.round_again):
+    """The changes."""
+    changes = torch.full_like(gradient, float("nan"))
+    run(gradient, *others, changes)
+    return changes
+
+
+def fit_scales(gradient, centred, members, *others, run=ops.fit_scales):
+    """The changes; the gradient is that of all columns."""
+    own = gradient[:, members]
+    changes = torch.full_like(own, float("nan"))
+    run(own, centred, members, *others, changes)
+    return changes
 
 
 class Block:
@@ -46,7 +68,7 @@ class Block:
 
 def test_round_columns_is_what_its_contract_says():
     block = Block(2, 9, 3, dtype=torch.float64)
-    codes, errors = reference.round_columns(*block.columns())
+    centred, errors = round_columns(*block.columns(), run=reference.round_columns)
     for part in range(2):
         for row in range(3):
             for j in range(9):
@@ -54,7 +76,7 @@ def test_round_columns_is_what_its_contract_says():
                 scale, zero = block.scales[part, group, row], block.zeros[part, group, row]
                 wanted = block.target[part, j, row] + errors[part, :j, row] @ block.corner[:j, j]
                 code = min(max(round(float(wanted / scale)) + float(zero), 0), 15)
-                assert codes[part, j, row] == code
+                assert centred[part, j, row] == code - zero
                 assert errors[part, j, row] == pytest.approx(float(block.weight[part, j, row] - (code - zero) * scale))
 
 
@@ -89,17 +111,16 @@ def test_round_columns_with_the_unit_factor_is_textbook_gptq(activation_order):
         block = slice(start, start + 128)
         target = weight[block] + unit[:start, block].T @ errors[:start]
         volumes = weight[None, block], target[None]
-        chosen, left = reference.round_columns(
-            *volumes, unit[block, block], scales[None], zeros[None], groups[block], 15
-        )
-        codes[block], errors[block] = chosen[0], left[0]
+        grid = scales[None], zeros[None], groups[block], 15
+        centred, left = round_columns(*volumes, unit[block, block], *grid, run=reference.round_columns)
+        codes[block], errors[block] = centred[0] + 8, left[0]
     assert torch.equal(codes, expected)
 
 
 def test_round_again_is_what_its_contract_says():
     block = Block(2, 9, 3, seed=1, dtype=torch.float64)
     gradient, centred = block.gradient(), block.centred.clone()
-    changes = reference.round_again(gradient, block.moments, centred, *block.grid())
+    changes = round_again(gradient, block.moments, centred, *block.grid(), run=reference.round_again)
     for part in range(2):
         for row in range(3):
             for j in range(9):
@@ -129,7 +150,7 @@ def test_neither_rounding_again_nor_fitting_scales_makes_it_worse():
             corner = block.moments[members][:, members]
             before = block.values()[:, members]
             scales = block.scales[:, group]
-            delta = fit_scales(block.gradient(), members, block.centred, corner, scales, torch.bfloat16)
+            delta = fit_scales(block.gradient(), block.centred, members, corner, scales, torch.bfloat16)
             assert torch.allclose(block.values()[:, members], before + delta, atol=1e-5)
             assert torch.equal(scales.bfloat16().float(), scales)
             losses.append(loss(block))
@@ -141,7 +162,8 @@ def test_neither_rounding_again_nor_fitting_scales_makes_it_worse():
 def test_a_fitted_scale_is_the_best_one():
     block = Block(1, 16, 8, seed=4, groups=1, dtype=torch.float64)
     members = torch.arange(16)
-    reference.fit_scales(block.gradient(), members, block.centred, block.moments, block.scales[:, 0], torch.float64)
+    given = block.gradient(), block.centred, members, block.moments, block.scales[:, 0], torch.float64
+    fit_scales(*given, run=reference.fit_scales)
     best = loss(block)
     for factor in (0.999, 1.001):
         block.scales *= factor
@@ -155,7 +177,7 @@ def test_a_scale_stays_where_no_change_helps():
     block.weight[..., 1] = block.values()[..., 1]  # already exact
     before = block.scales.clone()
     members = torch.arange(16)
-    delta = fit_scales(block.gradient(), members, block.centred, block.moments, block.scales[:, 0], torch.bfloat16)
+    delta = fit_scales(block.gradient(), block.centred, members, block.moments, block.scales[:, 0], torch.bfloat16)
     assert torch.equal(block.scales[..., :2], before[..., :2])
     assert (delta[..., :2] == 0).all()
     assert (block.scales[..., 2:] != before[..., 2:]).any()
@@ -179,12 +201,12 @@ def test_a_row_depends_on_no_other(rows):
             assert torch.equal(again, centred[own])
     members = torch.arange(0, 40, 3)
     corner = block.moments[members][:, members]
-    deltas = fit_scales(gradient, members, block.centred, corner, scales[:, 0], torch.float16)
+    deltas = fit_scales(gradient, block.centred, members, corner, scales[:, 0], torch.float16)
     for part in range(3):
         own = slice(part, part + 1)
         alone = block.scales[own, 0].clone()
         assert torch.equal(
-            fit_scales(gradient[own], members, block.centred[own], corner, alone, torch.float16), deltas[own]
+            fit_scales(gradient[own], block.centred[own], members, corner, alone, torch.float16), deltas[own]
         )
         assert torch.equal(alone, scales[own, 0])
 
@@ -220,12 +242,13 @@ def test_nothing_to_do():
 def test_shapes_and_mutation_are_known_to_the_compiler():
     block = Block(2, 8, 3, seed=8)
     members = torch.arange(8)
-    again = block.gradient(), block.corner, block.centred, *block.grid()
+    blank = torch.empty_like(block.weight)
+    again = block.gradient(), block.corner, block.centred, *block.grid(), blank
     scales = block.scales[:, 0]
     tests = ("test_schema", "test_faketensor")
-    opcheck(ops._round_columns, block.columns(), test_utils=tests)
+    opcheck(ops._round_columns, (*block.columns(), blank.clone(), blank), test_utils=tests)
     opcheck(ops._round_again, again, test_utils=tests)
-    fitted = block.gradient(), members, block.centred, block.moments, scales, torch.float16
+    fitted = block.gradient(), block.centred, members, block.moments, scales, torch.float16, blank
     opcheck(ops._fit_scales, fitted, test_utils=tests)
     clipped = torch.ones(3, 64), torch.ones(64), 32, 4, True, torch.float16
     opcheck(ops._clip_search, clipped, test_utils=tests)
@@ -268,9 +291,16 @@ def test_limits():
         round_again(gradient, block.corner, block.centred[..., :1], *block.grid())
     members = torch.arange(4)
     with pytest.raises(TensorError, match=r"^fit_scales: scales has shape \[1, 3, 2\]"):
-        fit_scales(gradient, members, block.centred, block.moments, block.scales, torch.float16)
+        fit_scales(gradient, block.centred, members, block.moments, block.scales, torch.float16)
+    with pytest.raises(TensorError, match="errors is float16, expected float32, bfloat16"):
+        ops.round_columns(*Block(1, 2, 3).columns(), torch.empty(1, 2, 3), torch.empty(1, 2, 3).half())
+    with pytest.raises(TensorError, match=r"^round_again: changes has shape \[1, 4, 3\], expected \[1, 4, 2\]"):
+        ops.round_again(gradient, block.corner, block.centred, *block.grid(), torch.empty(1, 4, 3))
+    few = block.centred, members[:3], block.moments[:3, :3], block.scales[:, 0], torch.float16
+    with pytest.raises(TensorError, match=r"^fit_scales: gradient has shape \[1, 4, 2\], expected \[1, 3, 2\]"):
+        ops.fit_scales(gradient, *few, gradient)
     with pytest.raises(TensorError, match=r"^fit_scales: scale_dtype is torch.float64"):
-        fit_scales(gradient, members, block.centred, block.moments, block.scales[:, 0], torch.float64)
+        fit_scales(gradient, block.centred, members, block.moments, block.scales[:, 0], torch.float64)
     with pytest.raises(TensorError, match=r"^clip_search: 64 columns cannot be cut into groups of 48"):
         clip_search(torch.ones(2, 64), torch.ones(64), 48, 4, True, torch.float16)
     with pytest.raises(TensorError, match=r"^clip_search: importance has shape \[63\]"):

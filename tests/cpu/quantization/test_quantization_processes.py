@@ -26,9 +26,15 @@ class Threads:
     """`Processes` whose members are threads of this one."""
 
     def __init__(
-        self, function: Any, *, devices: Sequence[torch.device], receive: Any, environment: Mapping[str, str]
+        self,
+        function: Any,
+        *,
+        devices: Sequence[torch.device],
+        receive: Any,
+        environment: Mapping[str, str],
+        parting: bool,
     ) -> None:
-        del environment
+        del environment, parting
         self._function, self._world, self._receive = function, len(devices), receive
 
     def __enter__(self) -> Self:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from warpbus.kernels.ops.gptq import clip_search, fit_scales, round_again, round_columns
+from warpbus.kernels.ops import gptq as ops
+from warpbus.kernels.ops.gptq import clip_search
 from warpbus.kernels.reference import gptq as reference
 from warpbus.kernels.reference.grid import Grid, fit
 from warpbus.qtensor import Scheme
@@ -23,6 +24,22 @@ SHAPES = [
     (8, 128, 3424, 7),
     (8, 100, 512, 15),
 ]
+
+
+def blank(shape, dtype):
+    """NaN within something larger, so that what is written is a view with gaps, and that larger thing."""
+    parts, columns, rows = shape
+    whole = torch.full((parts, columns + 3, rows + 1), float("nan"), dtype=dtype, device="cuda")
+    return whole[:, 2:-1, :-1], whole
+
+
+def fit_scales(gradient, centred, members, *others, dtype=torch.float32):
+    """The changes; the gradient is that of all columns."""
+    own = torch.empty(len(gradient), len(members) + 2, gradient.shape[2], device="cuda")[:, 1:-1]
+    own.copy_(gradient[:, members])
+    changes, _ = blank(own.shape, dtype)
+    ops.fit_scales(own, centred, members, *others, changes)
+    return changes
 
 
 class Solve:
@@ -59,13 +76,19 @@ class Solve:
     def grid(self):
         return self.scales, self.zeros, self.groups, self.max_code
 
-    def rounded(self):
-        return round_columns(self.weight, self.target, self.corner, *self.grid())
+    def rounded(self, dtype=torch.float32):
+        """The codes less their zero points, and the errors."""
+        (centred, whole), (errors, _) = (blank(self.weight.shape, each) for each in (torch.float32, dtype))
+        ops.round_columns(self.weight, self.target, self.corner, *self.grid(), centred, errors)
+        assert int(whole.isnan().sum()) == whole.numel() - centred.numel()  # nothing beside it is written
+        return centred, errors
 
-    def again(self):
+    def again(self, dtype=torch.float32):
         """The changes, and the codes less their zero points that `round_again` leaves."""
-        centred = self.centred.clone()
-        return round_again(self.gradient, self.moments, centred, *self.grid()), centred
+        centred, (changes, whole) = self.centred.clone(), blank(self.gradient.shape, dtype)
+        ops.round_again(self.gradient, self.moments, centred, *self.grid(), changes)
+        assert int(whole.isnan().sum()) == whole.numel() - changes.numel()
+        return changes, centred
 
     def columns(self):
         """Scale and zero point of each weight, in float64."""
@@ -75,7 +98,6 @@ class Solve:
 def poison(*shape):
     """NaN in the memory that the next outputs of this shape are given."""
     held = [torch.full(shape, float("nan"), device="cuda") for _ in range(2)]
-    held.append(torch.full(shape, 255, dtype=torch.uint8, device="cuda"))
     del held
 
 
@@ -90,20 +112,18 @@ def check_codes(codes, wanted, zero, max_code):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_round_columns(shape):
     solve = Solve(*shape)
-    poison(*shape[:3])
-    codes, errors = solve.rounded()
+    centred, errors = solve.rounded()
     scale, zero = solve.columns()
-    exact = solve.weight.double() - (codes.double() - zero) * scale
+    exact = solve.weight.double() - centred.double() * scale
     assert (errors - exact).abs().max() <= 2**-23 * exact.abs().max()
     before = solve.corner.double().triu(1).T
     wanted = solve.target.double() + torch.matmul(before, errors.double())
-    check_codes(codes.double(), wanted / scale, zero, solve.max_code)
+    check_codes(centred.double() + zero, wanted / scale, zero, solve.max_code)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_round_again(shape):
     solve = Solve(*shape, seed=1)
-    poison(*shape[:3])
     changes, centred = solve.again()
     scale, zero = solve.columns()
     assert torch.equal(changes, (centred - solve.centred) * scale.float())
@@ -111,6 +131,16 @@ def test_round_again(shape):
     pending = solve.gradient.double() - torch.matmul(moments.triu(1).T, changes.double())
     wanted = solve.centred.double() * scale + pending / moments.diagonal()[:, None]
     check_codes(centred.double() + zero, wanted / scale, zero, solve.max_code)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_carried_over_in_bfloat16_is_rounded_last(shape):
+    solve = Solve(*shape, seed=9)
+    for run in (solve.rounded, solve.again):
+        carried = 0 if run == solve.again else 1
+        wide, narrow = run(), run(torch.bfloat16)
+        assert torch.equal(narrow[carried], wide[carried].bfloat16())
+        assert torch.equal(narrow[1 - carried], wide[1 - carried])
 
 
 def test_only_what_the_contract_names_is_read():
@@ -126,7 +156,8 @@ def test_nothing_but_the_block_is_written():
     solve = Solve(2, 33, 50, 15, seed=3)
     total = solve.centred._base
     total[:, :20], total[:, 53:] = 7, 8
-    round_again(solve.gradient, solve.moments, solve.centred, *solve.grid())
+    changes, _ = blank(solve.gradient.shape, torch.float32)
+    ops.round_again(solve.gradient, solve.moments, solve.centred, *solve.grid(), changes)
     assert (total[:, :20] == 7).all()
     assert (total[:, 53:] == 8).all()
 
@@ -144,7 +175,7 @@ def all_results(solve):
     members = (solve.groups == 0).nonzero()[:, 0]
     scales = solve.scales[:, 0].clone()
     corner = solve.moments[members][:, members]
-    delta = fit_scales(solve.gradient, members, solve.centred, corner, scales, torch.float16)
+    delta = fit_scales(solve.gradient, solve.centred, members, corner, scales, torch.float16)
     return *solve.rounded(), *solve.again(), delta, scales[:, None]
 
 
@@ -182,14 +213,15 @@ def test_the_same_bits_at_every_run_and_on_a_second_stream():
 def test_in_a_graph():
     solve, other = Solve(2, 128, 512, 15, seed=7), Solve(2, 128, 512, 15, seed=8)
     solve.rounded()
+    centred, errors = (torch.empty_like(solve.weight) for _ in range(2))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        codes, errors = solve.rounded()
+        ops.round_columns(solve.weight, solve.target, solve.corner, *solve.grid(), centred, errors)
     for name in ("weight", "target", "scales", "zeros", "groups", "corner"):
         getattr(solve, name).copy_(getattr(other, name))
     graph.replay()
     expected = other.rounded()
-    assert torch.equal(codes, expected[0])
+    assert torch.equal(centred, expected[0])
     assert torch.equal(errors, expected[1])
 
 
@@ -209,9 +241,12 @@ def test_fit_scales(size, scale_dtype):
     gradient = torch.matmul(moments, weight - centred * scales[:, 1:])
     corner = moments[members][:, members].contiguous()
     before = scales.clone()
-    poison(parts, size, rows)
-    delta = fit_scales(gradient, members, centred, corner, scales[:, 1], scale_dtype)
+    delta = fit_scales(gradient, centred, members, corner, scales[:, 1], scale_dtype)
 
+    again = before.clone()
+    narrow = fit_scales(gradient, centred, members, corner, again[:, 1], scale_dtype, dtype=torch.bfloat16)
+    assert torch.equal(narrow, delta.bfloat16())
+    assert torch.equal(again, scales)
     assert torch.equal(scales[:, 0], before[:, 0])
     assert torch.equal(scales.to(scale_dtype).float(), scales)
     own, step = centred[:, members].double(), (scales - before)[:, 1].double()

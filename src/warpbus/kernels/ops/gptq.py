@@ -2,8 +2,11 @@
 
 A solve is laid out `[parts, columns, rows]`: the output rows of a matrix, transposed, so that a column of the matrix is
 contiguous, in parts of equal size. Rows are independent of each other, bit for bit: what a row becomes does not depend
-on the rows and parts that are given with it. All tensors but the outputs may have any strides, with the last axis
-contiguous. Nothing waits for the GPU.
+on the rows and parts that are given with it. All tensors may have any strides, with the last axis contiguous: what is
+written is a part of something larger. Nothing waits for the GPU.
+
+What is carried over to other columns can be written in bfloat16, as the products that carry it take it on a GPU. Within
+a block all is in float32.
 """
 
 import torch
@@ -25,6 +28,7 @@ from warpbus.qtensor import Scheme
 
 LARGEST_BLOCK = 128  # columns of a block
 _FLOAT = (torch.float32,)
+_CARRIED = (torch.float32, torch.bfloat16)
 _LARGEST_CODE = 255
 _SCALE_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in csrc/gptq/scale_dtype.cuh
 
@@ -37,16 +41,24 @@ _BLOCK_ROWS = 32
 _SEARCH_THREADS, _SEARCH_LANES = 256, 8
 _SEARCH_SIZES = (32, 64, 128)
 
-_ROUND_COLUMNS = unit("gptq/round_columns.cu").kernel("round_columns", "PPPPPPPP" + "qiqiqqiqi" + 4 * "i")
-_ROUND_AGAIN = unit("gptq/round_again.cu").kernel("round_again", "PPPPPPP" + "qiqqiqiqi" + 4 * "i")
-_FIT_SCALES = unit("gptq/fit_scales.cu").kernel("fit_scales", "PPPPPP" + 6 * "q" + 4 * "i")
+_ROUND_COLUMNS = unit("gptq/round_columns.cu").kernel("round_columns", "PPPPPPPP" + "qiqiqqiqiqiqi" + 5 * "i")
+_ROUND_AGAIN = unit("gptq/round_again.cu").kernel("round_again", "PPPPPPP" + "qiqqiqiqiqi" + 5 * "i")
+_FIT_SCALES = unit("gptq/fit_scales.cu").kernel("fit_scales", "PPPPPP" + 7 * "q" + 6 * "i")
 _SEARCH = {size: per_dtype("gptq/clip_search.cu", f"clip_search_{size}", "PPPPqqiiii") for size in _SEARCH_SIZES}
 _SEARCH_ANY = per_dtype("gptq/clip_search.cu", "clip_search_any", "PPPPqqiiiii")
 
 
 def round_columns(
-    weight: Tensor, target: Tensor, corner: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
-) -> tuple[Tensor, Tensor]:
+    weight: Tensor,
+    target: Tensor,
+    corner: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    max_code: int,
+    centred: Tensor,
+    errors: Tensor,
+) -> None:
     """Round a block of columns in order, each after it has made up for the errors of those before it.
 
     GPTQ (Frantar et al., 2022), seen as Babai's nearest plane: `corner` belongs to the unit upper triangular C of
@@ -54,8 +66,8 @@ def round_columns(
     j = 0, 1, ...
 
         t = target[j] + sum over k < j of errors[k] * corner[k, j]
-        codes[j] = clamp(round(t / scale) + zero, 0, max_code), half to even
-        errors[j] = weight[j] - (codes[j] - zero) * scale
+        centred[j] = clamp(round(t / scale) + zero, 0, max_code) - zero, half to even
+        errors[j] = weight[j] - centred[j] * scale
 
     Args:
         weight, target: float32 `[parts, columns, rows]`, at most 128 columns.
@@ -63,22 +75,30 @@ def round_columns(
         scales, zeros: float32 `[parts, groups, rows]`; scales may be negative, zero points are integers.
         groups: int32 `[columns]`, the group of each column.
         max_code: 1 to 255.
-
-    Returns:
-        the codes, uint8, and the errors, float32, both contiguous `[parts, columns, rows]`. A GPU differs from the CPU
-        by the rounding of the sum over k, and of the errors where a code times its scale is not a float32.
+        centred: float32 `[parts, columns, rows]`, filled with the codes less their zero points.
+        errors: float32 or bfloat16 `[parts, columns, rows]`, filled. A GPU differs from the CPU by the rounding of the
+            sum over k, and of the errors where a code times its scale is not a float32.
 
     Raises:
         TensorError: other shapes, strides, dtypes or devices.
         UsageError: another `max_code`.
     """
-    _check_block("round_columns", corner, scales, zeros, groups, max_code, weight=weight, target=target)
-    return _round_columns(weight, target, corner, scales, zeros, groups, max_code)
+    name = "round_columns"
+    _check_block(name, corner, scales, zeros, groups, max_code, weight=weight, target=target, centred=centred)
+    _check_carried(name, weight, errors=errors)
+    _round_columns(weight, target, corner, scales, zeros, groups, max_code, centred, errors)
 
 
 def round_again(
-    gradient: Tensor, corner: Tensor, centred: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
-) -> Tensor:
+    gradient: Tensor,
+    corner: Tensor,
+    centred: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    max_code: int,
+    changes: Tensor,
+) -> None:
     """Round a block of columns anew in order, each to what is best while all others stay as they are.
 
     Coordinate descent on tr(dW H dW^T) (QuantEase; Behdin et al., 2023). For j = 0, 1, ...
@@ -93,56 +113,61 @@ def round_again(
         corner: float32 `[columns, columns]`, H among these columns; what is below the diagonal is not used.
         centred: float32 `[parts, columns, rows]`, the codes less their zero points; changed in place.
         scales, zeros, groups, max_code: as in `round_columns`.
-
-    Returns:
-        the changes of the weights, float32, contiguous `[parts, columns, rows]`. A GPU differs from the CPU by the
-        rounding of the sum over k.
+        changes: of the weights, float32 or bfloat16 `[parts, columns, rows]`, filled. A GPU differs from the CPU by the
+            rounding of the sum over k.
 
     Raises:
         TensorError: other shapes, strides, dtypes or devices.
         UsageError: another `max_code`.
     """
-    _check_block("round_again", corner, scales, zeros, groups, max_code, gradient=gradient, centred=centred)
-    return _round_again(gradient, corner, centred, scales, zeros, groups, max_code)
+    name = "round_again"
+    _check_block(name, corner, scales, zeros, groups, max_code, gradient=gradient, centred=centred)
+    _check_carried(name, gradient, changes=changes)
+    _round_again(gradient, corner, centred, scales, zeros, groups, max_code, changes)
 
 
 def fit_scales(
-    gradient: Tensor, members: Tensor, centred: Tensor, corner: Tensor, scales: Tensor, scale_dtype: torch.dtype
-) -> Tensor:
+    gradient: Tensor,
+    centred: Tensor,
+    members: Tensor,
+    corner: Tensor,
+    scales: Tensor,
+    scale_dtype: torch.dtype,
+    changes: Tensor,
+) -> None:
     """Set the scales of one group to their least-squares optimum, where that helps after it is rounded.
 
-    With the group's columns c of `centred` and g of `gradient`, the optimum lies `c . g / c . corner c` from where the
+    With the group's columns c of `centred`, and g of `gradient`, the optimum lies `c . g / c . corner c` from where the
     scale is. It is rounded to `scale_dtype`, and the scale stays where the error would not fall.
 
     Args:
-        gradient: float32 `[parts, columns, rows]`, H (W - Q).
-        members: int64 `[size]`, the columns of the group.
-        centred: float32 `[parts, columns, rows]`, the codes less their zero points.
+        gradient: float32 `[parts, size, rows]`, H (W - Q) of the group's columns.
+        centred: float32 `[parts, columns, rows]`, the codes less their zero points, of all columns.
+        members: int64 `[size]`, which of them are the group's.
         corner: float32 `[size, size]`, H among the members, symmetric.
         scales: float32 `[parts, rows]`, those of the group; changed in place.
         scale_dtype: float32, float16 or bfloat16.
-
-    Returns:
-        the change of the members' weights, float32, contiguous `[parts, size, rows]`. A GPU differs from the CPU by the
-        rounding of the sums.
+        changes: of the members' weights, float32 or bfloat16 `[parts, size, rows]`, filled. A GPU differs from the CPU
+            by the rounding of the sums.
 
     Raises:
         TensorError: other shapes, strides, dtypes or devices.
     """
     name = "fit_scales"
-    check_rank(name, 3, gradient=gradient)
+    check_rank(name, 3, gradient=gradient, centred=centred)
     check_rank(name, 1, members=members)
     check_alike(name, _FLOAT, gradient=gradient, centred=centred, corner=corner, scales=scales)
     check_alike(name, (torch.int64,), members=members)
-    parts, _, rows = gradient.shape
+    parts, _, rows = centred.shape
     size = len(members)
-    check_shape(name, {"centred": tuple(gradient.shape)}, "it has one number for each of gradient's", centred=centred)
+    check_shape(name, {"gradient": (parts, size, rows)}, f"there are {size} members", gradient=gradient)
     check_shape(name, {"corner": (size, size)}, f"there are {size} members", corner=corner)
-    check_shape(name, {"scales": (parts, rows)}, "one for each part and row of gradient", scales=scales)
+    check_shape(name, {"scales": (parts, rows)}, "one for each part and row of centred", scales=scales)
     _check_device(name, gradient, members=members)
     _check_strides(name, gradient=gradient, members=members, centred=centred, corner=corner, scales=scales)
+    _check_carried(name, gradient, changes=changes)
     _check_scale_dtype(name, scale_dtype)
-    return _fit_scales(gradient, members, centred, corner, scales, scale_dtype)
+    _fit_scales(gradient, centred, members, corner, scales, scale_dtype, changes)
 
 
 def clip_search(
@@ -207,6 +232,14 @@ def _check_block(
         raise UsageError(f"{name}: max_code is {max_code}: give 1 to {_LARGEST_CODE}")
 
 
+def _check_carried(name: str, first: Tensor, **tensors: Tensor) -> None:
+    """What is carried over is written in one of the formats for that, in the shape of the first tensor."""
+    check_alike(name, _CARRIED, **tensors)
+    check_shape(name, dict.fromkeys(tensors, tuple(first.shape)), "one number for each of the block's", **tensors)
+    _check_device(name, first, **tensors)
+    _check_strides(name, **tensors)
+
+
 def _check_device(name: str, first: Tensor, **tensors: Tensor) -> None:
     for other, tensor in tensors.items():
         if tensor.device != first.device:
@@ -229,28 +262,39 @@ def _check_scale_dtype(name: str, scale_dtype: torch.dtype) -> None:
 
 
 def _launch_round_columns(
-    weight: Tensor, target: Tensor, corner: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
-) -> tuple[Tensor, Tensor]:
-    codes = weight.new_empty(weight.shape, dtype=torch.uint8)
-    errors = weight.new_empty(weight.shape)
+    weight: Tensor,
+    target: Tensor,
+    corner: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    max_code: int,
+    centred: Tensor,
+    errors: Tensor,
+) -> None:
     if weight.numel():
         parts, columns, rows = weight.shape
         _ROUND_COLUMNS(
             parts * blocks((rows, _BLOCK_ROWS)),
             _ROUND_THREADS,
-            *(weight, target, corner, scales, zeros, groups, codes, errors),
+            *(weight, target, corner, scales, zeros, groups, centred, errors),
             *(*weight.stride()[:2], *target.stride()[:2], corner.stride(0)),
-            *(*scales.stride()[:2], *zeros.stride()[:2]),
-            *(columns, rows, max_code, _vectorised(corner)),
+            *(*scales.stride()[:2], *zeros.stride()[:2], *centred.stride()[:2], *errors.stride()[:2]),
+            *(_is_narrow(errors), columns, rows, max_code, _vectorised(corner)),
             shared=_corner_bytes(columns),
         )
-    return codes, errors
 
 
 def _launch_round_again(
-    gradient: Tensor, corner: Tensor, centred: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
-) -> Tensor:
-    changes = gradient.new_empty(gradient.shape)
+    gradient: Tensor,
+    corner: Tensor,
+    centred: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    max_code: int,
+    changes: Tensor,
+) -> None:
     if gradient.numel():
         parts, columns, rows = gradient.shape
         _ROUND_AGAIN(
@@ -258,32 +302,35 @@ def _launch_round_again(
             _ROUND_THREADS,
             *(gradient, corner, centred, scales, zeros, groups, changes),
             *(*gradient.stride()[:2], corner.stride(0), *centred.stride()[:2]),
-            *(*scales.stride()[:2], *zeros.stride()[:2]),
-            *(columns, rows, max_code, _vectorised(corner)),
+            *(*scales.stride()[:2], *zeros.stride()[:2], *changes.stride()[:2]),
+            *(_is_narrow(changes), columns, rows, max_code, _vectorised(corner)),
             shared=_corner_bytes(columns),
         )
-    return changes
 
 
 def _launch_fit_scales(
-    gradient: Tensor, members: Tensor, centred: Tensor, corner: Tensor, scales: Tensor, scale_dtype: torch.dtype
-) -> Tensor:
+    gradient: Tensor,
+    centred: Tensor,
+    members: Tensor,
+    corner: Tensor,
+    scales: Tensor,
+    scale_dtype: torch.dtype,
+    changes: Tensor,
+) -> None:
     size = len(members)
     if size > LARGEST_BLOCK:
         # One group a row: products of whole matrices, which torch's operators are good at.
-        return reference.fit_scales(gradient, members, centred, corner, scales, scale_dtype)
-    parts, _, rows = gradient.shape
-    delta = gradient.new_empty(parts, size, rows)
-    if delta.numel():
+        reference.fit_scales(gradient, centred, members, corner, scales, scale_dtype, changes)
+    elif changes.numel():
+        parts, _, rows = gradient.shape
         _FIT_SCALES(
             parts * blocks((rows, _BLOCK_ROWS)),
             _FIT_THREADS,
-            *(gradient, members, centred, corner, scales, delta),
+            *(gradient, centred, members, corner, scales, changes),
             *(*gradient.stride()[:2], *centred.stride()[:2], corner.stride(0), scales.stride(0)),
-            *(size, rows, _SCALE_DTYPES[scale_dtype], _vectorised(corner)),
+            *(*changes.stride()[:2], _is_narrow(changes), size, rows, _SCALE_DTYPES[scale_dtype], _vectorised(corner)),
             shared=_fit_bytes(size),
         )
-    return delta
 
 
 def _launch_clip_search(
@@ -316,6 +363,10 @@ def _fit_bytes(size: int) -> int:
     return 4 * (width * width + width * _BLOCK_ROWS + 2 * _FIT_THREADS)
 
 
+def _is_narrow(carried: Tensor) -> int:
+    return int(carried.dtype == torch.bfloat16)
+
+
 def _vectorised(corner: Tensor) -> int:
     """Whether all rows begin at multiples of 16 bytes."""
     return int(corner.data_ptr() % 16 == 0 and corner.stride(0) % 4 == 0)
@@ -330,24 +381,24 @@ def _fake_clip_search(
 
 _round_columns = operator(
     "round_columns(Tensor weight, Tensor target, Tensor corner, Tensor scales, Tensor zeros, Tensor groups, "
-    "int max_code) -> (Tensor, Tensor)",
+    "int max_code, Tensor(a!) centred, Tensor(b!) errors) -> ()",
     cuda=_launch_round_columns,
     reference=reference.round_columns,
-    fake=lambda weight, *_: (weight.new_empty(weight.shape, dtype=torch.uint8), weight.new_empty(weight.shape)),
+    fake=lambda *_: None,
 )
 _round_again = operator(
     "round_again(Tensor gradient, Tensor corner, Tensor(a!) centred, Tensor scales, Tensor zeros, Tensor groups, "
-    "int max_code) -> Tensor",
+    "int max_code, Tensor(b!) changes) -> ()",
     cuda=_launch_round_again,
     reference=reference.round_again,
-    fake=lambda gradient, *_: gradient.new_empty(gradient.shape),
+    fake=lambda *_: None,
 )
 _fit_scales = operator(
-    "fit_scales(Tensor gradient, Tensor members, Tensor centred, Tensor corner, Tensor(a!) scales, "
-    "ScalarType scale_dtype) -> Tensor",
+    "fit_scales(Tensor gradient, Tensor centred, Tensor members, Tensor corner, Tensor(a!) scales, "
+    "ScalarType scale_dtype, Tensor(b!) changes) -> ()",
     cuda=_launch_fit_scales,
     reference=reference.fit_scales,
-    fake=lambda gradient, members, *_: gradient.new_empty(gradient.shape[0], members.shape[0], gradient.shape[2]),
+    fake=lambda *_: None,
 )
 _clip_search = operator(
     "clip_search(Tensor weight, Tensor importance, int group_size, int bits, bool symmetric, ScalarType scale_dtype) "

@@ -18,48 +18,65 @@ SINGLE_THREAD_WEIGHTS = 2**20
 
 
 def round_columns(
-    weight: Tensor, target: Tensor, corner: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
-) -> tuple[Tensor, Tensor]:
+    weight: Tensor,
+    target: Tensor,
+    corner: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    max_code: int,
+    centred: Tensor,
+    errors: Tensor,
+) -> None:
     """The codes of a block of columns and the errors they leave; see `ops.gptq.round_columns`."""
-    codes = weight.new_empty(weight.shape, dtype=torch.uint8)
-    errors = weight.new_empty(weight.shape)
     wanted = target.clone()
     with column_threads(weight):
         for index, group in enumerate(groups.tolist()):
             scale, zero = scales[:, group], zeros[:, group]
-            code = nearest(wanted[:, index], scale, zero, max_code)
-            codes[:, index] = code
-            torch.sub(weight[:, index], code.sub_(zero).mul_(scale), out=errors[:, index])
-            wanted[:, index + 1 :].addcmul_(corner[index, index + 1 :, None], errors[:, index, None])
-    return codes, errors
+            code = nearest(wanted[:, index], scale, zero, max_code).sub_(zero)
+            centred[:, index] = code
+            error = weight[:, index] - code.mul_(scale)
+            errors[:, index] = error
+            wanted[:, index + 1 :].addcmul_(corner[index, index + 1 :, None], error[:, None])
 
 
 def round_again(
-    gradient: Tensor, corner: Tensor, centred: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
-) -> Tensor:
+    gradient: Tensor,
+    corner: Tensor,
+    centred: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    max_code: int,
+    changes: Tensor,
+) -> None:
     """The changes of a block of columns that are rounded anew; see `ops.gptq.round_again`."""
     pending = gradient.clone()
-    changes = gradient.new_empty(gradient.shape)
     with column_threads(gradient):
         for index, group in enumerate(groups.tolist()):
             scale, zero, column = scales[:, group], zeros[:, group], centred[:, index]
             wanted = (column * scale).addcdiv_(pending[:, index], corner[index, index])
             rounded = nearest(wanted, scale, zero, max_code).sub_(zero)
-            torch.sub(rounded, column, out=changes[:, index]).mul_(scale)
+            change = (rounded - column).mul_(scale)
+            changes[:, index] = change
             column.copy_(rounded)
-            pending[:, index + 1 :].addcmul_(corner[index, index + 1 :, None], changes[:, index, None], value=-1)
-    return changes
+            pending[:, index + 1 :].addcmul_(corner[index, index + 1 :, None], change[:, None], value=-1)
 
 
 def fit_scales(
-    gradient: Tensor, members: Tensor, centred: Tensor, corner: Tensor, scales: Tensor, scale_dtype: torch.dtype
-) -> Tensor:
+    gradient: Tensor,
+    centred: Tensor,
+    members: Tensor,
+    corner: Tensor,
+    scales: Tensor,
+    scale_dtype: torch.dtype,
+    changes: Tensor,
+) -> None:
     """The change of a group's weights by a better scale; see `ops.gptq.fit_scales`."""
-    delta = gradient.new_empty(len(gradient), len(members), gradient.shape[2])
     # A part at a time: then the sums of a part have the same bits whichever parts stand beside it.
-    for slopes, codes, scale, change in zip(gradient, centred, scales, delta, strict=True):
+    for slopes, codes, scale, change in zip(gradient, centred, scales, changes, strict=True):
         own = codes[members]
-        slope = (own * slopes[members]).sum(0)
+        slope = (own * slopes).sum(0)
         curvature = (own * (corner @ own)).sum(0)
         wanted = scale + slope / curvature.clamp(min=torch.finfo(torch.float32).tiny)
         step = wanted.to(scale_dtype).float() - scale
@@ -67,8 +84,7 @@ def fit_scales(
         better = (step * (step * curvature - 2 * slope) < 0) & (scale + step != 0) & step.isfinite()
         step = torch.where(better, step, torch.zeros_like(step))
         scale.add_(step)
-        torch.mul(own, step, out=change)
-    return delta
+        change.copy_(own * step)
 
 
 def clip_search(

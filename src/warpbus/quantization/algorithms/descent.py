@@ -43,31 +43,33 @@ def descend(
         sweeps: how many times each column is visited.
     """
     hessian, narrowed, size = factors.hessian, factors.narrow_hessian, members.shape[1]
+    parts, count, rows = gradient.shape
+    at_once = max(1, SPAN // size)  # groups
+    carried = gradient.new_empty((parts, max(at_once * size, SPAN), rows), dtype=narrowed.dtype)
     for _ in range(sweeps):
-        for first in range(0, len(members), max(1, SPAN // size)):
-            columns = members[first : first + max(1, SPAN // size)].flatten()
+        for first in range(0, len(members), at_once):
+            columns = members[first : first + at_once].flatten()
             within = hessian[columns[:, None], columns]
             behind = narrow(within[:, size:])  # the first block's rest, of which the others have a part
-            near, codes = gradient[:, columns], centred[:, columns]
-            places = torch.arange(len(columns), device=columns.device)
-            deltas = []
+            near, changes = gradient[:, columns], carried[:, : len(columns)]
             for start in range(0, len(columns), size):
                 block, rest = slice(start, start + size), slice(start + size, None)
-                scale = scales[:, first + start // size]
-                deltas.append(fit_scales(near, places[block], codes, within[block, block], scale, scale_dtype))
-                carry_over(near[:, rest], behind[block, start:], deltas[-1], sign=-1)
-            carry_over(gradient, narrowed[columns], torch.cat(deltas, dim=1), sign=-1)
-        for first in range(0, len(hessian), SPAN):
+                scale, own = scales[:, first + start // size], changes[:, block]
+                fit_scales(
+                    near[:, block], centred, columns[block], within[block, block], scale, scale_dtype, changes=own
+                )
+                carry_over(near[:, rest], behind[block, start:], own, sign=-1)
+            carry_over(gradient, narrowed[columns], changes, sign=-1)
+        for first in range(0, count, SPAN):
             span = slice(first, first + SPAN)
             within, narrow_within = hessian[span, span], narrowed[span, span]
-            near, codes = gradient[:, span].clone(), centred[:, span]
-            deltas = []
+            near, codes, changes = gradient[:, span].clone(), centred[:, span], carried[:, : len(within)]
             for start in range(0, len(within), LARGEST_BLOCK):
                 block, rest = slice(start, start + LARGEST_BLOCK), slice(start + LARGEST_BLOCK, None)
-                grid = scales, zeros, groups[span][block]
-                deltas.append(round_again(near[:, block], within[block, block], codes[:, block], *grid, max_code))
-                carry_over(near[:, rest], narrow_within[block, rest], deltas[-1], sign=-1)
-            carry_over(gradient, narrowed[span], torch.cat(deltas, dim=1), sign=-1)
+                grid, own = (scales, zeros, groups[span][block]), changes[:, block]
+                round_again(near[:, block], within[block, block], codes[:, block], *grid, max_code, changes=own)
+                carry_over(near[:, rest], narrow_within[block, rest], own, sign=-1)
+            carry_over(gradient, narrowed[span], changes, sign=-1)
 
 
 def carry_over(target: Tensor, rows: Tensor, change: Tensor, *, sign: float) -> None:
@@ -76,10 +78,10 @@ def carry_over(target: Tensor, rows: Tensor, change: Tensor, *, sign: float) -> 
     Args:
         target: T, `[parts, in, rows]`.
         rows: R, `[columns, in]`, narrow: see `precision`.
-        change: C, float32 `[parts, columns, rows]`.
+        change: C, `[parts, columns, rows]`, narrow.
     """
     if target.shape[1] == 0:
         return
     # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
-    for part, own in zip(target, narrow(change), strict=True):
+    for part, own in zip(target, change, strict=True):
         add_product(part, rows.T, own, alpha=sign)

@@ -153,9 +153,9 @@ def _solve(
     scales, zeros = _grid(columns, factors, scheme, scale_dtype, count, clip)
     groups = (order // (size // count)).int()
     members = torch.argsort(groups, stable=True).view(count, -1)
-    centred, errors = _round(columns, factors, scales, zeros, groups, scheme.max_code)
+    centred, left = _round(columns, factors, scales, zeros, groups, scheme.max_code)
     if sweeps:
-        gradient = torch.stack([product(factors.narrow_hessian, narrow(part)) for part in errors])
+        gradient = torch.stack([product(factors.narrow_hessian, part) for part in left])
         descend(
             gradient,
             *(factors, centred, scales, zeros, groups, members),
@@ -163,7 +163,7 @@ def _solve(
             scale_dtype=scale_dtype,
             sweeps=sweeps,
         )
-        errors = torch.addcmul(columns, centred, scales[:, groups.long()], value=-1)
+    errors = torch.addcmul(columns, centred, scales[:, groups.long()], value=-1)
     losses = torch.stack((_losses(errors, factors), _losses(columns, factors)), dim=1)
     codes = centred.add_(zeros[:, groups.long()]).to(torch.uint8)[:, factors.inverse_order]
     return codes, scales, zeros, losses
@@ -189,18 +189,19 @@ def _grid(
 def _round(
     columns: Tensor, hessian: FactoredHessian, scales: Tensor, zeros: Tensor, groups: Tensor, max_code: int
 ) -> tuple[Tensor, Tensor]:
-    """The codes less their zero points and the errors W - Q of all columns, both float32 `[parts, in, rows]`."""
-    target, errors, centred = columns.clone(), torch.empty_like(columns), torch.empty_like(columns)
+    """The codes less their zero points, float32, and the errors W - Q, narrow, of all columns: `[parts, in, rows]`."""
     upper, narrowed = hessian.upper, hessian.narrow_upper
+    target, centred = columns.clone(), torch.empty_like(columns)
+    errors = torch.empty_like(columns, dtype=narrowed.dtype)
     for first in range(0, columns.shape[1], SPAN):
         end = min(first + SPAN, columns.shape[1])
         for start in range(first, end, LARGEST_BLOCK):
             block = slice(start, min(start + LARGEST_BLOCK, end))
-            within, members = upper[block, block], groups[block]
-            codes, errors[:, block] = round_columns(
-                columns[:, block], target[:, block], within, scales, zeros, members, max_code
+            round_columns(
+                *(columns[:, block], target[:, block], upper[block, block], scales, zeros, groups[block], max_code),
+                centred=centred[:, block],
+                errors=errors[:, block],
             )
-            torch.sub(codes, zeros[:, members.long()], out=centred[:, block])
             carry_over(target[:, block.stop : end], narrowed[block, block.stop : end], errors[:, block], sign=1)
         carry_over(target[:, end:], narrowed[first:end, end:], errors[:, first:end], sign=1)
     return centred, errors

@@ -13,6 +13,7 @@
 // Shared memory has no bank conflicts: either all lanes read the same 16 bytes, or the four lanes of a row read the 64
 // contiguous bytes of a tile's row, the same ones for all rows.
 #pragma once
+#include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "gptq/rounding.cuh"
 
@@ -47,6 +48,23 @@ struct Place {
             const unsigned int index = first + r * kApart;
             live[r] = index < static_cast<unsigned int>(rows);
             row[r] = min(index, static_cast<unsigned int>(rows) - 1);
+        }
+    }
+};
+
+// Where what is carried over to other columns goes, [parts][columns][rows] in the format of the products that carry it.
+struct Carried {
+    void* values;
+    long long part;  // elements from one to the next
+    int column;      // alike
+    int is_narrow;   // 0: float, 1: bfloat16
+
+    __device__ __forceinline__ void store(long long own_part, long long own_column, unsigned int row, float x) const {
+        const long long place = own_part * part + own_column * column + row;
+        if (is_narrow) {
+            static_cast<__nv_bfloat16*>(values)[place] = from_float<__nv_bfloat16>(x);
+        } else {
+            static_cast<float*>(values)[place] = x;
         }
     }
 };

@@ -1,17 +1,18 @@
 // The scales of one group at their least-squares optimum, where that helps after it is rounded to the dtype of scales.
 //
-// For each row of each part, with c and g the `size` numbers of centred and gradient in the columns `members`:
+// For each row of each part, with c the `size` numbers of centred in the columns `members`, and g those of gradient:
 //   slope = c . g;  curvature = c . corner c
 //   change = stored(scale + slope / max(curvature, the least normal float)) - scale
 //   change = 0 unless change (change curvature - 2 slope) < 0, scale + change != 0, and change is finite
-//   scales += change;  delta[j] = c[j] * change
+//   scales += change;  changes[j] = c[j] * change
 //
 // Shapes and layout
-//   gradient, centred   float [parts][columns][rows], the rows contiguous
-//   members             long long [size], 1 to 128 columns
+//   gradient            float [parts][size][rows], the rows contiguous
+//   centred             float [parts][columns][rows], the rows contiguous
+//   members             long long [size], 1 to 128 of the columns
 //   corner              float [size][size], symmetric, rows corner_row apart
 //   scales              float [parts][rows]; written
-//   delta               float [parts][size][rows], contiguous
+//   changes             float or bfloat16 [parts][size][rows], the rows contiguous
 //   scale_dtype         a number of scale_dtype.cuh
 //   vector              1: rows of the corner begin at multiples of 16 bytes
 // 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with `size`
@@ -84,11 +85,11 @@ __device__ __forceinline__ float total(const float* sums, int row) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kFitThreads)
-    fit_scales(const float* __restrict__ gradient, const long long* __restrict__ members,
-               const float* __restrict__ centred, const float* __restrict__ corner, float* __restrict__ scales,
-               float* __restrict__ delta, long long gradient_part, long long gradient_column, long long centred_part,
-               long long centred_column, long long corner_row, long long scales_part, int size, int rows,
-               int scale_dtype, int vector) {
+    fit_scales(const float* __restrict__ gradient, const float* __restrict__ centred,
+               const long long* __restrict__ members, const float* __restrict__ corner, float* __restrict__ scales,
+               void* __restrict__ changes, long long gradient_part, long long gradient_column, long long centred_part,
+               long long centred_column, long long corner_row, long long scales_part, long long changes_part,
+               int changes_column, int changes_are_narrow, int size, int rows, int scale_dtype, int vector) {
     extern __shared__ float4 storage[];
     __shared__ int own_members[kFitThreads];  // what other loads wait for
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -118,9 +119,9 @@ extern "C" __global__ void __launch_bounds__(kFitThreads)
         if (s * kSpan >= width) break;
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            const long long column = own_members[s * kSpan + i * kWarps + warp];
-            own[s][i] = own_centred[column * centred_column];
-            slopes_of[s][i] = own_gradient[column * gradient_column];
+            const int k = s * kSpan + i * kWarps + warp;
+            own[s][i] = own_centred[own_members[k] * centred_column];
+            slopes_of[s][i] = own_gradient[min(k, size - 1) * gradient_column];
         }
     }
 
@@ -171,14 +172,14 @@ extern "C" __global__ void __launch_bounds__(kFitThreads)
     if (!better || scale + change == 0.0f || change - change != 0.0f) change = 0.0f;
     if (!live) return;
     if (warp == 0) stored = scale + change;
-    float* to = delta + (part * size + warp) * rows + row;
+    const Carried carried{changes, changes_part, changes_column, changes_are_narrow};
 #pragma unroll
     for (int s = 0; s < kSpans; ++s) {
         if (s * kSpan >= width) break;
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            if (s * kSpan + i * kWarps + warp < size) *to = own[s][i] * change;
-            to += static_cast<long long>(kWarps) * rows;
+            const int k = s * kSpan + i * kWarps + warp;
+            if (k < size) carried.store(part, k, row, own[s][i] * change);
         }
     }
 }

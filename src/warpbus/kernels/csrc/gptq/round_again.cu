@@ -14,7 +14,8 @@
 //   centred         float [parts][columns][rows], codes less their zero points, the rows contiguous; written
 //   scales, zeros   float [parts][groups][rows]
 //   groups          int [columns], the group of each column
-//   changes         float [parts][columns][rows], contiguous
+//   changes         float or bfloat16 [parts][columns][rows], the rows contiguous: rounded where nothing is summed up
+//                   from them any more
 //   vector          1: rows of the corner begin at multiples of 16 bytes
 // 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
 // T = ceil(columns / 16): 128 T (T + 1) floats for the corner. Built like round_columns.cu, with a second quotient in the
@@ -33,9 +34,10 @@ struct Columns {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     round_again(const float* __restrict__ gradient, const float* __restrict__ corner, float* __restrict__ centred,
                 const float* __restrict__ scales, const float* __restrict__ zeros, const int* __restrict__ groups,
-                float* __restrict__ changes, long long gradient_part, int gradient_column, long long corner_row,
+                void* __restrict__ changes, long long gradient_part, int gradient_column, long long corner_row,
                 long long centred_part, int centred_column, long long scales_part, int scales_group,
-                long long zeros_part, int zeros_group, int columns, int rows, int max_code, int vector) {
+                long long zeros_part, int zeros_group, long long changes_part, int changes_column,
+                int changes_are_narrow, int columns, int rows, int max_code, int vector) {
     extern __shared__ float4 storage[];
     __shared__ int own_groups[kTile * kTiles];
     const int count = (columns + kTile - 1) / kTile;
@@ -48,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     float* own_centred = centred + place.part * centred_part;
     const float* own_scales = scales + place.part * scales_part;
     const float* own_zeros = zeros + place.part * zeros_part;
-    const long long first = place.part * columns * rows;
+    const Carried carried{changes, changes_part, changes_column, changes_are_narrow};
     // Beyond the last column it is the last one again, which nothing comes of.
     auto load = [&](int t) {
         Columns loaded;
@@ -116,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             for (int r = 0; r < kRows; ++r) {
                 if (place.live[r] && column < columns) {
                     (own_centred + column * centred_column)[place.row[r]] = now.centred[r][e];
-                    (changes + first + column * rows)[place.row[r]] = now.gradient[r][e];
+                    carried.store(place.part, column, place.row[r], now.gradient[r][e]);
                 }
             }
         }

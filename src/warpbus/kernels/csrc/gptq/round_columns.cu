@@ -2,8 +2,8 @@
 //
 // For each row of each part and j = 0, 1, ..., columns - 1:
 //   t = target[j] + sum over k < j of errors[k] * corner[k][j]
-//   codes[j] = clamp(round(t / scale) + zero, 0, max_code)         half to even; IEEE division
-//   errors[j] = weight[j] - (codes[j] - zero) * scale              rounded once
+//   centred[j] = clamp(round(t / scale) + zero, 0, max_code) - zero   half to even; IEEE division
+//   errors[j] = weight[j] - centred[j] * scale                        rounded once
 // The sum is that over the columns before j's tile of 16, in order, added to target[j], and those of the tile, in order,
 // each with one rounding (fma).
 //
@@ -12,7 +12,9 @@
 //   corner           float [columns][columns], rows corner_row apart; only what is above the diagonal is used
 //   scales, zeros    float [parts][groups][rows]
 //   groups           int [columns], the group of each column
-//   codes, errors    unsigned char and float [parts][columns][rows], contiguous
+//   centred          float [parts][columns][rows], the rows contiguous: the codes less their zero points
+//   errors           float or bfloat16 [parts][columns][rows], the rows contiguous: rounded where nothing is summed up
+//                    from them any more
 //   vector           1: rows of the corner begin at multiples of 16 bytes
 // 128 threads a block, and as many blocks for each part as its rows take, 32 a block. Dynamic shared memory, with
 // T = ceil(columns / 16): 128 T (T + 1) floats for the corner.
@@ -36,10 +38,11 @@ struct Columns {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     round_columns(const float* __restrict__ weight, const float* __restrict__ target, const float* __restrict__ corner,
                   const float* __restrict__ scales, const float* __restrict__ zeros, const int* __restrict__ groups,
-                  unsigned char* __restrict__ codes, float* __restrict__ errors, long long weight_part,
-                  int weight_column, long long target_part, int target_column, long long corner_row,
-                  long long scales_part, int scales_group, long long zeros_part, int zeros_group, int columns,
-                  int rows, int max_code, int vector) {
+                  float* __restrict__ centred, void* __restrict__ errors, long long weight_part, int weight_column,
+                  long long target_part, int target_column, long long corner_row, long long scales_part,
+                  int scales_group, long long zeros_part, int zeros_group, long long centred_part, int centred_column,
+                  long long errors_part, int errors_column, int errors_are_narrow, int columns, int rows, int max_code,
+                  int vector) {
     extern __shared__ float4 storage[];
     __shared__ int own_groups[kTile * kTiles];
     const int count = (columns + kTile - 1) / kTile;
@@ -52,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const float* own_target = target + place.part * target_part;
     const float* own_scales = scales + place.part * scales_part;
     const float* own_zeros = zeros + place.part * zeros_part;
-    const long long first = place.part * columns * rows;
+    float* own_centred = centred + place.part * centred_part;
+    const Carried carried{errors, errors_part, errors_column, errors_are_narrow};
     // Beyond the last column it is the last one again, which nothing comes of.
     auto load = [&](int t) {
         Columns loaded;
@@ -100,26 +104,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             for (int r = 0; r < kRows; ++r) {
                 const Divisor scale = of_lane(divisors[r][e], owner);
                 const float zero = of_lane(now.zero[r][e], owner);
-                const float centred = nearest_centred(wanted[r][j], scale, zero, max_code);
-                left[r][j] = fmaf(-centred, scale.value, of_lane(now.weight[r][e], owner));
+                const float code = nearest_centred(wanted[r][j], scale, zero, max_code);
+                left[r][j] = fmaf(-code, scale.value, of_lane(now.weight[r][e], owner));
 #pragma unroll
                 for (int i = j + 1; i < kTile; ++i) wanted[r][i] = fmaf(coefficient[i], left[r][j], wanted[r][i]);
                 // What no lane asks for any more makes room for the results.
                 if (place.lane == owner) {
-                    now.target[r][e] = centred + zero;
+                    now.target[r][e] = code;
                     now.weight[r][e] = left[r][j];
                 }
             }
         }
 #pragma unroll
         for (int e = 0; e < kOwn; ++e) {
-            const int column = t * kTile + place.lane * kOwn + e;
-            const long long begin = first + static_cast<long long>(column) * rows;
+            const long long column = t * kTile + place.lane * kOwn + e;
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 if (place.live[r] && column < columns) {
-                    (codes + begin)[place.row[r]] = static_cast<unsigned char>(now.target[r][e]);
-                    (errors + begin)[place.row[r]] = now.weight[r][e];
+                    (own_centred + column * centred_column)[place.row[r]] = now.target[r][e];
+                    carried.store(place.part, column, place.row[r], now.weight[r][e]);
                 }
             }
         }
