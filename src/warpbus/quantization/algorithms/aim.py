@@ -21,8 +21,8 @@ def aim(columns: Tensor, hessian: FactoredHessian, drift: Tensor, *, share: floa
     Args:
         columns: float32 `[in, rows]`: rows of the matrix, transposed, in the order of `hessian`.
         hessian: the moments E[x' x'^T] of the inputs x' that it is going to meet.
-        drift: float32 `[in, in]`, E[(x - x') x'^T], with x the inputs in the unquantized model, in the same unit and
-            order.
+        drift: float32 `[in, in]`, or narrow, E[(x - x') x'^T], with x the inputs in the unquantized model, in the same
+            unit and order.
         share: 0 gives `columns`, 1 the least-squares optimum.
 
     Returns:

@@ -51,7 +51,9 @@ def descend(
             columns = members[first : first + at_once].flatten()
             within = hessian[columns[:, None], columns]
             behind = narrow(within[:, size:])  # the first block's rest, of which the others have a part
-            near, changes = gradient[:, columns], carried[:, : len(columns)]
+            near, changes = gradient.new_empty(parts, len(columns), rows), carried[:, : len(columns)]
+            for part, own in zip(gradient, near, strict=True):
+                torch.index_select(part, 0, columns, out=own)
             for start in range(0, len(columns), size):
                 block, rest = slice(start, start + size), slice(start + size, None)
                 scale, own = scales[:, first + start // size], changes[:, block]

@@ -10,7 +10,7 @@ from torch import Tensor
 from warpbus.cuda.graphs import Replayed
 from warpbus.errors import NumericError
 from warpbus.quantization.algorithms.cholesky import BLOCK, unit_factor
-from warpbus.quantization.algorithms.precision import add_product, narrow, product
+from warpbus.quantization.algorithms.precision import add_product, narrow, put_product
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class FactoredHessian:
         upper, inverses, count = self.narrow_upper, self.inverses, len(right)
         for start in range((count - 1) // BLOCK * BLOCK, -1, -BLOCK):
             block = slice(start, start + BLOCK)
-            right[block] = product(_corner(inverses, start, count), narrow(right[block]))
+            put_product(right[block], _corner(inverses, start, count), narrow(right[block]))
             add_product(right[:start], upper[:start, block], narrow(right[block]), alpha=-1)
         right /= self.pivots[:, None]
         for start in range(0, count, BLOCK):
             block, stop = slice(start, start + BLOCK), min(start + BLOCK, count)
-            right[block] = product(_corner(inverses, start, count).T, narrow(right[block]))
+            put_product(right[block], _corner(inverses, start, count).T, narrow(right[block]))
             add_product(right[stop:], upper[block, stop:].T, narrow(right[block]), alpha=-1)
         return right
 

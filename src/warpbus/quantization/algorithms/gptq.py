@@ -147,7 +147,7 @@ def _solve(
     order, size = factors.order, weight.shape[2]
     columns = weight.float().transpose(1, 2)[:, order].contiguous()
     if drift.numel():
-        drift = drift[order][:, order]
+        drift = narrow(drift)[order][:, order]
         for part in columns:
             part.copy_(aim(part, factors, drift))
     scales, zeros = _grid(columns, factors, scheme, scale_dtype, count, clip)

@@ -24,6 +24,14 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right if left.dtype == torch.float32 else torch.mm(left, right, out_dtype=torch.float32)
 
 
+def put_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Fill float32 `total` with left @ right, of which `total` may be the right."""
+    if left.dtype == torch.float32:
+        total.copy_(left @ right)
+    else:
+        torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=total)
+
+
 def add_product(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
     """Add alpha times left @ right to float32 `total`, in place."""
     if left.dtype == torch.float32:
