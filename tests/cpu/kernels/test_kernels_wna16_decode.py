@@ -63,7 +63,7 @@ def test_what_is_taken_is_what_is_there(shared_memory, scheme, size, streamed):
         groups = 2 if weight.scheme.group_size == 32 else 1
         stage = 2 * WARPS * weight.bits // 4 * 32 * 16 + 2 * (2 * (WARPS * groups + 1) * 8 * 4)
         stage = -(-stage // 128) * 128
-        rest = WARPS * 2 * (tokens // 8) * 32 * 16 + 2 * 8 * 8 + tokens * WARPS * 4
+        rest = WARPS * 2 * (tokens // 8) * 32 * 16 + 3 * 8 * 8 + tokens * WARPS * 4
         assert rest % 16 == 0  # x behind it is read 16 bytes at a time
         if streamed:
             stage += m * (WARPS * 64 + 8) * 2
@@ -136,7 +136,11 @@ def test_a_thread_finishes_the_sums_of_its_row_and_token(tokens):
     where = {}
     for lane, tile, register in itertools.product(range(32), range(tokens // 8), range(4)):
         row, token = lane // 4 + register // 2 * 8, 8 * tile + 2 * (lane % 4) + register % 2
-        where[row, token] = (tile * 32 + lane) * 4 + register
+        where[row, token] = (tile * 32 + (lane ^ lane >> 3)) * 4 + register
     for within, token in itertools.product(range(16), range(tokens)):
-        place = ((within % 8) * 4 + token % 8 // 2) * 4 + within // 8 * 2 + token % 2
+        holder = within % 8 * 4 + token % 8 // 2
+        place = (holder ^ holder >> 3) * 4 + within // 8 * 2 + token % 2
         assert where[within, token] == token // 8 * 128 + place
+    for first in range(0, 16 * tokens, 32):  # the threads of a warp read from 32 banks at once
+        threads = [(thread % 16, thread // 16) for thread in range(first, first + 32)]
+        assert len({where[place] % 32 for place in threads}) == 32

@@ -14,8 +14,9 @@
 // time, across the borders of tiles, and it begins before the kernel ahead has ended. A stage is two tiles of 16 rows (of a
 // gated layer one of each half) by WARPS chunks of 64 columns, one for each of the other warps. Codes become fragments in
 // registers; they are multiplied as whole numbers and the sum of a group is scaled in fp32, so that no weight is rounded.
-// The warps' sums are added in a fixed order. x lies in shared memory, or where a block has few tiles anyway or x is too
-// large, comes along with the weights. A grid has one block for each multiprocessor.
+// The warps' sums are added in a fixed order. x lies in shared memory, where it comes in parts, so that the first chunks are
+// multiplied while the others are on their way; or, where a block has few tiles anyway or x is too large, along with the
+// weights. A grid has one block for each multiprocessor.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "wna16/dequantize.cuh"
@@ -58,8 +59,10 @@ struct alignas(128) Stage {
 // Elements from one row to the next of the part of x that goes with a stage.
 constexpr int kStreamedRow = WARPS * kChunk + kPad;
 
+constexpr int kParts = 8;  // that x comes in, at most: the chunks of a step each, and the last one all others
+
 struct Barriers {
-    ptx::uint64 full[kMostStages], empty[kMostStages];
+    ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts];
 };
 
 __device__ __forceinline__ int tile_of(int pair, int which, const Problem& p) {
@@ -125,6 +128,20 @@ __device__ __forceinline__ void load_x(Stage& stage, ptx::uint32 full, const ELE
     }
 }
 
+// Brings x into shared memory, a row behind the other, what there is of columns beyond k in global memory too.
+__device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 there, const ELEMENT* x, const Problem& p) {
+    const int row = p.chunks * kChunk + kPad;
+    for (int part = 0, begin = 0; begin < p.pitch; ++part) {
+        const int end = part == kParts - 1 ? p.pitch : min(begin + WARPS * kChunk, p.pitch);
+        ptx::mbarrier_expect(there + 8 * part, p.m * (end - begin) * 2);
+        for (int token = 0; token < p.m; ++token) {
+            ptx::bulk_load(target + (token * row + begin) * 2, x + static_cast<long long>(token) * p.pitch + begin,
+                           (end - begin) * 2, there + 8 * part);
+        }
+        begin = end;
+    }
+}
+
 // A position in the ring: a stage, and the parity of the phase its barriers are in.
 struct Ring {
     int slot = 0, parity = 0;
@@ -142,15 +159,16 @@ __device__ __forceinline__ Stage& stage_at(unsigned char* memory, int slot, cons
 }
 
 // What the warp that multiplies nothing does, by one thread. Weights are nobody's output, so that it asks for the first of
-// them before the kernel ahead has ended.
-__device__ __forceinline__ void produce(unsigned char* memory, ptx::uint32 full, ptx::uint32 empty, const Weight& weight,
-                                        const ELEMENT* x, const Problem& p) {
+// them before the kernel ahead has ended. `staged` is where x is to lie as a whole, 0 if this does not bring it there.
+__device__ __forceinline__ void produce(unsigned char* memory, ptx::uint32 full, ptx::uint32 empty, ptx::uint32 staged,
+                                        ptx::uint32 there, const Weight& weight, const ELEMENT* x, const Problem& p) {
     const Step begin = {static_cast<int>(blockIdx.x), 0};
     Step ahead = begin;
     for (int i = 0; i < p.stages && ahead.there(p); ++i, ahead.advance(p)) {
         load_weights(stage_at(memory, i, p), full + 8 * i, weight, ahead, p);
     }
     ptx::griddepcontrol_wait();
+    if (staged != 0 && begin.there(p)) load_parts(staged, there, x, p);
     Ring ring;
     Step behind = begin;
     for (int i = 0; i < p.stages && behind.there(p); ++i, behind.advance(p), ring.advance(p)) {
@@ -226,18 +244,13 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 // Barrier of the warps that multiply.
 __device__ __forceinline__ void sync_consumers() { ptx::named_barrier(1, kThreads); }
 
-// Brings x into shared memory, zeros past k up to the end of the last chunk.
-__device__ __forceinline__ void stage_x(ELEMENT* target, const ELEMENT* x, const Problem& p) {
-    const int columns = p.chunks * kChunk;
-    for (int token = 0; token < p.m; ++token) {
-        const ELEMENT* source = x + static_cast<long long>(token) * p.pitch;
-        for (int at = 8 * threadIdx.x; at < columns; at += 8 * kThreads) {
-            const ptx::uint32 place = ptx::shared_address(target + token * (columns + kPad) + at);
-            ptx::cp_async_16(place, at < p.pitch ? source + at : source, at < p.pitch ? 16 : 0);
-        }
+// Zeros past what is loaded of x, up to the end of the last chunk.
+__device__ __forceinline__ void fill_up(ELEMENT* target, const Problem& p) {
+    const int columns = p.chunks * kChunk, missing = columns - p.pitch;
+    if (missing <= 0) return;
+    for (int at = threadIdx.x; at < p.m * missing; at += kThreads) {
+        target[at / missing * (columns + kPad) + p.pitch + at % missing] = from_float<ELEMENT>(0.0f);
     }
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
     sync_consumers();
 }
 
@@ -286,6 +299,10 @@ __device__ __forceinline__ void stage_normed_x(ELEMENT* target, float* squares, 
     }
     sync_consumers();
 }
+
+// Where a lane's four sums of a tile lie among those of its warp: so that the threads that add up the rows of a token, which
+// lie with every fourth lane, read from different banks.
+__device__ __forceinline__ int place_of(int lane) { return lane ^ lane >> 3; }
 
 // What a thread adds to the sums of one row of each of the two tiles, and where they go. Fetched before the sums are there.
 struct Epilogue {
@@ -336,6 +353,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(squares + TOKENS * WARPS);
     const ptx::uint32 full = ptx::shared_address(barriers->full);
     const ptx::uint32 empty = ptx::shared_address(barriers->empty);
+    const ptx::uint32 there = ptx::shared_address(barriers->x);
+    const bool in_parts = norm == nullptr && !p.streamed;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int pairs = pairs_of(p);
@@ -346,12 +365,14 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
             ptx::mbarrier_init(full + 8 * i, 1);
             ptx::mbarrier_init(empty + 8 * i, WARPS);
         }
+        for (int i = 0; i < kParts; ++i) ptx::mbarrier_init(there + 8 * i, 1);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
 
     if (warp == WARPS) {
-        if (lane == 0) produce(memory, full, empty, {codes, scales, zeros}, x, p);
+        const ptx::uint32 whole = in_parts ? ptx::shared_address(staged) : 0;
+        if (lane == 0) produce(memory, full, empty, whole, there, {codes, scales, zeros}, x, p);
         return;
     }
 
@@ -359,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     ptx::griddepcontrol_wait();
     if (blockIdx.x >= pairs) return;
     if (norm != nullptr) stage_normed_x(staged, squares, x, norm, norm_weight, p);
-    else if (!p.streamed) stage_x(staged, x, p);
+    else if (in_parts) fill_up(staged, p);
 
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
     // product depends on its own row alone, and those are not stored.
@@ -382,6 +403,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
         if (finishes) epilogue = fetch_epilogue(bias, residual, pair, within, token, p);
         float sum[2][kTokenTiles][4] = {};
         for (int first = 0; first < p.chunks; first += WARPS) {
+            if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(there + 8 * min(first / WARPS, kParts - 1), 0);
             ptx::mbarrier_wait(full + 8 * ring.slot, ring.parity);
             if (first + warp < p.chunks) {
                 const int group = group_of(first + warp, p) - group_of(first, p);
@@ -399,14 +421,14 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int t = 0; t < kTokenTiles; ++t) {
-                sums[((warp * 2 + r) * kTokenTiles + t) * 32 + lane] =
+                sums[((warp * 2 + r) * kTokenTiles + t) * 32 + place_of(lane)] =
                     make_float4(sum[r][t][0], sum[r][t][1], sum[r][t][2], sum[r][t][3]);
             }
         }
         sync_consumers();
         if (finishes) {
             // Where the fragments of the product have this row and column.
-            const int place = ((within % 8) * 4 + token % 8 / 2) * 4 + within / 8 * 2 + token % 2;
+            const int place = place_of(within % 8 * 4 + token % 8 / 2) * 4 + within / 8 * 2 + token % 2;
             const float* const mine_of_all = reinterpret_cast<const float*>(sums) + token / 8 * 128 + place;
             float total[2] = {};
 #pragma unroll
