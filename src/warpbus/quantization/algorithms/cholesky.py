@@ -32,8 +32,8 @@ def unit_factor(matrix: Tensor, *, run: Replayed | None = None) -> tuple[Tensor,
 
     Returns:
         U, float32 `[n, n]`, with zeros below its diagonal; D, float32 `[n]`, all positive; and the inverses of U's
-        diagonal blocks, float32 `[blocks, 512, 512]`, of which the last one may be partly filled. `None` if the matrix
-        is not positive definite.
+        diagonal blocks, float32 `[blocks, 512, 512]`; what the last one has beyond U means nothing. `None` if the
+        matrix is not positive definite.
     """
     if matrix.is_cuda:
         *found, failed = (run or at_once)(_by_blocks, matrix)
@@ -57,12 +57,12 @@ def _by_library(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     del lower
     roots = upper.diagonal().clone()
     upper /= roots
-    inverses = upper.new_zeros(-(-len(upper) // BLOCK), BLOCK, BLOCK)
-    for inverse, start in zip(inverses, range(0, len(upper), BLOCK), strict=True):
-        corner = upper[start : start + BLOCK, start : start + BLOCK]
-        identity = torch.eye(len(corner), device=upper.device)
-        solved = torch.linalg.solve_triangular(corner, identity, upper=True, unitriangular=True)
-        inverse[: len(corner), : len(corner)] = solved
+    corners = torch.eye(BLOCK, device=upper.device).repeat(-(-len(upper) // BLOCK), 1, 1)
+    for corner, start in zip(corners, range(0, len(upper), BLOCK), strict=True):
+        own = upper[start : start + BLOCK, start : start + BLOCK]
+        corner[: len(own), : len(own)] = own
+    identity = torch.eye(BLOCK, device=upper.device).expand_as(corners)
+    inverses = torch.linalg.solve_triangular(corners, identity, upper=True, unitriangular=True)
     return upper, roots.square(), inverses
 
 

@@ -26,7 +26,7 @@ class FactoredHessian:
         hessian: float32 `[in, in]`, damped, in this order.
         upper: float32 `[in, in]`, U; what is below its diagonal is zero.
         inverses: the inverses of U's diagonal blocks, `[blocks, 512, 512]`, narrow (see `precision`): systems are
-            solved by products alone. The last one may be partly filled.
+            solved by products alone. What the last one has beyond U means nothing.
         pivots: float32 `[in]`, D, all positive.
         damped: float32 `[in]`: what was added to the diagonal, in this order.
     """
