@@ -138,7 +138,8 @@ def test_what_fails_after_others_have_left_is_told() -> None:
 
 
 PARENT = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 from test_dist_processes import hang

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The files that one process writes, with one thread as a process of the cluster has."""
+    """The files that one process writes, with as many threads as a process of the cluster has."""
     output, threads = tmp_path_factory.mktemp("expected") / "out", torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # Ray's own is that of its cores, one
     quantize(model, output, scheme=SCHEME, calibration=texts, device="cpu")
     torch.set_num_threads(threads)
     return fingerprint(output)
