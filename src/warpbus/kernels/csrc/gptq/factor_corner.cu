@@ -12,9 +12,10 @@
 //                            what is below its diagonal is not read; the others get zeros below theirs
 //   failed                   int, set to 1 if S is not positive definite; upper and inverse mean nothing then
 // 256 threads, one block; dynamic shared memory: 4 * 128 * 129 bytes. A thread has 8 rows and 2 x 4 columns of T in
-// registers; a warp's rows are 16 neighbours, so that it has nothing more to do once they are through. What is sequential,
-// the eight columns of T[J][J], each of four warps does for itself: its lanes need it at once. An estimate of 800 cycles for
-// that and 300 to 1,100 for the products, 16 times, is 14 us; an H200 takes 36. A column at a time an H100 took 61.
+// registers; a warp's rows are 16 neighbours, so that it has nothing more to do once they are through. What is
+// sequential, the eight columns of T[J][J], each of four warps does for itself: its lanes need it at once. An estimate
+// of 800 cycles for that and 300 to 1,100 for the products, 16 times, is 14 us; an H200 takes 36. A column at a time an
+// H100 took 61.
 
 namespace {
 
