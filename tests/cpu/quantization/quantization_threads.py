@@ -36,9 +36,6 @@ class ThreadGroup(Group):
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(self.gather(tensor[None].clone()).sum(0)) if self.world > 1 else tensor
 
-    def barrier(self) -> None:
-        self.gather(torch.zeros(1))
-
     def exchange(self, sent: Iterable[tuple[int, Tensor]], received: Iterable[tuple[int, Tensor]]) -> None:
         for rank, tensor in sent:
             self.between.queue(self.rank, rank).put(tensor.clone())

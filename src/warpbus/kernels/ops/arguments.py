@@ -71,6 +71,32 @@ def check_shape(operator: str, expected: dict[str, tuple[int, ...]], because: st
             )
 
 
+def check_device(operator: str, first: Tensor, **tensors: Tensor) -> None:
+    """All tensors are where the first one is.
+
+    Raises:
+        TensorError: one is not.
+    """
+    for name, tensor in tensors.items():
+        if tensor.device != first.device:
+            raise TensorError(
+                f"{operator}: {name} is on {tensor.device}, the others on {first.device}: move it with .to()"
+            )
+
+
+def check_strides(operator: str, **tensors: Tensor) -> None:
+    """The last axis of each tensor is contiguous.
+
+    Raises:
+        TensorError: one's is not.
+    """
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise TensorError(
+                f"{operator}: {name} has strides {list(tensor.stride())}, expected 1 in the last: use .contiguous()"
+            )
+
+
 def check_epilogue(operator: str, n: int, bias: Tensor | None, activation: str) -> None:
     """A bias has one element for each column, and the activation is known.
 

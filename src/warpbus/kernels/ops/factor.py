@@ -5,7 +5,7 @@ from torch import Tensor
 
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops.arguments import check_alike, check_rank, check_shape
+from warpbus.kernels.ops.arguments import check_alike, check_device, check_rank, check_shape, check_strides
 from warpbus.kernels.reference import factor as reference
 from warpbus.kernels.units import unit
 
@@ -42,13 +42,8 @@ def factor_corner(matrix: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor
     square: tuple[int, ...] = (columns, columns)
     check_shape(name, {"upper": square, "inverse": square}, "that of matrix", upper=upper, inverse=inverse)
     check_shape(name, {"failed": (1,)}, "one number", failed=failed)
-    if failed.device != matrix.device:
-        raise TensorError(f"{name}: failed is on {failed.device}, the others on {matrix.device}: move it with .to()")
-    for other, tensor in (("matrix", matrix), ("upper", upper), ("inverse", inverse)):
-        if columns > 1 and tensor.stride(1) != 1:
-            raise TensorError(
-                f"{name}: {other} has strides {list(tensor.stride())}, expected 1 in the last: use .contiguous()"
-            )
+    check_device(name, matrix, failed=failed)
+    check_strides(name, matrix=matrix, upper=upper, inverse=inverse)
     _factor_corner(matrix, upper, inverse, failed)
 
 

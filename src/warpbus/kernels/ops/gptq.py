@@ -18,8 +18,10 @@ from warpbus.kernels.ops.arguments import (
     ELEMENTS,
     blocks,
     check_alike,
+    check_device,
     check_rank,
     check_shape,
+    check_strides,
     per_dtype,
 )
 from warpbus.kernels.reference import gptq as reference
@@ -163,8 +165,8 @@ def fit_scales(
     check_shape(name, {"gradient": (parts, size, rows)}, f"there are {size} members", gradient=gradient)
     check_shape(name, {"corner": (size, size)}, f"there are {size} members", corner=corner)
     check_shape(name, {"scales": (parts, rows)}, "one for each part and row of centred", scales=scales)
-    _check_device(name, gradient, members=members)
-    _check_strides(name, gradient=gradient, members=members, centred=centred, corner=corner, scales=scales)
+    check_device(name, gradient, members=members)
+    check_strides(name, gradient=gradient, members=members, centred=centred, corner=corner, scales=scales)
     _check_carried(name, gradient, changes=changes)
     _check_scale_dtype(name, scale_dtype)
     _fit_scales(gradient, centred, members, corner, scales, scale_dtype, changes)
@@ -199,8 +201,8 @@ def clip_search(
     check_alike(name, _FLOAT, importance=importance)
     columns = weight.shape[1]
     check_shape(name, {"importance": (columns,)}, f"weight has {columns} columns", importance=importance)
-    _check_device(name, weight, importance=importance)
-    _check_strides(name, weight=weight, importance=importance)
+    check_device(name, weight, importance=importance)
+    check_strides(name, weight=weight, importance=importance)
     _check_scale_dtype(name, scale_dtype)
     if group_size < 1 or columns % group_size:
         raise TensorError(
@@ -226,8 +228,8 @@ def _check_block(
     check_shape(name, {"groups": (columns,)}, f"{first} has {columns} columns", groups=groups)
     grid: tuple[int, ...] = (parts, scales.shape[1], rows)
     check_shape(name, {"scales": grid, "zeros": grid}, "[parts, groups, rows]", scales=scales, zeros=zeros)
-    _check_device(name, volumes[first], groups=groups)
-    _check_strides(name, **volumes, corner=corner, scales=scales, zeros=zeros, groups=groups)
+    check_device(name, volumes[first], groups=groups)
+    check_strides(name, **volumes, corner=corner, scales=scales, zeros=zeros, groups=groups)
     if not 1 <= max_code <= _LARGEST_CODE:
         raise UsageError(f"{name}: max_code is {max_code}: give 1 to {_LARGEST_CODE}")
 
@@ -236,24 +238,8 @@ def _check_carried(name: str, first: Tensor, **tensors: Tensor) -> None:
     """What is carried over is written in one of the formats for that, in the shape of the first tensor."""
     check_alike(name, _CARRIED, **tensors)
     check_shape(name, dict.fromkeys(tensors, tuple(first.shape)), "one number for each of the block's", **tensors)
-    _check_device(name, first, **tensors)
-    _check_strides(name, **tensors)
-
-
-def _check_device(name: str, first: Tensor, **tensors: Tensor) -> None:
-    for other, tensor in tensors.items():
-        if tensor.device != first.device:
-            raise TensorError(
-                f"{name}: {other} is on {tensor.device}, the others on {first.device}: move it with .to()"
-            )
-
-
-def _check_strides(name: str, **tensors: Tensor) -> None:
-    for other, tensor in tensors.items():
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise TensorError(
-                f"{name}: {other} has strides {list(tensor.stride())}, expected 1 in the last: use .contiguous()"
-            )
+    check_device(name, first, **tensors)
+    check_strides(name, **tensors)
 
 
 def _check_scale_dtype(name: str, scale_dtype: torch.dtype) -> None:
