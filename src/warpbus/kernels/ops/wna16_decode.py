@@ -98,7 +98,7 @@ def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[in
     scales = 2 * (_WARPS * (2 if weight.scheme.group_size == 32 else 1) + 1) * 32
     stage = blocks((codes + 2 * scales, 128)) * 128
     sums = _WARPS * 2 * (tokens // 8) * 32 * 16
-    barriers, squares = 192, tokens * _WARPS * 4
+    barriers, squares = 208, tokens * _WARPS * 4
     others = sums + barriers + squares
     if streamed:
         row = _WARPS * TILE_COLUMNS + _PAD

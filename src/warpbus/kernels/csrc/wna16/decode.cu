@@ -23,6 +23,7 @@
 
 using Packed = Codes<ELEMENT, BITS>;
 constexpr int kThreads = 32 * WARPS;  // that multiply
+constexpr int kFinishers = 3;        // warps that add up the sums of the others; 20 warps in all leave 96 registers a thread
 constexpr int kTokenTiles = TOKENS / 8;
 constexpr bool kAtOnce = kTokenTiles == 1;  // fetch all fragments of x ahead: with more tokens registers are too few
 constexpr int kMostStages = 8;
@@ -62,7 +63,7 @@ constexpr int kStreamedRow = WARPS * kChunk + kPad;
 constexpr int kParts = 8;  // that x comes in, at most: the chunks of a step each, and the last one all others
 
 struct Barriers {
-    ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts];
+    ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts], summed, finished;
 };
 
 __device__ __forceinline__ int tile_of(int pair, int which, const Problem& p) {
@@ -300,49 +301,82 @@ __device__ __forceinline__ void stage_normed_x(ELEMENT* target, float* squares, 
     sync_consumers();
 }
 
-// Where a lane's four sums of a tile lie among those of its warp: so that the threads that add up the rows of a token, which
-// lie with every fourth lane, read from different banks.
+// Where a lane's four sums of a tile lie among those of its warp, and in which order, that of the second tile another one: so
+// that the threads of a warp, which finish one token's rows of both tiles, read from all banks at once.
 __device__ __forceinline__ int place_of(int lane) { return lane ^ lane >> 3; }
-
-// What a thread adds to the sums of one row of each of the two tiles, and where they go. Fetched before the sums are there.
-struct Epilogue {
-    ELEMENT bias[2], residual[2];
-};
+__device__ __forceinline__ int order_of(int element, int which) { return element ^ which; }
 
 // The row of the weight that is row `within` of one of the two tiles.
 __device__ __forceinline__ int row_of(int pair, int which, int within, const Problem& p) {
     return 16 * (p.gate_tiles > 0 ? pair + which * p.gate_tiles : 2 * pair + which) + within;
 }
 
-__device__ __forceinline__ Epilogue fetch_epilogue(const ELEMENT* bias, const ELEMENT* residual, int pair, int within,
-                                                   int token, const Problem& p) {
+// What a thread adds to the sum of a row of the weight and a token. Fetched before the sum is there.
+struct Epilogue {
+    ELEMENT bias, residual;
+};
+
+__device__ __forceinline__ Epilogue fetch_epilogue(const ELEMENT* bias, const ELEMENT* residual, int row, int token,
+                                                   const Problem& p) {
     Epilogue e = {};
     const int rows = p.gate_tiles > 0 ? p.n / 2 : p.n;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int row = row_of(pair, r, within, p);
-        if (bias != nullptr && row < p.n) e.bias[r] = bias[row];
-        if (residual != nullptr && row < rows) e.residual[r] = residual[static_cast<long long>(token) * rows + row];
-    }
+    if (bias != nullptr && row < p.n) e.bias = bias[row];
+    if (residual != nullptr && row < rows) e.residual = residual[static_cast<long long>(token) * rows + row];
     return e;
 }
 
-__device__ __forceinline__ void store(const float (&total)[2], const Epilogue& e, ELEMENT* out, int pair, int within,
-                                      int token, const Problem& p) {
-    const int row = row_of(pair, 0, within, p);
-    const float first = total[0] + to_float(e.bias[0]);
-    const float second = total[1] + to_float(e.bias[1]);
+// Called by all threads of a warp: the lower half has the first tile's rows, which where there is a gate are the gate's.
+__device__ __forceinline__ void store(float total, const Epilogue& e, ELEMENT* out, int row, int token, const Problem& p) {
+    const float value = total + to_float(e.bias);
     if (p.gate_tiles > 0) {
-        const float gated = activate(kSilu, first) * second;
-        out[static_cast<long long>(token) * (p.n / 2) + row] = from_float<ELEMENT>(gated + to_float(e.residual[0]));
+        const float up = __shfl_down_sync(0xffffffff, value, 16);
+        ELEMENT* target = out + static_cast<long long>(token) * (p.n / 2);
+        if (threadIdx.x % 32 < 16) target[row] = from_float<ELEMENT>(activate(kSilu, value) * up + to_float(e.residual));
         return;
     }
-    ELEMENT* target = out + static_cast<long long>(token) * p.n;
-    if (row < p.n) target[row] = from_float<ELEMENT>(first + to_float(e.residual[0]));
-    if (row + 16 < p.n) target[row + 16] = from_float<ELEMENT>(second + to_float(e.residual[1]));
+    if (row < p.n) out[static_cast<long long>(token) * p.n + row] = from_float<ELEMENT>(value + to_float(e.residual));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
+// What a warp does that adds up the sums which the others leave, while they are at work on the next pair of tiles: every
+// kFinishers-th token's, a thread for each row of the two tiles.
+__device__ __forceinline__ void finish(const float* sums, ptx::uint32 summed, ptx::uint32 finished, const ELEMENT* bias,
+                                       const ELEMENT* residual, ELEMENT* out, const Problem& p) {
+    constexpr int kOwn = (TOKENS + kFinishers - 1) / kFinishers;
+    const int lane = threadIdx.x % 32;
+    const int within = lane % 16, which = lane / 16, first = threadIdx.x / 32 - WARPS - 1;
+    int parity = 0;
+    for (int pair = blockIdx.x; pair < pairs_of(p); pair += gridDim.x, parity ^= 1) {
+        const int row = row_of(pair, which, within, p);
+        Epilogue epilogue[kOwn];
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const int token = first + i * kFinishers;
+            if (token < p.m) epilogue[i] = fetch_epilogue(bias, residual, row, token, p);
+        }
+        ptx::mbarrier_wait(summed, parity);
+        float total[kOwn] = {};
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const int token = first + i * kFinishers;
+            if (token >= p.m) continue;
+            // Where the fragments of the product have this row and column.
+            const int holder = within % 8 * 4 + token % 8 / 2, element = within / 8 * 2 + token % 2;
+            const float* const mine = sums + (which * kTokenTiles + token / 8) * 128 + place_of(holder) * 4 +
+                                      order_of(element, which);
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) total[i] += mine[w * 2 * kTokenTiles * 128];
+        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(finished);
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const int token = first + i * kFinishers;
+            if (token < p.m) store(total[i], epilogue[i], out, row, token, p);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1)
     wna16_decode(const uint4* codes, const ptx::uint32* scales, const ptx::uint32* zeros, const ELEMENT* x,
                  const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, const Problem p) {
     extern __shared__ __align__(128) unsigned char memory[];
@@ -354,6 +388,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     const ptx::uint32 full = ptx::shared_address(barriers->full);
     const ptx::uint32 empty = ptx::shared_address(barriers->empty);
     const ptx::uint32 there = ptx::shared_address(barriers->x);
+    const ptx::uint32 summed = ptx::shared_address(&barriers->summed);
+    const ptx::uint32 finished = ptx::shared_address(&barriers->finished);
     const bool in_parts = norm == nullptr && !p.streamed;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -366,6 +402,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
             ptx::mbarrier_init(empty + 8 * i, WARPS);
         }
         for (int i = 0; i < kParts; ++i) ptx::mbarrier_init(there + 8 * i, 1);
+        ptx::mbarrier_init(summed, WARPS);
+        ptx::mbarrier_init(finished, kFinishers);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
@@ -375,9 +413,13 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
         if (lane == 0) produce(memory, full, empty, whole, there, {codes, scales, zeros}, x, p);
         return;
     }
-
-    const Vector norm_weight = load_vector(norm + 8 * threadIdx.x, norm != nullptr && 8 * threadIdx.x < p.k);
+    const Vector norm_weight =
+        load_vector(norm + 8 * threadIdx.x, norm != nullptr && warp < WARPS && 8 * threadIdx.x < p.k);
     ptx::griddepcontrol_wait();
+    if (warp > WARPS) {
+        finish(reinterpret_cast<const float*>(sums), summed, finished, bias, residual, out, p);
+        return;
+    }
     if (blockIdx.x >= pairs) return;
     if (norm != nullptr) stage_normed_x(staged, squares, x, norm, norm_weight, p);
     else if (in_parts) fill_up(staged, p);
@@ -392,15 +434,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
         const int row = min(8 * t + lane % 8, p.m - 1);
         mine[t] = ptx::shared_address(rows + row * row_size + warp * kChunk) + lane / 8 * 16;
     }
-    // The sums of 16 rows and m tokens, of both tiles, are finished by a thread each.
-    static_assert(16 * TOKENS <= kThreads, "a thread finishes one row of one token");
-    const int within = threadIdx.x % 16;
-    const int token = threadIdx.x / 16;
-    const bool finishes = token < p.m;
     Ring ring;
-    for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x) {
-        Epilogue epilogue;
-        if (finishes) epilogue = fetch_epilogue(bias, residual, pair, within, token, p);
+    int parity = 0;  // of the pairs' phases
+    for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x, parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
         for (int first = 0; first < p.chunks; first += WARPS) {
             if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(there + 8 * min(first / WARPS, kParts - 1), 0);
@@ -416,27 +452,17 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
             ring.advance(p);
         }
 
-        sync_consumers();
+        ptx::mbarrier_wait(finished, parity ^ 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int t = 0; t < kTokenTiles; ++t) {
+                const float(&own)[4] = sum[r][t];
                 sums[((warp * 2 + r) * kTokenTiles + t) * 32 + place_of(lane)] =
-                    make_float4(sum[r][t][0], sum[r][t][1], sum[r][t][2], sum[r][t][3]);
+                    make_float4(own[order_of(0, r)], own[order_of(1, r)], own[order_of(2, r)], own[order_of(3, r)]);
             }
         }
-        sync_consumers();
-        if (finishes) {
-            // Where the fragments of the product have this row and column.
-            const int place = place_of(within % 8 * 4 + token % 8 / 2) * 4 + within / 8 * 2 + token % 2;
-            const float* const mine_of_all = reinterpret_cast<const float*>(sums) + token / 8 * 128 + place;
-            float total[2] = {};
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) total[r] += mine_of_all[(w * 2 + r) * kTokenTiles * 128];
-            }
-            store(total, epilogue, out, pair, within, token, p);
-        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(summed);
     }
 }
