@@ -13,7 +13,7 @@ from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.units import unit
 
 MOST_TOKENS = 16
-_WARPS = 16
+_WARPS, _FINISHERS = 16, 3  # that multiply; that add up their sums
 _MOST_STAGES, _FEWEST_STAGES = 5, 2  # in flight
 _ROUNDS = 1.5  # pairs of tiles of a block, up to which x is streamed: it is read again for each
 _PAD = 8  # elements between the rows of x in shared memory
@@ -62,7 +62,7 @@ def multiply(
     stage, others = _shared(m, k, weight, streamed=streamed)
     _kernel(x.dtype, weight.bits, size == 32, _tokens(m))(
         multiprocessors(x.device),
-        32 * (_WARPS + 1),
+        32 * (_WARPS + 1 + _FINISHERS),
         *(weight.codes, weight.scales, weight.zeros, x, norm, bias, residual, out),
         *(m, n, k, x.stride(0), blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
         *(pairs if gated else 0, stages, stage, int(streamed), eps),
