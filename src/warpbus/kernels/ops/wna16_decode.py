@@ -15,6 +15,7 @@ from warpbus.kernels.units import unit
 MOST_TOKENS = 16
 _WARPS, _FINISHERS = 16, 3  # that multiply; that add up their sums
 _MOST_STAGES, _FEWEST_STAGES = 5, 2  # in flight
+_SHARING = 5
 _ROUNDS = 1.5  # pairs of tiles of a block, up to which x is streamed: it is read again for each
 _PAD = 8  # elements between the rows of x in shared memory
 
@@ -60,13 +61,15 @@ def multiply(
     shift = 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1
     stages = min(_stages(x, weight, streamed=streamed), _MOST_STAGES)
     stage, others = _shared(m, k, weight, streamed=streamed)
+    cluster = 2 if m >= _SHARING and norm is None else 1
     _kernel(x.dtype, weight.bits, size == 32, _tokens(m))(
-        multiprocessors(x.device),
+        multiprocessors(x.device) // cluster * cluster,
         32 * (_WARPS + 1 + _FINISHERS),
         *(weight.codes, weight.scales, weight.zeros, x, norm, bias, residual, out),
         *(m, n, k, x.stride(0), blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
-        *(pairs if gated else 0, stages, stage, int(streamed), eps),
+        *(pairs if gated else 0, stages, stage, int(streamed), cluster, eps),
         shared=stages * stage + others,
+        cluster=cluster,
         dependent=True,
     )
 
@@ -98,7 +101,7 @@ def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[in
     scales = 2 * (_WARPS * (2 if weight.scheme.group_size == 32 else 1) + 1) * 32
     stage = blocks((codes + 2 * scales, 128)) * 128
     sums = _WARPS * 2 * (tokens // 8) * 32 * 16
-    barriers, squares = 208, tokens * _WARPS * 4
+    barriers, squares = 272, tokens * _WARPS * 4
     others = sums + barriers + squares
     if streamed:
         row = _WARPS * TILE_COLUMNS + _PAD
@@ -117,7 +120,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Ker
         TOKENS=tokens,
         WARPS=_WARPS,
     )
-    return declared.kernel("wna16_decode", "PPPPPPPPiiiiiiiiiiiif")
+    return declared.kernel("wna16_decode", "PPPPPPPPiiiiiiiiiiiiif")
 
 
 for _dtype, _bits, _two, _tokens_of in itertools.product(HALVES, (4, 8), (False, True), (8, 16)):

@@ -233,6 +233,16 @@ __device__ __forceinline__ void bulk_load(uint32 shared, const void* global, int
                  : "memory");
 }
 
+// The same into every block of the cluster whose bit is set in `blocks`, at the same address and barrier in each.
+__device__ __forceinline__ void bulk_load_multicast(uint32 shared, const void* global, int bytes, uint32 barrier,
+                                                    unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared),
+        "l"(global), "r"(bytes), "r"(barrier), "h"(blocks)
+        : "memory");
+}
+
 // Bring `bytes` contiguous bytes into L2; address and size are multiples of 16. L2 is where all writes meet, so it changes
 // nothing that could be seen and may stand before griddepcontrol_wait. One thread calls it.
 __device__ __forceinline__ void bulk_prefetch(const void* global, int bytes) {
@@ -308,9 +318,12 @@ __device__ __forceinline__ int cluster_rank() {
     return static_cast<int>(rank);
 }
 
-// Barrier among all threads of the cluster.
+// Barrier among all threads of the cluster: each arrives, or ends, and those that need to know wait.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    cluster_arrive();
+    cluster_wait();
 }
 
 // An object in the shared memory of block `rank` of the cluster, by its place in one's own. That block must have reached

@@ -42,6 +42,7 @@ struct Problem {
     int stages;      // in flight
     int stage_size;  // bytes: a Stage, with the part of x behind it where x is streamed
     int streamed;    // x comes with the weights, stage by stage; else all of it lies in shared memory
+    int cluster;     // blocks that bring x for each other, 1 or 2
     float eps;
 };
 
@@ -63,7 +64,7 @@ constexpr int kStreamedRow = WARPS * kChunk + kPad;
 constexpr int kParts = 8;  // that x comes in, at most: the chunks of a step each, and the last one all others
 
 struct Barriers {
-    ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts], summed, finished;
+    ptx::uint64 full[kMostStages], empty[kMostStages], ready[kMostStages], x[kParts], summed, finished;
 };
 
 __device__ __forceinline__ int tile_of(int pair, int which, const Problem& p) {
@@ -121,12 +122,23 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
     }
 }
 
-__device__ __forceinline__ void load_x(Stage& stage, ptx::uint32 full, const ELEMENT* x, Step step, const Problem& p) {
-    const ptx::uint32 target = ptx::shared_address(&stage + 1);
-    for (int token = 0; token < p.m; ++token) {
-        ptx::bulk_load(target + token * kStreamedRow * 2, x + static_cast<long long>(token) * p.pitch + step.chunk * kChunk,
-                       columns_of(step, p) * 2, full);
+// Brings a part of the rows of x, `bytes` from `x` on, to every `pitch` bytes from `target` on. Where the other block of the
+// cluster needs the same at the same place, each of them brings every second row for both.
+__device__ __forceinline__ void load_rows(ptx::uint32 target, int pitch, ptx::uint32 barrier, const ELEMENT* x, int bytes,
+                                          bool both, const Problem& p) {
+    for (int token = both ? ptx::cluster_rank() : 0; token < p.m; token += both ? 2 : 1) {
+        const ELEMENT* const row = x + static_cast<long long>(token) * p.pitch;
+        if (both) ptx::bulk_load_multicast(target + token * pitch, row, bytes, barrier, 3);
+        else ptx::bulk_load(target + token * pitch, row, bytes, barrier);
     }
+}
+
+// Whether the other block of the cluster works on a pair of tiles while this one works on `pair`.
+__device__ __forceinline__ bool both_at(int pair, const Problem& p) { return p.cluster == 2 && (pair | 1) < pairs_of(p); }
+
+__device__ __forceinline__ void load_x(Stage& stage, ptx::uint32 full, const ELEMENT* x, Step step, const Problem& p) {
+    load_rows(ptx::shared_address(&stage + 1), kStreamedRow * 2, full, x + step.chunk * kChunk, columns_of(step, p) * 2,
+              both_at(step.pair, p), p);
 }
 
 // Brings x into shared memory, a row behind the other, what there is of columns beyond k in global memory too.
@@ -135,13 +147,15 @@ __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 there
     for (int part = 0, begin = 0; begin < p.pitch; ++part) {
         const int end = part == kParts - 1 ? p.pitch : min(begin + WARPS * kChunk, p.pitch);
         ptx::mbarrier_expect(there + 8 * part, p.m * (end - begin) * 2);
-        for (int token = 0; token < p.m; ++token) {
-            ptx::bulk_load(target + (token * row + begin) * 2, x + static_cast<long long>(token) * p.pitch + begin,
-                           (end - begin) * 2, there + 8 * part);
-        }
+        load_rows(target + begin * 2, row * 2, there + 8 * part, x + begin, (end - begin) * 2, both_at(blockIdx.x, p), p);
         begin = end;
     }
 }
+
+// Where the barriers lie.
+struct Addresses {
+    ptx::uint32 full, empty, ready, x, summed, finished;
+};
 
 // A position in the ring: a stage, and the parity of the phase its barriers are in.
 struct Ring {
@@ -161,25 +175,32 @@ __device__ __forceinline__ Stage& stage_at(unsigned char* memory, int slot, cons
 
 // What the warp that multiplies nothing does, by one thread. Weights are nobody's output, so that it asks for the first of
 // them before the kernel ahead has ended. `staged` is where x is to lie as a whole, 0 if this does not bring it there.
-__device__ __forceinline__ void produce(unsigned char* memory, ptx::uint32 full, ptx::uint32 empty, ptx::uint32 staged,
-                                        ptx::uint32 there, const Weight& weight, const ELEMENT* x, const Problem& p) {
+__device__ __forceinline__ void produce(unsigned char* memory, const Addresses& at, ptx::uint32 staged,
+                                        const Weight& weight, const ELEMENT* x, const Problem& p) {
     const Step begin = {static_cast<int>(blockIdx.x), 0};
     Step ahead = begin;
     for (int i = 0; i < p.stages && ahead.there(p); ++i, ahead.advance(p)) {
-        load_weights(stage_at(memory, i, p), full + 8 * i, weight, ahead, p);
+        load_weights(stage_at(memory, i, p), at.full + 8 * i, weight, ahead, p);
     }
+    if (p.cluster == 2) ptx::cluster_wait();
     ptx::griddepcontrol_wait();
-    if (staged != 0 && begin.there(p)) load_parts(staged, there, x, p);
+    if (staged != 0 && begin.there(p)) load_parts(staged, at.x, x, p);
     Ring ring;
     Step behind = begin;
     for (int i = 0; i < p.stages && behind.there(p); ++i, behind.advance(p), ring.advance(p)) {
-        if (p.streamed) load_x(stage_at(memory, i, p), full + 8 * i, x, behind, p);
+        if (p.streamed) load_x(stage_at(memory, i, p), at.full + 8 * i, x, behind, p);
     }
     for (; ahead.there(p); ahead.advance(p), ring.advance(p)) {
         Stage& stage = stage_at(memory, ring.slot, p);
-        ptx::mbarrier_wait(empty + 8 * ring.slot, ring.parity ^ 1);
-        load_weights(stage, full + 8 * ring.slot, weight, ahead, p);
-        if (p.streamed) load_x(stage, full + 8 * ring.slot, x, ahead, p);
+        const ptx::uint32 full = at.full + 8 * ring.slot, ready = at.ready + 8 * ring.slot;
+        ptx::mbarrier_wait(at.empty + 8 * ring.slot, ring.parity ^ 1);
+        load_weights(stage, full, weight, ahead, p);
+        if (!p.streamed) continue;
+        if (both_at(ahead.pair, p)) {
+            ptx::mbarrier_arrive_at(ready, ptx::cluster_rank() ^ 1);
+            ptx::mbarrier_wait(ready, ring.parity ^ 1);
+        }
+        load_x(stage, full, x, ahead, p);
     }
 }
 
@@ -339,40 +360,31 @@ __device__ __forceinline__ void store(float total, const Epilogue& e, ELEMENT* o
 
 // What a warp does that adds up the sums which the others leave, while they are at work on the next pair of tiles: every
 // kFinishers-th token's, a thread for each row of the two tiles.
-__device__ __forceinline__ void finish(const float* sums, ptx::uint32 summed, ptx::uint32 finished, const ELEMENT* bias,
+__device__ __forceinline__ void finish(const float* sums, const Addresses& at, const ELEMENT* bias,
                                        const ELEMENT* residual, ELEMENT* out, const Problem& p) {
-    constexpr int kOwn = (TOKENS + kFinishers - 1) / kFinishers;
     const int lane = threadIdx.x % 32;
     const int within = lane % 16, which = lane / 16, first = threadIdx.x / 32 - WARPS - 1;
     int parity = 0;
     for (int pair = blockIdx.x; pair < pairs_of(p); pair += gridDim.x, parity ^= 1) {
         const int row = row_of(pair, which, within, p);
-        Epilogue epilogue[kOwn];
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const int token = first + i * kFinishers;
-            if (token < p.m) epilogue[i] = fetch_epilogue(bias, residual, row, token, p);
-        }
-        ptx::mbarrier_wait(summed, parity);
-        float total[kOwn] = {};
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const int token = first + i * kFinishers;
-            if (token >= p.m) continue;
+        Epilogue next;
+        if (first < p.m) next = fetch_epilogue(bias, residual, row, first, p);
+        ptx::mbarrier_wait(at.summed, parity);
+#pragma unroll 1
+        for (int token = first; token < p.m; token += kFinishers) {
+            const Epilogue epilogue = next;
+            if (token + kFinishers < p.m) next = fetch_epilogue(bias, residual, row, token + kFinishers, p);
             // Where the fragments of the product have this row and column.
             const int holder = within % 8 * 4 + token % 8 / 2, element = within / 8 * 2 + token % 2;
             const float* const mine = sums + (which * kTokenTiles + token / 8) * 128 + place_of(holder) * 4 +
                                       order_of(element, which);
+            float total = 0.0f;
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) total[i] += mine[w * 2 * kTokenTiles * 128];
+            for (int w = 0; w < WARPS; ++w) total += mine[w * 2 * kTokenTiles * 128];
+            store(total, epilogue, out, row, token, p);
         }
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(finished);
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const int token = first + i * kFinishers;
-            if (token < p.m) store(total[i], epilogue[i], out, row, token, p);
-        }
+        if (lane == 0) ptx::mbarrier_arrive(at.finished);
     }
 }
 
@@ -385,11 +397,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + WARPS * 2 * kTokenTiles * 32);
     float* const squares = reinterpret_cast<float*>(barriers + 1);  // [TOKENS][WARPS]
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(squares + TOKENS * WARPS);
-    const ptx::uint32 full = ptx::shared_address(barriers->full);
-    const ptx::uint32 empty = ptx::shared_address(barriers->empty);
-    const ptx::uint32 there = ptx::shared_address(barriers->x);
-    const ptx::uint32 summed = ptx::shared_address(&barriers->summed);
-    const ptx::uint32 finished = ptx::shared_address(&barriers->finished);
+    const Addresses at = {ptx::shared_address(barriers->full),  ptx::shared_address(barriers->empty),
+                          ptx::shared_address(barriers->ready), ptx::shared_address(barriers->x),
+                          ptx::shared_address(&barriers->summed), ptx::shared_address(&barriers->finished)};
     const bool in_parts = norm == nullptr && !p.streamed;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -398,26 +408,28 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; ++i) {
-            ptx::mbarrier_init(full + 8 * i, 1);
-            ptx::mbarrier_init(empty + 8 * i, WARPS);
+            ptx::mbarrier_init(at.full + 8 * i, 1);
+            ptx::mbarrier_init(at.empty + 8 * i, WARPS);
+            ptx::mbarrier_init(at.ready + 8 * i, 1);
         }
-        for (int i = 0; i < kParts; ++i) ptx::mbarrier_init(there + 8 * i, 1);
-        ptx::mbarrier_init(summed, WARPS);
-        ptx::mbarrier_init(finished, kFinishers);
+        for (int i = 0; i < kParts; ++i) ptx::mbarrier_init(at.x + 8 * i, 1);
+        ptx::mbarrier_init(at.summed, WARPS);
+        ptx::mbarrier_init(at.finished, kFinishers);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
+    if (p.cluster == 2) ptx::cluster_arrive();
 
     if (warp == WARPS) {
         const ptx::uint32 whole = in_parts ? ptx::shared_address(staged) : 0;
-        if (lane == 0) produce(memory, full, empty, whole, there, {codes, scales, zeros}, x, p);
+        if (lane == 0) produce(memory, at, whole, {codes, scales, zeros}, x, p);
         return;
     }
     const Vector norm_weight =
         load_vector(norm + 8 * threadIdx.x, norm != nullptr && warp < WARPS && 8 * threadIdx.x < p.k);
     ptx::griddepcontrol_wait();
     if (warp > WARPS) {
-        finish(reinterpret_cast<const float*>(sums), summed, finished, bias, residual, out, p);
+        finish(reinterpret_cast<const float*>(sums), at, bias, residual, out, p);
         return;
     }
     if (blockIdx.x >= pairs) return;
@@ -439,8 +451,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x, parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
         for (int first = 0; first < p.chunks; first += WARPS) {
-            if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(there + 8 * min(first / WARPS, kParts - 1), 0);
-            ptx::mbarrier_wait(full + 8 * ring.slot, ring.parity);
+            if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
+            ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
             if (first + warp < p.chunks) {
                 const int group = group_of(first + warp, p) - group_of(first, p);
                 const int offset = p.streamed ? ring.slot * p.stage_size : first * kChunk * 2;
@@ -448,11 +460,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
                 multiply(sum, stage_at(memory, ring.slot, p), mine, offset, group, zeros == nullptr, middle);
             }
             __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(empty + 8 * ring.slot);
+            if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
             ring.advance(p);
         }
 
-        ptx::mbarrier_wait(finished, parity ^ 1);
+        ptx::mbarrier_wait(at.finished, parity ^ 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -463,6 +475,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
             }
         }
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(summed);
+        if (lane == 0) ptx::mbarrier_arrive(at.summed);
     }
 }
