@@ -35,14 +35,18 @@ def fits(matrix: Tensor) -> bool:
     return aligned and (matrix.stride(1) == 1 or matrix.shape[1] == 1)
 
 
-def tensor_map(matrix: Tensor, box_rows: int, box_columns: int, *, swizzled: bool = True) -> bytes:
+def tensor_map(
+    matrix: Tensor, box_rows: int, box_columns: int, *, swizzled: bool = True, panels: int | None = None
+) -> bytes:
     """The 128 bytes for a matrix [rows, columns], contiguous along its columns, copied box by box.
 
     The box lies in shared memory with the 128-byte swizzle, `box_columns` elements being at most 128 bytes; or with
-    `swizzled` false row by row, at most 256 elements each.
+    `swizzled` false row by row, at most 256 elements each. With `panels` a copy brings that many neighbouring boxes, one
+    behind the other, and has three coordinates: column and row within a panel, and panel; the matrix is a whole number of
+    panels wide.
 
     Raises:
-        TensorError: the matrix is not aligned as `fits` says.
+        TensorError: the matrix is not aligned as `fits` says, or has no whole number of panels.
         DeviceError: the driver rejects it.
     """
     if not fits(matrix):
@@ -54,13 +58,20 @@ def tensor_map(matrix: Tensor, box_rows: int, box_columns: int, *, swizzled: boo
     stride = matrix.stride(0) if rows > 1 else max(columns, ALIGNMENT)
     pitch = -(-stride * matrix.element_size() // ALIGNMENT) * ALIGNMENT
     swizzle = _SWIZZLE_128 if swizzled else 0
-    return _encode(matrix.data_ptr(), _ELEMENT[matrix.dtype], rows, columns, pitch, box_rows, box_columns, swizzle)
+    sides, strides, box = (columns, rows), (pitch,), (box_columns, box_rows)
+    if panels is not None:
+        if columns % box_columns:
+            raise TensorError(f"a matrix of {columns} columns has no whole number of panels of {box_columns}")
+        sides, box = (box_columns, rows, columns // box_columns), (*box, panels)
+        strides = (pitch, box_columns * matrix.element_size())
+    return _encode(matrix.data_ptr(), _ELEMENT[matrix.dtype], sides, strides, box, swizzle)
 
 
 @functools.lru_cache(maxsize=4096)
 def _encode(
-    address: int, element: int, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int, swizzle: int
+    address: int, element: int, sides: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:
+    """Sides and box in elements, strides in bytes, without the first, from the innermost axis on."""
     enter_context()
     # A map only says where and how, so the same matrix at the same place has the same map, whatever it holds.
     storage = (ctypes.c_uint64 * 24)()
@@ -68,16 +79,16 @@ def _encode(
     status = driver.library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(target),
         element,
-        2,
+        len(sides),
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(box_columns, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * len(sides))(*sides),
+        (ctypes.c_uint64 * len(strides))(*strides),
+        (ctypes.c_uint32 * len(box))(*box),
+        (ctypes.c_uint32 * len(box))(*([1] * len(box))),
         0,  # not interleaved
         swizzle,
         _PROMOTION_256,
         0,  # zeros outside
     )
-    driver.check(status, f"tensor map of {rows} rows of {columns} elements, box {box_rows} x {box_columns}")
+    driver.check(status, f"tensor map of {sides} elements, box {box}")
     return ctypes.string_at(target, 128)

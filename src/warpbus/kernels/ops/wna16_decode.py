@@ -8,6 +8,8 @@ from torch import Tensor
 
 from warpbus.cuda import driver
 from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.tensor_map import fits as copyable
+from warpbus.cuda.tensor_map import tensor_map
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, multiprocessors
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.units import unit
@@ -17,7 +19,6 @@ _WARPS, _FINISHERS = 16, 3  # that multiply; that add up their sums
 _MOST_STAGES, _FEWEST_STAGES = 5, 2  # in flight
 _SHARING = 5
 _ROUNDS = 1.5  # pairs of tiles of a block, up to which x is streamed: it is read again for each
-_PAD = 8  # elements between the rows of x in shared memory
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
@@ -53,7 +54,7 @@ def multiply(
     pairs = n // 2 // TILE_ROWS if gated else blocks((n, 2 * TILE_ROWS))
     few = pairs <= _ROUNDS * multiprocessors(x.device)
     streamed = norm is None and (few or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
-    if x.data_ptr() % 16 or k % (TILE_COLUMNS if streamed else 8):
+    if not copyable(x) or k % TILE_COLUMNS:
         x = _padded(x)
     if norm is not None and not aligned(norm):
         norm = norm.clone()
@@ -61,13 +62,14 @@ def multiply(
     shift = 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1
     stages = min(_stages(x, weight, streamed=streamed), _MOST_STAGES)
     stage, others = _shared(m, k, weight, streamed=streamed)
-    cluster = 2 if m >= _SHARING and norm is None else 1
+    cluster = 2 if m >= _SHARING else 1
     _kernel(x.dtype, weight.bits, size == 32, _tokens(m))(
         multiprocessors(x.device) // cluster * cluster,
         32 * (_WARPS + 1 + _FINISHERS),
-        *(weight.codes, weight.scales, weight.zeros, x, norm, bias, residual, out),
-        *(m, n, k, x.stride(0), blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
-        *(pairs if gated else 0, stages, stage, int(streamed), cluster, eps),
+        tensor_map(x, m, TILE_COLUMNS, panels=_WARPS // 2),
+        *(weight.codes, weight.scales, weight.zeros, norm, bias, residual, out),
+        *(m, n, k, blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
+        *(pairs if gated else 0, stages, int(streamed), cluster, eps),
         shared=stages * stage + others,
         cluster=cluster,
         dependent=True,
@@ -103,10 +105,10 @@ def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[in
     sums = _WARPS * 2 * (tokens // 8) * 32 * 16
     barriers, squares = 272, tokens * _WARPS * 4
     others = sums + barriers + squares
+    step = _WARPS * m * TILE_COLUMNS * 2
     if streamed:
-        row = _WARPS * TILE_COLUMNS + _PAD
-        return stage + blocks((m * row * 2, 128)) * 128, others
-    return stage, others + m * (blocks((k, TILE_COLUMNS)) * TILE_COLUMNS + _PAD) * 2
+        return stage + step, others
+    return stage, others + blocks((k, _WARPS * TILE_COLUMNS)) * step
 
 
 @functools.cache
@@ -120,7 +122,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Ker
         TOKENS=tokens,
         WARPS=_WARPS,
     )
-    return declared.kernel("wna16_decode", "PPPPPPPPiiiiiiiiiiiiif")
+    return declared.kernel("wna16_decode", "128sPPPPPPPiiiiiiiiiiif")
 
 
 for _dtype, _bits, _two, _tokens_of in itertools.product(HALVES, (4, 8), (False, True), (8, 16)):

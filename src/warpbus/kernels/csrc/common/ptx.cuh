@@ -233,16 +233,6 @@ __device__ __forceinline__ void bulk_load(uint32 shared, const void* global, int
                  : "memory");
 }
 
-// The same into every block of the cluster whose bit is set in `blocks`, at the same address and barrier in each.
-__device__ __forceinline__ void bulk_load_multicast(uint32 shared, const void* global, int bytes, uint32 barrier,
-                                                    unsigned short blocks) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
-            shared),
-        "l"(global), "r"(bytes), "r"(barrier), "h"(blocks)
-        : "memory");
-}
-
 // Bring `bytes` contiguous bytes into L2; address and size are multiples of 16. L2 is where all writes meet, so it changes
 // nothing that could be seen and may stand before griddepcontrol_wait. One thread calls it.
 __device__ __forceinline__ void bulk_prefetch(const void* global, int bytes) {
@@ -282,6 +272,23 @@ __device__ __forceinline__ void tma_load_multicast(uint32 shared, const TensorMa
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
         "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
         "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
+        : "memory");
+}
+
+// Both for the box at (x, y, z) of a map of three axes.
+__device__ __forceinline__ void tma_load(uint32 shared, const TensorMap* map, uint32 barrier, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+__device__ __forceinline__ void tma_load_multicast(uint32 shared, const TensorMap* map, uint32 barrier, int x, int y, int z,
+                                                   unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks)
         : "memory");
 }
 

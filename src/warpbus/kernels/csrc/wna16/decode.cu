@@ -29,18 +29,17 @@ constexpr bool kAtOnce = kTokenTiles == 1;  // fetch all fragments of x ahead: w
 constexpr int kMostStages = 8;
 constexpr int kLoads = BITS / 4;  // of 16 bytes, a lane's share of 16 rows by 64 columns
 constexpr int kChunk = 64;
-constexpr int kPad = 8;  // elements between rows of x: eight rows lie in eight groups of banks
+constexpr int kLine = 2 * kChunk;  // bytes of a token in a chunk
+constexpr int kParts = 8;          // that x comes in, at most: the chunks of a step each, and the last one all others
 
 struct Problem {
     int m, n, k;
-    int pitch;       // elements from one row of x to the next, a multiple of 8; those past k are zero
     int chunks;      // of 64 columns in a row
     int groups;      // scales of a row
     int shift;       // a group has 2^shift chunks
     int middle;      // the code that means zero in a symmetric scheme
     int gate_tiles;  // tiles of the gate, or 0
     int stages;      // in flight
-    int stage_size;  // bytes: a Stage, with the part of x behind it where x is streamed
     int streamed;    // x comes with the weights, stage by stage; else all of it lies in shared memory
     int cluster;     // blocks that bring x for each other, 1 or 2
     float eps;
@@ -57,11 +56,6 @@ struct alignas(128) Stage {
     ptx::uint32 scales[2][WARPS * GROUPS + 1][8];
     ptx::uint32 zeros[2][WARPS * GROUPS + 1][8];
 };
-
-// Elements from one row to the next of the part of x that goes with a stage.
-constexpr int kStreamedRow = WARPS * kChunk + kPad;
-
-constexpr int kParts = 8;  // that x comes in, at most: the chunks of a step each, and the last one all others
 
 struct Barriers {
     ptx::uint64 full[kMostStages], empty[kMostStages], ready[kMostStages], x[kParts], summed, finished;
@@ -95,10 +89,8 @@ struct Step {
     }
 };
 
-// Columns of x that go with a step.
-__device__ __forceinline__ int columns_of(Step step, const Problem& p) {
-    return min(WARPS, p.chunks - step.chunk) * kChunk;
-}
+// What of x goes with a step: WARPS chunks of all its rows, one chunk behind the other, swizzled; zeros past the last one.
+__device__ __forceinline__ int step_bytes(const Problem& p) { return WARPS * p.m * kLine; }
 
 __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, const Weight& weight, Step step,
                                              const Problem& p) {
@@ -107,7 +99,7 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
     const int groups = group_of(step.chunk + chunks - 1, p) + GROUPS - group;
     const int code_bytes = chunks * kLoads * 512;
     const int scale_bytes = groups * 32;
-    const int x_bytes = p.streamed ? p.m * columns_of(step, p) * 2 : 0;
+    const int x_bytes = p.streamed ? step_bytes(p) : 0;
     ptx::mbarrier_expect(full, 2 * (code_bytes + scale_bytes * (weight.zeros == nullptr ? 1 : 2)) + x_bytes);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -122,33 +114,31 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
     }
 }
 
-// Brings a part of the rows of x, `bytes` from `x` on, to every `pitch` bytes from `target` on. Where the other block of the
-// cluster needs the same at the same place, each of them brings every second row for both.
-__device__ __forceinline__ void load_rows(ptx::uint32 target, int pitch, ptx::uint32 barrier, const ELEMENT* x, int bytes,
-                                          bool both, const Problem& p) {
-    for (int token = both ? ptx::cluster_rank() : 0; token < p.m; token += both ? 2 : 1) {
-        const ELEMENT* const row = x + static_cast<long long>(token) * p.pitch;
-        if (both) ptx::bulk_load_multicast(target + token * pitch, row, bytes, barrier, 3);
-        else ptx::bulk_load(target + token * pitch, row, bytes, barrier);
+// Whether the other block of the cluster works on a pair of tiles while this one works on `pair`: then each brings half of
+// what both need of x.
+__device__ __forceinline__ bool both_at(int pair, const Problem& p) { return p.cluster == 2 && (pair | 1) < pairs_of(p); }
+
+// Brings what goes with a step.
+__device__ __forceinline__ void load_x(ptx::uint32 target, ptx::uint32 barrier, const ptx::TensorMap& x, Step step,
+                                       const Problem& p) {
+    const int half = WARPS / 2;
+    const bool both = both_at(step.pair, p);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const ptx::uint32 to = target + i * half * p.m * kLine;
+        if (!both) ptx::tma_load(to, &x, barrier, 0, 0, step.chunk + i * half);
+        else if (i == ptx::cluster_rank()) ptx::tma_load_multicast(to, &x, barrier, 0, 0, step.chunk + i * half, 3);
     }
 }
 
-// Whether the other block of the cluster works on a pair of tiles while this one works on `pair`.
-__device__ __forceinline__ bool both_at(int pair, const Problem& p) { return p.cluster == 2 && (pair | 1) < pairs_of(p); }
-
-__device__ __forceinline__ void load_x(Stage& stage, ptx::uint32 full, const ELEMENT* x, Step step, const Problem& p) {
-    load_rows(ptx::shared_address(&stage + 1), kStreamedRow * 2, full, x + step.chunk * kChunk, columns_of(step, p) * 2,
-              both_at(step.pair, p), p);
-}
-
-// Brings x into shared memory, a row behind the other, what there is of columns beyond k in global memory too.
-__device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 there, const ELEMENT* x, const Problem& p) {
-    const int row = p.chunks * kChunk + kPad;
-    for (int part = 0, begin = 0; begin < p.pitch; ++part) {
-        const int end = part == kParts - 1 ? p.pitch : min(begin + WARPS * kChunk, p.pitch);
-        ptx::mbarrier_expect(there + 8 * part, p.m * (end - begin) * 2);
-        load_rows(target + begin * 2, row * 2, there + 8 * part, x + begin, (end - begin) * 2, both_at(blockIdx.x, p), p);
-        begin = end;
+// Brings all of x, in parts.
+__device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barriers, const ptx::TensorMap& x,
+                                           const Problem& p) {
+    const int steps = (p.chunks + WARPS - 1) / WARPS;
+    for (int i = 0; i < steps; ++i) {
+        const ptx::uint32 barrier = barriers + 8 * min(i, kParts - 1);
+        if (i < kParts) ptx::mbarrier_expect(barrier, (i == kParts - 1 ? steps - i : 1) * step_bytes(p));
+        load_x(target + i * step_bytes(p), barrier, x, {static_cast<int>(blockIdx.x), i * WARPS}, p);
     }
 }
 
@@ -169,43 +159,38 @@ struct Ring {
     }
 };
 
-__device__ __forceinline__ Stage& stage_at(unsigned char* memory, int slot, const Problem& p) {
-    return *reinterpret_cast<Stage*>(memory + slot * p.stage_size);
-}
-
 // What the warp that multiplies nothing does, by one thread. Weights are nobody's output, so that it asks for the first of
-// them before the kernel ahead has ended. `staged` is where x is to lie as a whole, 0 if this does not bring it there.
-__device__ __forceinline__ void produce(unsigned char* memory, const Addresses& at, ptx::uint32 staged,
-                                        const Weight& weight, const ELEMENT* x, const Problem& p) {
+// them before the kernel ahead has ended.
+__device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const Addresses& at, const Weight& weight,
+                                        const ptx::TensorMap& x, const Problem& p) {
     const Step begin = {static_cast<int>(blockIdx.x), 0};
     Step ahead = begin;
     for (int i = 0; i < p.stages && ahead.there(p); ++i, ahead.advance(p)) {
-        load_weights(stage_at(memory, i, p), at.full + 8 * i, weight, ahead, p);
+        load_weights(stages[i], at.full + 8 * i, weight, ahead, p);
     }
     if (p.cluster == 2) ptx::cluster_wait();
     ptx::griddepcontrol_wait();
-    if (staged != 0 && begin.there(p)) load_parts(staged, at.x, x, p);
+    if (!p.streamed && begin.there(p)) load_parts(staged, at.x, x, p);
     Ring ring;
     Step behind = begin;
     for (int i = 0; i < p.stages && behind.there(p); ++i, behind.advance(p), ring.advance(p)) {
-        if (p.streamed) load_x(stage_at(memory, i, p), at.full + 8 * i, x, behind, p);
+        if (p.streamed) load_x(staged + i * step_bytes(p), at.full + 8 * i, x, behind, p);
     }
     for (; ahead.there(p); ahead.advance(p), ring.advance(p)) {
-        Stage& stage = stage_at(memory, ring.slot, p);
         const ptx::uint32 full = at.full + 8 * ring.slot, ready = at.ready + 8 * ring.slot;
         ptx::mbarrier_wait(at.empty + 8 * ring.slot, ring.parity ^ 1);
-        load_weights(stage, full, weight, ahead, p);
+        load_weights(stages[ring.slot], full, weight, ahead, p);
         if (!p.streamed) continue;
         if (both_at(ahead.pair, p)) {
             ptx::mbarrier_arrive_at(ready, ptx::cluster_rank() ^ 1);
             ptx::mbarrier_wait(ready, ring.parity ^ 1);
         }
-        load_x(stage, full, x, ahead, p);
+        load_x(staged + ring.slot * step_bytes(p), full, x, ahead, p);
     }
 }
 
-// Adds the products of a warp's chunk. `x` is where this lane's rows of the first fragments begin in shared memory, `group`
-// the first group's place in the stage.
+// Adds the products of a warp's chunk. `x` is where this lane's rows of the fragments lie in shared memory in the first
+// step, `offset` how far this step's lie behind it; `group` the first group's place in the stage.
 __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
                                          const ptx::uint32 (&x)[kTokenTiles], ptx::uint32 offset, int group,
                                          bool symmetric, ptx::uint32 middle) {
@@ -221,7 +206,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
         ptx::ldmatrix_x4(b[t][0], x[t] + offset);
-        if (kAtOnce) ptx::ldmatrix_x4(b[t][1], x[t] + offset + 64);
+        if (kAtOnce) ptx::ldmatrix_x4(b[t][1], (x[t] + offset) ^ 64);
     }
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
@@ -237,7 +222,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
         for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
             if (s == 2 && !kAtOnce) {
 #pragma unroll
-                for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], x[t] + offset + 64);
+                for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], (x[t] + offset) ^ 64);
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -266,33 +251,28 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 // Barrier of the warps that multiply.
 __device__ __forceinline__ void sync_consumers() { ptx::named_barrier(1, kThreads); }
 
-// Zeros past what is loaded of x, up to the end of the last chunk.
-__device__ __forceinline__ void fill_up(ELEMENT* target, const Problem& p) {
-    const int columns = p.chunks * kChunk, missing = columns - p.pitch;
-    if (missing <= 0) return;
-    for (int at = threadIdx.x; at < p.m * missing; at += kThreads) {
-        target[at / missing * (columns + kPad) + p.pitch + at % missing] = from_float<ELEMENT>(0.0f);
-    }
-    sync_consumers();
-}
-
 using Vector = Vector16<ELEMENT>;
 
 __device__ __forceinline__ Vector load_vector(const ELEMENT* from, bool there) {
     return there ? *reinterpret_cast<const Vector*>(from) : Vector{};
 }
 
-// The same through RMSNorm; k is a multiple of 8. Each thread norms what it has brought. `weight` is what it needs of the
-// norm's weight for the first 8 kThreads columns, loaded before x was there.
-__device__ __forceinline__ void stage_normed_x(ELEMENT* target, float* squares, const ELEMENT* x, const ELEMENT* norm,
-                                               const Vector& weight, const Problem& p) {
-    const int columns = p.chunks * kChunk;
+// Where 8 elements of x lie, from column `at` on, in the copy engine's swizzle of 128 bytes.
+__device__ __forceinline__ Vector* vector_at(ELEMENT* staged, int token, int at, const Problem& p) {
+    const int line = at / kChunk * p.m + token;
+    return reinterpret_cast<Vector*>(staged) + line * 8 + (at % kChunk / 8 ^ line % 8);
+}
+
+// RMSNorm of what lies in shared memory of x; k is a multiple of 8. `weight` is what a thread needs of the norm's weight for
+// the first 8 kThreads columns, loaded before x was there.
+__device__ __forceinline__ void norm_x(ELEMENT* staged, float* squares, ptx::uint32 parts, const ELEMENT* norm,
+                                       const Vector& weight, const Problem& p) {
     const int begin = 8 * threadIdx.x;
+    for (int at = begin; at < p.k; at += 8 * kThreads) ptx::mbarrier_wait(parts + 8 * min(at / (WARPS * kChunk), kParts - 1), 0);
     for (int token = 0; token < p.m; ++token) {
         float sum = 0.0f;
-        for (int at = begin; at < columns; at += 8 * kThreads) {
-            const Vector values = load_vector(x + static_cast<long long>(token) * p.pitch + at, at < p.k);
-            *reinterpret_cast<Vector*>(target + token * (columns + kPad) + at) = values;
+        for (int at = begin; at < p.k; at += 8 * kThreads) {
+            const Vector values = *vector_at(staged, token, at, p);
 #pragma unroll
             for (int i = 0; i < 8; ++i) sum = fmaf(to_float(values.element[i]), to_float(values.element[i]), sum);
         }
@@ -307,7 +287,7 @@ __device__ __forceinline__ void stage_normed_x(ELEMENT* target, float* squares, 
         for (int warp = 0; warp < WARPS; ++warp) sum += squares[token * WARPS + warp];
         const float factor = rsqrtf(sum / p.k + p.eps);
         for (int at = begin; at < p.k; at += 8 * kThreads) {
-            Vector* place = reinterpret_cast<Vector*>(target + token * (columns + kPad) + at);
+            Vector* const place = vector_at(staged, token, at, p);
             const Vector scale = at == begin ? weight : load_vector(norm + at, true);
             Vector values = *place;
 #pragma unroll
@@ -389,24 +369,27 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1)
-    wna16_decode(const uint4* codes, const ptx::uint32* scales, const ptx::uint32* zeros, const ELEMENT* x,
-                 const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, const Problem p) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    // Behind the stages: [WARPS][2][kTokenTiles][32]
-    float4* const sums = reinterpret_cast<float4*>(memory + p.stages * p.stage_size);
+    wna16_decode(const __grid_constant__ ptx::TensorMap x, const uint4* codes, const ptx::uint32* scales,
+                 const ptx::uint32* zeros, const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out,
+                 const Problem p) {
+    // x of all steps, or of those in flight; then the stages; the sums [WARPS][2][kTokenTiles][32]; what is declared here.
+    extern __shared__ __align__(1024) unsigned char memory[];
+    ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
+    const int steps = (p.chunks + WARPS - 1) / WARPS;
+    Stage* const stages = reinterpret_cast<Stage*>(memory + (p.streamed ? p.stages : steps) * step_bytes(p));
+    float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + WARPS * 2 * kTokenTiles * 32);
     float* const squares = reinterpret_cast<float*>(barriers + 1);  // [TOKENS][WARPS]
-    ELEMENT* const staged = reinterpret_cast<ELEMENT*>(squares + TOKENS * WARPS);
     const Addresses at = {ptx::shared_address(barriers->full),  ptx::shared_address(barriers->empty),
                           ptx::shared_address(barriers->ready), ptx::shared_address(barriers->x),
                           ptx::shared_address(&barriers->summed), ptx::shared_address(&barriers->finished)};
-    const bool in_parts = norm == nullptr && !p.streamed;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int pairs = pairs_of(p);
 
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) {
+        ptx::prefetch_tensor_map(&x);
         for (int i = 0; i < p.stages; ++i) {
             ptx::mbarrier_init(at.full + 8 * i, 1);
             ptx::mbarrier_init(at.empty + 8 * i, WARPS);
@@ -421,8 +404,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
     if (p.cluster == 2) ptx::cluster_arrive();
 
     if (warp == WARPS) {
-        const ptx::uint32 whole = in_parts ? ptx::shared_address(staged) : 0;
-        if (lane == 0) produce(memory, at, whole, {codes, scales, zeros}, x, p);
+        if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, x, p);
         return;
     }
     const Vector norm_weight =
@@ -433,31 +415,28 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
         return;
     }
     if (blockIdx.x >= pairs) return;
-    if (norm != nullptr) stage_normed_x(staged, squares, x, norm, norm_weight, p);
-    else if (in_parts) fill_up(staged, p);
+    if (norm != nullptr) norm_x(staged, squares, at.x, norm, norm_weight, p);
 
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
     // product depends on its own row alone, and those are not stored.
-    const int row_size = p.streamed ? kStreamedRow : p.chunks * kChunk + kPad;
-    const ELEMENT* const rows = p.streamed ? reinterpret_cast<const ELEMENT*>(&stage_at(memory, 0, p) + 1) : staged;
     ptx::uint32 mine[kTokenTiles];
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
-        const int row = min(8 * t + lane % 8, p.m - 1);
-        mine[t] = ptx::shared_address(rows + row * row_size + warp * kChunk) + lane / 8 * 16;
+        const int line = warp * p.m + min(8 * t + lane % 8, p.m - 1);
+        mine[t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
     }
     Ring ring;
     int parity = 0;  // of the pairs' phases
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x, parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
         for (int first = 0; first < p.chunks; first += WARPS) {
-            if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
+            if (!p.streamed && pair == blockIdx.x) ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
             ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
             if (first + warp < p.chunks) {
                 const int group = group_of(first + warp, p) - group_of(first, p);
-                const int offset = p.streamed ? ring.slot * p.stage_size : first * kChunk * 2;
+                const int offset = (p.streamed ? ring.slot : first / WARPS) * step_bytes(p);
                 const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
-                multiply(sum, stage_at(memory, ring.slot, p), mine, offset, group, zeros == nullptr, middle);
+                multiply(sum, stages[ring.slot], mine, offset, group, zeros == nullptr, middle);
             }
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
