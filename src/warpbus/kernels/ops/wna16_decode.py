@@ -16,9 +16,7 @@ from warpbus.kernels.units import unit
 
 MOST_TOKENS = 16
 _WARPS, _FINISHERS = 16, 3  # that multiply; that add up their sums
-_MOST_STAGES, _FEWEST_STAGES = 5, 2  # in flight
-_SHARING = 5
-_ROUNDS = 1.5  # pairs of tiles of a block, up to which x is streamed: it is read again for each
+_MOST_STAGES, _FEWEST_STAGES = 8, 2  # in flight
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
@@ -52,8 +50,8 @@ def multiply(
     m, k = x.shape
     n = weight.shape[0]
     pairs = n // 2 // TILE_ROWS if gated else blocks((n, 2 * TILE_ROWS))
-    few = pairs <= _ROUNDS * multiprocessors(x.device)
-    streamed = norm is None and (few or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
+    once = pairs <= multiprocessors(x.device)  # a block needs x once, and stages have room for more of it
+    streamed = norm is None and (once or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
     if not copyable(x) or k % TILE_COLUMNS:
         x = _padded(x)
     if norm is not None and not aligned(norm):
@@ -62,16 +60,14 @@ def multiply(
     shift = 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1
     stages = min(_stages(x, weight, streamed=streamed), _MOST_STAGES)
     stage, others = _shared(m, k, weight, streamed=streamed)
-    cluster = 2 if m >= _SHARING else 1
     _kernel(x.dtype, weight.bits, size == 32, _tokens(m))(
-        multiprocessors(x.device) // cluster * cluster,
+        multiprocessors(x.device),
         32 * (_WARPS + 1 + _FINISHERS),
-        tensor_map(x, m, TILE_COLUMNS, panels=_WARPS // 2),
+        tensor_map(x, m, TILE_COLUMNS, panels=_WARPS),
         *(weight.codes, weight.scales, weight.zeros, norm, bias, residual, out),
         *(m, n, k, blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
-        *(pairs if gated else 0, stages, int(streamed), cluster, eps),
+        *(pairs if gated else 0, stages, int(streamed), eps),
         shared=stages * stage + others,
-        cluster=cluster,
         dependent=True,
     )
 
@@ -103,7 +99,7 @@ def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[in
     scales = 2 * (_WARPS * (2 if weight.scheme.group_size == 32 else 1) + 1) * 32
     stage = blocks((codes + 2 * scales, 128)) * 128
     sums = _WARPS * 2 * (tokens // 8) * 32 * 16
-    barriers, squares = 272, tokens * _WARPS * 4
+    barriers, squares = 208, tokens * _WARPS * 4
     others = sums + barriers + squares
     step = _WARPS * m * TILE_COLUMNS * 2
     if streamed:
@@ -122,7 +118,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Ker
         TOKENS=tokens,
         WARPS=_WARPS,
     )
-    return declared.kernel("wna16_decode", "128sPPPPPPPiiiiiiiiiiif")
+    return declared.kernel("wna16_decode", "128sPPPPPPPiiiiiiiiiif")
 
 
 for _dtype, _bits, _two, _tokens_of in itertools.product(HALVES, (4, 8), (False, True), (8, 16)):

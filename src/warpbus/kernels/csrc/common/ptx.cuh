@@ -259,23 +259,7 @@ __device__ __forceinline__ void tma_load(uint32 shared, const TensorMap* map, ui
         : "memory");
 }
 
-// Bring the box at (x, y) into L2 ahead of its tma_load. It changes nothing that could be seen, so that it may stand
-// before griddepcontrol_wait.
-__device__ __forceinline__ void tma_prefetch(const TensorMap* map, int x, int y) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
-}
-
-// The same into every block of the cluster whose bit is set in `blocks`, at the same address and barrier in each.
-__device__ __forceinline__ void tma_load_multicast(uint32 shared, const TensorMap* map, uint32 barrier, int x, int y,
-                                                   unsigned short blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
-        : "memory");
-}
-
-// Both for the box at (x, y, z) of a map of three axes.
+// The same for the box at (x, y, z) of a map of three axes.
 __device__ __forceinline__ void tma_load(uint32 shared, const TensorMap* map, uint32 barrier, int x, int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -283,12 +267,20 @@ __device__ __forceinline__ void tma_load(uint32 shared, const TensorMap* map, ui
         "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
         : "memory");
 }
-__device__ __forceinline__ void tma_load_multicast(uint32 shared, const TensorMap* map, uint32 barrier, int x, int y, int z,
+
+// Bring the box at (x, y) into L2 ahead of its tma_load. It changes nothing that could be seen, so that it may stand
+// before griddepcontrol_wait.
+__device__ __forceinline__ void tma_prefetch(const TensorMap* map, int x, int y) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
+}
+
+// tma_load of two axes into every block of the cluster whose bit is set in `blocks`, at the same address and barrier in each.
+__device__ __forceinline__ void tma_load_multicast(uint32 shared, const TensorMap* map, uint32 barrier, int x, int y,
                                                    unsigned short blocks) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared),
-        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
         : "memory");
 }
 
@@ -318,6 +310,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Arrive there and do not wait: for threads that others of the `threads` wait for.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // The number of this block within its cluster.
 __device__ __forceinline__ int cluster_rank() {
     uint32 rank;
@@ -325,12 +322,9 @@ __device__ __forceinline__ int cluster_rank() {
     return static_cast<int>(rank);
 }
 
-// Barrier among all threads of the cluster: each arrives, or ends, and those that need to know wait.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// Barrier among all threads of the cluster.
 __device__ __forceinline__ void cluster_sync() {
-    cluster_arrive();
-    cluster_wait();
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // An object in the shared memory of block `rank` of the cluster, by its place in one's own. That block must have reached

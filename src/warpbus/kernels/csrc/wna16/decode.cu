@@ -41,7 +41,6 @@ struct Problem {
     int gate_tiles;  // tiles of the gate, or 0
     int stages;      // in flight
     int streamed;    // x comes with the weights, stage by stage; else all of it lies in shared memory
-    int cluster;     // blocks that bring x for each other, 1 or 2
     float eps;
 };
 
@@ -58,7 +57,7 @@ struct alignas(128) Stage {
 };
 
 struct Barriers {
-    ptx::uint64 full[kMostStages], empty[kMostStages], ready[kMostStages], x[kParts], summed, finished;
+    ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts], finished;
 };
 
 __device__ __forceinline__ int tile_of(int pair, int which, const Problem& p) {
@@ -114,23 +113,6 @@ __device__ __forceinline__ void load_weights(Stage& stage, ptx::uint32 full, con
     }
 }
 
-// Whether the other block of the cluster works on a pair of tiles while this one works on `pair`: then each brings half of
-// what both need of x.
-__device__ __forceinline__ bool both_at(int pair, const Problem& p) { return p.cluster == 2 && (pair | 1) < pairs_of(p); }
-
-// Brings what goes with a step.
-__device__ __forceinline__ void load_x(ptx::uint32 target, ptx::uint32 barrier, const ptx::TensorMap& x, Step step,
-                                       const Problem& p) {
-    const int half = WARPS / 2;
-    const bool both = both_at(step.pair, p);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const ptx::uint32 to = target + i * half * p.m * kLine;
-        if (!both) ptx::tma_load(to, &x, barrier, 0, 0, step.chunk + i * half);
-        else if (i == ptx::cluster_rank()) ptx::tma_load_multicast(to, &x, barrier, 0, 0, step.chunk + i * half, 3);
-    }
-}
-
 // Brings all of x, in parts.
 __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barriers, const ptx::TensorMap& x,
                                            const Problem& p) {
@@ -138,13 +120,13 @@ __device__ __forceinline__ void load_parts(ptx::uint32 target, ptx::uint32 barri
     for (int i = 0; i < steps; ++i) {
         const ptx::uint32 barrier = barriers + 8 * min(i, kParts - 1);
         if (i < kParts) ptx::mbarrier_expect(barrier, (i == kParts - 1 ? steps - i : 1) * step_bytes(p));
-        load_x(target + i * step_bytes(p), barrier, x, {static_cast<int>(blockIdx.x), i * WARPS}, p);
+        ptx::tma_load(target + i * step_bytes(p), &x, barrier, 0, 0, i * WARPS);
     }
 }
 
 // Where the barriers lie.
 struct Addresses {
-    ptx::uint32 full, empty, ready, x, summed, finished;
+    ptx::uint32 full, empty, x, finished;
 };
 
 // A position in the ring: a stage, and the parity of the phase its barriers are in.
@@ -168,24 +150,18 @@ __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const
     for (int i = 0; i < p.stages && ahead.there(p); ++i, ahead.advance(p)) {
         load_weights(stages[i], at.full + 8 * i, weight, ahead, p);
     }
-    if (p.cluster == 2) ptx::cluster_wait();
     ptx::griddepcontrol_wait();
     if (!p.streamed && begin.there(p)) load_parts(staged, at.x, x, p);
     Ring ring;
     Step behind = begin;
     for (int i = 0; i < p.stages && behind.there(p); ++i, behind.advance(p), ring.advance(p)) {
-        if (p.streamed) load_x(staged + i * step_bytes(p), at.full + 8 * i, x, behind, p);
+        if (p.streamed) ptx::tma_load(staged + i * step_bytes(p), &x, at.full + 8 * i, 0, 0, behind.chunk);
     }
     for (; ahead.there(p); ahead.advance(p), ring.advance(p)) {
-        const ptx::uint32 full = at.full + 8 * ring.slot, ready = at.ready + 8 * ring.slot;
+        const ptx::uint32 full = at.full + 8 * ring.slot;
         ptx::mbarrier_wait(at.empty + 8 * ring.slot, ring.parity ^ 1);
         load_weights(stages[ring.slot], full, weight, ahead, p);
-        if (!p.streamed) continue;
-        if (both_at(ahead.pair, p)) {
-            ptx::mbarrier_arrive_at(ready, ptx::cluster_rank() ^ 1);
-            ptx::mbarrier_wait(ready, ring.parity ^ 1);
-        }
-        load_x(staged + ring.slot * step_bytes(p), full, x, ahead, p);
+        if (p.streamed) ptx::tma_load(staged + ring.slot * step_bytes(p), &x, full, 0, 0, ahead.chunk);
     }
 }
 
@@ -248,8 +224,10 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
     }
 }
 
-// Barrier of the warps that multiply.
-__device__ __forceinline__ void sync_consumers() { ptx::named_barrier(1, kThreads); }
+// Named barriers: of the warps that multiply; where they arrive when their sums are written, and the finishers wait.
+constexpr int kConsumers = 1, kSummed = 2;
+
+__device__ __forceinline__ void sync_consumers() { ptx::named_barrier(kConsumers, kThreads); }
 
 using Vector = Vector16<ELEMENT>;
 
@@ -263,32 +241,54 @@ __device__ __forceinline__ Vector* vector_at(ELEMENT* staged, int token, int at,
     return reinterpret_cast<Vector*>(staged) + line * 8 + (at % kChunk / 8 ^ line % 8);
 }
 
-// RMSNorm of what lies in shared memory of x; k is a multiple of 8. `weight` is what a thread needs of the norm's weight for
+// Sums of squares over a warp's columns: of Count rows of x at once, so that what they wait for is under way together.
+template <int Count>
+__device__ __forceinline__ void add_squares(float* squares, ELEMENT* staged, int first, const Problem& p) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float sum[Count] = {};
+    for (int at = 8 * threadIdx.x; at < p.k; at += 8 * kThreads) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const Vector values = *vector_at(staged, first + i, at, p);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sum[i] = fmaf(to_float(values.element[e]), to_float(values.element[e]), sum[i]);
+        }
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) sum[i] += __shfl_xor_sync(0xffffffff, sum[i], offset);
+    }
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        if (lane == i) squares[warp * TOKENS + first + i] = sum[i];
+    }
+}
+
+// RMSNorm of x where it lies in shared memory; k is a multiple of 8. `weight` is what a thread needs of the norm's weight for
 // the first 8 kThreads columns, loaded before x was there.
 __device__ __forceinline__ void norm_x(ELEMENT* staged, float* squares, ptx::uint32 parts, const ELEMENT* norm,
                                        const Vector& weight, const Problem& p) {
-    const int begin = 8 * threadIdx.x;
-    for (int at = begin; at < p.k; at += 8 * kThreads) ptx::mbarrier_wait(parts + 8 * min(at / (WARPS * kChunk), kParts - 1), 0);
-    for (int token = 0; token < p.m; ++token) {
-        float sum = 0.0f;
-        for (int at = begin; at < p.k; at += 8 * kThreads) {
-            const Vector values = *vector_at(staged, token, at, p);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) sum = fmaf(to_float(values.element[i]), to_float(values.element[i]), sum);
-        }
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffff, sum, offset);
-        if (threadIdx.x % 32 == 0) squares[token * WARPS + threadIdx.x / 32] = sum;
+    for (int at = 8 * threadIdx.x; at < p.k; at += 8 * kThreads) {
+        ptx::mbarrier_wait(parts + 8 * min(at / (WARPS * kChunk), kParts - 1), 0);
     }
+    int token = 0;
+    for (; token + 4 <= p.m; token += 4) add_squares<4>(squares, staged, token, p);
+    for (; token < p.m; ++token) add_squares<1>(squares, staged, token, p);
     sync_consumers();
-    for (int token = 0; token < p.m; ++token) {
-        float sum = 0.0f;
+    float square = 0.0f;  // of the token that has this lane's number
+    const int own = min(static_cast<int>(threadIdx.x % 32), p.m - 1);
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) sum += squares[token * WARPS + warp];
-        const float factor = rsqrtf(sum / p.k + p.eps);
-        for (int at = begin; at < p.k; at += 8 * kThreads) {
+    for (int w = 0; w < WARPS; ++w) square += squares[w * TOKENS + own];
+    const float own_factor = rsqrtf(square / p.k + p.eps);
+    for (int first = 0; first < p.k; first += 8 * kThreads) {
+        const int at = first + 8 * threadIdx.x;
+        const Vector scale = first == 0 ? weight : load_vector(norm + at, at < p.k);
+#pragma unroll 4
+        for (token = 0; token < p.m; ++token) {
+            const float factor = __shfl_sync(0xffffffff, own_factor, token);
+            if (at >= p.k) continue;
             Vector* const place = vector_at(staged, token, at, p);
-            const Vector scale = at == begin ? weight : load_vector(norm + at, true);
             Vector values = *place;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -344,12 +344,11 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
                                        const ELEMENT* residual, ELEMENT* out, const Problem& p) {
     const int lane = threadIdx.x % 32;
     const int within = lane % 16, which = lane / 16, first = threadIdx.x / 32 - WARPS - 1;
-    int parity = 0;
-    for (int pair = blockIdx.x; pair < pairs_of(p); pair += gridDim.x, parity ^= 1) {
+    for (int pair = blockIdx.x; pair < pairs_of(p); pair += gridDim.x) {
         const int row = row_of(pair, which, within, p);
         Epilogue next;
         if (first < p.m) next = fetch_epilogue(bias, residual, row, first, p);
-        ptx::mbarrier_wait(at.summed, parity);
+        ptx::named_barrier(kSummed, kThreads + kFinishers * 32);
 #pragma unroll 1
         for (int token = first; token < p.m; token += kFinishers) {
             const Epilogue epilogue = next;
@@ -380,9 +379,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
     float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + WARPS * 2 * kTokenTiles * 32);
     float* const squares = reinterpret_cast<float*>(barriers + 1);  // [TOKENS][WARPS]
-    const Addresses at = {ptx::shared_address(barriers->full),  ptx::shared_address(barriers->empty),
-                          ptx::shared_address(barriers->ready), ptx::shared_address(barriers->x),
-                          ptx::shared_address(&barriers->summed), ptx::shared_address(&barriers->finished)};
+    const Addresses at = {ptx::shared_address(barriers->full), ptx::shared_address(barriers->empty),
+                          ptx::shared_address(barriers->x), ptx::shared_address(&barriers->finished)};
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int pairs = pairs_of(p);
@@ -393,15 +391,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
         for (int i = 0; i < p.stages; ++i) {
             ptx::mbarrier_init(at.full + 8 * i, 1);
             ptx::mbarrier_init(at.empty + 8 * i, WARPS);
-            ptx::mbarrier_init(at.ready + 8 * i, 1);
         }
         for (int i = 0; i < kParts; ++i) ptx::mbarrier_init(at.x + 8 * i, 1);
-        ptx::mbarrier_init(at.summed, WARPS);
         ptx::mbarrier_init(at.finished, kFinishers);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
-    if (p.cluster == 2) ptx::cluster_arrive();
 
     if (warp == WARPS) {
         if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, x, p);
@@ -453,7 +448,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
                     make_float4(own[order_of(0, r)], own[order_of(1, r)], own[order_of(2, r)], own[order_of(3, r)]);
             }
         }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(at.summed);
+        ptx::named_barrier_arrive(kSummed, kThreads + kFinishers * 32);
     }
 }
