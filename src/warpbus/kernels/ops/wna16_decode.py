@@ -16,6 +16,7 @@ from warpbus.kernels.units import unit
 
 MOST_TOKENS = 16
 _WARPS, _FINISHERS = 16, 3  # that multiply; that add up their sums
+_NO_MAP = bytes(128)
 _MOST_STAGES, _FEWEST_STAGES = 8, 2  # in flight
 
 
@@ -52,7 +53,7 @@ def multiply(
     pairs = n // 2 // TILE_ROWS if gated else blocks((n, 2 * TILE_ROWS))
     once = pairs <= multiprocessors(x.device)  # a block needs x once, and stages have room for more of it
     streamed = norm is None and (once or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
-    if not copyable(x) or k % TILE_COLUMNS:
+    if not copyable(x) or (norm is None and k % TILE_COLUMNS):
         x = _padded(x)
     if norm is not None and not aligned(norm):
         norm = norm.clone()
@@ -63,8 +64,8 @@ def multiply(
     _kernel(x.dtype, weight.bits, size == 32, _tokens(m))(
         multiprocessors(x.device),
         32 * (_WARPS + 1 + _FINISHERS),
-        tensor_map(x, m, TILE_COLUMNS, panels=_WARPS),
-        *(weight.codes, weight.scales, weight.zeros, norm, bias, residual, out),
+        tensor_map(x, m, TILE_COLUMNS, panels=_WARPS) if norm is None else _NO_MAP,
+        *(weight.codes, weight.scales, weight.zeros, x, norm, bias, residual, out),
         *(m, n, k, blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
         *(pairs if gated else 0, stages, int(streamed), eps),
         shared=stages * stage + others,
@@ -118,7 +119,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Ker
         TOKENS=tokens,
         WARPS=_WARPS,
     )
-    return declared.kernel("wna16_decode", "128sPPPPPPPiiiiiiiiiif")
+    return declared.kernel("wna16_decode", "128sPPPPPPPPiiiiiiiiiif")
 
 
 for _dtype, _bits, _two, _tokens_of in itertools.product(HALVES, (4, 8), (False, True), (8, 16)):

@@ -144,14 +144,14 @@ struct Ring {
 // What the warp that multiplies nothing does, by one thread. Weights are nobody's output, so that it asks for the first of
 // them before the kernel ahead has ended.
 __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const Addresses& at, const Weight& weight,
-                                        const ptx::TensorMap& x, const Problem& p) {
+                                        const ptx::TensorMap& x, bool in_parts, const Problem& p) {
     const Step begin = {static_cast<int>(blockIdx.x), 0};
     Step ahead = begin;
     for (int i = 0; i < p.stages && ahead.there(p); ++i, ahead.advance(p)) {
         load_weights(stages[i], at.full + 8 * i, weight, ahead, p);
     }
     ptx::griddepcontrol_wait();
-    if (!p.streamed && begin.there(p)) load_parts(staged, at.x, x, p);
+    if (in_parts && begin.there(p)) load_parts(staged, at.x, x, p);
     Ring ring;
     Step behind = begin;
     for (int i = 0; i < p.stages && behind.there(p); ++i, behind.advance(p), ring.advance(p)) {
@@ -241,17 +241,26 @@ __device__ __forceinline__ Vector* vector_at(ELEMENT* staged, int token, int at,
     return reinterpret_cast<Vector*>(staged) + line * 8 + (at % kChunk / 8 ^ line % 8);
 }
 
-// Sums of squares over a warp's columns: of Count rows of x at once, so that what they wait for is under way together.
+// Puts Count rows of x, as far as there are so many, into shared memory, and the sums of squares over a warp's columns into
+// `squares`: of all rows at once, so that what they wait for is under way together.
 template <int Count>
-__device__ __forceinline__ void add_squares(float* squares, ELEMENT* staged, int first, const Problem& p) {
+__device__ __forceinline__ void stage_rows(ELEMENT* staged, float* squares, const ELEMENT* x, int first, const Problem& p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float sum[Count] = {};
-    for (int at = 8 * threadIdx.x; at < p.k; at += 8 * kThreads) {
+    for (int at = 8 * threadIdx.x; at < p.chunks * kChunk; at += 8 * kThreads) {
+        Vector values[Count];
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
-            const Vector values = *vector_at(staged, first + i, at, p);
+            const bool there = at < p.k && first + i < p.m;
+            values[i] = load_vector(x + static_cast<long long>(first + i) * p.k + at, there);
+        }
 #pragma unroll
-            for (int e = 0; e < 8; ++e) sum[i] = fmaf(to_float(values.element[e]), to_float(values.element[e]), sum[i]);
+        for (int i = 0; i < Count; ++i) {
+            if (first + i < p.m) *vector_at(staged, first + i, at, p) = values[i];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                sum[i] = fmaf(to_float(values[i].element[e]), to_float(values[i].element[e]), sum[i]);
+            }
         }
     }
 #pragma unroll
@@ -261,20 +270,16 @@ __device__ __forceinline__ void add_squares(float* squares, ELEMENT* staged, int
     }
 #pragma unroll
     for (int i = 0; i < Count; ++i) {
-        if (lane == i) squares[warp * TOKENS + first + i] = sum[i];
+        if (lane == i && first + i < p.m) squares[warp * TOKENS + first + i] = sum[i];
     }
 }
 
-// RMSNorm of x where it lies in shared memory; k is a multiple of 8. `weight` is what a thread needs of the norm's weight for
-// the first 8 kThreads columns, loaded before x was there.
-__device__ __forceinline__ void norm_x(ELEMENT* staged, float* squares, ptx::uint32 parts, const ELEMENT* norm,
-                                       const Vector& weight, const Problem& p) {
-    for (int at = 8 * threadIdx.x; at < p.k; at += 8 * kThreads) {
-        ptx::mbarrier_wait(parts + 8 * min(at / (WARPS * kChunk), kParts - 1), 0);
-    }
-    int token = 0;
-    for (; token + 4 <= p.m; token += 4) add_squares<4>(squares, staged, token, p);
-    for (; token < p.m; ++token) add_squares<1>(squares, staged, token, p);
+// Puts all of x into shared memory through RMSNorm; k is a multiple of 8. Each thread norms what it has brought. `weight` is
+// what it needs of the norm's weight for the first 8 kThreads columns, loaded before x was there.
+__device__ __forceinline__ void stage_normed(ELEMENT* staged, float* squares, const ELEMENT* x, const ELEMENT* norm,
+                                             const Vector& weight, const Problem& p) {
+    if (p.m == 1) stage_rows<1>(staged, squares, x, 0, p);
+    else for (int first = 0; first < p.m; first += 8) stage_rows<8>(staged, squares, x, first, p);
     sync_consumers();
     float square = 0.0f;  // of the token that has this lane's number
     const int own = min(static_cast<int>(threadIdx.x % 32), p.m - 1);
@@ -285,7 +290,7 @@ __device__ __forceinline__ void norm_x(ELEMENT* staged, float* squares, ptx::uin
         const int at = first + 8 * threadIdx.x;
         const Vector scale = first == 0 ? weight : load_vector(norm + at, at < p.k);
 #pragma unroll 4
-        for (token = 0; token < p.m; ++token) {
+        for (int token = 0; token < p.m; ++token) {
             const float factor = __shfl_sync(0xffffffff, own_factor, token);
             if (at >= p.k) continue;
             Vector* const place = vector_at(staged, token, at, p);
@@ -368,9 +373,9 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1)
-    wna16_decode(const __grid_constant__ ptx::TensorMap x, const uint4* codes, const ptx::uint32* scales,
-                 const ptx::uint32* zeros, const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out,
-                 const Problem p) {
+    wna16_decode(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
+                 const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm, const ELEMENT* bias,
+                 const ELEMENT* residual, ELEMENT* out, const Problem p) {
     // x of all steps, or of those in flight; then the stages; the sums [WARPS][2][kTokenTiles][32]; what is declared here.
     extern __shared__ __align__(1024) unsigned char memory[];
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
@@ -384,10 +389,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int pairs = pairs_of(p);
+    const bool in_parts = norm == nullptr && !p.streamed;
 
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == 0) {
-        ptx::prefetch_tensor_map(&x);
+        if (norm == nullptr) ptx::prefetch_tensor_map(&map);
         for (int i = 0; i < p.stages; ++i) {
             ptx::mbarrier_init(at.full + 8 * i, 1);
             ptx::mbarrier_init(at.empty + 8 * i, WARPS);
@@ -399,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
     __syncthreads();
 
     if (warp == WARPS) {
-        if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, x, p);
+        if (lane == 0) produce(stages, ptx::shared_address(staged), at, {codes, scales, zeros}, map, in_parts, p);
         return;
     }
     const Vector norm_weight =
@@ -410,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
         return;
     }
     if (blockIdx.x >= pairs) return;
-    if (norm != nullptr) norm_x(staged, squares, at.x, norm, norm_weight, p);
+    if (norm != nullptr) stage_normed(staged, squares, x, norm, norm_weight, p);
 
     // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix of 8 columns. Rows past m repeat the last: a column of the
     // product depends on its own row alone, and those are not stored.
@@ -425,7 +431,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x, parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
         for (int first = 0; first < p.chunks; first += WARPS) {
-            if (!p.streamed && pair == blockIdx.x) ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
+            if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
             ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
             if (first + warp < p.chunks) {
                 const int group = group_of(first + warp, p) - group_of(first, p);
