@@ -41,9 +41,9 @@ def tensor_map(
     """The 128 bytes for a matrix [rows, columns], contiguous along its columns, copied box by box.
 
     The box lies in shared memory with the 128-byte swizzle, `box_columns` elements being at most 128 bytes; or with
-    `swizzled` false row by row, at most 256 elements each. With `panels` a copy brings that many neighbouring boxes, one
-    behind the other, and has three coordinates: column and row within a panel, and panel; the matrix is a whole number of
-    panels wide.
+    `swizzled` false row by row, at most 256 elements each. With `panels`, a copy brings that many neighbouring boxes,
+    one behind the other, and has three coordinates: column and row within a panel, and panel; the matrix is a whole
+    number of panels wide.
 
     Raises:
         TensorError: the matrix is not aligned as `fits` says, or has no whole number of panels.
@@ -58,7 +58,9 @@ def tensor_map(
     stride = matrix.stride(0) if rows > 1 else max(columns, ALIGNMENT)
     pitch = -(-stride * matrix.element_size() // ALIGNMENT) * ALIGNMENT
     swizzle = _SWIZZLE_128 if swizzled else 0
-    sides, strides, box = (columns, rows), (pitch,), (box_columns, box_rows)
+    sides: tuple[int, ...] = (columns, rows)
+    strides: tuple[int, ...] = (pitch,)
+    box: tuple[int, ...] = (box_columns, box_rows)
     if panels is not None:
         if columns % box_columns:
             raise TensorError(f"a matrix of {columns} columns has no whole number of panels of {box_columns}")

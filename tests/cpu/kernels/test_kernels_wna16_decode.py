@@ -56,23 +56,20 @@ def test_what_is_normed_on_the_way(shared_memory):
 @pytest.mark.parametrize("size", [HOPPER, GEFORCE])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_taken_is_what_is_there(shared_memory, scheme, size, streamed):
-    """The layout of decode.cu: `Stage`, behind it the part of x where it is streamed; sums, barriers, squares, x."""
+    """The layout of decode.cu: x of all steps or of a stage, `Stage`, sums, barriers and squares."""
     shared_memory(size)
     for m, k in itertools.product((1, 7, 8, 9, 16), WIDTHS):
         weight, tokens = weight_of(scheme, 64, k), 8 if m <= 8 else 16
         groups = 2 if weight.scheme.group_size == 32 else 1
         stage = 2 * WARPS * weight.bits // 4 * 32 * 16 + 2 * (2 * (WARPS * groups + 1) * 8 * 4)
         stage = -(-stage // 128) * 128
-        rest = WARPS * 2 * (tokens // 8) * 32 * 16 + 3 * 8 * 8 + tokens * WARPS * 4
-        assert rest % 16 == 0  # x behind it is read 16 bytes at a time
+        rest = WARPS * 2 * (tokens // 8) * 32 * 16 + (3 * 8 + 1) * 8 + tokens * WARPS * 4
         if streamed:
-            stage += m * (WARPS * 64 + 8) * 2
+            stage += WARPS * m * 128
         else:
-            rest += m * (-(-k // 64) * 64 + 8) * 2
+            rest += -(-k // (WARPS * 64)) * WARPS * m * 128
         of_stage, others = wna16_decode._shared(m, k, weight, streamed=streamed)
-        assert of_stage % 128 == 0
-        assert stage <= of_stage < stage + 128
-        assert rest == others
+        assert (of_stage, others) == (stage, rest)
         stages = wna16_decode._stages(torch.empty(m, k), weight, streamed=streamed)
         assert stages * of_stage + others <= size < (stages + 1) * of_stage + others
 
@@ -130,17 +127,37 @@ def test_loads_stay_inside_the_weight_and_its_stage(scheme, k):
             assert two == 1 or 64 * chunk + 32 >= k or group_of(chunk) + 1 == of_columns[1]
 
 
+@pytest.mark.parametrize("m", range(1, 17))
+def test_fragments_of_x_are_read_from_where_the_copy_engine_puts_them(m):
+    """`mine` and `multiply` beside TMA's 128-byte swizzle: a line's 16 bytes lie at their place xor the line mod 8."""
+    step = WARPS * m * 128
+    assert step % 1024 == 0  # so that the swizzle, which goes by address, begins anew with each step
+    for warp, half, tile in itertools.product(range(WARPS), range(2), range(-(-m // 8))):
+        for matrix in range(4):
+            addresses = []
+            for lane in range(8 * matrix, 8 * matrix + 8):
+                token = min(8 * tile + lane % 8, m - 1)
+                line, column = warp * m + token, 32 * half + 8 * matrix
+                address = (line * 128 + (lane // 8 ^ line % 8) * 16) ^ 64 * half
+                assert address == line * 128 + (column // 8 ^ line % 8) * 16
+                addresses.append(address)
+            rows = set(addresses)
+            assert len({address // 16 % 8 for address in rows}) == len(rows)  # eight rows from eight groups of banks
+
+
 @pytest.mark.parametrize("tokens", [8, 16])
 def test_a_thread_finishes_the_sums_of_its_row_and_token(tokens):
-    """Where accumulators of mma.m16n8k16 lie (PTX ISA), and where the end of decode.cu looks for them."""
+    """Where accumulators of mma.m16n8k16 lie (PTX ISA), and where `finish` looks for them."""
     where = {}
-    for lane, tile, register in itertools.product(range(32), range(tokens // 8), range(4)):
+    for which, lane, tile, register in itertools.product(range(2), range(32), range(tokens // 8), range(4)):
         row, token = lane // 4 + register // 2 * 8, 8 * tile + 2 * (lane % 4) + register % 2
-        where[row, token] = (tile * 32 + (lane ^ lane >> 3)) * 4 + register
-    for within, token in itertools.product(range(16), range(tokens)):
-        holder = within % 8 * 4 + token % 8 // 2
-        place = (holder ^ holder >> 3) * 4 + within // 8 * 2 + token % 2
-        assert where[within, token] == token // 8 * 128 + place
-    for first in range(0, 16 * tokens, 32):  # the threads of a warp read from 32 banks at once
-        threads = [(thread % 16, thread // 16) for thread in range(first, first + 32)]
-        assert len({where[place] % 32 for place in threads}) == 32
+        place = (which * tokens // 8 + tile) * 128 + (lane ^ lane >> 3) * 4
+        where[which, row, token] = place + [own ^ which for own in range(4)].index(register)
+    for token in range(tokens):
+        read = []
+        for which, within in itertools.product(range(2), range(16)):  # the threads of a warp
+            holder, element = within % 8 * 4 + token % 8 // 2, within // 8 * 2 + token % 2
+            place = (which * tokens // 8 + token // 8) * 128 + (holder ^ holder >> 3) * 4 + (element ^ which)
+            assert where[which, within, token] == place
+            read.append(place % 32)
+        assert sorted(read) == list(range(32))  # each from a bank of its own

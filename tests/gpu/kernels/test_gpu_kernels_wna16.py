@@ -122,6 +122,7 @@ def test_few_tokens_with_all_that_surrounds_the_product(scheme, dtype):
         (4096, 3424, "w4a16-g32"),
         (27392, 4096, "w4a16-g128"),
         (4096, 13696, "w4a16-g128"),
+        (4608, 13696, "w4a16-g128"),
         (68, 1000, "w8a16-asym"),
         (100, 200, "w4a16"),
         (33, 100, "w8a16"),
@@ -214,9 +215,10 @@ def test_the_operator_in_every_combination(n, k, dtype):
             assert before is None or torch.equal(residual, before)
 
 
-def test_any_axes_strides_and_beginnings():
-    n, k = 64, 256
-    weight, packed = quantized("w4a16-g64", n, k, torch.float16)
+@pytest.mark.parametrize(("k", "scheme"), [(256, "w4a16-g64"), (200, "w4a16"), (100, "w8a16")])
+def test_any_axes_strides_and_beginnings(k, scheme):
+    n = 64
+    weight, packed = quantized(scheme, n, k, torch.float16)
 
     def shifted(*shape):
         """Contiguous, but off 16 bytes."""
@@ -233,6 +235,7 @@ def test_any_axes_strides_and_beginnings():
         ]
         for x in rows:
             bias, norm, residual = shifted(n), shifted(k), shifted(m, n)
+            check(wna16_linear(x, packed, bias), exact(x, weight, bias))
             out = wna16_linear(x, packed, bias, norm=norm, eps=EPS, residual=residual)
             check(out, exact(x, weight, bias, norm, residual))
     x = normal(2, 3, 1, k, dtype=torch.float16)

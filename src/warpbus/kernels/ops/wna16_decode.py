@@ -16,8 +16,8 @@ from warpbus.kernels.units import unit
 
 MOST_TOKENS = 16
 _WARPS, _FINISHERS = 16, 3  # that multiply; that add up their sums
-_NO_MAP = bytes(128)
 _MOST_STAGES, _FEWEST_STAGES = 8, 2  # in flight
+_NO_MAP = bytes(128)
 
 
 def fits(x: Tensor, weight: PackedWeight) -> bool:
@@ -53,10 +53,10 @@ def multiply(
     pairs = n // 2 // TILE_ROWS if gated else blocks((n, 2 * TILE_ROWS))
     once = pairs <= multiprocessors(x.device)  # a block needs x once, and stages have room for more of it
     streamed = norm is None and (once or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
-    if not copyable(x) or (norm is None and k % TILE_COLUMNS):
+    if norm is not None:
+        x, norm = (tensor if aligned(tensor) else tensor.clone() for tensor in (x, norm))
+    elif not copyable(x) or k % TILE_COLUMNS:
         x = _padded(x)
-    if norm is not None and not aligned(norm):
-        norm = norm.clone()
     size = weight.scheme.group_size
     shift = 31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1
     stages = min(_stages(x, weight, streamed=streamed), _MOST_STAGES)
@@ -64,7 +64,7 @@ def multiply(
     _kernel(x.dtype, weight.bits, size == 32, _tokens(m))(
         multiprocessors(x.device),
         32 * (_WARPS + 1 + _FINISHERS),
-        tensor_map(x, m, TILE_COLUMNS, panels=_WARPS) if norm is None else _NO_MAP,
+        _NO_MAP if norm is not None else tensor_map(x, m, TILE_COLUMNS, panels=_WARPS),
         *(weight.codes, weight.scales, weight.zeros, x, norm, bias, residual, out),
         *(m, n, k, blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
         *(pairs if gated else 0, stages, int(streamed), eps),
@@ -100,7 +100,7 @@ def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[in
     scales = 2 * (_WARPS * (2 if weight.scheme.group_size == 32 else 1) + 1) * 32
     stage = blocks((codes + 2 * scales, 128)) * 128
     sums = _WARPS * 2 * (tokens // 8) * 32 * 16
-    barriers, squares = 208, tokens * _WARPS * 4
+    barriers, squares = 200, tokens * _WARPS * 4
     others = sums + barriers + squares
     step = _WARPS * m * TILE_COLUMNS * 2
     if streamed:
@@ -118,6 +118,7 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Ker
         GROUPS=2 if two_scales else 1,
         TOKENS=tokens,
         WARPS=_WARPS,
+        FINISHERS=_FINISHERS,
     )
     return declared.kernel("wna16_decode", "128sPPPPPPPPiiiiiiiiiif")
 

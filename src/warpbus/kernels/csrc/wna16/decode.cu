@@ -1,11 +1,13 @@
 // out [m, n] = epilogue(norm(x) [m, k] weight [n, k]^T) for up to TOKENS rows of x: quantized weights, 16-bit x.
 //
 // Macros
-//   ELEMENT   __half or __nv_bfloat16: of x, the scales, the zero points and out
-//   BITS      4 or 8: of a packed code; kernels/ops/packed.py says how they lie
-//   GROUPS    1: a scale for 64 columns or more; 2: one for 32
-//   TOKENS    8 or 16: the most rows of x
-//   WARPS     that multiply
+//   ELEMENT    __half or __nv_bfloat16: of x, the scales, the zero points and out
+//   BITS       4 or 8: of a packed code; kernels/ops/packed.py says how they lie
+//   GROUPS     1: a scale for 64 columns or more; 2: one for 32
+//   TOKENS     8 or 16: the most rows of x
+//   WARPS      that multiply
+//   FINISHERS  warps that add up their sums; with the one that loads, five warps for each part of a multiprocessor have 96
+//              registers a thread, a sixth would leave 80
 //
 // Prologue: with `norm`, RMSNorm of x. Epilogue: bias, then silu(gate) * up where the upper half of the weight's rows is the
 // gate and the lower half goes up (`gate_tiles` > 0, n / 2 columns in out), then the sum with `residual`, all in fp32.
@@ -14,16 +16,16 @@
 // time, across the borders of tiles, and it begins before the kernel ahead has ended. A stage is two tiles of 16 rows (of a
 // gated layer one of each half) by WARPS chunks of 64 columns, one for each of the other warps. Codes become fragments in
 // registers; they are multiplied as whole numbers and the sum of a group is scaled in fp32, so that no weight is rounded.
-// The warps' sums are added in a fixed order. x lies in shared memory, where it comes in parts, so that the first chunks are
-// multiplied while the others are on their way; or, where a block has few tiles anyway or x is too large, along with the
-// weights. A grid has one block for each multiprocessor.
+// Other warps add up the sums, in a fixed order, while those that multiply go on: nobody waits for all others. x lies in shared
+// memory, where it comes in parts, so that the first chunks are multiplied while the others are on their way; or, where a block
+// needs it only once or it is too large, along with the weights. One copy brings all rows of WARPS chunks: with one for each
+// row, the thread that asks would be what everything waits for. A grid has one block for each multiprocessor.
 #include "common/numeric.cuh"
 #include "common/ptx.cuh"
 #include "wna16/dequantize.cuh"
 
 using Packed = Codes<ELEMENT, BITS>;
 constexpr int kThreads = 32 * WARPS;  // that multiply
-constexpr int kFinishers = 3;        // warps that add up the sums of the others; 20 warps in all leave 96 registers a thread
 constexpr int kTokenTiles = TOKENS / 8;
 constexpr bool kAtOnce = kTokenTiles == 1;  // fetch all fragments of x ahead: with more tokens registers are too few
 constexpr int kMostStages = 8;
@@ -279,7 +281,7 @@ __device__ __forceinline__ void stage_rows(ELEMENT* staged, float* squares, cons
 __device__ __forceinline__ void stage_normed(ELEMENT* staged, float* squares, const ELEMENT* x, const ELEMENT* norm,
                                              const Vector& weight, const Problem& p) {
     if (p.m == 1) stage_rows<1>(staged, squares, x, 0, p);
-    else for (int first = 0; first < p.m; first += 8) stage_rows<8>(staged, squares, x, first, p);
+    else for (int first = 0; first < p.m; first += 4) stage_rows<4>(staged, squares, x, first, p);
     sync_consumers();
     float square = 0.0f;  // of the token that has this lane's number
     const int own = min(static_cast<int>(threadIdx.x % 32), p.m - 1);
@@ -344,7 +346,7 @@ __device__ __forceinline__ void store(float total, const Epilogue& e, ELEMENT* o
 }
 
 // What a warp does that adds up the sums which the others leave, while they are at work on the next pair of tiles: every
-// kFinishers-th token's, a thread for each row of the two tiles.
+// FINISHERS-th token's, a thread for each row of the two tiles.
 __device__ __forceinline__ void finish(const float* sums, const Addresses& at, const ELEMENT* bias,
                                        const ELEMENT* residual, ELEMENT* out, const Problem& p) {
     const int lane = threadIdx.x % 32;
@@ -353,11 +355,11 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
         const int row = row_of(pair, which, within, p);
         Epilogue next;
         if (first < p.m) next = fetch_epilogue(bias, residual, row, first, p);
-        ptx::named_barrier(kSummed, kThreads + kFinishers * 32);
+        ptx::named_barrier(kSummed, kThreads + FINISHERS * 32);
 #pragma unroll 1
-        for (int token = first; token < p.m; token += kFinishers) {
+        for (int token = first; token < p.m; token += FINISHERS) {
             const Epilogue epilogue = next;
-            if (token + kFinishers < p.m) next = fetch_epilogue(bias, residual, row, token + kFinishers, p);
+            if (token + FINISHERS < p.m) next = fetch_epilogue(bias, residual, row, token + FINISHERS, p);
             // Where the fragments of the product have this row and column.
             const int holder = within % 8 * 4 + token % 8 / 2, element = within / 8 * 2 + token % 2;
             const float* const mine = sums + (which * kTokenTiles + token / 8) * 128 + place_of(holder) * 4 +
@@ -372,18 +374,18 @@ __device__ __forceinline__ void finish(const float* sums, const Addresses& at, c
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1)
+extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
     wna16_decode(const __grid_constant__ ptx::TensorMap map, const uint4* codes, const ptx::uint32* scales,
                  const ptx::uint32* zeros, const ELEMENT* x, const ELEMENT* norm, const ELEMENT* bias,
                  const ELEMENT* residual, ELEMENT* out, const Problem p) {
-    // x of all steps, or of those in flight; then the stages; the sums [WARPS][2][kTokenTiles][32]; what is declared here.
+    // x of all steps, or of those in flight; the stages; sums [WARPS][2][kTokenTiles][32]; the rest as it is declared here.
     extern __shared__ __align__(1024) unsigned char memory[];
     ELEMENT* const staged = reinterpret_cast<ELEMENT*>(memory);
     const int steps = (p.chunks + WARPS - 1) / WARPS;
     Stage* const stages = reinterpret_cast<Stage*>(memory + (p.streamed ? p.stages : steps) * step_bytes(p));
     float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
     Barriers* const barriers = reinterpret_cast<Barriers*>(sums + WARPS * 2 * kTokenTiles * 32);
-    float* const squares = reinterpret_cast<float*>(barriers + 1);  // [TOKENS][WARPS]
+    float* const squares = reinterpret_cast<float*>(barriers + 1);  // [WARPS][TOKENS]
     const Addresses at = {ptx::shared_address(barriers->full), ptx::shared_address(barriers->empty),
                           ptx::shared_address(barriers->x), ptx::shared_address(&barriers->finished)};
     const int lane = threadIdx.x % 32;
@@ -399,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
             ptx::mbarrier_init(at.empty + 8 * i, WARPS);
         }
         for (int i = 0; i < kParts; ++i) ptx::mbarrier_init(at.x + 8 * i, 1);
-        ptx::mbarrier_init(at.finished, kFinishers);
+        ptx::mbarrier_init(at.finished, FINISHERS);
         ptx::mbarrier_fence_init();
     }
     __syncthreads();
@@ -427,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
         mine[t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
     }
     Ring ring;
-    int parity = 0;  // of the pairs' phases
+    int parity = 0;  // of the phase of the pair
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x, parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
         for (int first = 0; first < p.chunks; first += WARPS) {
@@ -454,6 +456,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + kFinishers), 1
                     make_float4(own[order_of(0, r)], own[order_of(1, r)], own[order_of(2, r)], own[order_of(3, r)]);
             }
         }
-        ptx::named_barrier_arrive(kSummed, kThreads + kFinishers * 32);
+        ptx::named_barrier_arrive(kSummed, kThreads + FINISHERS * 32);
     }
 }
