@@ -18,7 +18,6 @@ from warpbus.kernels.units import unit
 _NO_MAP = bytes(128)
 _FULL_ENOUGH = 0.9
 _GROUP = 4096  # rows of x that are walked together
-_SHARING = 16
 
 
 @dataclass(frozen=True)
@@ -81,19 +80,17 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     )
     codes = weight.codes.view(rows, -1)
     direct = not fits(out)
-    cluster = 2 if n > tiling.rows and tiling.tokens >= _SHARING else 1
     maps = (
-        tensor_map(x, tiling.tokens // cluster, TILE_COLUMNS),
+        tensor_map(x, tiling.tokens, TILE_COLUMNS),
         tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
         scale_map(_words(weight.scales)),
         _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
         _NO_MAP if direct else tensor_map(out, min(tiling.tokens, 64), 64),
     )
-    tiles = blocks((m, tiling.tokens), (n, tiling.rows * cluster))
-    clusters = min(multiprocessors(x.device) // cluster, tiles * chunks)
-    waves = _waves(tiles, clusters)
-    shared_tiles = tiles > waves * clusters  # with whole waves the last may hold fewer
-    grid = clusters * cluster
+    tiles = blocks((m, tiling.tokens), (n, tiling.rows))
+    grid = min(multiprocessors(x.device), tiles * chunks)
+    waves = _waves(tiles, grid)
+    shared_tiles = tiles > waves * grid  # with whole waves the last may hold fewer
     partials = x.new_empty(grid * tiling.rows * tiling.tokens, dtype=torch.float32) if shared_tiles else None
     tiling.kernel(x.dtype, bits)(
         grid,
@@ -105,23 +102,22 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
             weight.scheme.middle_code,
             scale_words,
         ),
-        *(max(_GROUP // tiling.tokens, 1), waves, int(direct), cluster),
+        *(max(_GROUP // tiling.tokens, 1), waves, int(direct)),
         shared=tiling.shared(bits),
-        cluster=cluster,
         dependent=True,
     )
 
 
-def _waves(tiles: int, clusters: int) -> int:
-    """Whole tiles of each cluster; the rest is shared by all.
+def _waves(tiles: int, grid: int) -> int:
+    """Whole tiles of each block; the rest is shared by all.
 
     Tiles are whole where a last wave that is not full wastes little: blocks at different places along k would not find
     each other's part of x in L2.
     """
-    full = blocks((tiles, clusters))
-    if tiles >= _FULL_ENOUGH * full * clusters:
+    full = blocks((tiles, grid))
+    if tiles >= _FULL_ENOUGH * full * grid:
         return full
-    return max(tiles // clusters - 1, 0)
+    return max(tiles // grid - 1, 0)
 
 
 def choose(m: int) -> Tiling:
@@ -150,7 +146,7 @@ def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: 
         CONSUMERS=consumers,
         STAGES=stages,
     )
-    return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiiiii")
+    return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiiii")
 
 
 for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):

@@ -12,12 +12,11 @@
 // from shared memory. Codes minus zero points are exact and rounded once, in the product with their scale.
 //
 // Who does what: one thread feeds a ring of STAGES buffers by TMA, and it asks for weights before the kernel ahead has ended.
-// The other warpgroups dequantize a block while the products of the one before run. Two blocks of a cluster work at tiles that
-// lie one below the other, at the same pace: each brings half of x for both, which halves what is read of it from L2.
+// The other warpgroups dequantize a block while the products of the one before run.
 //
-// How the work is shared: up to `waves` whole tiles for each cluster, then what is left, tiles by blocks of k, in equal runs.
-// Where a run ends inside a tile, the cluster that has the beginning of the tile adds up what the others have left in
-// `partials`, in their order, and writes it. All are resident, so it can wait for them by a flag, which it takes back.
+// How the work is shared: up to `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
+// a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
+// their order, and writes it. All blocks are resident, so it can wait for them by a flag, which it takes back.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
 #include "common/wgmma.cuh"
@@ -45,9 +44,8 @@ struct Problem {
     int middle;       // the code that means zero in a symmetric scheme
     int scale_words;  // of a tile of 16 rows that a block of k needs: 8, or 16 where a chunk has two groups
     int group;        // tiles along m that are walked together, so that L2 serves a wave of blocks
-    int waves;        // whole tiles of each cluster
+    int waves;        // whole tiles of each block
     int direct;       // write by ordinary stores: out has no tensor map
-    int cluster;      // blocks in one, 1 or 2; a tile is kRows rows of the weight for each of them
 };
 
 struct Maps {
@@ -59,32 +57,27 @@ struct Segment {
     int tile, begin, end;
 };
 
-// The segments of one cluster.
+// The segments of one block of the grid.
 struct Schedule {
     int wave = 0;
     int unit, last;  // of what is left after the waves, in blocks of k
     int first;       // tile of what is left
 
     __device__ __forceinline__ static int tiles(const Problem& p) {
-        return ((p.m + TOKENS - 1) / TOKENS) * columns(p);
+        return ((p.m + TOKENS - 1) / TOKENS) * ((p.n + kRows - 1) / kRows);
     }
-    __device__ __forceinline__ static int columns(const Problem& p) {
-        return (p.n + kRows * p.cluster - 1) / (kRows * p.cluster);
-    }
-    __device__ __forceinline__ static int clusters(const Problem& p) { return gridDim.x / p.cluster; }
-    __device__ __forceinline__ static int own(const Problem& p) { return blockIdx.x / p.cluster; }
-    // Where the run of a cluster begins.
-    __device__ __forceinline__ static int begin_of(int cluster, const Problem& p) {
-        const int left = max(tiles(p) - p.waves * clusters(p), 0);
-        // Less than two tiles for each of a few hundred clusters: 32 bits suffice for a k of millions.
-        return static_cast<unsigned>(left * p.chunks) * cluster / clusters(p);
+    // Where the run of a block begins.
+    __device__ __forceinline__ static int begin_of(int block, const Problem& p) {
+        const int left = max(tiles(p) - p.waves * static_cast<int>(gridDim.x), 0);
+        // Less than two tiles for each of a few hundred blocks: 32 bits suffice for a k of millions.
+        return static_cast<unsigned>(left * p.chunks) * block / gridDim.x;
     }
     __device__ __forceinline__ explicit Schedule(const Problem& p)
-        : unit(begin_of(own(p), p)), last(begin_of(own(p) + 1, p)), first(p.waves * clusters(p)) {}
+        : unit(begin_of(blockIdx.x, p)), last(begin_of(blockIdx.x + 1, p)), first(p.waves * gridDim.x) {}
 
     __device__ __forceinline__ bool next(Segment& segment, const Problem& p) {
         if (wave < p.waves) {
-            segment = {wave * clusters(p) + own(p), 0, p.chunks};
+            segment = {static_cast<int>(wave * gridDim.x + blockIdx.x), 0, p.chunks};
             ++wave;
             return segment.tile < tiles(p);  // the last wave need not be full, and nothing is left then
         }
@@ -98,13 +91,12 @@ struct Schedule {
 };
 
 struct Place {
-    int token, row;  // of the first element of this block's part of the tile
+    int token, row;  // of the tile's first element
 };
 
 __device__ __forceinline__ Place place_of(int tile, const Problem& p) {
-    const auto place = tile_place(tile, (p.m + TOKENS - 1) / TOKENS, Schedule::columns(p), p.group);
-    const int rank = blockIdx.x % p.cluster;
-    return {place.row * TOKENS, (place.column * p.cluster + rank) * kRows};
+    const auto place = tile_place(tile, (p.m + TOKENS - 1) / TOKENS, (p.n + kRows - 1) / kRows, p.group);
+    return {place.row * TOKENS, place.column * kRows};
 }
 
 // Addresses in shared memory.
@@ -157,29 +149,16 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
 
 __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks,
                                        const Problem& p) {
-    const ptx::uint32 target = buffers.x + stage * kXBytes, full = buffers.full + 8 * stage;
-    const int column = blocks.segment.begin * kTileK;
-    if (p.cluster == 1) {
-        ptx::tma_load(target, &maps.x, full, column, blocks.place.token);
-    } else {
-        const int rank = ptx::cluster_rank();
-        ptx::tma_load_multicast(target + rank * (kXBytes / 2), &maps.x, full, column,
-                                blocks.place.token + rank * (TOKENS / 2), 3);
-    }
+    ptx::tma_load(buffers.x + stage * kXBytes, &maps.x, buffers.full + 8 * stage, blocks.segment.begin * kTileK,
+                  blocks.place.token);
 }
 
-// What the first warp does, by one of its threads. The weights of the first stages are nobody's output and no other block's
-// business: it asks for them before it knows of either.
 __device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps, bool symmetric, const Problem& p) {
-    const bool leads = threadIdx.x == 0;
     Blocks ahead(p), behind(p);
     Ring<STAGES> ring;
     for (int i = 0; i < STAGES && ahead.there; ++i, ahead.advance(p)) {
-        if (leads) load_weights(buffers, i, maps, ahead, symmetric, p);
+        load_weights(buffers, i, maps, ahead, symmetric, p);
     }
-    __syncwarp();
-    if (p.cluster > 1) ptx::cluster_wait();
-    if (!leads) return;
     ptx::griddepcontrol_wait();
     for (int i = 0; i < STAGES && behind.there; ++i, behind.advance(p), ring.advance()) {
         load_x(buffers, i, maps, behind, p);
@@ -290,23 +269,21 @@ __device__ __forceinline__ void gather(float (&d)[TOKENS / 2], int tile, const f
                                        const Problem& p) {
     const int thread = threadIdx.x % 128;
     const int end = (tile - p.waves * static_cast<int>(gridDim.x) + 1) * p.chunks;
-    const int own = Schedule::own(p);
     int count = 0;
-    while (own + count + 1 < Schedule::clusters(p) && Schedule::begin_of(own + count + 1, p) < end) ++count;
-    // Those of the blocks that have the same rank in the clusters behind this one.
-    const int first = (blockIdx.x + p.cluster) * kConsumers + consumer, step = p.cluster * kConsumers;
+    while (blockIdx.x + count + 1 < gridDim.x && Schedule::begin_of(blockIdx.x + count + 1, p) < end) ++count;
+    int* const theirs = flags + (blockIdx.x + 1) * kConsumers + consumer;
     for (int i = thread; i < count; i += 128) {
-        while (ptx::load_acquire(flags + first + i * step) == 0) {
+        while (ptx::load_acquire(theirs + i * kConsumers) == 0) {
         }
     }
     __threadfence();
     ptx::named_barrier(1 + consumer, 128);
-    for (int i = thread; i < count; i += 128) flags[first + i * step] = 0;
-    constexpr long long kSums = TOKENS / 2 * 128;
-    const float* source = partials + first * kSums + thread;
-    for (int i = 0; i < count; ++i, source += step * kSums) {
+    for (int i = thread; i < count; i += 128) theirs[i * kConsumers] = 0;
+    constexpr int kSums = TOKENS / 2 * 128;
+    const float* source = partials + ((blockIdx.x + 1ll) * kConsumers + consumer) * kSums + thread;
+    for (int block = 0; block < count; ++block, source += kConsumers * kSums) {
 #pragma unroll
-        for (int j = 0; j < TOKENS / 2; ++j) d[j] += __ldcg(source + j * 128);
+        for (int i = 0; i < TOKENS / 2; ++i) d[i] += __ldcg(source + i * 128);
     }
 }
 
@@ -317,10 +294,6 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
     Schedule schedule(p);
     Segment segment;
     Ring<STAGES> ring;
-    // To all that write into a stage.
-    auto release = [&](int stage) {
-        if (thread < p.cluster) ptx::mbarrier_arrive_at(buffers.empty + 8 * stage, thread);
-    };
     float d[TOKENS / 2];
     ptx::uint32 even[4][4], odd[4][4];
     while (schedule.next(segment, p)) {
@@ -334,7 +307,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
             if (block > 0) {
                 ptx::wgmma_wait<1>();
                 read_by_products(other);
-                release(before);
+                if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * before);
             }
             before = ring.stage;
             ring.advance();
@@ -345,7 +318,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_arrived(d);
-        release(before);
+        if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * before);
 
         if (segment.begin > 0) {
             leave(d, partials, flags, consumer);
@@ -373,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             ptx::mbarrier_init(buffers.full + 8 * i, 1);
-            ptx::mbarrier_init(buffers.empty + 8 * i, kConsumers * p.cluster);
+            ptx::mbarrier_init(buffers.empty + 8 * i, kConsumers);
         }
         ptx::mbarrier_fence_init();
         ptx::prefetch_tensor_map(&maps.codes);
@@ -384,16 +357,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
     ptx::griddepcontrol_launch_dependents();
-    if (p.cluster > 1) ptx::cluster_arrive();
-    if (threadIdx.x >= 32 && p.cluster > 1) ptx::cluster_wait();
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_decrease<kProducerRegisters>();
-        if (threadIdx.x < 32) produce(buffers, maps, symmetric, p);
+        if (threadIdx.x == 0) produce(buffers, maps, symmetric, p);
     } else {
         ptx::setmaxnreg_increase<kConsumerRegisters>();
         ptx::griddepcontrol_wait();
         consume(buffers, maps, bias, out, partials, flags, symmetric, p);
     }
-    // A block stays until the other has read the last stage, and says so here.
-    if (p.cluster > 1) ptx::cluster_sync();
 }
