@@ -112,7 +112,7 @@ def test_waves_are_whole_or_leave_enough_to_share(grid):
 @pytest.mark.parametrize("n", [1, 100, 256, 4608, 27392])
 def test_every_tile_has_its_place(m, n):
     """`place_of` in sm90_wna16.cu, with what `multiply` gives it."""
-    tiling = choose(m)
+    tiling = choose(m, n, 132)
     group = max(_GROUP // tiling.tokens, 1)
     tokens, rows = -(-m // tiling.tokens), -(-n // tiling.rows)
     places = set()
@@ -124,27 +124,43 @@ def test_every_tile_has_its_place(m, n):
     assert places == set(itertools.product(range(tokens), range(rows)))
 
 
-def test_the_tiling_is_the_smallest_that_holds_the_rows():
-    sizes = [tiling.tokens for tiling in TILINGS]
-    assert sizes == sorted(sizes)
-    for m in range(1, sizes[-1] + 1):
-        assert choose(m).tokens == min(size for size in sizes if size >= m)
+def test_tilings_go_from_the_smallest_tile_to_the_largest():
+    sizes = [tiling.tokens * tiling.rows for tiling in TILINGS]
+    assert sizes == sorted(set(sizes))
+    assert [tiling.tokens for tiling in TILINGS] == [16, 32, 64, 128, 128, 256]
 
 
-def test_of_more_rows_than_any_tiling_little_is_wasted():
-    middle, largest = TILINGS[-2:]
-    assert choose(300) is middle  # 384 rows in place of 512
-    assert choose(512) is largest
-    assert choose(1000) is largest
-    assert choose(4096) is largest
+@pytest.mark.parametrize("n", [1, 4096, 27392, 100000])
+def test_few_rows_get_the_smallest_tile_that_holds_them(n):
+    for m in range(1, 65):
+        assert choose(m, n, 132).tokens == max(16, 1 << (m - 1).bit_length())
+
+
+def test_tiles_are_smaller_where_multiprocessors_have_to_share_them():
+    *_, low, tall, wide = TILINGS
+    for m in (65, 100, 128):
+        assert choose(m, 131 * 192, 132) is low
+        assert choose(m, 131 * 192 + 1, 132) is tall
+    for m in (129, 200, 256):
+        assert choose(m, 131 * 128, 132) is tall
+        assert choose(m, 131 * 128 + 1, 132) is wide
+
+
+@pytest.mark.parametrize("n", [4096, 27392])
+def test_of_more_rows_than_any_tiling_little_is_wasted(n):
+    *_, low, _, wide = TILINGS
+    assert choose(300, n, 132) is low  # 384 rows in place of 512
+    assert choose(512, n, 132) is wide
+    assert choose(1000, n, 132) is wide
+    assert choose(4096, n, 132) is wide
     for m in range(257, 3000, 7):
-        chosen = choose(m)
-        assert chosen in (middle, largest)
+        chosen = choose(m, n, 132)
+        assert chosen in (low, wide)
         assert -(-m // chosen.tokens) * chosen.tokens < m + chosen.tokens
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: str(tiling.tokens))
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.tokens}x{tiling.rows}")
 def test_tilings_fit_a_multiprocessor(tiling, bits):
     assert tiling.shared(bits) <= 227 * 1024
     assert tiling.stages[bits] >= 2  # the products of one stage run while the next is dequantized
@@ -158,7 +174,7 @@ def test_tilings_fit_a_multiprocessor(tiling, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: str(tiling.tokens))
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.tokens}x{tiling.rows}")
 def test_registers_of_a_block_can_be_shared_out_anew(tiling, bits):
     """setmaxnreg waits forever where the warpgroups want more than the block was given."""
     pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda")

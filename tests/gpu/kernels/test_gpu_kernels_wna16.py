@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.kernels.ops import wna16_decode, wna16_wgmma, workspace
+from warpbus.kernels.ops.arguments import multiprocessors
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.qtensor import QTensor, Scheme
@@ -26,7 +27,7 @@ SCHEMES = [
 ]
 NARROW = ["w2a16-g64-asym", "w3a16-g32", "w3a16-g128-asym", "w2a16"]
 EPS = 1e-5
-BY_TOKENS = pytest.mark.parametrize("tiling", wna16_wgmma.TILINGS, ids=lambda tiling: str(tiling.tokens))
+BY_TILING = pytest.mark.parametrize("tiling", wna16_wgmma.TILINGS, ids=lambda tiling: f"{tiling.tokens}x{tiling.rows}")
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +149,7 @@ def test_few_tokens_at_sizes_of_models_and_at_odd_ones(n, k, scheme, dtype):
 @needs_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", [*SCHEMES, *NARROW])
-@BY_TOKENS
+@BY_TILING
 def test_many_tokens(tiling, scheme, dtype):
     size = Scheme.parse(scheme).group_size or 40
     for m, n, groups in [(100, 100, 3), (300, 1032, 8), (17, 16, 1), (1, 257, 27)]:
@@ -182,7 +183,7 @@ def test_many_tokens_at_sizes_of_models_and_at_odd_ones(n, k, scheme, dtype):
 
 
 @needs_hopper
-@BY_TOKENS
+@BY_TILING
 def test_tiles_that_are_shared_and_whole_waves(tiling):
     """From tiles that many blocks share to several waves, with runs that end anywhere."""
     for tiles, k in [(1, 8192), (3, 1088), (50, 704), (131, 192), (133, 192), (240, 320), (390, 128), (400, 64)]:
@@ -278,8 +279,8 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(n, k, scheme, dtype):
 @pytest.mark.parametrize("m", [17, 40, 100, 200])
 def test_a_row_has_the_bits_that_it_has_in_a_full_tile(m):
     _, packed = quantized("w4a16-g128", 4096, 4096, torch.float16)
-    tiling = wna16_wgmma.choose(m)
-    x = normal(tiling.tokens, 4096, dtype=torch.float16)
+    tokens = wna16_wgmma.choose(m, 4096, multiprocessors(torch.device("cuda"))).tokens
+    x = normal(-(-m // tokens) * tokens, 4096, dtype=torch.float16)
     assert torch.equal(wgmma(x[:m], packed), wgmma(x, packed)[:m])
 
 

@@ -49,11 +49,13 @@ class Tiling:
         return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits])
 
 
+# From the smallest tile to the largest.
 TILINGS = (
     Tiling(16, 3, {4: 18, 8: 12}),
     Tiling(32, 3, {4: 14, 8: 10}),
-    Tiling(64, 2, {4: 12, 8: 10}),
+    Tiling(64, 3, {4: 12, 8: 9}),
     Tiling(128, 2, {4: 8, 8: 7}),
+    Tiling(128, 3, {4: 8, 8: 6}),
     Tiling(256, 2, {4: 5, 8: 4}),
 )
 
@@ -70,7 +72,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     m, k = x.shape
     n = weight.shape[0]
     bits = weight.bits
-    tiling = tiling or choose(m)
+    tiling = tiling or choose(m, n, multiprocessors(x.device))
     chunks, rows = blocks((k, TILE_COLUMNS)), blocks((n, TILE_ROWS))
     size = weight.scheme.group_size
     scale_words = 16 if size == 32 else 8
@@ -120,14 +122,22 @@ def _waves(tiles: int, grid: int) -> int:
     return max(tiles // grid - 1, 0)
 
 
-def choose(m: int) -> Tiling:
-    """The tiling for m rows of x: the smallest that holds them, or the largest that wastes little."""
-    for tiling in TILINGS:
+def choose(m: int, n: int, processors: int) -> Tiling:
+    """The tiling for m rows of x and n rows of the weight.
+
+    Up to 64 rows the smallest that holds them. Up to 256 the largest that does, if there is such a tile for each
+    multiprocessor; where several have to share one, the next smaller, of which they leave each other less. Beyond, one
+    of two that do not waste much on rows that are not there.
+    """
+    *small, low, tall, wide = TILINGS
+    for tiling in small:
         if m <= tiling.tokens:
             return tiling
-    middle, largest = TILINGS[-2:]
-    padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (middle, largest)]
-    return middle if padded[0] < 0.9 * padded[1] else largest
+    if m <= wide.tokens:
+        larger, smaller = (tall, low) if m <= tall.tokens else (wide, tall)
+        return larger if blocks((n, larger.rows)) >= processors else smaller
+    padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]
+    return low if padded[0] < 0.9 * padded[1] else wide
 
 
 def _words(scales: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ constexpr int kStoreTokens = TOKENS < 64 ? TOKENS : 64;
 constexpr int kStagingBytes = kStoreTokens * 64 * 2;
 constexpr int kProducerRegisters = 40;
 // With the producer's no more than a block is given at its start.
-constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 152 : 104;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 152;
 
 struct Problem {
     int m, n, k;
