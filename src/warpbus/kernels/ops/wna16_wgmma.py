@@ -53,6 +53,7 @@ class Tiling:
 TILINGS = (
     Tiling(16, 3, {4: 18, 8: 12}),
     Tiling(32, 3, {4: 14, 8: 10}),
+    Tiling(64, 2, {4: 12, 8: 10}),
     Tiling(64, 3, {4: 12, 8: 9}),
     Tiling(128, 2, {4: 8, 8: 7}),
     Tiling(128, 3, {4: 8, 8: 6}),
@@ -125,17 +126,14 @@ def _waves(tiles: int, grid: int) -> int:
 def choose(m: int, n: int, processors: int) -> Tiling:
     """The tiling for m rows of x and n rows of the weight.
 
-    Up to 64 rows the smallest that holds them. Up to 256 the largest that does, if there is such a tile for each
-    multiprocessor; where several have to share one, the next smaller, of which they leave each other less. Beyond, one
-    of two that do not waste much on rows that are not there.
+    Up to 256 rows one that holds them all: the largest that is worth it, if every multiprocessor gets a tile of it.
+    Where several have to share one, the next smaller, of which they leave each other less. Beyond, one of two that do
+    not waste much on rows that are not there.
     """
-    *small, low, tall, wide = TILINGS
-    for tiling in small:
-        if m <= tiling.tokens:
-            return tiling
-    if m <= wide.tokens:
-        larger, smaller = (tall, low) if m <= tall.tokens else (wide, tall)
-        return larger if blocks((n, larger.rows)) >= processors else smaller
+    least, few, short, tall, low, high, wide = TILINGS
+    for smaller, larger in ((least, least), (few, few), (short, tall), (low, high), (high, wide)):
+        if m <= larger.tokens:
+            return larger if blocks((n, larger.rows)) >= processors else smaller
     padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]
     return low if padded[0] < 0.9 * padded[1] else wide
 
