@@ -1,6 +1,7 @@
 """The product of a few tokens without a GPU: what fits into shared memory; models of what a block loads and writes."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -161,3 +162,65 @@ def test_a_thread_finishes_the_sums_of_its_row_and_token(tokens):
             assert where[which, within, token] == place
             read.append(place % 32)
         assert sorted(read) == list(range(32))  # each from a bank of its own
+
+
+class Shared:
+    """What the warps of a block share at the end of a pair of tiles, and the two barriers between them."""
+
+    def __init__(self, warps, finishers):
+        self.sums = [None] * warps  # the round that each warp's are of
+        self.arrived = [0, 0]  # at kSummed: warps that multiply, and those that finish
+        self.summed = 0  # rounds in which all have arrived
+        self.phase, self.pending = 0, finishers  # of the mbarrier `finished`
+
+    def arrive(self, which, warps, finishers):
+        self.arrived[which] += 1
+        assert self.arrived[which] <= (warps, finishers)[which]  # nobody is a round ahead
+        if self.arrived == [warps, finishers]:
+            self.arrived, self.summed = [0, 0], self.summed + 1
+
+    def finish(self, finishers):
+        self.pending -= 1
+        if not self.pending:
+            self.phase, self.pending = self.phase + 1, finishers
+
+
+def multiplying(shared, warp, rounds, sizes):
+    for number in range(rounds):
+        parity = number % 2
+        while shared.phase % 2 == parity ^ 1:  # mbarrier_wait(finished, parity ^ 1): until that phase has ended
+            yield
+        shared.sums[warp] = number
+        yield
+        shared.arrive(0, *sizes)
+        yield
+
+
+def finishing(shared, rounds, sizes):
+    for number in range(rounds):
+        shared.arrive(1, *sizes)
+        while shared.summed <= number:
+            yield
+        for warp in range(sizes[0]):
+            assert shared.sums[warp] == number
+            yield
+        shared.finish(sizes[1])
+        yield
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_sums_are_read_when_all_are_there_and_overwritten_when_all_are_read(seed):
+    """The barriers of the loop over pairs and of `finish`, in a random order of events."""
+    chance, sizes, rounds = random.Random(seed), (4, wna16_decode._FINISHERS), 5
+    shared = Shared(*sizes)
+    warps = [multiplying(shared, warp, rounds, sizes) for warp in range(sizes[0])]
+    warps += [finishing(shared, rounds, sizes) for _ in range(sizes[1])]
+    weights = [chance.uniform(0.02, 1) for _ in warps]  # some are slow
+    for _ in range(100_000):
+        index = chance.choices(range(len(warps)), weights)[0]
+        if next(warps[index], "ended") == "ended":
+            del warps[index], weights[index]
+        if not warps:
+            break
+    assert not warps  # nobody waits forever
+    assert shared.summed == shared.phase == rounds
