@@ -45,7 +45,8 @@ def counters(device: torch.device, count: int) -> Tensor:
         return buffer
     if torch.cuda.is_current_stream_capturing():
         return _captured(device, count)
-    if device not in _reserves:
+    reserve = _reserves.get(device)
+    if reserve is None or reserve.numel() < _RESERVE // 2:  # for some five hundred kernels of the next graphs
         _reserves[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     held = _of_stream.get(key)
