@@ -126,9 +126,9 @@ def _waves(tiles: int, grid: int) -> int:
 def choose(m: int, n: int, processors: int) -> Tiling:
     """The tiling for m rows of x and n rows of the weight.
 
-    Up to 256 rows one that holds them all: the largest that is worth it, if every multiprocessor gets a tile of it.
-    Where several have to share one, the next smaller, of which they leave each other less. Beyond, one of two that do
-    not waste much on rows that are not there.
+    Up to 256 rows one that wastes little on rows that are not there: the larger of two if there is such a tile for each
+    multiprocessor, else the smaller, of which those that share one leave each other less. Beyond, one of two that
+    waste little.
     """
     least, few, short, tall, low, high, wide = TILINGS
     for smaller, larger in ((least, least), (few, few), (short, tall), (low, high), (high, wide)):
