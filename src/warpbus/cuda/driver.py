@@ -151,6 +151,21 @@ def launch(
     return status
 
 
+def resident_clusters(handle: ctypes.c_void_p, block: tuple[int, int, int], *, shared: int, cluster: int) -> int:
+    """How many clusters of a kernel a device can run at the same time; 0 if it cannot run one.
+
+    Args:
+        block, shared, cluster: as `launch` has them; the kernel is allowed the shared memory.
+    """
+    attributes = (_Attribute * 1)()
+    attributes[0].id = _CLUSTER_DIMENSION
+    attributes[0].value[:3] = (cluster, 1, 1)
+    configuration = _Configuration((cluster, 1, 1), block, shared, None, attributes, 1)
+    count = ctypes.c_int()
+    status = library().cuOccupancyMaxActiveClusters(ctypes.byref(count), handle, ctypes.byref(configuration))
+    return 0 if status else count.value
+
+
 def explain_launch(status: int, grid: Any, block: Any, shared: int, device: int, label: str) -> DeviceError:
     """The error of a launch that failed, with the limit of the device that it broke."""
     threads = block[0] * block[1] * block[2]

@@ -92,6 +92,7 @@ class Kernel:
         self._offsets = tuple(end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
         self._handles: dict[int, ctypes.c_void_p] = {}
         self._shared: dict[int, int] = {}
+        self._resident: dict[tuple[int, ...], int] = {}
 
     def __call__(
         self,
@@ -145,6 +146,20 @@ class Kernel:
         )
         if status:
             raise driver.explain_launch(status, *sides, shared, index, self.label)
+
+    def resident_clusters(self, index: int, block: int, shared: int, cluster: int) -> int:
+        """How many clusters of so many blocks a GPU can run at the same time.
+
+        Args:
+            index: of the GPU.
+            block: threads; `shared`: bytes of dynamic shared memory a block.
+        """
+        key = index, block, shared, cluster
+        if key not in self._resident:
+            with torch.cuda.device(index):
+                handle = self._prepare(index, shared)
+                self._resident[key] = driver.resident_clusters(handle, (block, 1, 1), shared=shared, cluster=cluster)
+        return self._resident[key]
 
     @property
     def label(self) -> str:

@@ -7,12 +7,21 @@ import re
 import pytest
 import torch
 
-from warpbus.kernels.ops.wna16_wgmma import _GROUP, TILINGS, _waves, choose
+from warpbus.kernels.ops.wna16_wgmma import _GROUP, TILINGS, Plan, _waves, choose
 from warpbus.kernels.units import CSRC
 
 GRIDS = [1, 2, 7, 78, 114, 132, 148]
 SIZES = [(1, 1), (1, 64), (1, 1000), (2, 3), (9, 64), (36, 64), (107, 64), (131, 5), (132, 5), (133, 5), (16, 214)]
 MORE = [(118, 64), (119, 64), (237, 64), (238, 64), (264, 2), (265, 2), (350, 7), (396, 64), (400, 1), (1700, 64)]
+
+
+def resident(tiling, splits):
+    """Clusters on a GPU of 132 multiprocessors, of which 18 lie together twice and 16 six times."""
+    return 2 * (18 // splits) + 6 * (16 // splits)
+
+
+def plan(m, n, k=4096):
+    return choose(m, n, k, 132, resident)
 
 
 def run_begin(block, left, chunks, grid):
@@ -112,7 +121,7 @@ def test_waves_are_whole_or_leave_enough_to_share(grid):
 @pytest.mark.parametrize("n", [1, 100, 256, 4608, 27392])
 def test_every_tile_has_its_place(m, n):
     """`place_of` in sm90_wna16.cu, with what `multiply` gives it."""
-    tiling = choose(m, n, 132)
+    tiling = plan(m, n).tiling
     group = max(_GROUP // tiling.tokens, 1)
     tokens, rows = -(-m // tiling.tokens), -(-n // tiling.rows)
     places = set()
@@ -133,28 +142,90 @@ def test_tilings_go_from_the_smallest_tile_to_the_largest():
 @pytest.mark.parametrize("n", [1, 4096, 27392, 100000])
 def test_few_rows_get_the_smallest_tile_that_holds_them(n):
     for m in range(1, 65):
-        assert choose(m, n, 132).tokens == max(16, 1 << (m - 1).bit_length())
+        assert plan(m, n).tiling.tokens == max(16, 1 << (m - 1).bit_length())
 
 
-def test_tiles_are_smaller_where_multiprocessors_have_to_share_them():
+def test_large_tiles_where_each_multiprocessor_gets_one():
     _, _, short, tall, low, high, wide = TILINGS
     for rows, smaller, larger in (((33, 64), short, tall), ((65, 128), low, high), ((129, 200, 256), high, wide)):
         for m in rows:
-            assert choose(m, 131 * larger.rows, 132) is smaller
-            assert choose(m, 131 * larger.rows + 1, 132) is larger
+            assert plan(m, 131 * larger.rows) == Plan(smaller)
+            assert plan(m, 131 * larger.rows + 1) == Plan(larger)
+
+
+def test_clusters_share_few_tiles():
+    """ChatGLM2-6B's o and qkv, and down as it is split over four GPUs."""
+    *_, short, _, low, _, wide = TILINGS
+    assert plan(64, 4096) == Plan(short, 4)  # 32 tiles: all 32 clusters of four
+    assert plan(128, 4096) == Plan(low, 4)
+    assert plan(256, 4096) == Plan(wide, 4)
+    assert plan(256, 4608) == Plan(wide, 3)
+    assert plan(64, 4096, 3424) == Plan(short, 4)
+    assert plan(64, 4096, 128).splits == 1  # clusters of two, as many as there are blocks of k, would leave half idle
+    assert plan(64, 100 * 128).splits == 1  # more than half as many tiles as multiprocessors
+    assert plan(64, 50 * 192).splits == 1  # clusters of two would leave a fourth of them idle
+
+
+@pytest.mark.parametrize("m", [17, 64, 100, 128, 200, 256])
+def test_all_clusters_are_resident(m):
+    for n, k in itertools.product((64, 1000, 2304, 4096, 4608, 8192), (64, 1000, 4096, 13696)):
+        chosen = plan(m, n, k)
+        tiles = -(-m // chosen.tiling.tokens) * -(-n // chosen.tiling.rows)
+        assert chosen.splits == 1 or tiles <= resident(chosen.tiling, chosen.splits)
+        assert chosen.splits <= -(-k // 64)
+    none = choose(m, 4096, 4096, 132, lambda tiling, splits: 0)
+    assert none.splits == 1
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4, 5, 8])
+def test_the_blocks_of_a_cluster_share_a_tile(splits):
+    """`Schedule` with `splits`: a segment each, one behind the other."""
+    for tiles, chunks in itertools.product((1, 2, 7), (8, 9, 53, 214)):
+
+        def begin_of(block, chunks=chunks):
+            return block // splits * chunks + block % splits * chunks // splits
+
+        for tile in range(tiles):
+            at = tile * chunks
+            for block in range(tile * splits, (tile + 1) * splits):
+                assert begin_of(block) == at
+                at = begin_of(block + 1)
+                assert begin_of(block) < at
+            assert at == (tile + 1) * chunks
+
+
+@pytest.mark.parametrize("splits", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.tokens}x{tiling.rows}")
+def test_every_sum_of_a_shared_tile_is_added_up_once(tiling, splits):
+    """`share`: which of a thread's sums a block takes, and whose they are by the fragments of wgmma (PTX ISA)."""
+    for m in range(1, tiling.tokens + 1, 7):
+        taken = []
+        for rank in range(splits):
+            for unit in range(rank, min(tiling.tokens, m + 15) // 16, splits):
+                # theirs[0] and theirs[128], from 2 unit 128 on: the fours 2 unit and 2 unit + 1 of a thread
+                for place, index in enumerate(range(8 * unit, 8 * unit + 8)):
+                    for lane in range(4):
+                        token = 8 * (index // 4) + 2 * lane + index % 2
+                        assert token == 16 * unit + 8 * (place // 4) + 2 * lane + place % 2
+                        assert index % 4 // 2 == place % 4 // 2  # its row: g or g + 8
+                        taken.append((token, index & 2))
+        needed = set(itertools.product(range(m), (0, 2)))
+        assert len(taken) == len(set(taken))
+        assert needed <= set(taken)
 
 
 @pytest.mark.parametrize("n", [4096, 27392])
 def test_of_more_rows_than_any_tiling_little_is_wasted(n):
     low, wide = TILINGS[4], TILINGS[6]
-    assert choose(300, n, 132) is low  # 384 rows in place of 512
-    assert choose(512, n, 132) is wide
-    assert choose(1000, n, 132) is wide
-    assert choose(4096, n, 132) is wide
+    assert plan(300, n) == Plan(low)  # 384 rows in place of 512
+    assert plan(512, n) == Plan(wide)
+    assert plan(1000, n) == Plan(wide)
+    assert plan(4096, n) == Plan(wide)
     for m in range(257, 3000, 7):
-        chosen = choose(m, n, 132)
-        assert chosen in (low, wide)
-        assert -(-m // chosen.tokens) * chosen.tokens < m + chosen.tokens
+        chosen = plan(m, n)
+        assert chosen.tiling in (low, wide)
+        assert chosen.splits == 1
+        assert -(-m // chosen.tiling.tokens) * chosen.tiling.tokens < m + chosen.tiling.tokens
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -167,6 +238,7 @@ def test_tilings_fit_a_multiprocessor(tiling, bits):
     staging = tiling.consumers * min(tiling.tokens, 64) * 64 * 2
     assert tiling.shared(bits) >= 1023 + tiling.stages[bits] * (x + codes + 2 * scales + 16) + staging
     assert staging % 1024 == 0  # the codes behind it are aligned for bulk copies
+    assert tiling.stages[bits] * x >= tiling.consumers * tiling.tokens // 2 * 128 * 4  # sums lie where x was
     assert tiling.rows // 16 <= 256  # a side of a box of a tensor map
     assert tiling.tokens <= 256
 

@@ -1,6 +1,7 @@
 """`wna16_linear`, its kernels for few tokens and for Hopper against float64: odd sizes, every combination."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from torch.nn import functional as F
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.kernels.ops import wna16_decode, wna16_wgmma, workspace
-from warpbus.kernels.ops.arguments import multiprocessors
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.qtensor import QTensor, Scheme
@@ -27,7 +27,11 @@ SCHEMES = [
 ]
 NARROW = ["w2a16-g64-asym", "w3a16-g32", "w3a16-g128-asym", "w2a16"]
 EPS = 1e-5
-BY_TILING = pytest.mark.parametrize("tiling", wna16_wgmma.TILINGS, ids=lambda tiling: f"{tiling.tokens}x{tiling.rows}")
+BY_PLAN = pytest.mark.parametrize(
+    "plan",
+    [wna16_wgmma.Plan(tiling, splits) for tiling in wna16_wgmma.TILINGS for splits in (1, 2, 5)],
+    ids=lambda plan: f"{plan.tiling.tokens}x{plan.tiling.rows}by{plan.splits}",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +85,11 @@ def decode(x, packed, bias=None, norm=None, residual=None, gated=False):
     return out
 
 
-def wgmma(x, packed, bias=None, tiling=None):
+def wgmma(x, packed, bias=None, plan=None):
+    if plan is not None:
+        plan = replace(plan, splits=min(plan.splits, -(-x.shape[1] // 64)))
     out = poisoned(x.shape[0], packed.shape[0], dtype=x.dtype)
-    wna16_wgmma.multiply(x, packed, bias, out, tiling)
+    wna16_wgmma.multiply(x, packed, bias, out, plan)
     return out
 
 
@@ -149,14 +155,14 @@ def test_few_tokens_at_sizes_of_models_and_at_odd_ones(n, k, scheme, dtype):
 @needs_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", [*SCHEMES, *NARROW])
-@BY_TILING
-def test_many_tokens(tiling, scheme, dtype):
+@BY_PLAN
+def test_many_tokens(plan, scheme, dtype):
     size = Scheme.parse(scheme).group_size or 40
     for m, n, groups in [(100, 100, 3), (300, 1032, 8), (17, 16, 1), (1, 257, 27)]:
         weight, packed = quantized(scheme, n, groups * size, dtype)
         x = normal(m, groups * size, dtype=dtype)
         bias = normal(n, dtype=dtype) if groups % 2 else None
-        check(wgmma(x, packed, bias, tiling), exact(x, weight, bias))
+        check(wgmma(x, packed, bias, plan), exact(x, weight, bias))
 
 
 @needs_hopper
@@ -183,16 +189,16 @@ def test_many_tokens_at_sizes_of_models_and_at_odd_ones(n, k, scheme, dtype):
 
 
 @needs_hopper
-@BY_TILING
-def test_tiles_that_are_shared_and_whole_waves(tiling):
+@BY_PLAN
+def test_tiles_that_are_shared_and_whole_waves(plan):
     """From tiles that many blocks share to several waves, with runs that end anywhere."""
     for tiles, k in [(1, 8192), (3, 1088), (50, 704), (131, 192), (133, 192), (240, 320), (390, 128), (400, 64)]:
-        n = tiles * tiling.rows - 24
+        n = tiles * plan.tiling.rows - 24
         weight, packed = quantized("w4a16-g32", n, k, torch.float16)
-        x = normal(tiling.tokens, k, dtype=torch.float16)
-        out = wgmma(x, packed, None, tiling)
+        x = normal(plan.tiling.tokens, k, dtype=torch.float16)
+        out = wgmma(x, packed, None, plan)
         check(out, exact(x, weight))
-        assert torch.equal(out, wgmma(x, packed, None, tiling))
+        assert torch.equal(out, wgmma(x, packed, None, plan))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -279,8 +285,7 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(n, k, scheme, dtype):
 @pytest.mark.parametrize("m", [17, 40, 100, 200])
 def test_a_row_has_the_bits_that_it_has_in_a_full_tile(m):
     _, packed = quantized("w4a16-g128", 4096, 4096, torch.float16)
-    tokens = wna16_wgmma.choose(m, 4096, multiprocessors(torch.device("cuda"))).tokens
-    x = normal(-(-m // tokens) * tokens, 4096, dtype=torch.float16)
+    x = normal(max(32, 1 << (m - 1).bit_length()), 4096, dtype=torch.float16)
     assert torch.equal(wgmma(x[:m], packed), wgmma(x, packed)[:m])
 
 

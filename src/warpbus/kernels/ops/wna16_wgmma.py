@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,9 @@ from warpbus.kernels.units import unit
 
 _NO_MAP = bytes(128)
 _FULL_ENOUGH = 0.9
+_BUSY = 0.8  # of the multiprocessors
 _GROUP = 4096  # rows of x that are walked together
+_MOST_SPLITS = 8  # the largest cluster that every GPU with clusters can run
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Tiling:
     def rows(self) -> int:
         """Of the weight in a tile."""
         return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (1 + self.consumers)
 
     def shared(self, bits: int) -> int:
         """Bytes: the ring with its barriers, staging buffers, and room to align."""
@@ -61,19 +69,35 @@ TILINGS = (
 )
 
 
-def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, tiling: Tiling | None = None) -> None:
+@dataclass(frozen=True)
+class Plan:
+    """How a product is shared out.
+
+    Attributes:
+        tiling: its tiles.
+        splits: blocks of a cluster that share each tile along k, not more than there are blocks of k; 1: there are no
+            clusters, and blocks take whole tiles and equal runs of what is left.
+    """
+
+    tiling: Tiling
+    splits: int = 1
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, plan: Plan | None = None) -> None:
     """`out = x @ weight.T + bias` on an sm_90a GPU.
 
     Args:
         x: `[m, k]` in the dtype of the weight.
         bias: `[n]`, contiguous, or `None`.
         out: `[m, n]`, contiguous.
-        tiling: one of `TILINGS`; by default the one that should be fastest.
+        plan: by default the one that should be fastest.
     """
     m, k = x.shape
     n = weight.shape[0]
     bits = weight.bits
-    tiling = tiling or choose(m, n, multiprocessors(x.device))
+    processors = multiprocessors(x.device)
+    plan = plan or _chosen(m, n, k, processors, x.get_device(), x.dtype, bits)
+    tiling = plan.tiling
     chunks, rows = blocks((k, TILE_COLUMNS)), blocks((n, TILE_ROWS))
     size = weight.scheme.group_size
     scale_words = 16 if size == 32 else 8
@@ -83,32 +107,81 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     )
     codes = weight.codes.view(rows, -1)
     direct = not fits(out)
+    box = min(tiling.tokens, 64) if plan.splits == 1 else 16
     maps = (
         tensor_map(x, tiling.tokens, TILE_COLUMNS),
         tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
         scale_map(_words(weight.scales)),
         _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
-        _NO_MAP if direct else tensor_map(out, min(tiling.tokens, 64), 64),
+        _NO_MAP if direct else tensor_map(out, box, 64),
     )
     tiles = blocks((m, tiling.tokens), (n, tiling.rows))
-    grid = min(multiprocessors(x.device), tiles * chunks)
-    waves = _waves(tiles, grid)
-    shared_tiles = tiles > waves * grid  # with whole waves the last may hold fewer
-    partials = x.new_empty(grid * tiling.rows * tiling.tokens, dtype=torch.float32) if shared_tiles else None
+    if plan.splits == 1:
+        grid = min(processors, tiles * chunks)
+        waves = _waves(tiles, grid)
+        handed_on = tiles > waves * grid  # with whole waves the last may hold fewer
+    else:
+        grid, waves, handed_on = tiles * plan.splits, 0, False
+    partials = x.new_empty(grid * tiling.rows * tiling.tokens, dtype=torch.float32) if handed_on else None
     tiling.kernel(x.dtype, bits)(
         grid,
-        128 * (1 + tiling.consumers),
-        *(b"".join(maps), bias, out, partials, counters(x.device, grid * tiling.consumers) if shared_tiles else None),
+        tiling.threads,
+        *(b"".join(maps), bias, out, partials, counters(x.device, grid * tiling.consumers) if handed_on else None),
         *(int(weight.zeros is None), m, n, k, chunks),
         *(
             31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
             weight.scheme.middle_code,
             scale_words,
         ),
-        *(max(_GROUP // tiling.tokens, 1), waves, int(direct)),
+        *(max(_GROUP // tiling.tokens, 1), waves, int(direct), plan.splits),
         shared=tiling.shared(bits),
+        cluster=plan.splits,
         dependent=True,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(m: int, n: int, k: int, processors: int, device: int, dtype: torch.dtype, bits: int) -> Plan:
+    def resident(tiling: Tiling, splits: int) -> int:
+        return tiling.kernel(dtype, bits).resident_clusters(device, tiling.threads, tiling.shared(bits), splits)
+
+    return choose(m, n, k, processors, resident)
+
+
+def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Tiling, int], int]) -> Plan:
+    """The plan for m rows of x and n rows of the weight.
+
+    Up to 256 rows a tiling that holds them all: the larger of two if there is such a tile for each multiprocessor; else
+    the one with which clusters that share a tile are done first; else the smaller, of which blocks leave each other
+    less. Beyond, one of two that do not waste much on rows that are not there.
+
+    Args:
+        resident: how many clusters of so many blocks can run at the same time.
+    """
+    least, few, short, tall, low, high, wide = TILINGS
+    chunks = blocks((k, TILE_COLUMNS))
+
+    def shared(tiling: Tiling) -> int:
+        """Blocks for each tile, all of them resident; 1 if too few multiprocessors would have any."""
+        tiles = blocks((m, tiling.tokens), (n, tiling.rows))
+        most = min(_MOST_SPLITS, processors // tiles, chunks)
+        splits = next((splits for splits in range(most, 1, -1) if resident(tiling, splits) >= tiles), 1)
+        return splits if tiles * splits >= _BUSY * processors else 1
+
+    def work(plan: Plan) -> int:
+        """Of a block, in products."""
+        return blocks((chunks, plan.splits)) * plan.tiling.tokens * plan.tiling.rows
+
+    for smaller, larger in ((least, least), (few, few), (short, tall), (low, high), (high, wide)):
+        if m > larger.tokens:
+            continue
+        tiles = blocks((n, larger.rows))
+        if tiles >= processors:
+            return Plan(larger)
+        plans = [Plan(tiling, shared(tiling)) for tiling in (larger, smaller)]
+        return min((plan for plan in plans if plan.splits > 1), key=work, default=Plan(smaller))
+    padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]
+    return Plan(low if padded[0] < 0.9 * padded[1] else wide)
 
 
 def _waves(tiles: int, grid: int) -> int:
@@ -121,21 +194,6 @@ def _waves(tiles: int, grid: int) -> int:
     if tiles >= _FULL_ENOUGH * full * grid:
         return full
     return max(tiles // grid - 1, 0)
-
-
-def choose(m: int, n: int, processors: int) -> Tiling:
-    """The tiling for m rows of x and n rows of the weight.
-
-    Up to 256 rows one that wastes little on rows that are not there: the larger of two if there is such a tile for each
-    multiprocessor, else the smaller, of which those that share one leave each other less. Beyond, one of two that
-    waste little.
-    """
-    least, few, short, tall, low, high, wide = TILINGS
-    for smaller, larger in ((least, least), (few, few), (short, tall), (low, high), (high, wide)):
-        if m <= larger.tokens:
-            return larger if blocks((n, larger.rows)) >= processors else smaller
-    padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]
-    return low if padded[0] < 0.9 * padded[1] else wide
 
 
 def _words(scales: Tensor) -> Tensor:
@@ -154,7 +212,7 @@ def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: 
         CONSUMERS=consumers,
         STAGES=stages,
     )
-    return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiiii")
+    return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiiiii")
 
 
 for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):

@@ -16,7 +16,9 @@
 //
 // How the work is shared: up to `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
 // a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
-// their order, and writes it. All blocks are resident, so it can wait for them by a flag, which it takes back.
+// their order, and writes it. All blocks are resident, so it can wait for them by a flag, which it takes back. Where there are
+// at most half as many tiles as multiprocessors, a cluster of `splits` blocks has one: each multiplies its part of k, and each
+// adds up what all of them have, in their order, of every splits-th 16 tokens, which it reads from their shared memory.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
 #include "common/wgmma.cuh"
@@ -46,6 +48,7 @@ struct Problem {
     int group;        // tiles along m that are walked together, so that L2 serves a wave of blocks
     int waves;        // whole tiles of each block
     int direct;       // write by ordinary stores: out has no tensor map
+    int splits;       // blocks of a cluster, which share a tile along k; 1 for no clusters
 };
 
 struct Maps {
@@ -68,6 +71,7 @@ struct Schedule {
     }
     // Where the run of a block begins.
     __device__ __forceinline__ static int begin_of(int block, const Problem& p) {
+        if (p.splits > 1) return block / p.splits * p.chunks + block % p.splits * p.chunks / p.splits;
         const int left = max(tiles(p) - p.waves * static_cast<int>(gridDim.x), 0);
         // Less than two tiles for each of a few hundred blocks: 32 bits suffice for a k of millions.
         return static_cast<unsigned>(left * p.chunks) * block / gridDim.x;
@@ -213,43 +217,109 @@ __device__ __forceinline__ void read_by_products(ptx::uint32 (&a)[4][4]) {
     for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
 
-// Writes a tile of 64 rows of the weight as columns of out: transposed by stmatrix into staging, from there by TMA.
+// Writes 64 rows of the weight by 8 tokens for each four numbers of a thread, as wgmma leaves them, as columns of out.
+template <int Count>
+__device__ __forceinline__ void store_directly(const float (&d)[Count], ELEMENT* out, int token, int row, const Problem& p) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        const int mine = token + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+        const int column = row + 16 * warp + lane / 4 + (i & 2 ? 8 : 0);
+        if (mine < p.m && column < p.n) out[static_cast<long long>(mine) * p.n + column] = from_float<ELEMENT>(d[i]);
+    }
+}
+
+// The same for 16 tokens, transposed by stmatrix into a box in shared memory, from its row `token` on.
+__device__ __forceinline__ void transpose(const float* from, ptx::uint32 box, int token) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix: 8 tokens by 8 rows of the weight.
+    const int mine = token + lane / 16 * 8 + lane % 8;
+    const int chunk = 2 * warp + lane / 8 % 2;
+    ptx::stmatrix_x4_trans(box + mine * 128 + ((chunk ^ (mine & 7)) << 4), pack_pair<ELEMENT>(from[0], from[1]),
+                           pack_pair<ELEMENT>(from[2], from[3]), pack_pair<ELEMENT>(from[4], from[5]),
+                           pack_pair<ELEMENT>(from[6], from[7]));
+}
+
+// A box of out: all threads of the warpgroup write it between the two.
+__device__ __forceinline__ void begin_box(int consumer) {
+    if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
+    ptx::named_barrier(1 + consumer, 128);
+}
+__device__ __forceinline__ void end_box(const Maps& maps, ptx::uint32 box, int row, int token, int consumer) {
+    ptx::fence_proxy_async();
+    ptx::named_barrier(1 + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+        ptx::tma_store(&maps.out, box, row, token);
+        ptx::tma_store_commit();
+    }
+}
+
+// Writes a tile of 64 rows of the weight as columns of out, by way of staging and TMA.
 __device__ __forceinline__ void store(const float (&d)[TOKENS / 2], ptx::uint32 staging, const Maps& maps, ELEMENT* out,
                                       Place place, int consumer, const Problem& p) {
-    const int thread = threadIdx.x % 128;
-    const int lane = thread % 32;
-    const int warp = thread / 32;
     const int row = place.row + 64 * consumer;
     if (p.direct) {
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) {
-            const int token = place.token + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-            const int column = row + 16 * warp + lane / 4 + (i & 2 ? 8 : 0);
-            if (token < p.m && column < p.n) out[static_cast<long long>(token) * p.n + column] = from_float<ELEMENT>(d[i]);
-        }
+        store_directly(d, out, place.token, row, p);
         return;
     }
 #pragma unroll
     for (int first = 0; first < TOKENS; first += kStoreTokens) {
-        if (thread == 0) ptx::tma_store_wait_read<0>();
-        ptx::named_barrier(1 + consumer, 128);
+        begin_box(consumer);
 #pragma unroll
-        for (int token = 0; token < kStoreTokens; token += 16) {
-            // Lanes 8 i to 8 i + 7 address the rows of the i-th matrix: 8 tokens by 8 rows of the weight.
-            const int mine = token + lane / 16 * 8 + lane % 8;
-            const int chunk = 2 * warp + lane / 8 % 2;
-            const float* from = &d[(first + token) / 2];
-            ptx::stmatrix_x4_trans(staging + mine * 128 + ((chunk ^ (mine & 7)) << 4), pack_pair<ELEMENT>(from[0], from[1]),
-                                   pack_pair<ELEMENT>(from[2], from[3]), pack_pair<ELEMENT>(from[4], from[5]),
-                                   pack_pair<ELEMENT>(from[6], from[7]));
-        }
-        ptx::fence_proxy_async();
-        ptx::named_barrier(1 + consumer, 128);
-        if (thread == 0) {
-            ptx::tma_store(&maps.out, staging, row, place.token + first);
-            ptx::tma_store_commit();
-        }
+        for (int token = 0; token < kStoreTokens; token += 16) transpose(&d[(first + token) / 2], staging, token);
+        end_box(maps, staging, row, place.token + first, consumer);
     }
+}
+
+// Adds bias to four numbers of a thread for every 8 tokens.
+template <int Count>
+__device__ __forceinline__ void add_bias(float (&d)[Count], const ELEMENT* bias, int row, const Problem& p) {
+    if (bias == nullptr) return;
+    row += threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const float upper = row < p.n ? to_float(bias[row]) : 0.0f;
+    const float lower = row + 8 < p.n ? to_float(bias[row + 8]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) d[i] += i & 2 ? lower : upper;
+}
+
+// What the blocks of a cluster have of a tile, added up and written: by each of them every splits-th 16 tokens. The sums lie
+// where x was, which nobody needs any more: [kConsumers][TOKENS / 8][128], four of each thread.
+__device__ __forceinline__ void share(const float (&d)[TOKENS / 2], float4* sums, ptx::uint32 staging, const Maps& maps,
+                                      const ELEMENT* bias, ELEMENT* out, Place place, int consumer, const Problem& p) {
+    static_assert(STAGES * kXBytes >= kConsumers * TOKENS / 2 * 128 * 4, "the sums fit where x was");
+    const int row = place.row + 64 * consumer;
+    float4* const own = sums + consumer * (TOKENS / 8) * 128 + threadIdx.x % 128;
+    ptx::named_barrier(1 + kConsumers, 128 * kConsumers);  // the others have read the last of x, too
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; ++i) own[i * 128] = make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
+    ptx::cluster_sync();
+    const int units = min(TOKENS, p.m - place.token + 15) / 16;
+    for (int unit = ptx::cluster_rank(); unit < units; unit += p.splits) {
+        float total[8] = {};
+#pragma unroll 4
+        for (int block = 0; block < p.splits; ++block) {
+            const float4* const theirs = ptx::of_cluster_block(own, block) + 2 * unit * 128;
+            const float4 low = theirs[0], high = theirs[128];
+            total[0] += low.x;
+            total[1] += low.y;
+            total[2] += low.z;
+            total[3] += low.w;
+            total[4] += high.x;
+            total[5] += high.y;
+            total[6] += high.z;
+            total[7] += high.w;
+        }
+        add_bias(total, bias, row, p);
+        const int token = place.token + 16 * unit;
+        if (p.direct) {
+            store_directly(total, out, token, row, p);
+            continue;
+        }
+        begin_box(consumer);
+        transpose(total, staging, 0);
+        end_box(maps, staging, row, token, consumer);
+    }
+    ptx::cluster_sync();  // shared memory stays until all have read it
 }
 
 // Leaves the sums of a segment that does not begin its tile for the block that has the beginning.
@@ -287,8 +357,8 @@ __device__ __forceinline__ void gather(float (&d)[TOKENS / 2], int tile, const f
     }
 }
 
-__device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps, const ELEMENT* bias, ELEMENT* out,
-                                        float* partials, int* flags, bool symmetric, const Problem& p) {
+__device__ __forceinline__ void consume(const Buffers& buffers, float4* sums, const Maps& maps, const ELEMENT* bias,
+                                        ELEMENT* out, float* partials, int* flags, bool symmetric, const Problem& p) {
     const int consumer = threadIdx.x / 128 - 1;
     const int thread = threadIdx.x % 128;
     Schedule schedule(p);
@@ -320,19 +390,18 @@ __device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps
         ptx::wgmma_arrived(d);
         if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * before);
 
+        const ptx::uint32 staging = buffers.staging + consumer * kStagingBytes;
+        if (p.splits > 1) {
+            share(d, sums, staging, maps, bias, out, place, consumer, p);
+            continue;
+        }
         if (segment.begin > 0) {
             leave(d, partials, flags, consumer);
             continue;
         }
         if (segment.end < p.chunks) gather(d, segment.tile, partials, flags, consumer, p);
-        if (bias != nullptr) {
-            const int row = place.row + 64 * consumer + thread / 32 * 16 + thread % 32 / 4;
-            const float upper = row < p.n ? to_float(bias[row]) : 0.0f;
-            const float lower = row + 8 < p.n ? to_float(bias[row + 8]) : 0.0f;
-#pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) d[i] += i & 2 ? lower : upper;
-        }
-        store(d, buffers.staging + consumer * kStagingBytes, maps, out, place, consumer, p);
+        add_bias(d, bias, place.row + 64 * consumer, p);
+        store(d, staging, maps, out, place, consumer, p);
     }
     // The staging buffers have to outlive the stores that read them.
     if (thread == 0) ptx::tma_store_wait_read<0>();
@@ -363,6 +432,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         ptx::setmaxnreg_increase<kConsumerRegisters>();
         ptx::griddepcontrol_wait();
-        consume(buffers, maps, bias, out, partials, flags, symmetric, p);
+        float4* const sums = reinterpret_cast<float4*>(memory + (buffers.x - ptx::shared_address(memory)));
+        consume(buffers, sums, maps, bias, out, partials, flags, symmetric, p);
     }
 }
