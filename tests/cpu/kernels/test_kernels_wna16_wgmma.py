@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from warpbus.kernels.ops.wna16_wgmma import _GROUP, TILINGS, Plan, _waves, choose
+from warpbus.kernels.ops.wna16_wgmma import _GROUP, TILINGS, Plan, _waves, _x_box, choose
 from warpbus.kernels.units import CSRC
 
 GRIDS = [1, 2, 7, 78, 114, 132, 148]
@@ -153,17 +153,45 @@ def test_large_tiles_where_each_multiprocessor_gets_one():
             assert plan(m, 131 * larger.rows + 1) == Plan(larger)
 
 
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.tokens}x{tiling.rows}")
+def test_copies_bring_the_rows_of_x_that_are_there(tiling):
+    """`Blocks::copies` and `load_x` in sm90_wna16.cu."""
+    for m in (1, 7, 15, 16, 17, 33, 64, 65, 100, 128, 129, 192, 255, 256, 257, 300, 384, 1000, 1024, 4095):
+        box = _x_box(m, tiling.tokens)
+        brought = set()
+        for token in range(0, m, tiling.tokens):
+            copies = (min(tiling.tokens, m - token) + box - 1) // box
+            assert copies * box <= tiling.tokens  # what a stage has room for
+            assert copies == 1 or box % 8 == 0  # the swizzle of the next begins anew
+            assert token + (copies - 1) * box < m  # none for rows that are not there
+            brought.update(range(token, token + copies * box))
+        assert set(range(m)) <= brought
+        assert len(brought) - m < 64
+
+
 def test_clusters_share_few_tiles():
     """ChatGLM2-6B's o and qkv, and down as it is split over four GPUs."""
-    *_, short, _, low, _, wide = TILINGS
+    _, few, short, tall, low, high, wide = TILINGS
+    assert plan(32, 4096) == Plan(few, 5)  # 22 tiles
     assert plan(64, 4096) == Plan(short, 4)  # 32 tiles: all 32 clusters of four
+    assert plan(64, 4608) == Plan(tall, 5)  # 24 of five, in place of 36 of three
     assert plan(128, 4096) == Plan(low, 4)
+    assert plan(128, 4608) == Plan(high, 5)
     assert plan(256, 4096) == Plan(wide, 4)
     assert plan(256, 4608) == Plan(wide, 3)
     assert plan(64, 4096, 3424) == Plan(short, 4)
-    assert plan(64, 4096, 128).splits == 1  # clusters of two, as many as there are blocks of k, would leave half idle
-    assert plan(64, 100 * 128).splits == 1  # more than half as many tiles as multiprocessors
-    assert plan(64, 50 * 192).splits == 1  # clusters of two would leave a fourth of them idle
+    assert plan(64, 100 * 128) == Plan(short)  # more than half as many tiles as multiprocessors
+
+
+def test_runs_share_tiles_where_clusters_would_leave_too_many_multiprocessors_idle():
+    """ChatGLM2-6B's down on a GPU that cannot run 32 clusters of four: with five of 192 rows each, 22 are idle."""
+    _, _, short, tall, *_ = TILINGS
+
+    def uneven(tiling, splits):
+        return 4 * (18 // splits) + 3 * (16 // splits) + 12 // splits
+
+    assert choose(64, 4096, 13696, 132, uneven) == Plan(short)
+    assert choose(64, 4096, 4096, 132, uneven) == Plan(tall, 5)  # with few blocks of k it pays all the same
 
 
 @pytest.mark.parametrize("m", [17, 64, 100, 128, 200, 256])

@@ -18,7 +18,7 @@ from warpbus.kernels.units import unit
 
 _NO_MAP = bytes(128)
 _FULL_ENOUGH = 0.9
-_BUSY = 0.8  # of the multiprocessors
+_HANDING_ON = 7  # blocks of k of a tile that take as long as to leave it for another and to add it up there, measured
 _GROUP = 4096  # rows of x that are walked together
 _MOST_SPLITS = 8  # the largest cluster that every GPU with clusters can run
 
@@ -108,8 +108,9 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     codes = weight.codes.view(rows, -1)
     direct = not fits(out)
     box = min(tiling.tokens, 64) if plan.splits == 1 else 16
+    x_box = _x_box(m, tiling.tokens)
     maps = (
-        tensor_map(x, tiling.tokens, TILE_COLUMNS),
+        tensor_map(x, x_box, TILE_COLUMNS),
         tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
         scale_map(_words(weight.scales)),
         _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
@@ -133,7 +134,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
             weight.scheme.middle_code,
             scale_words,
         ),
-        *(max(_GROUP // tiling.tokens, 1), waves, int(direct), plan.splits),
+        *(max(_GROUP // tiling.tokens, 1), waves, int(direct), plan.splits, x_box),
         shared=tiling.shared(bits),
         cluster=plan.splits,
         dependent=True,
@@ -152,8 +153,8 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Tiling, 
     """The plan for m rows of x and n rows of the weight.
 
     Up to 256 rows a tiling that holds them all: the larger of two if there is such a tile for each multiprocessor; else
-    the one with which clusters that share a tile are done first; else the smaller, of which blocks leave each other
-    less. Beyond, one of two that do not waste much on rows that are not there.
+    what is done first, clusters that share a tile of either or runs that hand on what they have of a smaller one.
+    Beyond, one of two that do not waste much on rows that are not there.
 
     Args:
         resident: how many clusters of so many blocks can run at the same time.
@@ -161,27 +162,36 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Tiling, 
     least, few, short, tall, low, high, wide = TILINGS
     chunks = blocks((k, TILE_COLUMNS))
 
-    def shared(tiling: Tiling) -> int:
-        """Blocks for each tile, all of them resident; 1 if too few multiprocessors would have any."""
-        tiles = blocks((m, tiling.tokens), (n, tiling.rows))
-        most = min(_MOST_SPLITS, processors // tiles, chunks)
-        splits = next((splits for splits in range(most, 1, -1) if resident(tiling, splits) >= tiles), 1)
-        return splits if tiles * splits >= _BUSY * processors else 1
+    def tiles(tiling: Tiling) -> int:
+        return blocks((m, tiling.tokens), (n, tiling.rows))
 
-    def work(plan: Plan) -> int:
+    def shared(tiling: Tiling) -> Plan:
+        """Clusters of as many blocks as can be, all of them resident."""
+        most = min(_MOST_SPLITS, processors // tiles(tiling), chunks)
+        return Plan(tiling, next((each for each in range(most, 1, -1) if resident(tiling, each) >= tiles(tiling)), 1))
+
+    def work(plan: Plan) -> float:
         """Of a block, in products."""
-        return blocks((chunks, plan.splits)) * plan.tiling.tokens * plan.tiling.rows
+        if plan.splits > 1:
+            mine: float = blocks((chunks, plan.splits))
+        else:
+            mine = chunks * tiles(plan.tiling) / processors + _HANDING_ON
+        return mine * plan.tiling.tokens * plan.tiling.rows
 
     for smaller, larger in ((least, least), (few, few), (short, tall), (low, high), (high, wide)):
-        if m > larger.tokens:
-            continue
-        tiles = blocks((n, larger.rows))
-        if tiles >= processors:
-            return Plan(larger)
-        plans = [Plan(tiling, shared(tiling)) for tiling in (larger, smaller)]
-        return min((plan for plan in plans if plan.splits > 1), key=work, default=Plan(smaller))
+        if m <= larger.tokens:
+            if blocks((n, larger.rows)) >= processors:
+                return Plan(larger)
+            return min(Plan(smaller), shared(smaller), shared(larger), key=work)
     padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]
     return Plan(low if padded[0] < 0.9 * padded[1] else wide)
+
+
+def _x_box(m: int, tokens: int) -> int:
+    """Rows of x that a copy brings of a tile of so many tokens: few that are not there."""
+    if m <= tokens or m % tokens == 0:
+        return min(m, tokens)
+    return min(tokens, 64)
 
 
 def _waves(tiles: int, grid: int) -> int:
@@ -212,7 +222,7 @@ def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: 
         CONSUMERS=consumers,
         STAGES=stages,
     )
-    return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiiiii")
+    return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiiiiii")
 
 
 for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):

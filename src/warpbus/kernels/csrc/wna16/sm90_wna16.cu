@@ -11,8 +11,8 @@
 // operand A of wgmma, so that weights go from shared memory to the tensor cores by way of registers, and x is its operand B
 // from shared memory. Codes minus zero points are exact and rounded once, in the product with their scale.
 //
-// Who does what: one thread feeds a ring of STAGES buffers by TMA, and it asks for weights before the kernel ahead has ended.
-// The other warpgroups dequantize a block while the products of the one before run.
+// Who does what: two threads feed a ring of STAGES buffers by TMA, one with weights, before the kernel ahead has ended, and
+// one with x. The other warpgroups dequantize a block while the products of the one before run and read the one behind.
 //
 // How the work is shared: up to `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
 // a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
@@ -49,6 +49,7 @@ struct Problem {
     int waves;        // whole tiles of each block
     int direct;       // write by ordinary stores: out has no tensor map
     int splits;       // blocks of a cluster, which share a tile along k; 1 for no clusters
+    int box;          // rows of x that a copy brings
 };
 
 struct Maps {
@@ -124,6 +125,7 @@ struct Blocks {
     Schedule schedule;
     Segment segment;
     Place place;
+    int copies;  // of x
     bool there;
 
     __device__ __forceinline__ explicit Blocks(const Problem& p) : schedule(p) { begin_segment(p); }
@@ -134,7 +136,9 @@ struct Blocks {
 private:
     __device__ __forceinline__ void begin_segment(const Problem& p) {
         there = schedule.next(segment, p);
-        if (there) place = place_of(segment.tile, p);
+        if (!there) return;
+        place = place_of(segment.tile, p);
+        copies = (min(TOKENS, p.m - place.token) + p.box - 1) / p.box;
     }
 };
 
@@ -142,7 +146,8 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
                                              bool symmetric, const Problem& p) {
     const ptx::uint32 full = buffers.full + 8 * stage;
     const int scale_bytes = kRows / 16 * p.scale_words * 4;
-    ptx::mbarrier_expect(full, kXBytes + kCodeBytes + scale_bytes * (symmetric ? 1 : 2));
+    const int x_bytes = blocks.copies * p.box * kTileK * 2;
+    ptx::mbarrier_expect(full, x_bytes + kCodeBytes + scale_bytes * (symmetric ? 1 : 2));
     const int block = blocks.segment.begin;
     const int tile = blocks.place.row / 16;
     const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
@@ -151,50 +156,61 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
     if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, &maps.zeros, full, group * 8, tile);
 }
 
+// Only rows that are there: to fill others with zeros takes the copy engine longer than to fetch them. What lies in their
+// place belongs to columns of the result that nobody stores.
 __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks,
                                        const Problem& p) {
-    ptx::tma_load(buffers.x + stage * kXBytes, &maps.x, buffers.full + 8 * stage, blocks.segment.begin * kTileK,
-                  blocks.place.token);
+    for (int row = 0; row < blocks.copies * p.box; row += p.box) {
+        ptx::tma_load(buffers.x + stage * kXBytes + row * kTileK * 2, &maps.x, buffers.full + 8 * stage,
+                      blocks.segment.begin * kTileK, blocks.place.token + row);
+    }
 }
 
-__device__ __forceinline__ void produce(const Buffers& buffers, const Maps& maps, bool symmetric, const Problem& p) {
-    Blocks ahead(p), behind(p);
+// Calls load(stage, blocks) for each block of k, once its stage is free.
+template <typename Load>
+__device__ __forceinline__ void produce(const Buffers& buffers, const Problem& p, Load load) {
     Ring<STAGES> ring;
-    for (int i = 0; i < STAGES && ahead.there; ++i, ahead.advance(p)) {
-        load_weights(buffers, i, maps, ahead, symmetric, p);
-    }
-    ptx::griddepcontrol_wait();
-    for (int i = 0; i < STAGES && behind.there; ++i, behind.advance(p), ring.advance()) {
-        load_x(buffers, i, maps, behind, p);
-    }
-    for (; ahead.there; ahead.advance(p), ring.advance()) {
+    for (Blocks blocks(p); blocks.there; blocks.advance(p), ring.advance()) {
         ptx::mbarrier_wait(buffers.empty + 8 * ring.stage, ring.parity ^ 1);
-        load_weights(buffers, ring.stage, maps, ahead, symmetric, p);
-        load_x(buffers, ring.stage, maps, ahead, p);
+        load(ring.stage, blocks);
     }
 }
 
-// The operands A of a block of k, for the 16 rows of this warp.
-__device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers& buffers, int stage, bool symmetric,
-                                           const Problem& p) {
+// A lane's share of a block of k, still packed.
+struct Words {
+    ptx::uint32 codes[4 * kLoads], scales[2], zeros[2];  // of up to two groups
+};
+
+// What the 16 rows of this warp have in a stage.
+__device__ __forceinline__ Words read(const Buffers& buffers, int stage, bool symmetric, const Problem& p) {
     const int lane = threadIdx.x % 32;
     const int tile = threadIdx.x / 32 - 4;  // of 16 rows; the first warpgroup is the producer's
-    ptx::uint32 words[4 * kLoads];
+    Words words;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-        ptx::load_shared_16(&words[4 * i],
+        ptx::load_shared_16(&words.codes[4 * i],
                             buffers.codes + stage * kCodeBytes + tile * 512 * kLoads + i * 512 + lane * 16);
     }
     const ptx::uint32 offset = stage * kScaleBytes + tile * p.scale_words * 4 + lane / 4 * 4;
     const ptx::uint32 second = p.scale_words == 16 ? 32 : 0;
+    const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const RowPairs scales = spread_rows(ptx::load_shared(buffers.scales + offset + h * second));
-        const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
-        const auto zeros = Packed::zeros(symmetric ? middle : ptx::load_shared(buffers.zeros + offset + h * second));
+        words.scales[h] = ptx::load_shared(buffers.scales + offset + h * second);
+        words.zeros[h] = symmetric ? middle : ptx::load_shared(buffers.zeros + offset + h * second);
+    }
+    return words;
+}
+
+// The operands A of a block of k.
+__device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Words& words) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const RowPairs scales = spread_rows(words.scales[h]);
+        const auto zeros = Packed::zeros(words.zeros[h]);
 #pragma unroll
         for (int s = 2 * h; s < 2 * h + 2; ++s) {
-            Packed::integers(a[s], words + s * Packed::kWords, zeros);
+            Packed::integers(a[s], words.codes + s * Packed::kWords, zeros);
             scale_fragment<ELEMENT>(a[s], scales);
         }
     }
@@ -372,7 +388,8 @@ __device__ __forceinline__ void consume(const Buffers& buffers, float4* sums, co
         int before = 0;  // the stage whose products may still be under way
         auto step = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int block) {
             ptx::mbarrier_wait(buffers.full + 8 * ring.stage, ring.parity);
-            dequantize(a, buffers, ring.stage, symmetric, p);
+            const Words words = read(buffers, ring.stage, symmetric, p);
+            dequantize(a, words);
             multiply(d, a, buffers.x + ring.stage * kXBytes, block > 0);
             if (block > 0) {
                 ptx::wgmma_wait<1>();
@@ -428,7 +445,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_decrease<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(buffers, maps, symmetric, p);
+        // Two warps, since asking takes as long as a block of k of few tokens: one for weights, which need not wait for the
+        // kernel ahead, and one for x.
+        if (threadIdx.x == 0) {
+            produce(buffers, p, [&](int stage, const Blocks& blocks) {
+                load_weights(buffers, stage, maps, blocks, symmetric, p);
+            });
+        } else if (threadIdx.x == 32) {
+            ptx::griddepcontrol_wait();
+            produce(buffers, p, [&](int stage, const Blocks& blocks) { load_x(buffers, stage, maps, blocks, p); });
+        }
     } else {
         ptx::setmaxnreg_increase<kConsumerRegisters>();
         ptx::griddepcontrol_wait();
