@@ -69,6 +69,17 @@ def tensor_map(
     return _encode(matrix.data_ptr(), _ELEMENT[matrix.dtype], sides, strides, box, swizzle)
 
 
+def box_rows(rows: int, tile: int) -> int:
+    """Rows of a box for a matrix of so many rows that is copied tile by tile, so that few rows are not there.
+
+    Such rows take the copy engine several times as long as others. Boxes are a whole number of swizzle patterns, of 8
+    rows, where a tile takes several.
+    """
+    if rows <= tile or rows % tile == 0:
+        return min(rows, tile)
+    return next((box for box in (64, 32, 16, 8) if tile % box == 0), tile)
+
+
 @functools.lru_cache(maxsize=4096)
 def _encode(
     address: int, element: int, sides: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int

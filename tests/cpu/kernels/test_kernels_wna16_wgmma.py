@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from warpbus.kernels.ops.wna16_wgmma import _GROUP, TILINGS, Plan, _waves, _x_box, choose
+from warpbus.kernels.ops.wna16_wgmma import _GROUP, TILINGS, Plan, _waves, choose
 from warpbus.kernels.units import CSRC
 
 GRIDS = [1, 2, 7, 78, 114, 132, 148]
@@ -151,22 +151,6 @@ def test_large_tiles_where_each_multiprocessor_gets_one():
         for m in rows:
             assert plan(m, 131 * larger.rows) == Plan(smaller)
             assert plan(m, 131 * larger.rows + 1) == Plan(larger)
-
-
-@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.tokens}x{tiling.rows}")
-def test_copies_bring_the_rows_of_x_that_are_there(tiling):
-    """`Blocks::copies` and `load_x` in sm90_wna16.cu."""
-    for m in (1, 7, 15, 16, 17, 33, 64, 65, 100, 128, 129, 192, 255, 256, 257, 300, 384, 1000, 1024, 4095):
-        box = _x_box(m, tiling.tokens)
-        brought = set()
-        for token in range(0, m, tiling.tokens):
-            copies = (min(tiling.tokens, m - token) + box - 1) // box
-            assert copies * box <= tiling.tokens  # what a stage has room for
-            assert copies == 1 or box % 8 == 0  # the swizzle of the next begins anew
-            assert token + (copies - 1) * box < m  # none for rows that are not there
-            brought.update(range(token, token + copies * box))
-        assert set(range(m)) <= brought
-        assert len(brought) - m < 64
 
 
 def test_clusters_share_few_tiles():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
-from warpbus.cuda.tensor_map import fits, tensor_map
+from warpbus.cuda.tensor_map import box_rows, fits, tensor_map
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, multiprocessors
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.ops.wgmma import addressable
@@ -108,7 +108,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     codes = weight.codes.view(rows, -1)
     direct = not fits(out)
     box = min(tiling.tokens, 64) if plan.splits == 1 else 16
-    x_box = _x_box(m, tiling.tokens)
+    x_box = box_rows(m, tiling.tokens)
     maps = (
         tensor_map(x, x_box, TILE_COLUMNS),
         tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
@@ -185,13 +185,6 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Tiling, 
             return min(Plan(smaller), shared(smaller), shared(larger), key=work)
     padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]
     return Plan(low if padded[0] < 0.9 * padded[1] else wide)
-
-
-def _x_box(m: int, tokens: int) -> int:
-    """Rows of x that a copy brings of a tile of so many tokens: few that are not there."""
-    if m <= tokens or m % tokens == 0:
-        return min(m, tokens)
-    return min(tokens, 64)
 
 
 def _waves(tiles: int, grid: int) -> int:

@@ -16,6 +16,13 @@ __device__ __forceinline__ TilePlace<Index> tile_place(Index index, Index rows, 
     return {first + within % height, within / height};
 }
 
+// How many copies of `box` rows bring what is there of a tile of `Rows` rows, from row `first` of `rows` on. The copy engine
+// would fill up with zeros what lies beyond, too, but takes longer for such a row than for one that is there.
+template <int Rows>
+__device__ __forceinline__ int copies_of(int first, int rows, int box) {
+    return (max(min(Rows, rows - first), 0) + box - 1) / box;
+}
+
 // A position in a ring of `Stages` buffers: the stage, and the parity of the phase its barriers are in.
 template <int Stages>
 struct Ring {
@@ -26,4 +33,6 @@ struct Ring {
             parity ^= 1;
         }
     }
+    // The stage before.
+    __device__ __forceinline__ int previous() const { return stage > 0 ? stage - 1 : Stages - 1; }
 };

@@ -10,7 +10,7 @@
 //                     to be a multiple of 64
 //   ACTIVATION        a number of numeric.cuh
 // Operands come through tensor maps, so every leading dimension is a multiple of 8 elements and every pointer of 16 bytes.
-// Any m, n, k >= 1: the copy engine fills with zeros past the edges and does not write there.
+// Any m, n, k >= 1: the copy engine fills with zeros past the edges of k and n and does not write past those of out.
 //
 // Who does what: warpgroup 0 gives its registers away, and one of its threads feeds a ring of STAGES buffers by TMA. The
 // other warpgroups multiply by wgmma, each its rows of the tile. A full barrier counts the bytes that arrive in a stage, an
@@ -39,6 +39,7 @@ struct Problem {
     int m, n, k;
     int group;       // cluster rows of tiles that are walked together, so that a wave of blocks shares what L2 holds
     int direct;      // write by ordinary stores: the output has no tensor map
+    int box;         // rows of an a whose contiguous axis is k that a copy brings
 };
 
 struct Tile {
@@ -58,10 +59,13 @@ __device__ __forceinline__ int tiles(const Problem& p) {
 }
 
 __device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::uint32 full, const ptx::TensorMap* map_a,
-                                           const ptx::TensorMap* map_b, Tile tile, int depth, int rank) {
-    ptx::mbarrier_expect(full, kBytesA + kBytesB);
+                                           const ptx::TensorMap* map_b, Tile tile, int copies, int depth, int rank,
+                                           const Problem& p) {
+    ptx::mbarrier_expect(full, (A_MAJOR == 0 ? copies * p.box * kTileK * 2 : kBytesA) + kBytesB);
     if constexpr (A_MAJOR == 0) {
-        ptx::tma_load(a, map_a, full, depth, tile.row);
+        for (int row = 0; row < copies * p.box; row += p.box) {
+            ptx::tma_load(a + row * kTileK * 2, map_a, full, depth, tile.row + row);
+        }
     } else {
         for (int i = 0; i < TILE_M / 64; ++i) ptx::tma_load(a + i * kBlock64, map_a, full, tile.row + 64 * i, depth);
     }
@@ -178,10 +182,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (threadIdx.x == 0) {
             for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
                 const Tile tile = tile_at(index, rank, p);
+                const int copies = copies_of<TILE_M>(tile.row, p.m, p.box);
                 for (int block = 0; block < blocks_k; ++block, ring.advance()) {
                     ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                     load_stage(ring_a + ring.stage * kBytesA, ring_b + ring.stage * kBytesB, full + 8 * ring.stage, &map_a,
-                               &map_b, tile, block * kTileK, rank);
+                               &map_b, tile, copies, block * kTileK, rank, p);
                 }
             }
         }

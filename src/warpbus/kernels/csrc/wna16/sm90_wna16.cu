@@ -12,7 +12,7 @@
 // from shared memory. Codes minus zero points are exact and rounded once, in the product with their scale.
 //
 // Who does what: two threads feed a ring of STAGES buffers by TMA, one with weights, before the kernel ahead has ended, and
-// one with x. The other warpgroups dequantize a block while the products of the one before run and read the one behind.
+// one with x. The other warpgroups dequantize a block while the products of the one before run.
 //
 // How the work is shared: up to `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
 // a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
@@ -65,7 +65,6 @@ struct Segment {
 struct Schedule {
     int wave = 0;
     int unit, last;  // of what is left after the waves, in blocks of k
-    int first;       // tile of what is left
 
     __device__ __forceinline__ static int tiles(const Problem& p) {
         return ((p.m + TOKENS - 1) / TOKENS) * ((p.n + kRows - 1) / kRows);
@@ -78,7 +77,7 @@ struct Schedule {
         return static_cast<unsigned>(left * p.chunks) * block / gridDim.x;
     }
     __device__ __forceinline__ explicit Schedule(const Problem& p)
-        : unit(begin_of(blockIdx.x, p)), last(begin_of(blockIdx.x + 1, p)), first(p.waves * gridDim.x) {}
+        : unit(begin_of(blockIdx.x, p)), last(begin_of(blockIdx.x + 1, p)) {}
 
     __device__ __forceinline__ bool next(Segment& segment, const Problem& p) {
         if (wave < p.waves) {
@@ -87,7 +86,7 @@ struct Schedule {
             return segment.tile < tiles(p);  // the last wave need not be full, and nothing is left then
         }
         if (unit >= last) return false;
-        segment.tile = first + unit / p.chunks;
+        segment.tile = static_cast<int>(p.waves * gridDim.x) + unit / p.chunks;
         segment.begin = unit % p.chunks;
         segment.end = min(p.chunks, segment.begin + last - unit);
         unit += segment.end - segment.begin;
@@ -104,11 +103,13 @@ __device__ __forceinline__ Place place_of(int tile, const Problem& p) {
     return {place.row * TOKENS, place.column * kRows};
 }
 
-// Addresses in shared memory.
+extern __shared__ unsigned char memory[];
+
+// Addresses in it.
 struct Buffers {
     ptx::uint32 x, codes, scales, zeros, staging, full, empty;
 
-    __device__ __forceinline__ explicit Buffers(const void* memory) {
+    __device__ __forceinline__ Buffers() {
         x = (ptx::shared_address(memory) + 1023) & ~1023u;  // the swizzle repeats every 1024 bytes
         staging = x + STAGES * kXBytes;
         codes = staging + kConsumers * kStagingBytes;
@@ -125,7 +126,7 @@ struct Blocks {
     Schedule schedule;
     Segment segment;
     Place place;
-    int copies;  // of x
+    int rows;  // of x that copies bring
     bool there;
 
     __device__ __forceinline__ explicit Blocks(const Problem& p) : schedule(p) { begin_segment(p); }
@@ -138,7 +139,7 @@ private:
         there = schedule.next(segment, p);
         if (!there) return;
         place = place_of(segment.tile, p);
-        copies = (min(TOKENS, p.m - place.token) + p.box - 1) / p.box;
+        rows = copies_of<TOKENS>(place.token, p.m, p.box) * p.box;
     }
 };
 
@@ -146,8 +147,7 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
                                              bool symmetric, const Problem& p) {
     const ptx::uint32 full = buffers.full + 8 * stage;
     const int scale_bytes = kRows / 16 * p.scale_words * 4;
-    const int x_bytes = blocks.copies * p.box * kTileK * 2;
-    ptx::mbarrier_expect(full, x_bytes + kCodeBytes + scale_bytes * (symmetric ? 1 : 2));
+    ptx::mbarrier_expect(full, blocks.rows * kTileK * 2 + kCodeBytes + scale_bytes * (symmetric ? 1 : 2));
     const int block = blocks.segment.begin;
     const int tile = blocks.place.row / 16;
     const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
@@ -156,11 +156,10 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
     if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, &maps.zeros, full, group * 8, tile);
 }
 
-// Only rows that are there: to fill others with zeros takes the copy engine longer than to fetch them. What lies in their
-// place belongs to columns of the result that nobody stores.
+// Where no row is there, whatever lies in the stage gives columns of the result that nobody stores.
 __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks,
                                        const Problem& p) {
-    for (int row = 0; row < blocks.copies * p.box; row += p.box) {
+    for (int row = 0; row < blocks.rows; row += p.box) {
         ptx::tma_load(buffers.x + stage * kXBytes + row * kTileK * 2, &maps.x, buffers.full + 8 * stage,
                       blocks.segment.begin * kTileK, blocks.place.token + row);
     }
@@ -176,41 +175,27 @@ __device__ __forceinline__ void produce(const Buffers& buffers, const Problem& p
     }
 }
 
-// A lane's share of a block of k, still packed.
-struct Words {
-    ptx::uint32 codes[4 * kLoads], scales[2], zeros[2];  // of up to two groups
-};
-
-// What the 16 rows of this warp have in a stage.
-__device__ __forceinline__ Words read(const Buffers& buffers, int stage, bool symmetric, const Problem& p) {
+// The operands A of a block of k, for the 16 rows of this warp.
+__device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Buffers& buffers, int stage, bool symmetric,
+                                           const Problem& p) {
     const int lane = threadIdx.x % 32;
     const int tile = threadIdx.x / 32 - 4;  // of 16 rows; the first warpgroup is the producer's
-    Words words;
+    ptx::uint32 words[4 * kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-        ptx::load_shared_16(&words.codes[4 * i],
+        ptx::load_shared_16(&words[4 * i],
                             buffers.codes + stage * kCodeBytes + tile * 512 * kLoads + i * 512 + lane * 16);
     }
     const ptx::uint32 offset = stage * kScaleBytes + tile * p.scale_words * 4 + lane / 4 * 4;
     const ptx::uint32 second = p.scale_words == 16 ? 32 : 0;
-    const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        words.scales[h] = ptx::load_shared(buffers.scales + offset + h * second);
-        words.zeros[h] = symmetric ? middle : ptx::load_shared(buffers.zeros + offset + h * second);
-    }
-    return words;
-}
-
-// The operands A of a block of k.
-__device__ __forceinline__ void dequantize(ptx::uint32 (&a)[4][4], const Words& words) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const RowPairs scales = spread_rows(words.scales[h]);
-        const auto zeros = Packed::zeros(words.zeros[h]);
+        const RowPairs scales = spread_rows(ptx::load_shared(buffers.scales + offset + h * second));
+        const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
+        const auto zeros = Packed::zeros(symmetric ? middle : ptx::load_shared(buffers.zeros + offset + h * second));
 #pragma unroll
         for (int s = 2 * h; s < 2 * h + 2; ++s) {
-            Packed::integers(a[s], words.codes + s * Packed::kWords, zeros);
+            Packed::integers(a[s], words + s * Packed::kWords, zeros);
             scale_fragment<ELEMENT>(a[s], scales);
         }
     }
@@ -300,10 +285,12 @@ __device__ __forceinline__ void add_bias(float (&d)[Count], const ELEMENT* bias,
 
 // What the blocks of a cluster have of a tile, added up and written: by each of them every splits-th 16 tokens. The sums lie
 // where x was, which nobody needs any more: [kConsumers][TOKENS / 8][128], four of each thread.
-__device__ __forceinline__ void share(const float (&d)[TOKENS / 2], float4* sums, ptx::uint32 staging, const Maps& maps,
+__device__ __forceinline__ void share(const float (&d)[TOKENS / 2], const Buffers& buffers, const Maps& maps,
                                       const ELEMENT* bias, ELEMENT* out, Place place, int consumer, const Problem& p) {
     static_assert(STAGES * kXBytes >= kConsumers * TOKENS / 2 * 128 * 4, "the sums fit where x was");
     const int row = place.row + 64 * consumer;
+    float4* const sums = reinterpret_cast<float4*>(memory + (buffers.x - ptx::shared_address(memory)));
+    const ptx::uint32 staging = buffers.staging + consumer * kStagingBytes;
     float4* const own = sums + consumer * (TOKENS / 8) * 128 + threadIdx.x % 128;
     ptx::named_barrier(1 + kConsumers, 128 * kConsumers);  // the others have read the last of x, too
 #pragma unroll
@@ -373,8 +360,8 @@ __device__ __forceinline__ void gather(float (&d)[TOKENS / 2], int tile, const f
     }
 }
 
-__device__ __forceinline__ void consume(const Buffers& buffers, float4* sums, const Maps& maps, const ELEMENT* bias,
-                                        ELEMENT* out, float* partials, int* flags, bool symmetric, const Problem& p) {
+__device__ __forceinline__ void consume(const Buffers& buffers, const Maps& maps, const ELEMENT* bias, ELEMENT* out,
+                                        float* partials, int* flags, bool symmetric, const Problem& p) {
     const int consumer = threadIdx.x / 128 - 1;
     const int thread = threadIdx.x % 128;
     Schedule schedule(p);
@@ -385,18 +372,15 @@ __device__ __forceinline__ void consume(const Buffers& buffers, float4* sums, co
     while (schedule.next(segment, p)) {
         const Place place = place_of(segment.tile, p);
         const int count = segment.end - segment.begin;
-        int before = 0;  // the stage whose products may still be under way
         auto step = [&](ptx::uint32 (&a)[4][4], ptx::uint32 (&other)[4][4], int block) {
             ptx::mbarrier_wait(buffers.full + 8 * ring.stage, ring.parity);
-            const Words words = read(buffers, ring.stage, symmetric, p);
-            dequantize(a, words);
+            dequantize(a, buffers, ring.stage, symmetric, p);
             multiply(d, a, buffers.x + ring.stage * kXBytes, block > 0);
             if (block > 0) {
                 ptx::wgmma_wait<1>();
                 read_by_products(other);
-                if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * before);
+                if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * ring.previous());
             }
-            before = ring.stage;
             ring.advance();
         };
         for (int block = 0; block < count; block += 2) {
@@ -405,11 +389,10 @@ __device__ __forceinline__ void consume(const Buffers& buffers, float4* sums, co
         }
         ptx::wgmma_wait<0>();
         ptx::wgmma_arrived(d);
-        if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * before);
+        if (thread == 0) ptx::mbarrier_arrive(buffers.empty + 8 * ring.previous());
 
-        const ptx::uint32 staging = buffers.staging + consumer * kStagingBytes;
         if (p.splits > 1) {
-            share(d, sums, staging, maps, bias, out, place, consumer, p);
+            share(d, buffers, maps, bias, out, place, consumer, p);
             continue;
         }
         if (segment.begin > 0) {
@@ -418,7 +401,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, float4* sums, co
         }
         if (segment.end < p.chunks) gather(d, segment.tile, partials, flags, consumer, p);
         add_bias(d, bias, place.row + 64 * consumer, p);
-        store(d, staging, maps, out, place, consumer, p);
+        store(d, buffers.staging + consumer * kStagingBytes, maps, out, place, consumer, p);
     }
     // The staging buffers have to outlive the stores that read them.
     if (thread == 0) ptx::tma_store_wait_read<0>();
@@ -427,8 +410,7 @@ __device__ __forceinline__ void consume(const Buffers& buffers, float4* sums, co
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     sm90_wna16(const __grid_constant__ Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags,
                int symmetric, const Problem p) {
-    extern __shared__ unsigned char memory[];
-    const Buffers buffers(memory);
+    const Buffers buffers;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             ptx::mbarrier_init(buffers.full + 8 * i, 1);
@@ -458,7 +440,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         ptx::setmaxnreg_increase<kConsumerRegisters>();
         ptx::griddepcontrol_wait();
-        float4* const sums = reinterpret_cast<float4*>(memory + (buffers.x - ptx::shared_address(memory)));
-        consume(buffers, sums, maps, bias, out, partials, flags, symmetric, p);
+        consume(buffers, maps, bias, out, partials, flags, symmetric, p);
     }
 }
