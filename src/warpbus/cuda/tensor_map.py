@@ -69,15 +69,13 @@ def tensor_map(
     return _encode(matrix.data_ptr(), _ELEMENT[matrix.dtype], sides, strides, box, swizzle)
 
 
-def box_rows(rows: int, tile: int) -> int:
-    """Rows of a box for a matrix of so many rows that is copied tile by tile, so that few rows are not there.
+def tile_maps(matrix: Tensor, rows: int, columns: int) -> bytes:
+    """Two maps for tiles of so many rows and columns: for whole ones, and for the last along the rows, which may have fewer.
 
-    Such rows take the copy engine several times as long as others. Boxes are a whole number of swizzle patterns, of 8
-    rows, where a tile takes several.
+    The copy engine could fill it up with zeros, but takes several times as long for a row that is not there.
     """
-    if rows <= tile or rows % tile == 0:
-        return min(rows, tile)
-    return next((box for box in (64, 32, 16, 8) if tile % box == 0), tile)
+    height = matrix.shape[0]
+    return tensor_map(matrix, min(rows, height), columns) + tensor_map(matrix, height % rows or rows, columns)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from warpbus.cuda.tensor_map import box_rows, fits, tensor_map
+from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.errors import TensorError
 
 
@@ -32,18 +32,18 @@ def test_panels_have_to_be_whole() -> None:
         tensor_map(aligned(4, 96), 4, 64, panels=2)
 
 
-@pytest.mark.parametrize("tile", [16, 32, 64, 128, 256])
-def test_boxes_bring_the_rows_of_a_matrix_that_are_there(tile):
-    """`copies_of` in schedule.cuh, and what the kernels that use it do with it."""
-    for rows in (1, 7, 15, 16, 17, 33, 64, 65, 100, 128, 129, 192, 255, 256, 257, 300, 384, 1000, 1024, 4095):
-        box = box_rows(rows, tile)
-        brought = set()
-        for first in range(0, rows + tile, tile):  # the last one is not there at all
-            copies = (max(min(tile, rows - first), 0) + box - 1) // box
-            assert copies * box <= tile  # what a stage has room for
-            assert copies <= 1 or box % 8 == 0  # the swizzle of the next begins anew
-            assert copies == 0 or first + (copies - 1) * box < rows
-            brought.update(range(first, first + copies * box))
-        assert set(range(rows)) <= brought
-        assert len(brought) - rows < 64
-        assert rows > tile or len(brought) == rows
+@pytest.mark.parametrize(
+    ("rows", "whole", "rest"),
+    [(1, 1, 1), (100, 100, 100), (128, 128, 128), (129, 128, 1), (300, 128, 44), (384, 128, 128)],
+)
+def test_maps_of_tiles_ask_for_rows_that_are_there(rows: int, whole: int, rest: int, monkeypatch) -> None:
+    boxes = []
+
+    def encode(address, element, sides, strides, box, swizzle):
+        assert sides == (64, rows)
+        boxes.append(box)
+        return bytes(128)
+
+    monkeypatch.setattr("warpbus.cuda.tensor_map._encode", encode)
+    assert len(tile_maps(aligned(rows, 64), 128, 32)) == 256
+    assert boxes == [(32, whole), (32, rest)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
-from warpbus.cuda.tensor_map import box_rows, fits, tensor_map
+from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.errors import DeviceError, TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import (
@@ -284,7 +284,7 @@ _HOPPER_KERNELS = {
         TILE_N=tiling.n,
         STAGES=tiling.stages,
         BUFFERS=tiling.buffers,
-    ).kernel("sm90_w8a8", "128s128s128sPPPPPiiiiiiii")
+    ).kernel("sm90_w8a8", "256s128s128sPPPPPiiiiiii")
     for codes, tilings in HOPPER.items()
     for tiling in tilings
     for dtype in HALVES
@@ -340,8 +340,7 @@ def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: HopperTili
         tiling, part: as `choose` gives them.
     """
     (m, k), n = a.shape, b.shape[0]
-    box = box_rows(m, tiling.m)
-    map_a, map_b = tensor_map(a, box, tiling.k), tensor_map(b, tiling.n, tiling.k)
+    map_a, map_b = tile_maps(a, tiling.m, tiling.k), tensor_map(b, tiling.n, tiling.k)
     splits = blocks((k, part))
     partial = _partial(splits, out)
     direct = partial is not None or not fits(out)
@@ -350,7 +349,7 @@ def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: HopperTili
         min(blocks((m, tiling.m), (n, tiling.n)) * splits, multiprocessors(a.device)),
         384,
         *(map_a, map_b, map_out, *finish, out, partial),
-        *(m, n, k, part, splits, _ROWS_OF_TILES // tiling.m, int(direct), box),
+        *(m, n, k, part, splits, _ROWS_OF_TILES // tiling.m, int(direct)),
         shared=tiling.shared,
         dependent=True,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
-from warpbus.cuda.tensor_map import ALIGNMENT, box_rows, fits, tensor_map
+from warpbus.cuda.tensor_map import ALIGNMENT, fits, tensor_map, tile_maps
 from warpbus.kernels.ops.arguments import ACTIVATIONS, ELEMENTS, HALVES, blocks, multiprocessors, per_dtype
 from warpbus.kernels.units import unit
 
@@ -109,8 +109,7 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor
     tiling = tiling or choose(m, n, k, a_major, b_major, activation, multiprocessors(a.device))
     rows_a = addressable(a.T if a_major else a)
     rows_b = addressable(b if b_major else b.T)
-    box = box_rows(m, tiling.m)
-    map_a = tensor_map(rows_a, _TILE_K if a_major else box, _BOX)
+    map_a = tensor_map(rows_a, _TILE_K, _BOX) * 2 if a_major else tile_maps(rows_a, tiling.m, _BOX)
     map_b = tensor_map(rows_b, _TILE_K if b_major else tiling.n // tiling.cluster, _BOX)
     direct = not fits(out)
     map_out = _NO_MAP if direct else tensor_map(out, _BOX, _BOX)
@@ -120,7 +119,7 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor
     _kernel(a.dtype, tiling, a_major, b_major, activation)(
         min(clusters, resident) * tiling.cluster,
         tiling.threads,
-        *(map_a, map_b, map_out, bias, out, m, n, k, group, int(direct), box),
+        *(map_a, map_b, map_out, bias, out, m, n, k, group, int(direct)),
         shared=tiling.shared,
         cluster=tiling.cluster,
         dependent=True,
@@ -170,7 +169,7 @@ def _kernel(dtype: torch.dtype, tiling: Tiling, a_major: int, b_major: int, acti
         B_MAJOR=b_major,
         ACTIVATION=activation,
     )
-    return declared.kernel("sm90_hgemm", "128s128s128sPPiiiiii")
+    return declared.kernel("sm90_hgemm", "256s128s128sPPiiiii")
 
 
 for _dtype, _tiling, _a, _b, _activation in itertools.product(HALVES, TILINGS, (0, 1), (0, 1), ACTIVATIONS.values()):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
-from warpbus.cuda.tensor_map import box_rows, fits, tensor_map
+from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, multiprocessors
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.ops.wgmma import addressable
@@ -108,9 +108,8 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     codes = weight.codes.view(rows, -1)
     direct = not fits(out)
     box = min(tiling.tokens, 64) if plan.splits == 1 else 16
-    x_box = box_rows(m, tiling.tokens)
     maps = (
-        tensor_map(x, x_box, TILE_COLUMNS),
+        tile_maps(x, tiling.tokens, TILE_COLUMNS),
         tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
         scale_map(_words(weight.scales)),
         _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
@@ -134,7 +133,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
             weight.scheme.middle_code,
             scale_words,
         ),
-        *(max(_GROUP // tiling.tokens, 1), waves, int(direct), plan.splits, x_box),
+        *(max(_GROUP // tiling.tokens, 1), waves, int(direct), plan.splits),
         shared=tiling.shared(bits),
         cluster=plan.splits,
         dependent=True,
@@ -215,7 +214,7 @@ def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: 
         CONSUMERS=consumers,
         STAGES=stages,
     )
-    return declared.kernel("sm90_wna16", "640sPPPPiiiiiiiiiiiii")
+    return declared.kernel("sm90_wna16", "768sPPPPiiiiiiiiiiii")
 
 
 for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):

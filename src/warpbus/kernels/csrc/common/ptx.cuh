@@ -244,6 +244,16 @@ struct alignas(64) TensorMap {
     uint64 opaque[16];
 };
 
+// Of a matrix that is copied in tiles of `Rows` rows: of whole ones, and of the last one, which may have fewer.
+struct TileMaps {
+    TensorMap whole, rest;
+
+    template <int Rows>
+    __device__ __forceinline__ const TensorMap* of(int rows) const {
+        return rows < Rows ? &rest : &whole;
+    }
+};
+
 // Bring a tensor map into its cache ahead of use.
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -16,11 +16,10 @@ __device__ __forceinline__ TilePlace<Index> tile_place(Index index, Index rows, 
     return {first + within % height, within / height};
 }
 
-// How many copies of `box` rows bring what is there of a tile of `Rows` rows, from row `first` of `rows` on. The copy engine
-// would fill up with zeros what lies beyond, too, but takes longer for such a row than for one that is there.
+// Rows that are there of a tile of `Rows` rows that begins with `first` of `rows`.
 template <int Rows>
-__device__ __forceinline__ int copies_of(int first, int rows, int box) {
-    return (max(min(Rows, rows - first), 0) + box - 1) / box;
+__device__ __forceinline__ int rows_of(int first, int rows) {
+    return max(min(Rows, rows - first), 0);
 }
 
 // A position in a ring of `Stages` buffers: the stage, and the parity of the phase its barriers are in.

@@ -39,7 +39,6 @@ struct Problem {
     int m, n, k;
     int group;       // cluster rows of tiles that are walked together, so that a wave of blocks shares what L2 holds
     int direct;      // write by ordinary stores: the output has no tensor map
-    int box;         // rows of an a whose contiguous axis is k that a copy brings
 };
 
 struct Tile {
@@ -58,16 +57,15 @@ __device__ __forceinline__ int tiles(const Problem& p) {
     return ((p.m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)) * ((p.n + TILE_N - 1) / TILE_N);
 }
 
-__device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::uint32 full, const ptx::TensorMap* map_a,
-                                           const ptx::TensorMap* map_b, Tile tile, int copies, int depth, int rank,
-                                           const Problem& p) {
-    ptx::mbarrier_expect(full, (A_MAJOR == 0 ? copies * p.box * kTileK * 2 : kBytesA) + kBytesB);
+__device__ __forceinline__ void load_stage(ptx::uint32 a, ptx::uint32 b, ptx::uint32 full, const ptx::TileMaps* map_a,
+                                           const ptx::TensorMap* map_b, Tile tile, int rows, int depth, int rank) {
+    ptx::mbarrier_expect(full, (A_MAJOR == 0 ? rows * kTileK * 2 : kBytesA) + kBytesB);
     if constexpr (A_MAJOR == 0) {
-        for (int row = 0; row < copies * p.box; row += p.box) {
-            ptx::tma_load(a + row * kTileK * 2, map_a, full, depth, tile.row + row);
-        }
+        if (rows > 0) ptx::tma_load(a, map_a->of<TILE_M>(rows), full, depth, tile.row);
     } else {
-        for (int i = 0; i < TILE_M / 64; ++i) ptx::tma_load(a + i * kBlock64, map_a, full, tile.row + 64 * i, depth);
+        for (int i = 0; i < TILE_M / 64; ++i) {
+            ptx::tma_load(a + i * kBlock64, &map_a->whole, full, tile.row + 64 * i, depth);
+        }
     }
     // Each block of the cluster brings its share of b to all of them.
     constexpr int kShare = TILE_N / CLUSTER;
@@ -142,7 +140,7 @@ __device__ __forceinline__ void store_direct(const float (&d)[TILE_N / 2], ELEME
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    sm90_hgemm(const __grid_constant__ ptx::TensorMap map_a, const __grid_constant__ ptx::TensorMap map_b,
+    sm90_hgemm(const __grid_constant__ ptx::TileMaps map_a, const __grid_constant__ ptx::TensorMap map_b,
                const __grid_constant__ ptx::TensorMap map_out, const ELEMENT* bias, ELEMENT* out, const Problem p) {
     extern __shared__ unsigned char memory[];
     // The swizzle pattern repeats every 1024 bytes of address.
@@ -182,11 +180,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (threadIdx.x == 0) {
             for (int index = blockIdx.x / CLUSTER; index < tiles(p); index += clusters) {
                 const Tile tile = tile_at(index, rank, p);
-                const int copies = copies_of<TILE_M>(tile.row, p.m, p.box);
+                const int rows = rows_of<TILE_M>(tile.row, p.m);  // of the other block of a cluster there may be none
                 for (int block = 0; block < blocks_k; ++block, ring.advance()) {
                     ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                     load_stage(ring_a + ring.stage * kBytesA, ring_b + ring.stage * kBytesB, full + 8 * ring.stage, &map_a,
-                               &map_b, tile, copies, block * kTileK, rank, p);
+                               &map_b, tile, rows, block * kTileK, rank);
                 }
             }
         }

@@ -43,7 +43,6 @@ struct Problem {
     int part, splits;
     int group;   // rows of tiles that are walked together, so that a wave of blocks shares what L2 holds
     int direct;  // write by ordinary stores: the output has no tensor map
-    int box;     // rows of a that a copy brings
 };
 
 // What a block does at a time: a part of k of one tile.
@@ -123,7 +122,7 @@ __device__ __forceinline__ void store_direct(const float (&value)[8], T* out, lo
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    sm90_w8a8(const __grid_constant__ ptx::TensorMap map_a, const __grid_constant__ ptx::TensorMap map_b,
+    sm90_w8a8(const __grid_constant__ ptx::TileMaps map_a, const __grid_constant__ ptx::TensorMap map_b,
               const __grid_constant__ ptx::TensorMap map_out, const float* a_scale, const float* b_scale,
               const ELEMENT* bias, ELEMENT* out, float* partial, const Problem p) {
     extern __shared__ unsigned char memory[];
@@ -160,16 +159,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (threadIdx.x == 0) {
             for (int index = blockIdx.x; index < works(p); index += gridDim.x) {
                 const Work work(index, p);
-                const int rows = copies_of<kTileM>(work.row, p.m, p.box) * p.box;
+                const int rows = rows_of<kTileM>(work.row, p.m);
                 for (int block = 0; block < work.blocks; ++block, ring.advance()) {
                     ptx::mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                     const ptx::uint32 arrived = full + 8 * ring.stage;
                     const int depth = work.depth + block * kTileK;
                     ptx::mbarrier_expect(arrived, rows * kTileK + kBytesB);
-                    for (int row = 0; row < rows; row += p.box) {
-                        ptx::tma_load(ring_a + ring.stage * kBytesA + row * kTileK, &map_a, arrived, depth,
-                                      work.row + row);
-                    }
+                    ptx::tma_load(ring_a + ring.stage * kBytesA, map_a.of<kTileM>(rows), arrived, depth, work.row);
                     ptx::tma_load(ring_b + ring.stage * kBytesB, &map_b, arrived, depth, work.column);
                 }
             }

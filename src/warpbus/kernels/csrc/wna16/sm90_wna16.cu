@@ -49,11 +49,11 @@ struct Problem {
     int waves;        // whole tiles of each block
     int direct;       // write by ordinary stores: out has no tensor map
     int splits;       // blocks of a cluster, which share a tile along k; 1 for no clusters
-    int box;          // rows of x that a copy brings
 };
 
 struct Maps {
-    ptx::TensorMap x, codes, scales, zeros, out;
+    ptx::TileMaps x;
+    ptx::TensorMap codes, scales, zeros, out;
 };
 
 // A part of a tile: blocks [begin, end) of k.
@@ -126,7 +126,7 @@ struct Blocks {
     Schedule schedule;
     Segment segment;
     Place place;
-    int rows;  // of x that copies bring
+    int rows;  // of x that are there
     bool there;
 
     __device__ __forceinline__ explicit Blocks(const Problem& p) : schedule(p) { begin_segment(p); }
@@ -139,7 +139,7 @@ private:
         there = schedule.next(segment, p);
         if (!there) return;
         place = place_of(segment.tile, p);
-        rows = copies_of<TOKENS>(place.token, p.m, p.box) * p.box;
+        rows = rows_of<TOKENS>(place.token, p.m);
     }
 };
 
@@ -157,12 +157,9 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
 }
 
 // Where no row is there, whatever lies in the stage gives columns of the result that nobody stores.
-__device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks,
-                                       const Problem& p) {
-    for (int row = 0; row < blocks.rows; row += p.box) {
-        ptx::tma_load(buffers.x + stage * kXBytes + row * kTileK * 2, &maps.x, buffers.full + 8 * stage,
-                      blocks.segment.begin * kTileK, blocks.place.token + row);
-    }
+__device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks) {
+    ptx::tma_load(buffers.x + stage * kXBytes, maps.x.of<TOKENS>(blocks.rows), buffers.full + 8 * stage,
+                  blocks.segment.begin * kTileK, blocks.place.token);
 }
 
 // Calls load(stage, blocks) for each block of k, once its stage is free.
@@ -419,7 +416,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         ptx::mbarrier_fence_init();
         ptx::prefetch_tensor_map(&maps.codes);
         ptx::prefetch_tensor_map(&maps.scales);
-        ptx::prefetch_tensor_map(&maps.x);
+        ptx::prefetch_tensor_map(&maps.x.rest);
+        ptx::prefetch_tensor_map(&maps.x.whole);
         if (!symmetric) ptx::prefetch_tensor_map(&maps.zeros);
         if (!p.direct) ptx::prefetch_tensor_map(&maps.out);
     }
@@ -435,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             });
         } else if (threadIdx.x == 32) {
             ptx::griddepcontrol_wait();
-            produce(buffers, p, [&](int stage, const Blocks& blocks) { load_x(buffers, stage, maps, blocks, p); });
+            produce(buffers, p, [&](int stage, const Blocks& blocks) { load_x(buffers, stage, maps, blocks); });
         }
     } else {
         ptx::setmaxnreg_increase<kConsumerRegisters>();
