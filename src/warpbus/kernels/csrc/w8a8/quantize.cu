@@ -16,6 +16,9 @@
 
 constexpr int kMostThreads = 256;
 constexpr int kKept = 8;
+// Up to so many rows the kernel behind this one may get ready at once. Of more, some wait for their turn, and it would take
+// whole multiprocessors from them.
+constexpr int kAtOnce = 128;
 constexpr float kLargest = E4M3 ? 448.0f : 127.0f;
 constexpr float kSmallestNormal = 1.17549435e-38f;
 
@@ -108,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
     quantize(const unsigned short* __restrict__ x, unsigned char* __restrict__ codes, float* __restrict__ scales, int k,
              int whole) {
 #if __CUDA_ARCH__ >= 900
-    ptx::griddepcontrol_launch_dependents();
+    if (gridDim.x <= kAtOnce) ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
 #endif
     const unsigned short* row = x + static_cast<long long>(blockIdx.x) * k;
@@ -118,4 +121,7 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
     } else {
         quantize_elements(row, target, scales, k);
     }
+#if __CUDA_ARCH__ >= 900
+    ptx::griddepcontrol_launch_dependents();
+#endif
 }
