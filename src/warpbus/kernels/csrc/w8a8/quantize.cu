@@ -16,9 +16,6 @@
 
 constexpr int kMostThreads = 256;
 constexpr int kKept = 8;
-// Up to so many rows the kernel behind this one may get ready at once. Of more, some wait for their turn, and it would take
-// whole multiprocessors from them.
-constexpr int kAtOnce = 128;
 constexpr float kLargest = E4M3 ? 448.0f : 127.0f;
 constexpr float kSmallestNormal = 1.17549435e-38f;
 
@@ -111,6 +108,8 @@ extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
     quantize(const unsigned short* __restrict__ x, unsigned char* __restrict__ codes, float* __restrict__ scales, int k,
              int whole) {
 #if __CUDA_ARCH__ >= 900
+    // Where more rows wait for their turn, the product behind this would take whole multiprocessors from them.
+    constexpr int kAtOnce = 128;
     if (gridDim.x <= kAtOnce) ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
 #endif
