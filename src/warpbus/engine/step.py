@@ -22,7 +22,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import pinned, to_device
 from warpbus.engine.places import Placing, Turns, needed
-from warpbus.kernels.ops.workspace import lent
+from warpbus.kernels.ops.workspace import MOST_OF_A_PRODUCT, lent
 from warpbus.models import Decoder
 from warpbus.models.layers import FusedAttention, Selection
 
@@ -157,8 +157,9 @@ class Step:
         self._said = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
         self._scores = torch.empty(chosen, model.config.vocab_size, dtype=dtype, device=device)
-        # Graphs run one after another: their kernels share counters, for a row's every KV head.
-        self._counters = torch.zeros(rows * model.config.num_kv_heads, dtype=torch.int32, device=device)
+        # Graphs run one after another: their kernels share counters.
+        counted = max(rows * model.config.num_kv_heads, MOST_OF_A_PRODUCT)
+        self._counters = torch.zeros(counted, dtype=torch.int32, device=device)
         behind = lent_device(device)
         self._graphs: _Graphs | _Programs | None = None
         if graphs:

@@ -14,11 +14,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_SMALLEST = 1 << 14
+MOST_OF_A_PRODUCT = 1 << 14
+"""No kernel that multiplies needs more counters. Attention needs one for each KV head of a row."""
+
 _RESERVE = 1 << 18
 
 _of_stream: dict[tuple[torch.device, int], Tensor] = {}
 _reserves: dict[torch.device, Tensor] = {}
+_used_up: list[Tensor] = []  # reserves that graphs count in, which may be replayed as long as the process lives
 _of_thread = threading.local()
 
 
@@ -47,11 +50,13 @@ def counters(device: torch.device, count: int) -> Tensor:
         return _captured(device, count)
     reserve = _reserves.get(device)
     if reserve is None or reserve.numel() < _RESERVE // 2:  # for some five hundred kernels of the next graphs
+        if reserve is not None:
+            _used_up.append(reserve)
         _reserves[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     held = _of_stream.get(key)
     if held is None or held.numel() < count:
-        held = _of_stream[key] = torch.zeros(max(count, _SMALLEST), dtype=torch.int32, device=device)
+        held = _of_stream[key] = torch.zeros(max(count, MOST_OF_A_PRODUCT), dtype=torch.int32, device=device)
     return held
 
 
