@@ -70,7 +70,7 @@ def tensor_map(
 
 
 def tile_maps(matrix: Tensor, rows: int, columns: int) -> bytes:
-    """Two maps for tiles of so many rows and columns: for whole ones, and for the last along the rows, which may have fewer.
+    """Two maps for tiles of so many rows and columns: for whole ones, and for the last one, which may have fewer rows.
 
     The copy engine could fill it up with zeros, but takes several times as long for a row that is not there.
     """
