@@ -201,6 +201,26 @@ def test_tiles_that_are_shared_and_whole_waves(plan):
         assert torch.equal(out, wgmma(x, packed, None, plan))
 
 
+@needs_hopper
+def test_graphs_keep_what_their_kernels_count_with():
+    """Of so many that the next product has a new reserve set aside, and others take the memory that is free."""
+    _, packed = quantized("w4a16-g128", 4096, 4096, torch.float16)
+    x, plan = normal(40, 4096, dtype=torch.float16), wna16_wgmma.Plan(wna16_wgmma.TILINGS[2])
+    expected = wgmma(x, packed, None, plan)
+    out = torch.empty_like(expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(600):
+            wna16_wgmma.multiply(x, packed, None, out, plan)
+    wgmma(x, packed, None, plan)
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 18,), 7, dtype=torch.int32, device="cuda") for _ in range(8)]
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, expected)
+    assert all((other == 7).all() for other in others)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(96, 256), (72, 192), (64, 1000), (130, 100)])
 def test_the_operator_in_every_combination(n, k, dtype):
