@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from warpbus.kernels.ops.wna16_wgmma import _GROUP, TILINGS, Plan, _waves, choose
+from warpbus.kernels.ops.workspace import MOST_OF_A_PRODUCT
 from warpbus.kernels.units import CSRC
 
 GRIDS = [1, 2, 7, 78, 114, 132, 148]
@@ -137,6 +138,10 @@ def test_tilings_go_from_the_smallest_tile_to_the_largest():
     sizes = [tiling.tokens * tiling.rows for tiling in TILINGS]
     assert sizes == sorted(set(sizes))
     assert [tiling.tokens for tiling in TILINGS] == [16, 32, 64, 64, 128, 128, 256]
+
+
+def test_an_engine_lends_its_graphs_enough_counters():
+    assert all(max(GRIDS) * tiling.consumers <= MOST_OF_A_PRODUCT for tiling in TILINGS)
 
 
 @pytest.mark.parametrize("n", [1, 4096, 27392, 100000])

@@ -17,7 +17,7 @@
 // How the work is shared: up to `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
 // a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
 // their order, and writes it. All blocks are resident, so it can wait for them by a flag, which it takes back. Where there are
-// at most half as many tiles as multiprocessors, a cluster of `splits` blocks has one: each multiplies its part of k, and each
+// at most half as many tiles as multiprocessors, a cluster of `splits` blocks may have one: each multiplies its part of k, and
 // adds up what all of them have, in their order, of every splits-th 16 tokens, which it reads from their shared memory.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"
