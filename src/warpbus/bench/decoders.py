@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warpbus.bench.plain import Int4Linear, Linear, PlainDecoder
-from warpbus.cuda.capture import capture
+from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.engine.engine import Engine, request
 from warpbus.errors import UsageError
 from warpbus.models import Decoder, ModelConfig
@@ -58,7 +58,7 @@ class Plain:
                 model = model.to(torch.bfloat16)
             self._token, self._position = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         self._model = model.requires_grad_(False)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: Graph | None = None
         self._forward: Callable[[Tensor, Tensor], Tensor] = self._model
         if device.type == "cuda":
             self._forward = torch.compile(self._model, dynamic=False, fullgraph=True)
@@ -81,15 +81,14 @@ class Plain:
         self._token.copy_(self._forward(self._token, self._position).argmax(-1))
         self._position.add_(1)
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+    def _captured(self) -> Graph:
+        memory = GraphMemory(self._token.device)
+        memory.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(memory.stream):
             for _ in range(_WARM_STEPS):
                 self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with capture(graph):
+        torch.cuda.current_stream().wait_stream(memory.stream)
+        with capture(memory) as graph:
             self._step()
         return graph
 

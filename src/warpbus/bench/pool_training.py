@@ -148,8 +148,7 @@ class RecordedTraining(Training):
 
 def as_graph(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
     """A `Record` of a GPU of this machine: a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph):
+    with capture() as graph:
         result = work()
     return result, graph.replay
 

@@ -235,9 +235,8 @@ def _looped(call: Call, buffers: Sequence[Inputs], repeats: int) -> Callable[[],
 
 
 def _captured(call: Call, buffers: Sequence[Inputs], repeats: int) -> Callable[[], object]:
-    graph = torch.cuda.CUDAGraph()
     run = _looped(call, buffers, repeats)
-    with capture(graph):
+    with capture() as graph:
         run()
     return graph.replay
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from warpbus.cuda.capture import capture
+from warpbus.cuda.capture import Graph, GraphMemory, capture
 
 Function = Callable[..., tuple[Tensor, ...]]
 """Of tensors on one device and of constants; it does not wait for the GPU, and changes none of its arguments."""
@@ -35,7 +34,7 @@ class Call:
 class _Captured:
     """A call as a graph: it reads `arguments` and writes `results`."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     arguments: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
 
@@ -55,7 +54,7 @@ class Replayed:
 
     def __init__(self) -> None:
         self._captured: dict[object, _Captured | None] = {}
-        self._pool: Any = None
+        self._memory: GraphMemory | None = None
 
     def __call__(self, function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
         """`function(*tensors, **constants)`; the constants have to be hashable."""
@@ -87,12 +86,11 @@ class Replayed:
             self._captured[call.key] = self._capture(call)
 
     def _capture(self, call: Call) -> _Captured:
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._memory = self._memory or GraphMemory(call.tensors[0].device)
         try:
-            with torch.no_grad(), capture(graph, pool=self._pool):
+            with torch.no_grad(), capture(self._memory) as graph:
                 results = call()
         except BaseException:
-            self._pool = None  # torch takes it for one that is still captured into
+            self._memory = None  # torch takes it for one that is still captured into
             raise
         return _Captured(graph, call.tensors, results)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.cuda.capture import capture
+from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.cuda.lent import LentDevice, Recorded
 from warpbus.cuda.lent import lent as lent_device
 from warpbus.engine.attention import PlacedAttention, StepAttention
@@ -335,10 +335,9 @@ class _Graphs:
     """
 
     def __init__(self, device: torch.device, most: int | None) -> None:
-        self._captured: dict[Key, torch.cuda.CUDAGraph] = {}  # what was used last comes last
+        self._captured: dict[Key, Graph] = {}  # what was used last comes last
         self._most = most
-        self._memory = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._memory = GraphMemory(device)
 
     def run(self, key: Key, work: Callable[[], object]) -> None:
         """Launch `work`, captured under `key`. To run it twice is to run it once."""
@@ -350,15 +349,14 @@ class _Graphs:
         self._captured[key] = graph
         graph.replay()
 
-    def _capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
+    def _capture(self, work: Callable[[], object]) -> Graph:
+        current, own = torch.cuda.current_stream(), self._memory.stream
+        own.wait_stream(current)
         # Kernels are compiled and loaded at their first launch, which a capture does not allow.
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(own):
             work()
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with capture(graph, pool=self._memory, stream=self._stream):
+        current.wait_stream(own)
+        with capture(self._memory) as graph:
             work()
         return graph
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from warpbus.cuda.capture import capture
+from warpbus.cuda.capture import GraphMemory, capture
 from warpbus.models import ModelConfig, random_model
 from warpbus.models.layers.linear import project
 from warpbus.qtensor import Scheme
@@ -64,13 +64,12 @@ def _copies(config: ModelConfig, scheme: Scheme | None, device: torch.device, dt
 
 def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """The same as one CUDA graph, as the engine decodes: launches from the host would take longer than the products."""
-    stream = torch.cuda.Stream(device)
+    memory = GraphMemory(device)
     torch.cuda.synchronize(device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(memory.stream):
         step()
     torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with capture(graph, stream=stream):
+    with capture(memory) as graph:
         step()
     return graph.replay
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.cuda.capture import capture
+from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.errors import DeviceError
 from warpbus.kernels.ops.workspace import lent
 from warpbus.pool.protocol.failures import Failure
@@ -64,7 +64,7 @@ class Program:
     peak: int = 0
     ran: bool = False
     why: str = ""
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Graph | None = None
     bases: dict[int, Tensor | None] = field(default_factory=dict)
     moved: int = 0
 
@@ -106,7 +106,7 @@ class Programs:
         self.at = ""
         self._storages = storages
         self._programs: dict[int, Program] = {}
-        self._memory: Any = None  # of graphs, and the bytes of it that are charged
+        self._memory: GraphMemory | None = None  # of graphs, and the bytes of it that are charged
         self._held = 0
         self._counters: Tensor | None = None
 
@@ -323,12 +323,11 @@ class Programs:
         more = max(0, program.peak - self._held)
         storages.charge(more)
         if self._memory is None:
-            self._memory = torch.cuda.graph_pool_handle()
+            self._memory = GraphMemory(storages.device)
         if self._counters is None:
             self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=storages.device)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with capture(graph, pool=self._memory), lent(self._counters):
+            with capture(self._memory) as graph, lent(self._counters):
                 self._execute(program, {})
         except Exception as error:  # CUDA's, torch's, or an operator's own: the run without a graph tells which
             storages.used -= more
