@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +85,9 @@ def capture(memory: GraphMemory | None = None) -> Iterator[Graph]:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield graph
         except BaseException:
-            # PyTorch leaves the generator waiting for the end of a capture that failed: no more random numbers.
+            # PyTorch goes on as if a capture that failed still went on: frees no memory, and gives no random numbers.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
             raise

@@ -2,13 +2,15 @@
 
 import gc
 import threading
+from collections import defaultdict
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from warpbus.cuda import capture as module
-from warpbus.cuda.capture import capture, synchronize
+from warpbus.cuda.capture import GraphMemory, capture, synchronize
 
 
 @pytest.fixture
@@ -18,10 +20,15 @@ def gpu(monkeypatch):
 
     @contextmanager
     def graph(graph, **options):
-        calls.append(("begin", gc.isenabled(), graph, options))
+        calls.append(("begin", gc.isenabled(), graph.memory, options))
         yield
         calls.append(("end", gc.isenabled()))
 
+    monkeypatch.setattr(module, "Graph", SimpleNamespace)
+    monkeypatch.setattr(module, "GraphMemory", lambda device: Memory(calls))
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda *pool: calls.append(("ended", *pool)), raising=False
+    )
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait", device)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -42,6 +49,19 @@ class Generator:
         self.calls.append(("random", state))
 
 
+class Memory:
+    """What a graph has of its own."""
+
+    between = 3
+    stream = SimpleNamespace(device_index=0)
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def take_workspace(self):
+        self.calls.append(("workspace",))
+
+
 class Cycle:
     def __init__(self, ends):
         self.itself = self
@@ -53,12 +73,15 @@ class Cycle:
 
 def test_nothing_is_collected_while_a_graph_is_captured(gpu):
     ends = []
-    with capture("a graph", pool=3, stream=4):
+    memory = Memory(gpu)
+    with capture(memory) as graph:
         for _ in range(3 * gc.get_threshold()[0]):
             Cycle(ends)
         assert not ends
+    assert graph.memory is memory
     assert gpu == [
-        ("begin", False, "a graph", {"pool": 3, "stream": 4, "capture_error_mode": "thread_local"}),
+        ("workspace",),
+        ("begin", False, memory, {"pool": 3, "stream": Memory.stream, "capture_error_mode": "thread_local"}),
         ("end", False),
     ]
     assert gc.isenabled()
@@ -67,16 +90,16 @@ def test_nothing_is_collected_while_a_graph_is_captured(gpu):
 
 
 def test_it_collects_again_after_a_capture_that_failed(gpu):
-    with pytest.raises(ValueError, match="no"), capture("a graph"):
+    with pytest.raises(ValueError, match="no"), capture():
         raise ValueError("no")
     assert gc.isenabled()
-    assert gpu[-1] == ("random", "what it was, without a capture")
+    assert gpu[-2:] == [("ended", 0, 3), ("random", "what it was, without a capture")]
 
 
 def test_who_has_turned_collection_off_finds_it_off(gpu):
     gc.disable()
     try:
-        with capture("a graph"):
+        with capture():
             pass
         assert not gc.isenabled()
     finally:
@@ -91,26 +114,42 @@ def test_another_thread_waits_for_the_gpu_after_the_capture(gpu):
         synchronize(2)
 
     other = threading.Thread(target=wait)
-    with capture("a graph"):
+    with capture():
         other.start()
         waiting.wait()
         other.join(0.05)
         assert other.is_alive()
     other.join()
-    assert [call[0] for call in gpu] == ["begin", "end", "wait"]
+    assert [call[0] for call in gpu] == ["workspace", "begin", "end", "wait"]
     assert gpu[-1] == ("wait", 2)
 
 
 def test_captures_of_two_threads_come_one_after_the_other(gpu):
     def capture_one():
-        with capture("another"):
+        with capture():
             pass
 
     other = threading.Thread(target=capture_one)
-    with capture("one"):
+    with capture():
         other.start()
         other.join(0.05)
     other.join()
-    assert [call[0] for call in gpu] == ["begin", "end"] * 2
+    assert [call[0] for call in gpu] == ["workspace", "begin", "end"] * 2
     assert module._alone.acquire(blocking=False)
     module._alone.release()
+
+
+def test_what_a_graph_was_captured_on_is_used_again_when_nobody_needs_it(monkeypatch):
+    made = []
+    monkeypatch.setattr(module, "_new_lane", lambda device: made.append(device) or module._Lane(len(made), None))
+    monkeypatch.setattr(module, "_idle", defaultdict(list))
+    monkeypatch.setattr(module.GraphMemory, "take_workspace", lambda memory: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 3)
+    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    first, second = GraphMemory(one), GraphMemory(one)
+    assert (first.stream, second.stream) == (1, 2)
+    del first
+    gc.collect()
+    assert GraphMemory(other).stream == 3  # another GPU's
+    assert GraphMemory(one).stream == 1
+    assert made == [one, one, other]

@@ -44,8 +44,7 @@ class Graph:
 @pytest.fixture
 def graphs(monkeypatch):
     """Makes `_Graphs` that keep so many, and counts captures."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(step, "GraphMemory", lambda device: None)
     captured = []
 
     def made(most):

@@ -24,7 +24,11 @@ class Products:
 
     def __init__(self, memory: GraphMemory | None = None) -> None:
         self.arguments = [(numbers(128, k), numbers(n, k), numbers(n)) for n, k in SIZES]
-        self.expected = self.compute()
+        memory = memory or GraphMemory(DEVICE)
+        memory.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(memory.stream):
+            self.expected = self.compute()
+        torch.cuda.current_stream().wait_stream(memory.stream)
         with capture(memory) as self.graph:
             self.found = self.compute()
 
@@ -100,3 +104,10 @@ def test_a_capture_that_failed_is_followed_by_others() -> None:
         torch.ones(1, device=DEVICE).item()
     gc.collect()
     Products().check()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(DEVICE)
+    torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(DEVICE) == before
+    assert torch.rand(1, device=DEVICE).item() < 1
