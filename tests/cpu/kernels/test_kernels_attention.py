@@ -10,10 +10,10 @@ from warpbus.kernels.ops.attention import Device, cuts, decode_attention, has_ke
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.kernels.reference.cache import quantize
 
-H100 = Device(132, 233472, clusters=True)
-A100 = Device(108, 167936, clusters=False)
-RTX4090 = Device(128, 102400, clusters=False)
-RTX5090 = Device(170, 102400, clusters=True)
+H100 = Device(132, 233472)
+A100 = Device(108, 167936)
+RTX4090 = Device(128, 102400)
+RTX5090 = Device(170, 102400)
 DEVICES = [H100, A100, RTX4090, RTX5090]
 CODES = [torch.int8, torch.float8_e4m3fn]
 NOWHERE = 2**31 - 1  # an entry of a block table that may not be used
@@ -218,11 +218,6 @@ def test_cuts_cover_every_row(size, group, bits, device):
                 a_chunk = 32 if size > 128 else 64
                 assert (cut.blocks - 1) * cut.chunks * a_chunk < limit <= cut.blocks * cut.chunks * a_chunk
                 assert (cut.blocks - 1) * cut.parts_per_block < cut.parts <= cut.blocks * cut.parts_per_block
-                if cut.cluster > 1:
-                    assert device.clusters
-                    assert cut.combiners == 0
-                    assert cut.blocks <= cut.cluster < 2 * cut.blocks
-                    assert cut.cluster <= 8
                 assert cut.shared <= device.shared - 1024
                 assert 2 <= cut.stages <= 4
                 assert cut.tiles == -(-group // 16)
@@ -258,9 +253,8 @@ def test_rows_and_context_decide_the_cut():
             assert (cut.blocks, cut.parts, cut.stages, cut.combiners, cut.late) == (blocks, parts, stages, 4, False)
             assert cut.waves == 1
     assert chosen(512).combiners == 1  # not all blocks run at once: none may wait for others
-    assert [chosen(1, limit).cluster for limit in (64, 512, 1024, 2048)] == [1, 8, 1, 1]
-    assert [chosen(1, limit).late for limit in (64, 512, 1024, 2048)] == [True, False, True, True]
-    assert chosen(8, 1024).cluster == 1  # they would fill the GPU
+    assert [chosen(1, limit).blocks for limit in (64, 512, 1024, 2048)] == [1, 8, 16, 32]
+    assert [chosen(1, limit).late for limit in (64, 512, 1024, 2048)] == [False, False, False, True]
 
 
 def test_one_block_never_sums_dozens_of_parts():

@@ -27,15 +27,13 @@ _UNITS = 64  # of a row, at most
 _GROUPS = 16  # of units, at most
 _FOUR = 4  # groups of a quarter
 _STAGES = 4  # chunks under way in a block, at most
-_CLUSTER = 8  # blocks of a cluster that every GPU with clusters has
-# Blocks that share the sum over a row's parts through global memory, if all blocks of the launch run at once. On an
+# Blocks that share the sum over a row's parts, if all blocks of the launch run at once. On an
 # H100, 4,096 tokens, 16 bits: for 1 sequence, whose parts are units, 9.5 us with 16 and 17.2 with 4 (8.5 with 16 where
 # the next kernel starts late); for 8, whose parts are groups, 19.7 and 18.4 (int8: 15.9 and 14.6); for 32 and 64 alike.
 _COMBINERS_OF_UNITS = 16
 _COMBINERS = 4
-# What a block takes beside its chunks, in chunks of about 1.3 us: launch, first copies, the sum through global memory.
-# A cluster's sum spares about that. Seen: 6.4 us with a chunk and a cluster, 15.4 with eight chunks; 8.5 with a chunk
-# and the sum through global memory; 72.6 for 64 sequences in int8 where all blocks run at once, 85.9 in four waves.
+# What a block takes beside its chunks, in chunks of about 1.3 us: launch, first copies, the sum over the parts. Seen:
+# 8.5 us with a chunk; 72.6 for 64 sequences in int8 where all blocks run at once, 85.9 in four waves.
 _AROUND = 2
 
 
@@ -157,11 +155,10 @@ def _check(
 
 @dataclass(frozen=True)
 class Device:
-    """What decides how a row is cut: multiprocessors, bytes of shared memory of one, whether blocks form clusters."""
+    """What decides how a row is cut: multiprocessors, and bytes of shared memory of one."""
 
     multiprocessors: int
     shared: int
-    clusters: bool
 
 
 @dataclass(frozen=True)
@@ -171,9 +168,7 @@ class Plan:
     Attributes:
         tiles: of the queries of a KV head, each with blocks of its own.
         parts: of each row and tile, which `blocks` share; `waves`: in which the GPU runs the blocks of all rows.
-        combiners: 0 where the blocks of a row form a cluster.
-        cluster: its blocks, a power of two, of which some may have no part; 1 for none.
-        late: the next kernel may start when the last copies have begun, not at once.
+        late: the next kernel may start when the last copies have begun, not at once: pays where there is much to copy.
         shared: bytes of dynamic shared memory of a block.
     """
 
@@ -187,7 +182,6 @@ class Plan:
     parts: int
     blocks: int
     combiners: int
-    cluster: int
     late: bool
     shared: int
     waves: int
@@ -200,7 +194,7 @@ class Plan:
     @property
     def time(self) -> int:
         """In chunks that are worked on one after another, for the choice between cuts alone."""
-        return self.waves * (self.chunks + (_AROUND if self.combiners else 0))
+        return self.waves * (self.chunks + _AROUND)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -225,19 +219,16 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
     units = -(-chunks // chunks_per_unit)
     in_group = -(-units // _GROUPS)
 
-    def cut(units_per_part: int, parts_per_block: int, clustered: bool) -> Plan:
+    def cut(units_per_part: int, parts_per_block: int) -> Plan:
         parts = -(-units // units_per_part)
         blocks = -(-parts // parts_per_block)
-        cluster = 1 << (blocks - 1).bit_length() if clustered else 1
         stages, shared, of_one = _fitted(head_dim, bits, parts_per_block * units_per_part * chunks_per_unit, device)
-        if clustered:
-            shared += parts_per_block * _TILE * 4 * (size + 10)  # the parts, rows of sums 8 floats apart
         waves = -(-pairs * tiles * blocks // (of_one * device.multiprocessors))
         few = pairs * tiles * blocks <= device.multiprocessors
-        of_units = not clustered and units_per_part * parts_per_block == 1 and (few or in_group > 1)
+        of_units = units_per_part * parts_per_block == 1 and (few or in_group > 1)
         # Who waits for others must know that they run.
         combiners = _COMBINERS_OF_UNITS if of_units else _COMBINERS
-        combiners = 0 if clustered else min(combiners, group, _TILE) if waves == 1 else 1
+        combiners = min(combiners, group, _TILE) if waves == 1 else 1
         return Plan(
             head_dim,
             tiles,
@@ -249,28 +240,18 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
             parts,
             blocks,
             combiners,
-            cluster,
-            of_units,
+            of_units and in_group > 1,
             shared,
             waves,
         )
 
-    # The blocks of a cluster want neighbouring multiprocessors: where clusters fill half of the GPU, some have to wait.
-    # With two parts a block they lost: 9.2 us for 1,024 tokens of one sequence in 16 bits, cut into units 7.8.
-    found = [cut(in_group, 1, True)] if device.clusters else []
-    found = [
-        each
-        for each in found
-        if 1 < each.blocks <= _CLUSTER
-        and 2 * pairs * tiles * each.blocks <= device.multiprocessors
-        and each.shared <= device.shared - _RESERVED
-    ]
+    found = []
     # A unit a block where all run at once: else one block would have to add up dozens.
-    fine = cut(1, 1, False)
+    fine = cut(1, 1)
     if in_group > 1 and fine.waves == 1:
         found.append(fine)
-    found += [cut(in_group, per_block, False) for per_block in (1, 2)]
-    found += [cut(_FOUR * in_group, per_block, False) for per_block in (1, 2, 4)]
+    found += [cut(in_group, per_block) for per_block in (1, 2)]
+    found += [cut(_FOUR * in_group, per_block) for per_block in (1, 2, 4)]
     return found
 
 
@@ -311,9 +292,7 @@ def _keys(head_dim: int) -> int:
 @functools.cache
 def _device(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
-    return Device(
-        properties.multi_processor_count, properties.shared_memory_per_multiprocessor, clusters=properties.major >= 9
-    )
+    return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
 
 
 @functools.cache
@@ -358,12 +337,12 @@ def _launch(
     group = heads // kv_heads
     cut = plan(batch * kv_heads, group, size, bits, limit, _device(qkv.device))
     part_values = part_weights = counting = None
-    if cut.parts > 1 and cut.combiners:
+    if cut.parts > 1:
         part_values = torch.empty(cut.parts * batch * heads * size, dtype=torch.float32, device=qkv.device)
         part_weights = torch.empty(cut.parts * batch * heads * 2, dtype=torch.float32, device=qkv.device)
         counting = counters(qkv.device, batch * kv_heads * cut.tiles)
     _kernel(qkv.dtype, cut.head_dim, CODES.get(keys.dtype, 0), stored)(
-        (max(cut.blocks, cut.cluster), kv_heads * cut.tiles, batch),
+        (cut.blocks, kv_heads * cut.tiles, batch),
         _THREADS,
         qkv,
         table,
@@ -399,7 +378,6 @@ def _launch(
         int(cut.late),
         math.log2(math.e) * size**-0.5,
         shared=cut.shared,
-        cluster=cut.cluster,
         dependent=True,
     )
     return out

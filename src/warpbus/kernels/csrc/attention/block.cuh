@@ -36,7 +36,7 @@ struct Place {
     __device__ __forceinline__ int key(int j) const { return quarter * kWarpKeys + 8 * j + 2 * t; }
 };
 
-// ---- Shared memory: what is new, the queries, the stages, and for a cluster the block's parts ----
+// ---- Shared memory: what is new, the queries, the stages ----
 
 // The new token's key and value, and the block's number among those that combine.
 struct Fresh {
@@ -70,9 +70,6 @@ struct Stage {
 };
 constexpr int kStageBytes = sizeof(Stage) + (kCoded ? 2 * kKeys * sizeof(float) : 0);
 
-// Of a part in shared memory, rows of sums are apart by so many floats more, so that the threads of a warp write to
-// different banks.
-constexpr int kPartPadding = 8;
 static_assert(4 * (HEAD_DIM + 2) * sizeof(float) <= sizeof(QueryTile), "the scratch of combine has room behind Fresh");
 
 struct Memory {

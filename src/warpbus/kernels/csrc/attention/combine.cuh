@@ -19,28 +19,27 @@ struct Sum {
     float exponent;
 };
 
-// The results that the blocks of one row and tile leave in global memory, or one block in shared memory.
+// The results that the blocks of one row and tile leave in global memory.
 struct Parts {
     float* values;    // [parts, queries, head_dim]
     float2* weights;  // [parts, queries]: exponent, sum of weights
     int queries;
     int head_dim;
-    int stride;  // of queries in `values`: at least head_dim
 
     __device__ __forceinline__ int index(int part, int query) const { return part * queries + query; }
 };
 
 // Walks from one partial result of a query to the next. It loads past L1: another block has written them while this one
 // ran.
-struct GlobalCursor {
+struct Cursor {
     const float* values;
     const float2* weights;
     int values_stride;
     int weights_stride;
 
-    __device__ __forceinline__ GlobalCursor(const Parts& parts, int part, int query, int dim)
-        : values(parts.values + parts.index(part, query) * parts.stride + dim),
-          weights(parts.weights + parts.index(part, query)), values_stride(parts.queries * parts.stride),
+    __device__ __forceinline__ Cursor(const Parts& parts, int part, int query, int dim)
+        : values(parts.values + parts.index(part, query) * parts.head_dim + dim),
+          weights(parts.weights + parts.index(part, query)), values_stride(parts.queries * parts.head_dim),
           weights_stride(parts.queries) {}
     __device__ __forceinline__ void advance() {
         values += values_stride;
@@ -52,31 +51,8 @@ struct GlobalCursor {
     }
 };
 
-#if __CUDA_ARCH__ >= 900
-// From one block of the cluster to the next: each has its parts in its own shared memory, at the same place.
-struct ClusterCursor {
-    const float* values;
-    const float2* weights;
-    int queries, stride, per_block;
-    int rank, inside;
-
-    __device__ __forceinline__ ClusterCursor(const Parts& own, int per_block, int query, int dim)
-        : values(own.values + query * own.stride + dim), weights(own.weights + query), queries(own.queries),
-          stride(own.queries * own.stride), per_block(per_block), rank(0), inside(0) {}
-    __device__ __forceinline__ void advance() {
-        if (++inside == per_block) inside = 0, ++rank;
-    }
-    __device__ __forceinline__ Sum load() const {
-        const float2 weight = *ptx::of_cluster_block(weights + inside * queries, rank);
-        const auto* four = reinterpret_cast<const float4*>(values + inside * stride);
-        return {*ptx::of_cluster_block(four, rank), weight.y, weight.x};
-    }
-};
-#endif
-
 // Begin to load up to four of `count` results; `at` goes on to the next one. The last is loaded again where there is
 // none, and counts nothing.
-template <typename Cursor>
 __device__ __forceinline__ void load_four(Sum (&four)[kFour], int count, Cursor& at) {
 #pragma unroll
     for (int i = 0; i < kFour; ++i) {
@@ -106,7 +82,6 @@ __device__ __forceinline__ Sum in_order(const Sum (&four)[kFour]) {
 
 // The sum of up to sixteen groups, or of up to four quarters, which is the same: four and four, then those sums. The
 // loads of eight are under way before the first addition.
-template <typename Cursor>
 __device__ __forceinline__ Sum sum_row(int count, Cursor at) {
     Sum quarters[kFour];
 #pragma unroll
@@ -130,7 +105,7 @@ __device__ __forceinline__ Sum sum_quarter(const Parts& parts, int count, int in
 #pragma unroll
     for (int i = 0; i < kFour; ++i) {
         const int begin = first + i * in_group;
-        GlobalCursor at(parts, min(begin, count - 1), query, dim);
+        Cursor at(parts, min(begin, count - 1), query, dim);
         load_four(units[i], min(in_group, count - begin), at);
     }
 #pragma unroll
@@ -148,22 +123,6 @@ __device__ __forceinline__ void store_normalized(T* out, const Sum& sum) {
     *reinterpret_cast<uint2*>(out) = packed;
 }
 
-#if __CUDA_ARCH__ >= 900
-// Sum the `count` parts of a cluster, `per_block` in each block that calls this with its `own`, and write the output
-// [queries, head_dim]: each of the `blocks` a share of it.
-template <typename T>
-__device__ __forceinline__ void combine_cluster(const Parts& own, int count, int per_block, int blocks, int rank,
-                                                T* out) {
-    ptx::cluster_sync();
-    const int pieces = own.head_dim / 4;
-#pragma unroll 1
-    for (int i = rank * blockDim.x + threadIdx.x; i < own.queries * pieces; i += blocks * blockDim.x) {
-        store_normalized(out + 4 * i, sum_row(count, ClusterCursor(own, per_block, i / pieces, i % pieces * 4)));
-    }
-    ptx::cluster_sync();  // nobody ends before all have read
-}
-#endif
-
 // Sum `count` parts of a row and tile, and write the output [queries, head_dim]. Parts are units, `in_group` (2 to 4) a
 // group, or groups or quarters, where `in_group` is 1. `combiners` blocks share the queries; this one is number `rank`.
 // `scratch` has 4 (HeadDim + 2) floats. Loops that hold that many loads in registers are not unrolled.
@@ -177,7 +136,7 @@ __device__ __forceinline__ void combine(const Parts& parts, int count, int in_gr
         for (int query = rank + combiners * warp; query < parts.queries; query += combiners * kFour) {
 #pragma unroll 1
             for (int dim = 4 * lane; dim < parts.head_dim; dim += 128) {
-                const Sum sum = sum_row(count, GlobalCursor(parts, 0, query, dim));
+                const Sum sum = sum_row(count, Cursor(parts, 0, query, dim));
                 store_normalized(out + query * parts.head_dim + dim, sum);
             }
         }

@@ -17,7 +17,7 @@
 //              of a head's vector / 127 or / 448
 //   out        [batch, kv_heads * group, head_dim] ELEMENT, contiguous
 //   part_values, part_weights  scratch for `parts` parts of each row and KV head, see combine.cuh; unused if parts
-//              is 1 or combiners 0
+//              is 1
 //   counters   int [batch * gridDim.y], zero; left at zero
 //   head_dim is a multiple of 16 up to HEAD_DIM, rotary is even and at most head_dim.
 //   The first `rotary` dimensions rotate: as pairs (2i, 2i+1) where `interleaved`, else (i, i + rotary / 2).
@@ -26,7 +26,7 @@
 //              up to 4 units, a quarter 4 groups
 //   units_per_part   1, and then parts_per_block is 1; those of a group; or those of a quarter
 //   parts_per_block, parts   the latter of a row and tile; the first block has the first ones
-//   combiners  blocks that sum those of a row, through global memory; 0: its blocks are a cluster, sm_90 and later
+//   combiners  blocks that sum those of a row
 //   limit      what all positions are below
 //   late       the next kernel may start when this one's last copies have begun; 0: at once
 //   scale      log2(e) / sqrt(head_dim)
@@ -37,9 +37,8 @@
 //   CODE        CacheCode: whether the cache holds ELEMENT, or codes of 8 bits and which
 //   STORED      1: the new keys and values are in the cache already; 0: the kernel writes them
 //
-// Grid: (blocks for `parts` or more, kv_heads * tiles, batch), all blocks along x a cluster if combiners is 0; a tile is
-// 16 of the queries of a KV head, or what is left of them. 128 threads.
-// Dynamic shared memory: Memory in block.cuh, and a cluster's parts behind it; `shared_bytes` in ops/attention.py.
+// Grid: (blocks for `parts`, kv_heads * tiles, batch); a tile is 16 of the queries of a KV head, or what is left of them.
+// 128 threads. Dynamic shared memory: Memory in block.cuh; `shared_bytes` in ops/attention.py.
 //
 // How it works. The queries of a KV head are the rows of a matrix product, so that a key or value is read once for all
 // of a tile. Keys come in chunks of kKeys, by cp.async in `stages` stages. In a chunk, each of four warps multiplies the
@@ -47,7 +46,7 @@
 // a barrier each brings them to one exponent and multiplies them with a quarter of the values' dimensions.
 // `chunks_per_unit` chunks make a unit, whose sum the tensor cores keep; units are added up to groups and groups to
 // quarters of a row in float32, as far as a part goes: that is what a block hands over, and goes on with its next. Then
-// the parts of a row are summed: by the cluster that its blocks form, or through global memory by those that come last.
+// the parts of a row are summed by those of its blocks that come last.
 // Weights are relative to an integer exponent and additions form one tree (combine.cuh), so the result does not depend
 // on what a part or a block has, and that of a row not on the batch around it. The block that has the position of the
 // new token rotates the key, writes both into the cache and puts them into its own stages; where there are several
@@ -84,7 +83,7 @@ __device__ __forceinline__ void store_part(const attention::Parts& parts, int pa
         for (int i = 0; i < kOutTiles; ++i) {
             const int dim = output_dim(place, i / 2, i % 2);
             if (dim < parts.head_dim) {
-                *reinterpret_cast<float2*>(parts.values + index * parts.stride + dim) =
+                *reinterpret_cast<float2*>(parts.values + index * parts.head_dim + dim) =
                     output_pair(all.values, i / 2, i % 2, r);
             }
         }
@@ -201,18 +200,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     wait_for_copies(stages - 1);
     __syncthreads();
 
-    attention::Parts own = {part_values + head * parts * head_dim, part_weights + head * parts, query_count, head_dim,
-                            head_dim};
+    const attention::Parts own = {part_values + head * parts * head_dim, part_weights + head * parts, query_count,
+                                  head_dim};
     int part = blockIdx.x * parts_per_block;  // its number in `own`
-#if __CUDA_ARCH__ >= 900
-    if (combiners == 0) {
-        const int stride = head_dim + kPartPadding;
-        auto* values = reinterpret_cast<float*>(at.stages + min(stages, block_keys / kKeys) * kStageBytes);
-        auto* weights = reinterpret_cast<float2*>(values + parts_per_block * query_count * stride);
-        own = {values, weights, query_count, head_dim, stride};
-        part = 0;
-    }
-#endif
     Unfinished unit;
     Running group_sum, part_sum;
     unit.clear();
@@ -268,12 +258,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         return;
     }
     store_part(own, part, part_sum, place);
-#if __CUDA_ARCH__ >= 900
-    if (combiners == 0) {
-        attention::combine_cluster(own, count, parts_per_block, blocks, blockIdx.x, out + head * head_dim);
-        return;
-    }
-#endif
     int* counter = counters + row * gridDim.y + blockIdx.y;
     const int sharing = min(combiners, blocks);
     __syncthreads();
