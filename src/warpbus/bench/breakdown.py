@@ -37,7 +37,7 @@ class Row:
 
 def launches(step: Callable[[], object]) -> list[Launch]:
     """The kernels and copies of one call, in the order in which they began. The call ends by waiting for them."""
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         step()
         torch.cuda.synchronize()
     found = [
