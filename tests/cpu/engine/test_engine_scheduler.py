@@ -185,10 +185,12 @@ class Machine:
         for position in range(start, end):
             block, place = self.place(answer, position)
             assert self.kept < block < self.blocks.backed
-            writer = self.writers.setdefault(block, request)
-            if writer is not request:
-                assert block not in writer.blocks, "two requests write to a block"
-                self.writers[block] = request
+            # Who was preempted since, and finds what another stores there now, is no writer any more.
+            writer, preemptions = self.writers.get(block, (request, request.preemptions))
+            assert writer is request or writer.preemptions != preemptions or block not in writer.blocks, (
+                "two requests write to a block"
+            )
+            self.writers[block] = request, request.preemptions
             self.cells[block, place] = answer.digest_at(position)
 
     def place(self, answer, position):
@@ -423,6 +425,21 @@ def test_beginnings_that_may_not_be_cut_are_read_together_where_they_fit():
     for length in (4, 4, 4):
         scheduler.add(Request([1] * length, 20, whole=length))
     assert pieces_of(scheduler.plan()) == [(0, 4, True)] * 2
+
+
+def test_who_computes_all_again_may_share_a_block_that_it_wrote_itself_before():
+    machine = Machine(7, most=2, budget=1000)
+    answers = [machine.add(BASES[0][:31], 90) for _ in range(2)]
+    for _ in range(40):
+        machine.step()
+    first, second = ([*answer.request.blocks] for answer in answers)
+    assert not set(first) & set(second)
+    machine.fail()
+    machine.step()
+    shared = set(answers[0].request.blocks) & set(answers[1].request.blocks)
+    assert shared & set(second)
+    machine.check()
+    machine.run()
 
 
 def test_a_beginning_that_is_computed_again_is_read_whole_and_the_rest_in_pieces():
