@@ -16,7 +16,9 @@ from warpbus.formats.files import replace_file
 # Okabe and Ito's colours, which the colour-blind tell apart too.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LIMIT = "#7f7f7f"
+LIMIT_STYLES = (":", "-.", (0, (1, 4)), (0, (8, 3)))  # one for each that a panel may show
 _PANELS = 4  # so many do not stand in one row
+_READABLE = 100_000  # below it a power of two is written out
 
 
 def draw(records: Sequence[Record], title: str, plot: Plot, path: Path) -> None:
@@ -118,10 +120,12 @@ def _lines(axis: Axes, records: Sequence[Record], x: str, ignored: set[str]) -> 
     for curves, style, width in ((ours, "o-", 2.0), (peers, "s--", 1.5)):
         for label, points in curves.items():
             axis.plot(list(points), list(points.values()), style, label=label, color=next(colors), lw=width, ms=4)
-    for (label, points), style in zip(limits.items(), cycle((":", "-.")), strict=False):
-        axis.plot(list(points), list(points.values()), style, label=label, color=LIMIT, lw=1.2)
+    for (label, points), dashes in zip(limits.items(), cycle(LIMIT_STYLES), strict=False):
+        axis.plot(list(points), list(points.values()), linestyle=dashes, label=label, color=LIMIT, lw=1.2)
     powers_of_two = all(math.log2(float(record.case[x])).is_integer() for record in records)
     axis.set_xscale("log", base=2 if powers_of_two else 10)
+    if powers_of_two and max(float(record.case[x]) for record in records) < _READABLE:
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axis.set_yscale("log")
     axis.set_ylabel(_axis_label(records[0]))
     axis.grid(alpha=0.3)

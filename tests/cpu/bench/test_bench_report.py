@@ -242,3 +242,21 @@ def test_variants_with_limits_of_their_own():
     assert curves["limit wide"] == [2, 4]
     assert curves["limit narrow"] == [1, 2]
     assert curves["torch"] == [9, 18]
+
+
+def test_each_limit_has_dashes_of_its_own():
+    lines = [
+        record({"n": n, "variant": variant}, 3 * n, 9 * n, "torch", "time", "us", limit * n)
+        for n in (1, 32)
+        for limit, variant in enumerate("abcd", 1)
+    ]
+    (axis,) = figure(lines, "Sums", Plot("n", "elements")).axes
+    limits = [line for line in axis.get_lines() if line.get_label().startswith("limit")]
+    assert len({str(line._unscaled_dash_pattern) for line in limits}) == len(limits) == 4
+
+
+@pytest.mark.parametrize(("most", "written"), [(32, "32"), (1 << 20, "$\\mathdefault{2^{20}}$")])
+def test_powers_of_two_are_written_out_as_long_as_they_are_short(most, written):
+    lines = [record({"n": n}, 3 * n, 9 * n, "torch", "time", "us", None) for n in (1, most)]
+    (axis,) = figure(lines, "Sums", Plot("n", "elements")).axes
+    assert axis.xaxis.get_major_formatter()(most) == written
