@@ -167,11 +167,11 @@ __device__ __forceinline__ void produce(Stage* stages, ptx::uint32 staged, const
     }
 }
 
-// Adds the products of a warp's chunk. `x` is where this lane's rows of the fragments lie in shared memory in the first
-// step, `offset` how far this step's lie behind it; `group` the first group's place in the stage.
+// Adds the products of a warp's chunk, in the units of Packed::spread. `x` is where this lane's rows of the fragments lie in
+// shared memory in the first step, `offset` how far this step's lie behind it; `group` the first group's place in the stage.
 __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const Stage& stage,
                                          const ptx::uint32 (&x)[kTokenTiles], ptx::uint32 offset, int group,
-                                         bool symmetric, ptx::uint32 middle) {
+                                         bool symmetric, float middle) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     uint4 codes[2][kLoads];
@@ -186,16 +186,12 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
         ptx::ldmatrix_x4(b[t][0], x[t] + offset);
         if (kAtOnce) ptx::ldmatrix_x4(b[t][1], (x[t] + offset) ^ 64);
     }
+    const ptx::uint32 one = pack_pair<ELEMENT>(1.0f, 1.0f);
+    const ptx::uint32 ones[4] = {one, one, one, one};
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
-        typename Packed::Zeros zeros[2];
-        ptx::uint32 scales[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            zeros[r] = Packed::zeros(symmetric ? middle : stage.zeros[r][group + h][lane / 4]);
-            scales[r] = stage.scales[r][group + h][lane / 4];
-        }
         float part[2][kTokenTiles][4] = {};
+        float whole[kTokenTiles][4] = {};  // the sum of x, in each row
 #pragma unroll
         for (int s = 4 * h / GROUPS; s < 4 * (h + 1) / GROUPS; ++s) {
             if (s == 2 && !kAtOnce) {
@@ -203,9 +199,13 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
                 for (int t = 0; t < kTokenTiles; ++t) ptx::ldmatrix_x4(b[t][1], (x[t] + offset) ^ 64);
             }
 #pragma unroll
+            for (int t = 0; t < kTokenTiles; ++t) {
+                ptx::mma_m16n8k16<ELEMENT>(whole[t], ones, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
+            }
+#pragma unroll
             for (int r = 0; r < 2; ++r) {
                 ptx::uint32 a[4];
-                Packed::integers(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords, zeros[r]);
+                Packed::spread(a, reinterpret_cast<const ptx::uint32*>(codes[r]) + s * Packed::kWords);
 #pragma unroll
                 for (int t = 0; t < kTokenTiles; ++t) {
                     ptx::mma_m16n8k16<ELEMENT>(part[r][t], a, b[t][s / 2][2 * (s % 2)], b[t][s / 2][2 * (s % 2) + 1]);
@@ -214,13 +214,17 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float2 scale = unpack_pair<ELEMENT>(scales[r]);
+            const float2 scale = unpack_pair<ELEMENT>(stage.scales[r][group + h][lane / 4]);
+            const float2 zero = symmetric ? make_float2(middle, middle) : unpack_pair<ELEMENT>(stage.zeros[r][group + h][lane / 4]);
+            const float upper = (zero.x + Packed::kBase) * -Packed::kUpper * scale.x;
+            const float lower = (zero.y + Packed::kBase) * -Packed::kLower * scale.y;
 #pragma unroll
             for (int t = 0; t < kTokenTiles; ++t) {
-                sum[r][t][0] = fmaf(part[r][t][0], scale.x, sum[r][t][0]);
-                sum[r][t][1] = fmaf(part[r][t][1], scale.x, sum[r][t][1]);
-                sum[r][t][2] = fmaf(part[r][t][2], scale.y, sum[r][t][2]);
-                sum[r][t][3] = fmaf(part[r][t][3], scale.y, sum[r][t][3]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    sum[r][t][i] = fmaf(whole[t][i], i < 2 ? upper : lower, sum[r][t][i]);
+                    sum[r][t][i] = fmaf(part[r][t][i], i < 2 ? scale.x : scale.y, sum[r][t][i]);
+                }
             }
         }
     }
@@ -428,18 +432,19 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
         const int line = warp * p.m + min(8 * t + lane % 8, p.m - 1);
         mine[t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
     }
+    const ptx::uint32 step = step_bytes(p);
+    const int group = group_of(warp, p);  // in every stage: WARPS is a power of two
     Ring ring;
     int parity = 0;  // of the phase of the pair
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x, parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
-        for (int first = 0; first < p.chunks; first += WARPS) {
+        ptx::uint32 offset = 0;
+        for (int first = 0; first < p.chunks; first += WARPS, offset += step) {
             if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
             ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
             if (first + warp < p.chunks) {
-                const int group = group_of(first + warp, p) - group_of(first, p);
-                const int offset = (p.streamed ? ring.slot : first / WARPS) * step_bytes(p);
-                const ptx::uint32 middle = pack_pair<ELEMENT>(p.middle, p.middle);
-                multiply(sum, stages[ring.slot], mine, offset, group, zeros == nullptr, middle);
+                if (p.streamed) offset = ring.slot * step;
+                multiply(sum, stages[ring.slot], mine, offset, group, zeros == nullptr, p.middle);
             }
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(at.empty + 8 * ring.slot);
@@ -451,7 +456,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int t = 0; t < kTokenTiles; ++t) {
-                const float(&own)[4] = sum[r][t];
+                const float(&raw)[4] = sum[r][t];
+                const float own[4] = {raw[0] / Packed::kUpper, raw[1] / Packed::kUpper, raw[2] / Packed::kLower,
+                                      raw[3] / Packed::kLower};
                 sums[((warp * 2 + r) * kTokenTiles + t) * 32 + place_of(lane)] =
                     make_float4(own[order_of(0, r)], own[order_of(1, r)], own[order_of(2, r)], own[order_of(3, r)]);
             }

@@ -15,6 +15,11 @@
 // which gives the very bits of QTensor.dequantize(T): a code minus a zero point has at most 9 bits with its sign, so
 // that both types hold it exactly, and there is one rounding, in the product with the scale.
 //
+// Where each product costs an instruction, even the subtraction is one too many:
+//   Packed::spread(a, words)                              (kBase + code) times kUpper or kLower, exact
+// is the operand for sums from which kBase + zero times the sum of the other operand is taken afterwards. In half
+// precision it is the code's own bits: as a half they are a subnormal number, which tensor cores multiply as any other.
+//
 // No conversion instruction is used, since those run at a quarter of the rate of arithmetic or less: a code that is
 // joined to the bits of a power of two whose last place is worth 1 is the sum of both, and a subtraction leaves the
 // code.
@@ -74,6 +79,7 @@ __device__ __forceinline__ void scale_fragment(ptx::uint32 (&a)[4], RowPairs sca
 //   kWords                                a lane's words for one step of 16 columns
 //   Zeros zeros(pair)                     the zero points of a lane's rows, exact integers in T, in the form subtracted
 //   void integers(a, words, zeros)        the fragment of code - zero, exact; `words` points to registers
+//   void spread(a, words)                 that of kBase + code, times kUpper in the rows g and kLower in the rows g + 8
 template <typename T, int Bits>
 struct Codes;
 
@@ -100,6 +106,17 @@ struct Codes<__half, 4> {
             a[2 * i + 1] = fma_pair<__half>(join_bits(word, twice(0x00f0), kBase), kSixteenth, zeros.lower);
         }
     }
+
+    static constexpr float kBase = 0.0f, kUpper = 0x1p-24f, kLower = 0x1p-20f;
+
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32* words) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const ptx::uint32 word = words[0] >> 8 * i;
+            a[2 * i] = word & twice(0x000f);
+            a[2 * i + 1] = word & twice(0x00f0);
+        }
+    }
 };
 
 // 0x4300 is 128 with 7 bits behind it: too few for a code in the high place, so each is shifted down to 128 + code.
@@ -123,6 +140,15 @@ struct Codes<__nv_bfloat16, 4> {
             a[i] = fma_pair<__nv_bfloat16>(sum, kOne, i % 2 == 0 ? zeros.upper : zeros.lower);
         }
     }
+
+    static constexpr float kBase = 16.0f, kUpper = 1.0f, kLower = 1.0f;
+
+    // 0x4180 is 16, and the fourth place behind it is worth 1. A smaller base leaves sums more places than 128 would.
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32* words) {
+        a[0] = join_bits(words[0] << 3, twice(0x0078), twice(0x4180));
+#pragma unroll
+        for (int i = 1; i < 4; ++i) a[i] = join_bits(words[0] >> (4 * i - 3), twice(0x0078), twice(0x4180));
+    }
 };
 
 // Codes of row g are in the low byte of each half, those of row g + 8 in the high byte: 1024 + code has room for 8
@@ -145,6 +171,16 @@ struct Codes<__half, 8> {
         for (int i = 0; i < 2; ++i) {
             a[2 * i] = fma_pair<__half>(join_bits(words[i], twice(0x00ff), kBase), kOne, zeros.upper);
             a[2 * i + 1] = fma_pair<__half>(join_bits(words[i] >> 8, twice(0x00ff), kBase), kOne, zeros.lower);
+        }
+    }
+
+    static constexpr float kBase = 0.0f, kUpper = 0x1p-24f, kLower = 0x1p-24f;
+
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32* words) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            a[2 * i] = words[i] & twice(0x00ff);
+            a[2 * i + 1] = words[i] >> 8 & twice(0x00ff);
         }
     }
 };
@@ -172,6 +208,12 @@ struct Codes<__nv_bfloat16, 8> {
             const float second = code(word, i % 2 == 0 ? 0x7442 : 0x7443) - zero;
             a[i] = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
         }
+    }
+
+    static constexpr float kBase = 0.0f, kUpper = 1.0f, kLower = 1.0f;
+
+    static __device__ __forceinline__ void spread(ptx::uint32 (&a)[4], const ptx::uint32* words) {
+        integers(a, words, {8388608.0f, 8388608.0f});
     }
 
 private:
