@@ -153,6 +153,7 @@ class StepAttention(FusedAttention):
             interleaved=interleaved,
             limit=self._limit,
             stored=self._slots is not None,
+            settled=self._slots is None,  # what the step is told and earlier ones have stored
         )
         return attended.view(len(qkv_btr), 1, -1)
 

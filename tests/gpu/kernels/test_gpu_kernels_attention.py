@@ -8,9 +8,12 @@ import torch
 from warpbus.errors import TensorError
 from warpbus.kernels.ops import attention
 from warpbus.kernels.ops.attention import decode_attention, has_kernel
+from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.rope import rope_and_cache
+from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.kernels.reference.cache import quantize
 from warpbus.kernels.reference.rope import rotate
+from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -387,6 +390,28 @@ def test_a_captured_graph_and_a_second_stream(dtype, cache):
         wanted = expected(other)
         assert_near(out, wanted)
         other["positions"] += 1
+
+
+@pytest.mark.parametrize("lengths", [[130], [500, 64, 7, 1000], [4000]])
+def test_settled_waits_for_what_is_projected(lengths):
+    """Behind a product whose successor may begin before it has ended, again and again with other results."""
+    given = problem(lengths, torch.float16, torch.float16, limit=max(512, max(lengths) + 1))
+    n, k = given["qkv"].shape[1], 4096
+    scheme = Scheme.parse("w4a16-g128")
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+    scales = torch.full((n, k // 128), 1 / (4 * k**0.5), device="cuda").half()
+    weight = pack(QTensor.from_codes(scheme, codes, scales, None), torch.float16)
+    inputs = [torch.randn(len(lengths), k, device="cuda").half() for _ in range(50)]
+
+    def attended(x, **settled):
+        return decode_attention(**(given | {"qkv": wna16_linear(x, weight)}), **settled)
+
+    at_once = [attended(x, settled=True) for x in inputs]
+    for x, found in zip(inputs, at_once, strict=True):
+        qkv = wna16_linear(x, weight)
+        torch.cuda.synchronize()
+        assert torch.equal(found, decode_attention(**(given | {"qkv": qkv})))
+        assert_near(found, expected(given | {"qkv": qkv}))
 
 
 def test_many_launches_leave_the_counters_at_zero():

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ def decode_attention(
     interleaved: bool,
     limit: int,
     stored: bool = False,
+    settled: bool = False,
 ) -> Tensor:
     """Rotate queries and keys (RoPE; Su et al., 2021), write keys and values at `positions`, attend to all up to there.
 
@@ -80,6 +82,9 @@ def decode_attention(
         stored: the keys and values at `positions` are in the cache already (`rope_and_cache`): nothing is written, and
             of `qkv` only the queries are used. Rows may then be consecutive tokens of one sequence. Otherwise no block
             that is written may be another row's.
+        settled: none of the kernels launched before this one that may still run writes to `table`, `positions`, `blocks`
+            or the cache, as none does that ends before a kernel without a programmatic launch begins. On Hopper what
+            they hold is then loaded while the kernel ahead is at work on `qkv`.
 
     Returns:
         `[b, heads, d]` in the dtype of `qkv`. The kernel gives the same bits at every run, and for a row alone or in
@@ -91,7 +96,7 @@ def decode_attention(
     """
     _check(qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, limit)
     return _decode_attention(
-        qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, interleaved, limit, stored
+        qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, interleaved, limit, stored, settled
     )
 
 
@@ -225,6 +230,8 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
         stages, shared, of_one = _fitted(head_dim, bits, parts_per_block * units_per_part * chunks_per_unit, device)
         waves = -(-pairs * tiles * blocks // (of_one * device.multiprocessors))
         few = pairs * tiles * blocks <= device.multiprocessors
+        if few:  # one on each multiprocessor, even if the kernel ahead has left only some of them yet
+            shared = max(shared, device.shared // 2)
         of_units = units_per_part * parts_per_block == 1 and (few or in_group > 1)
         # Who waits for others must know that they run.
         combiners = _COMBINERS_OF_UNITS if of_units else _COMBINERS
@@ -298,7 +305,7 @@ def _device(device: torch.device) -> Device:
 @functools.cache
 def _kernel(dtype: torch.dtype, head_dim: int, code: int, stored: bool) -> Kernel:
     declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE=code, STORED=int(stored))
-    return declared.kernel("decode_attention", "P" * 12 + "q" * 7 + "I" * 4 + "i" * 14 + "f")
+    return declared.kernel("decode_attention", "P" * 12 + "q" * 7 + "I" * 4 + "i" * 15 + "f")
 
 
 def _launch(
@@ -314,6 +321,7 @@ def _launch(
     interleaved: bool,
     limit: int,
     stored: bool,
+    settled: bool,
 ) -> Tensor:
     batch = qkv.shape[0]
     _, kv_heads, block, size = keys.shape
@@ -376,11 +384,16 @@ def _launch(
         cut.combiners,
         limit,
         int(cut.late),
+        int(settled),
         math.log2(math.e) * size**-0.5,
         shared=cut.shared,
         dependent=True,
     )
     return out
+
+
+def _reference(*arguments: Any) -> Tensor:
+    return reference.decode_attention(*arguments[:-1])  # where kernels do not overlap, all is settled
 
 
 def _fake(
@@ -396,15 +409,17 @@ def _fake(
     interleaved: bool,
     limit: int,
     stored: bool,
+    settled: bool,
 ) -> Tensor:
     return qkv.new_empty(qkv.shape[0], heads, keys.shape[3])
 
 
 _decode_attention = operator(
     "decode_attention(Tensor qkv, Tensor table, Tensor positions, Tensor blocks, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor(c!)? key_scales, Tensor(d!)? value_scales, int heads, bool interleaved, int limit, bool stored) -> Tensor",
+    "Tensor(c!)? key_scales, Tensor(d!)? value_scales, int heads, bool interleaved, int limit, bool stored, "
+    "bool settled) -> Tensor",
     cuda=_launch,
-    reference=reference.decode_attention,
+    reference=_reference,
     fake=_fake,
 )
 

@@ -170,26 +170,14 @@ __device__ __forceinline__ void combine(const Parts& parts, int count, int in_gr
 
 // ---- Who comes last ----
 
-__device__ __forceinline__ int add_acquire_release(int* counter, int value) {
-    int old;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(value) : "memory");
-    return old;
-}
-
-__device__ __forceinline__ int load_acquire(const int* counter) {
-    int value;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-    return value;
-}
-
 // One thread of a block calls it when the block's part is written: the last `combiners` of `blocks` blocks get numbers
 // from 0 on as soon as all parts are there, the others -1. With more than one combiner they wait for the blocks still
 // at work, so that is for grids which the GPU holds whole.
 __device__ __forceinline__ int arrive(int* counter, int blocks, int combiners) {
-    const int left = blocks - 1 - add_acquire_release(counter, 1);
+    const int left = blocks - 1 - ptx::add_acquire_release(counter, 1);
     if (left >= combiners) return -1;
     if (left > 0) {
-        while (load_acquire(counter) < blocks) {
+        while (ptx::load_acquire(counter) < blocks) {
         }
     }
     return left;

@@ -28,6 +28,7 @@
 //   parts_per_block, parts   the latter of a row and tile; the first block has the first ones
 //   combiners  blocks that sum those of a row
 //   limit      what all positions are below
+//   settled    nothing but qkv is an output of kernels that may still run: all else is loaded before they have ended
 //   late       the next kernel may start when this one's last copies have begun; 0: at once
 //   scale      log2(e) / sqrt(head_dim)
 //
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
                      unsigned int value_block_stride, unsigned int value_token_stride, int shift, int group,
                      int head_dim, int rotary, int interleaved, int stages, int chunks_per_unit, int units_per_group,
                      int units_per_part, int parts_per_block, int parts, int combiners, int limit, int late,
-                     float scale) {
+                     int settled, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int tiles = (group + kTile - 1) / kTile;
     const int kv_heads = gridDim.y / tiles;
@@ -124,25 +125,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     const Source value_source = {values + kv_head * value_head_stride, value_block_stride, value_token_stride,
                                  value_scales + kv_head * value_scale_head_stride, value_scale_block_stride};
 #if __CUDA_ARCH__ >= 900
+    if (!late) ptx::griddepcontrol_launch_dependents();
     // The cache may have been written just before, so nothing is used ahead of the wait; but L2 may fetch it, from
     // where position and table say now. They name blocks of the cache at any time, if perhaps not yet the right ones.
-    if (!late) ptx::griddepcontrol_launch_dependents();
-    if (warp < 2) {
+    if (!settled && warp < 2) {
         const int ahead = min(min(stages * kKeys, block_keys), limit - first_key);
         const int last = __ldcg(positions + row);
         if (warp == 0) prefetch(key_source, row_table, shift, first_key, ahead, limit, last, head_dim);
         if (warp == 1) prefetch(value_source, row_table, shift, first_key, ahead, limit, last, head_dim);
     }
-    ptx::griddepcontrol_wait();
+    if (!settled) ptx::griddepcontrol_wait();
+#else
+    settled = 0;
 #endif
     const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
     const int position = positions[row];  // everything waits for it but these:
     Blocks row_blocks(row_table, shift, limit, first_key);
-    const Queries queries(projected + (kv_head * group + first_query) * head_dim, query_count, head_dim, rotary,
-                          interleaved);
     const bool is_key = warp % 2 == 0;
-    const NewToken token(projected + (kv_heads * (group + warp % 2) + kv_head) * head_dim, head_dim,
-                         is_key ? rotary : 0, interleaved);
+    Queries queries(head_dim, rotary, interleaved);
+    NewToken token;
+    const auto begin_projected = [&] {
+        queries.begin(projected + (kv_head * group + first_query) * head_dim, query_count, head_dim);
+        token.begin(projected + (kv_heads * (group + warp % 2) + kv_head) * head_dim, head_dim, is_key ? rotary : 0,
+                    interleaved);
+    };
+    if (!settled) begin_projected();
     const Range range = {first_key, min(first_key + block_keys, position + 1), kStored ? -1 : position};
     if (range.begin >= range.end) return;
 
@@ -175,6 +182,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         ptx::cp_async_commit();
     }
 
+#if __CUDA_ARCH__ >= 900
+    if (settled) {
+        ptx::griddepcontrol_wait();
+        begin_projected();
+    }
+#endif
     queries.store(at.tile, angles, query_count, head_dim);
     const bool has_new = !kStored && range.end == position + 1;
     if (has_new && warp < 2) {

@@ -161,9 +161,11 @@ struct Queries {
     __device__ __forceinline__ static int dim() { return 2 * (threadIdx.x % kPairs); }
     __device__ __forceinline__ static int row(int i) { return threadIdx.x / kPairs + i * (kTile / kRounds); }
 
+    __device__ __forceinline__ Queries(int head_dim, int rotary, bool interleaved)
+        : pair(dim() < head_dim ? dim() : 0, rotary, interleaved) {}
+
     // Begin to load `count` queries.
-    __device__ __forceinline__ Queries(const ELEMENT* heads, int count, int head_dim, int rotary, bool interleaved)
-        : pair(dim() < head_dim ? dim() : 0, rotary, interleaved) {
+    __device__ __forceinline__ void begin(const ELEMENT* heads, int count, int head_dim) {
 #pragma unroll
         for (int i = 0; i < kRounds; ++i) {
             unturned[i].load(heads + min(row(i), count - 1) * head_dim, pair);
@@ -195,7 +197,7 @@ struct NewToken {
     }
 
     // Begin to load.
-    __device__ __forceinline__ NewToken(const ELEMENT* head, int head_dim, int rotary, bool interleaved) {
+    __device__ __forceinline__ void begin(const ELEMENT* head, int head_dim, int rotary, bool interleaved) {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) unturned[i].load(head, pair(i, head_dim, rotary, interleaved));
     }

@@ -179,6 +179,13 @@ __device__ __forceinline__ void store_release(int* flag, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
+// Add to a counter after all that this thread has written or seen, and see what those had written who added before.
+__device__ __forceinline__ int add_acquire_release(int* counter, int value) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+    return before;
+}
+
 // ---- Barriers in shared memory that count arrivals and bytes (sm_90 for all that follows) ----
 
 // Prepare a barrier for `arrivals` arrivals a phase. One thread calls it; mbarrier_fence_init makes it visible.

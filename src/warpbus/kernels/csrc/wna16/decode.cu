@@ -432,18 +432,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
         const int line = warp * p.m + min(8 * t + lane % 8, p.m - 1);
         mine[t] = ptx::shared_address(staged) + line * kLine + (lane / 8 ^ line % 8) * 16;
     }
-    const ptx::uint32 step = step_bytes(p);
     const int group = group_of(warp, p);  // in every stage: WARPS is a power of two
     Ring ring;
     int parity = 0;  // of the phase of the pair
     for (int pair = blockIdx.x; pair < pairs; pair += gridDim.x, parity ^= 1) {
         float sum[2][kTokenTiles][4] = {};
-        ptx::uint32 offset = 0;
-        for (int first = 0; first < p.chunks; first += WARPS, offset += step) {
+        for (int first = 0; first < p.chunks; first += WARPS) {
             if (in_parts && pair == blockIdx.x) ptx::mbarrier_wait(at.x + 8 * min(first / WARPS, kParts - 1), 0);
             ptx::mbarrier_wait(at.full + 8 * ring.slot, ring.parity);
             if (first + warp < p.chunks) {
-                if (p.streamed) offset = ring.slot * step;
+                const int offset = (p.streamed ? ring.slot : first / WARPS) * step_bytes(p);
                 multiply(sum, stages[ring.slot], mine, offset, group, zeros == nullptr, p.middle);
             }
             __syncwarp();
