@@ -11,6 +11,7 @@ from torch import Tensor
 
 from warpbus.bench.plain import Int4Linear, Linear, PlainDecoder
 from warpbus.cuda.capture import Graph, GraphMemory, capture
+from warpbus.cuda.streams import running_on
 from warpbus.engine.engine import Engine, request
 from warpbus.errors import UsageError
 from warpbus.models import Decoder, ModelConfig
@@ -83,11 +84,9 @@ class Plain:
 
     def _captured(self) -> Graph:
         memory = GraphMemory(self._token.device)
-        memory.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(memory.stream):
+        with running_on(memory.stream):
             for _ in range(_WARM_STEPS):
                 self._step()
-        torch.cuda.current_stream().wait_stream(memory.stream)
         with capture(memory) as graph:
             self._step()
         return graph

@@ -19,7 +19,7 @@ MULTIPROCESSOR_COUNT = 16
 MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 
 _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
-_NON_BLOCKING = 1  # CUstream_flags
+NON_BLOCKING = 1  # CUstream_flags
 _INVALID_CONTEXT = 201  # CUresult
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -86,7 +86,7 @@ def attribute(which: int, device: int) -> int:
 def create_stream() -> int:
     """The handle of a new stream of the current context, which does not wait for others by itself."""
     handle = ctypes.c_void_p()
-    check(library().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING), "making a stream")
+    check(library().cuStreamCreate(ctypes.byref(handle), NON_BLOCKING), "making a stream")
     assert handle.value
     return handle.value
 

@@ -16,11 +16,12 @@ from typing import Self
 import torch
 
 from warpbus.cuda import driver
+from warpbus.cuda.streams import running_on
 from warpbus.errors import DeviceError, UsageError
 
 _SM = 1  # CUdevResourceType
+_of_streams: dict[int, int] = {}  # how many multiprocessors green contexts have, by the handles of their streams
 _DEFAULT_STREAM = 1  # CUgreenCtxCreate_flags
-_NON_BLOCKING = 1  # CUstream_flags
 
 
 class Resource(ctypes.Structure):
@@ -108,25 +109,23 @@ class GreenContext:
         except BaseException:
             self.close()
             raise
+        assert self._stream.value
         self.stream = torch.cuda.ExternalStream(self._stream.value, self.device)
+        _of_streams[self._stream.value] = self.multiprocessors
 
     @contextmanager
     def running(self) -> Iterator[torch.cuda.Stream]:
         """Let this thread's torch launch here. What was launched before is waited for, and so is this, afterwards."""
-        before = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(before)
-        try:
-            with torch.cuda.stream(self.stream):
-                yield self.stream
-        finally:
-            before.wait_stream(self.stream)
+        with running_on(self.stream):
+            yield self.stream
 
     def close(self) -> None:
         """Wait for what runs here and give the multiprocessors back. It may be called again.
 
         Memory that torch keeps for the stream goes back to the driver by `torch.cuda.empty_cache()`.
         """
-        if self._stream:
+        if self._stream.value:
+            _of_streams.pop(self._stream.value, None)
             driver.check(self._driver.cuStreamSynchronize(self._stream), f"{self.device}: waiting for a green context")
             driver.check(self._driver.cuStreamDestroy_v2(self._stream), f"{self.device}: ending its stream")
             self._stream = ctypes.c_void_p()
@@ -157,9 +156,21 @@ class GreenContext:
         )
         driver.check(status, f"{self.device}: making a green context")
         status = self._driver.cuGreenCtxStreamCreate(
-            ctypes.byref(self._stream), self._context, ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(0)
+            ctypes.byref(self._stream), self._context, ctypes.c_uint(driver.NON_BLOCKING), ctypes.c_int(0)
         )
         driver.check(status, f"{self.device}: making a stream in a green context")
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many there are for a kernel that is launched next: of the green context whose stream is current, or of the GPU.
+
+    Kernels whose blocks wait for each other may have no more of them than fit there.
+    """
+    if _of_streams:
+        count = _of_streams.get(torch.cuda.current_stream(device).cuda_stream)
+        if count is not None:
+            return count
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _groups(library: ctypes.CDLL, device: int) -> Groups:

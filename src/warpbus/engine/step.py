@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.cuda.lent import LentDevice, Recorded
 from warpbus.cuda.lent import lent as lent_device
+from warpbus.cuda.streams import running_on
 from warpbus.engine.attention import PlacedAttention, StepAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
@@ -350,12 +351,9 @@ class _Graphs:
         graph.replay()
 
     def _capture(self, work: Callable[[], object]) -> Graph:
-        current, own = torch.cuda.current_stream(), self._memory.stream
-        own.wait_stream(current)
         # Kernels are compiled and loaded at their first launch, which a capture does not allow.
-        with torch.cuda.stream(own):
+        with running_on(self._memory.stream):
             work()
-        current.wait_stream(own)
         with capture(self._memory) as graph:
             work()
         return graph

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from warpbus.cuda.green import GreenContext
+from warpbus.cuda.green import GreenContext, multiprocessors
 from warpbus.cuda.kernel import Unit
 from warpbus.errors import DeviceError
+from warpbus.kernels.ops.attention import decode_attention
+from warpbus.kernels.ops.packed import pack
+from warpbus.kernels.ops.wna16 import wna16_linear
+from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -81,3 +85,38 @@ def test_gradients():
     with GreenContext(GPU, 0.1) as green, green.running():
         (weight @ x).square().sum().backward()
     torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 200, 4096])
+def test_blocks_that_wait_for_each_other_have_room(rows):
+    """Our products share tiles among blocks, by as many as run at the same time: here fewer than on the whole GPU."""
+    n, k = 4608, 4096
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=GPU)
+    scales = torch.full((n, k // 128), k**-0.5 / 4, device=GPU).half()
+    weight = pack(QTensor.from_codes(Scheme.parse("w4a16-g128"), codes, scales, None), torch.float16)
+    x = torch.randn(rows, k, device=GPU).half()
+    expected = wna16_linear(x, weight)
+    with GreenContext(GPU, 0.01) as green, green.running():
+        assert multiprocessors(GPU) == green.multiprocessors < green.total
+        found = wna16_linear(x, weight)
+    assert multiprocessors(GPU) == green.total
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("context", [300, 4000])
+def test_attention_waits_for_no_block_without_room(context):
+    kv_heads, heads, size = 2, 32, 128
+    qkv = torch.randn(2, (heads + 2 * kv_heads) * size, device=GPU).half()
+    cache = torch.randn(2, 2 * (context // 32 + 1), kv_heads, 32, size, device=GPU).half()
+    table = torch.ones(context + 1, 64, device=GPU)
+    positions = torch.full((2,), context, dtype=torch.int32, device=GPU)
+    blocks = torch.arange(cache.shape[1], dtype=torch.int32, device=GPU).view(2, -1)
+
+    def attended():
+        shape = {"heads": heads, "interleaved": True, "limit": context + 1}
+        return decode_attention(qkv, table, positions, blocks, cache[0], cache[1], **shape)
+
+    expected = attended()
+    with GreenContext(GPU, 0.01) as green, green.running():
+        found = attended()
+    assert torch.equal(found, expected)

@@ -6,6 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.units import unit
@@ -129,11 +130,5 @@ def blocks_in_stride(size: int, block: int, device: torch.device) -> int:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has."""
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

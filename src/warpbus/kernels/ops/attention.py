@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import Kernel, runs_on
 from warpbus.cuda.lent import is_gpu
@@ -82,9 +83,9 @@ def decode_attention(
         stored: the keys and values at `positions` are in the cache already (`rope_and_cache`): nothing is written, and
             of `qkv` only the queries are used. Rows may then be consecutive tokens of one sequence. Otherwise no block
             that is written may be another row's.
-        settled: none of the kernels launched before this one that may still run writes to `table`, `positions`, `blocks`
-            or the cache, as none does that ends before a kernel without a programmatic launch begins. On Hopper what
-            they hold is then loaded while the kernel ahead is at work on `qkv`.
+        settled: `table`, `positions`, `blocks` and the cache are not written by kernels that may still run when this
+            one begins: by none since the last one that was launched without `dependent`. On Hopper they are then
+            loaded while the kernel ahead is at work on `qkv`.
 
     Returns:
         `[b, heads, d]` in the dtype of `qkv`. The kernel gives the same bits at every run, and for a row alone or in
@@ -95,9 +96,8 @@ def decode_attention(
         UsageError: `limit` does not fit the block table and the rotary table.
     """
     _check(qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, limit)
-    return _decode_attention(
-        qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, interleaved, limit, stored, settled
-    )
+    of_cache = positions, blocks, keys, values, key_scales, value_scales
+    return _decode_attention(qkv, table, *of_cache, heads, interleaved, limit, stored, settled)
 
 
 def has_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
@@ -296,10 +296,9 @@ def _keys(head_dim: int) -> int:
     return 32 if head_dim == 256 else 64
 
 
-@functools.cache
 def _device(device: torch.device) -> Device:
-    properties = torch.cuda.get_device_properties(device)
-    return Device(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+    shared: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return Device(multiprocessors(device), shared)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError, UsageError
@@ -22,7 +23,6 @@ from warpbus.kernels.ops.arguments import (
     check_alike,
     check_rank,
     check_shape,
-    multiprocessors,
     per_dtype,
 )
 from warpbus.kernels.ops.gemm import gemm

@@ -10,8 +10,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, multiprocessors, per_dtype
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, per_dtype
 from warpbus.kernels.units import unit
 
 _PARAMETERS = "PPPPPiiiqqqii"  # of sm80_hgemm

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
@@ -27,7 +28,6 @@ from warpbus.kernels.ops.arguments import (
     check_alike,
     check_rank,
     check_shape,
-    multiprocessors,
     per_dtype,
 )
 from warpbus.kernels.ops.wgmma import addressable

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.tensor_map import ALIGNMENT, fits, tensor_map, tile_maps
-from warpbus.kernels.ops.arguments import ACTIVATIONS, ELEMENTS, HALVES, blocks, multiprocessors, per_dtype
+from warpbus.kernels.ops.arguments import ACTIVATIONS, ELEMENTS, HALVES, blocks, per_dtype
 from warpbus.kernels.units import unit
 
 _TILE_K = 64

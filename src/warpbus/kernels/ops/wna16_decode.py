@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda import driver
+from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.tensor_map import fits as copyable
 from warpbus.cuda.tensor_map import tensor_map
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, multiprocessors
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.units import unit
 

@@ -10,8 +10,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, multiprocessors, per_dtype
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, per_dtype
 from warpbus.kernels.ops.packed import TILE_COLUMNS, PackedWeight
 from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.units import unit

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, multiprocessors
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.ops.workspace import counters

@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     }
     if (!settled) ptx::griddepcontrol_wait();
 #else
-    settled = 0;
+    settled = 0;  // no kernel begins before the one ahead has ended
 #endif
     const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
     const int position = positions[row];  // everything waits for it but these:
@@ -151,7 +151,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     };
     if (!settled) begin_projected();
     const Range range = {first_key, min(first_key + block_keys, position + 1), kStored ? -1 : position};
-    if (range.begin >= range.end) return;
+    if (range.begin >= range.end) {
+        if (settled) ptx::griddepcontrol_wait();  // so that who waits for this kernel has waited for those ahead of it
+        return;
+    }
 
     const float* row_angles = table + static_cast<long long>(position) * rotary;
     const attention::Angles angles(row_angles, queries.pair, rotary);
@@ -182,12 +185,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         ptx::cp_async_commit();
     }
 
-#if __CUDA_ARCH__ >= 900
     if (settled) {
         ptx::griddepcontrol_wait();
         begin_projected();
     }
-#endif
     queries.store(at.tile, angles, query_count, head_dim);
     const bool has_new = !kStored && range.end == position + 1;
     if (has_new && warp < 2) {
