@@ -162,7 +162,7 @@ class GreenContext:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many there are for a kernel that is launched next: of the green context whose stream is current, or of the GPU.
+    """How many there are for the kernel launched next: of the green context whose stream is current, or of the GPU.
 
     Kernels whose blocks wait for each other may have no more of them than fit there.
     """

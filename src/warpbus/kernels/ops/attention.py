@@ -383,7 +383,8 @@ def _launch(
         cut.combiners,
         limit,
         int(cut.late),
-        int(settled),
+        # Blocks that fill the GPU begin when those ahead end: what is projected would only be asked for later.
+        int(settled and not cut.late),
         math.log2(math.e) * size**-0.5,
         shared=cut.shared,
         dependent=True,
