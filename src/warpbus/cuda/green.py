@@ -7,6 +7,7 @@ launches kernels itself may use 2 multiprocessors more. Source: the CUDA driver 
 """
 
 import ctypes
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from warpbus.cuda.streams import running_on
 from warpbus.errors import DeviceError, UsageError
 
 _SM = 1  # CUdevResourceType
-_of_streams: dict[int, int] = {}  # how many multiprocessors green contexts have, by the handles of their streams
 _DEFAULT_STREAM = 1  # CUgreenCtxCreate_flags
+
+_of_streams: dict[int, int] = {}  # how many multiprocessors green contexts have, by the handles of their streams
 
 
 class Resource(ctypes.Structure):
@@ -170,6 +172,11 @@ def multiprocessors(device: torch.device) -> int:
         count = _of_streams.get(torch.cuda.current_stream(device).cuda_stream)
         if count is not None:
             return count
+    return _multiprocessors(device)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -1,6 +1,5 @@
 """What the operators ask of their arguments, and how their kernels cover them with blocks."""
 
-import functools
 from math import prod
 
 import torch
@@ -129,6 +128,5 @@ def blocks_in_stride(size: int, block: int, device: torch.device) -> int:
     return min(blocks((size, block)), resident)
 
 
-@functools.cache
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -297,8 +297,12 @@ def _keys(head_dim: int) -> int:
 
 
 def _device(device: torch.device) -> Device:
-    shared: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return Device(multiprocessors(device), shared)
+    return Device(multiprocessors(device), _shared_memory(device))
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 @functools.cache

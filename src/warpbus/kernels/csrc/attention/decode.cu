@@ -28,8 +28,8 @@
 //   parts_per_block, parts   the latter of a row and tile; the first block has the first ones
 //   combiners  blocks that sum those of a row
 //   limit      what all positions are below
-//   settled    nothing but qkv is an output of kernels that may still run: all else is loaded before they have ended
 //   late       the next kernel may start when this one's last copies have begun; 0: at once
+//   settled    nothing but qkv is an output of kernels that may still run: all else is loaded before they have ended
 //   scale      log2(e) / sqrt(head_dim)
 //
 // Macros

@@ -15,7 +15,7 @@
 // The weights are read once, and nothing but the bytes under way counts. One warp does nothing but ask for them, a stage at a
 // time, across the borders of tiles, and it begins before the kernel ahead has ended. A stage is two tiles of 16 rows (of a
 // gated layer one of each half) by WARPS chunks of 64 columns, one for each of the other warps. Codes become fragments in
-// registers; they are multiplied as whole numbers and the sum of a group is scaled in fp32, so that no weight is rounded.
+// registers as they lie; zero point and scale go into the sum of a group, in fp32, so that no weight is rounded.
 // Other warps add up the sums, in a fixed order, while those that multiply go on: nobody waits for all others. x lies in shared
 // memory, where it comes in parts, so that the first chunks are multiplied while the others are on their way; or, where a block
 // needs it only once or it is too large, along with the weights. One copy brings all rows of WARPS chunks: with one for each
@@ -215,7 +215,8 @@ __device__ __forceinline__ void multiply(float (&sum)[2][kTokenTiles][4], const 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float2 scale = unpack_pair<ELEMENT>(stage.scales[r][group + h][lane / 4]);
-            const float2 zero = symmetric ? make_float2(middle, middle) : unpack_pair<ELEMENT>(stage.zeros[r][group + h][lane / 4]);
+            const float2 zero = symmetric ? make_float2(middle, middle)
+                                          : unpack_pair<ELEMENT>(stage.zeros[r][group + h][lane / 4]);
             const float upper = (zero.x + Packed::kBase) * -Packed::kUpper * scale.x;
             const float lower = (zero.y + Packed::kBase) * -Packed::kLower * scale.y;
 #pragma unroll
