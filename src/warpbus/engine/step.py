@@ -303,11 +303,13 @@ class Step:
         rows, limit, use, adapted = key
         model, slots = self._model, self._slots[:rows]
         blocks = self.blocks[:, : -(-limit // BLOCK)].index_select(0, slots)
-        tokens, positions, stored = self.last.index_select(0, slots), self.positions, None
-        if use == "own":
-            positions = positions.index_select(0, slots)
-        else:
-            said, positions, stored = self._said[0, :rows], self._said[1, :rows].int(), self._said[2, :rows]
+        own = use == "own"
+        positions = self.positions.index_select(0, slots) if own else self._said[1, :rows].int()
+        stored = None if own else self._said[2, :rows]
+        # Behind what attention takes as settled: this kernel begins when those have ended.
+        tokens = self.last.index_select(0, slots)
+        if not own:
+            said = self._said[0, :rows]
             tokens = torch.where(said == FROM_DEVICE, tokens, said)
         context: FusedAttention
         if self.placing is None:

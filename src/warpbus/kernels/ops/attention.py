@@ -83,9 +83,9 @@ def decode_attention(
         stored: the keys and values at `positions` are in the cache already (`rope_and_cache`): nothing is written, and
             of `qkv` only the queries are used. Rows may then be consecutive tokens of one sequence. Otherwise no block
             that is written may be another row's.
-        settled: `table`, `positions`, `blocks` and the cache are not written by kernels that may still run when this
-            one begins: by none since the last one that was launched without `dependent`. On Hopper they are then
-            loaded while the kernel ahead is at work on `qkv`.
+        settled: `table`, `positions`, `blocks` and the cache below each row's position are not written by the last
+            kernel that was launched without `dependent`, nor by any after it: that one began when all before it had
+            ended. On Hopper they are then loaded while the kernel ahead is at work on `qkv`.
 
     Returns:
         `[b, heads, d]` in the dtype of `qkv`. The kernel gives the same bits at every run, and for a row alone or in
