@@ -1,7 +1,11 @@
 """Who gets which multiprocessors: H100's 132 in groups of 8, of which 4 are left over."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from warpbus.cuda import green
 from warpbus.cuda.green import Groups, Resource
 from warpbus.errors import DeviceError, UsageError
 
@@ -35,3 +39,14 @@ def test_contexts_have_nothing_in_common():
 def test_no_share(share):
     with pytest.raises(UsageError, match="above 0 and at most 1"):
         groups().take(share)
+
+
+def test_a_kernel_has_those_of_its_stream(monkeypatch):
+    current, gpu = SimpleNamespace(cuda_stream=7), torch.device("cuda", 63)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    assert green.multiprocessors(gpu) == 132
+    monkeypatch.setitem(green._of_streams, 7, 8)
+    assert green.multiprocessors(gpu) == 8
+    current.cuda_stream = 9
+    assert green.multiprocessors(gpu) == 132
