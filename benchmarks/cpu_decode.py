@@ -34,8 +34,8 @@ WARM = 2  # tokens
 SAMPLES, TOKENS = 11, 8  # samples of each model, tokens of a sample
 
 # ChatGLM2's at half the width. Groups of 128 divide every matrix's columns, in the small one too.
-SHAPE = replace(SHAPES["chatglm2-6b"], hidden_size=2048, num_heads=16, ffn_size=6912)
-SMALL = replace(SHAPE, hidden_size=256, num_heads=2, ffn_size=896, vocab_size=1024)
+SHAPE = SHAPES["chatglm2-6b"].resized(hidden_size=2048, num_heads=16, ffn_size=6912)
+SMALL = replace(SHAPE.resized(hidden_size=256, num_heads=2, ffn_size=896), vocab_size=1024)
 
 
 @dataclass
@@ -63,8 +63,8 @@ class Contender:
 
 def with_parameters(shape: ModelConfig, parameters: float) -> ModelConfig:
     """The shape with as many layers as make about that many parameters."""
-    one, two = (replace(shape, num_layers=count).num_parameters for count in (1, 2))
-    return replace(shape, num_layers=max(1, 1 + round((parameters - one) / (two - one))))
+    one, two = (shape.resized(num_layers=count).num_parameters for count in (1, 2))
+    return shape.resized(num_layers=max(1, 1 + round((parameters - one) / (two - one))))
 
 
 def contender(shape: ModelConfig, scheme: str | None) -> Contender:

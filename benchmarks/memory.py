@@ -122,9 +122,8 @@ def gptq_bytes(config: ModelConfig) -> int:
     largest one, what it aims at, its columns, and twice more what coordinate descent makes of them; for a batch of
     tokens what the MLP makes of it.
     """
-    hidden, ffn = config.hidden_size, config.ffn_size
-    qkv, attended = sum(config.qkv_rows), config.qkv_rows[0]
-    layer = hidden * (qkv + attended + 3 * ffn)
+    hidden, ffn, attended = config.hidden_size, config.layers[0].mlp.ffn_size, config.attention.width
+    layer = sum(matrix.num_weights for matrix in config.layers[0].matrices)
     states = SAMPLES * SEQLEN * (hidden + attended)
     widest = max(hidden, attended, ffn)
     largest = 2 * hidden * ffn

@@ -27,14 +27,8 @@ def write_model(directory: Path) -> None:
     poet = read_config(Checkpoint(POET))
     shape = SHAPES["llama-3-8b"]
     small = replace(
-        shape,
+        shape.resized(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=128),
         vocab_size=poet.vocab_size,
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn_size=128,
         max_context=512,
         stop_ids=poet.stop_ids,
         rope=replace(shape.rope, theta=1e4, rotary_dim=16),

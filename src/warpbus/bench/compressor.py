@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 
 import torch
 
@@ -47,7 +46,7 @@ def main() -> None:
     shape, layers, scheme, samples, seqlen = json.loads(sys.argv[1])
     library = importlib.import_module("llmcompressor")
     quantization = importlib.import_module("llmcompressor.modifiers.quantization")
-    config = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
+    config = SHAPES[shape].resized(num_layers=layers)
     model = transformers_model(config, torch.device("cpu"))
     rows = [list(each) for each in random_calibration(config.vocab_size, samples, seqlen).sequences]
     data = importlib.import_module("datasets").Dataset.from_dict(

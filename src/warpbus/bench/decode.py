@@ -16,7 +16,7 @@ from warpbus.bench.decoders import Generate, random_prompt
 from warpbus.bench.footprint import measure_memory
 from warpbus.engine.engine import Engine, request
 from warpbus.errors import UsageError
-from warpbus.models import SHAPES, Decoder, ModelConfig, random_model
+from warpbus.models import SHAPES, Decoder, MatrixSpec, ModelConfig, random_model
 from warpbus.qtensor import Scheme
 
 _SHAPE = "chatglm2-6b"
@@ -178,7 +178,7 @@ def _profile(run: Run, model: Decoder, scheme: Scheme) -> str:
     least = {part: count / copy_bandwidth(run.device) * 1e6 for part, count in of_each.items()}
     layers = config.num_layers
     roles = {
-        "wna16": [(part, least[part] / layers) for part in ("qkv", "o", _widening(config), "down")],
+        "wna16": [(part, least[part] / layers) for part in _parts(config)],
         "decode_attention": [("", least["attention"] / layers)],
         "hgemv": [("head", least["head"])],
     }
@@ -187,26 +187,26 @@ def _profile(run: Run, model: Decoder, scheme: Scheme) -> str:
 
 def step_bytes(config: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, context: int) -> dict[str, int]:
     """What has to be read for a token of one sequence, by part of the model, all layers together."""
-    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
-    shapes = {
-        "qkv": (sum(config.qkv_rows), hidden),
-        "o": (hidden, attended),
-        _widening(config): ((2 if config.gated else 1) * config.ffn_size, hidden),
-        "down": (hidden, config.ffn_size),
-    }
 
     def bits(k: int) -> float:
         return 8 * dtype.itemsize if scheme is None else scheme.bits_per_weight(k)
 
-    read = {part: config.num_layers * int(n * k * bits(k) / 8) for part, (n, k) in shapes.items()}
-    read["attention"] = 2 * config.num_layers * config.num_kv_heads * context * config.head_dim * dtype.itemsize
-    read["head"] = config.vocab_size * hidden * dtype.itemsize
+    read = dict.fromkeys(_parts(config), 0)
+    for _, matrix in config.matrices:
+        rows, columns = matrix.shape
+        read[_part(matrix)] += int(rows * columns * bits(columns) / 8)
+    read["attention"] = 2 * config.num_layers * config.attention.kv_width * context * dtype.itemsize
+    read["head"] = config.vocab_size * config.hidden_size * dtype.itemsize
     return read
 
 
-def _widening(config: ModelConfig) -> str:
-    """The first part of the MLP, as the reports call it."""
-    return "gate_up" if config.gated else "up"
+def _parts(config: ModelConfig) -> tuple[str, ...]:
+    """The matrices of a layer, as the reports call them."""
+    return tuple(map(_part, config.layers[0].matrices))
+
+
+def _part(matrix: MatrixSpec) -> str:
+    return matrix.name.rpartition(".")[2]
 
 
 def _dtype(run: Run) -> torch.dtype:

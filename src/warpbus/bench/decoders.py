@@ -104,20 +104,20 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
     rope = {
         "rope_type": "default",
         "rope_theta": config.rope.theta,
-        "partial_rotary_factor": config.rope.rotary_dim / config.head_dim,
+        "partial_rotary_factor": config.rope.rotary_dim / config.attention.head_dim,
     }
     name = "Llama" if config.family == "llama" else "Glm"
     settings = getattr(library, f"{name}Config")(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_size,
+        intermediate_size=config.layers[0].mlp.ffn_size,
         num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.norm_eps,
+        num_attention_heads=config.attention.num_heads,
+        num_key_value_heads=config.attention.num_kv_heads,
+        head_dim=config.attention.head_dim,
+        rms_norm_eps=config.norm.eps,
         max_position_embeddings=config.max_context,
-        attention_bias=config.qkv_bias,
+        attention_bias=config.attention.qkv_bias,
         rope_parameters=rope,
         pad_token_id=0,
         bos_token_id=None,

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -65,7 +65,7 @@ def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
             raise UsageError(f"--{option} {value}: it has to be at least {least}")
     if run.device.index:
         raise UsageError(f"--device {run.device}: GPUs are taken from the first one on: leave the number away")
-    config = replace(shapes[shape], num_layers=work.layers or shapes[shape].num_layers)
+    config = shapes[shape].resized(num_layers=work.layers)
     most = torch.cuda.device_count() if run.on_gpu else SHARES
     counts = work.counts or tuple(count for count in (1, 2, 4, 8) if count <= (most if run.on_gpu else 2))
     for count in counts:

@@ -66,25 +66,29 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, capacity: int, linear: Linear) -> None:
         super().__init__()
-        hidden, width = config.hidden_size, config.num_heads * config.head_dim
+        hidden, width = config.hidden_size, config.attention.width
         self.config = config
-        self.attention_norm = RMSNorm(hidden, config.norm_eps)
-        self.qkv = linear(hidden, sum(config.qkv_rows), config.qkv_bias)
-        self.o = linear(width, hidden, config.output_bias)
-        self.mlp_norm = RMSNorm(hidden, config.norm_eps)
-        self.gate_up = linear(hidden, 2 * config.ffn_size, False)
-        self.down = linear(config.ffn_size, hidden, False)
+        self.attention_norm = RMSNorm(hidden, config.norm.eps)
+        self.qkv = linear(hidden, sum(config.attention.qkv_rows), config.attention.qkv_bias)
+        self.o = linear(width, hidden, config.attention.output_bias)
+        self.mlp_norm = RMSNorm(hidden, config.norm.eps)
+        self.gate_up = linear(hidden, 2 * config.layers[0].mlp.ffn_size, False)
+        self.down = linear(config.layers[0].mlp.ffn_size, hidden, False)
         for name in ("keys", "values"):
-            self.register_buffer(name, torch.randn(1, config.num_kv_heads, capacity, config.head_dim))
+            self.register_buffer(
+                name, torch.randn(1, config.attention.num_kv_heads, capacity, config.attention.head_dim)
+            )
 
     def forward(self, x: Tensor, position: Tensor, angles: tuple[Tensor, Tensor], visible: Tensor) -> Tensor:
         config = self.config
-        parts = self.qkv(self.attention_norm(x)).split(config.qkv_rows, dim=-1)
-        q, k, v = (part.view(1, -1, config.head_dim) for part in parts)
+        parts = self.qkv(self.attention_norm(x)).split(config.attention.qkv_rows, dim=-1)
+        q, k, v = (part.view(1, -1, config.attention.head_dim) for part in parts)
         self.keys.index_copy_(2, position, _rotate(k, angles, config.rope.interleaved)[:, :, None])
         self.values.index_copy_(2, position, v[:, :, None])
         # The queries of a group stand where the tokens of a sequence would: keys and values are read once for all.
-        q = _rotate(q, angles, config.rope.interleaved).view(1, config.num_kv_heads, -1, config.head_dim)
+        q = _rotate(q, angles, config.rope.interleaved).view(
+            1, config.attention.num_kv_heads, -1, config.attention.head_dim
+        )
         attended = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=visible)
         x = x + self.o(attended.reshape(1, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
@@ -108,7 +112,7 @@ class PlainDecoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, capacity, linear) for _ in range(config.num_layers))
-        self.final_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.final_norm = RMSNorm(config.hidden_size, config.norm.eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         dim = config.rope.rotary_dim
         angles = torch.arange(capacity)[:, None] * config.rope.theta ** (-torch.arange(0, dim, 2) / dim)

@@ -35,13 +35,8 @@ SMALL = "small"
 """A shape for a look without a GPU."""
 
 SMALL_SHAPE = replace(
-    SHAPES["chatglm2-6b"],
+    SHAPES["chatglm2-6b"].resized(hidden_size=512, num_layers=4, num_heads=8, head_dim=64, ffn_size=1408),
     vocab_size=2048,
-    hidden_size=512,
-    num_layers=4,
-    num_heads=8,
-    head_dim=64,
-    ffn_size=1408,
     rope=replace(SHAPES["chatglm2-6b"].rope, rotary_dim=32),
     max_context=2048,
 )

@@ -36,18 +36,21 @@ class _Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.qkv = nn.Linear(config.hidden_size, sum(config.qkv_rows), bias=config.qkv_bias)
-        self.o = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.qkv = nn.Linear(config.hidden_size, sum(config.attention.qkv_rows), bias=config.attention.qkv_bias)
+        self.o = nn.Linear(config.attention.width, config.hidden_size, bias=config.attention.output_bias)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         config = self.config
-        parts = self.qkv(x).split(config.qkv_rows, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for part in parts)
+        parts = self.qkv(x).split(config.attention.qkv_rows, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, config.attention.head_dim)).transpose(1, 2) for part in parts)
         q, k = (_rotate(each, angles, config.rope.interleaved) for each in (q, k))
-        grouped = config.num_heads != config.num_kv_heads
+        grouped = config.attention.num_heads != config.attention.num_kv_heads
         if grouped and x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
             # torch's fused kernels know groups in 16 bits alone.
-            k, v = (each.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for each in (k, v))
+            k, v = (
+                each.repeat_interleave(config.attention.num_heads // config.attention.num_kv_heads, dim=1)
+                for each in (k, v)
+            )
             grouped = False
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         y: Tensor = self.o(attended.transpose(1, 2).flatten(2))
@@ -57,8 +60,8 @@ class _Attention(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.ffn_size, bias=False)
-        self.down = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.layers[0].mlp.ffn_size, bias=False)
+        self.down = nn.Linear(config.layers[0].mlp.ffn_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -69,9 +72,9 @@ class _MLP(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm.eps)
         self.attention = _Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, config.norm.eps)
         self.mlp = _MLP(config)
         self.recompute = False
 
@@ -100,13 +103,19 @@ class PlainModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if config.layer_norm or config.qk_norm or config.output_norms or config.rope.scaling or config.tie_embeddings:
+        if (
+            config.norm.kind == "layer"
+            or config.attention.qk_norm
+            or config.layers[0].output_norms
+            or config.rope.scaling
+            or config.tie_embeddings
+        ):
             raise UsageError(f"the plain model has no layers such as those of {config.family}: give --no-peer")
         self.config = config
         self._loss: Callable[..., Tensor] = _summed_loss
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
-        self.final_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.final_norm = nn.RMSNorm(config.hidden_size, config.norm.eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

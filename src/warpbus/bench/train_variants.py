@@ -16,15 +16,10 @@ ONE_BILLION, TINY = "1b", "tiny"
 _GLM = SHAPES["chatglm2-6b"]
 SHAPES_OF_TRAINING = {
     # ChatGLM2-6B at half the width, with half its layers.
-    ONE_BILLION: replace(_GLM, hidden_size=2048, num_layers=14, num_heads=16, ffn_size=6848),
+    ONE_BILLION: _GLM.resized(hidden_size=2048, num_layers=14, num_heads=16, ffn_size=6848),
     TINY: replace(
-        _GLM,
+        _GLM.resized(hidden_size=128, num_layers=2, num_heads=4, head_dim=32, ffn_size=256),
         vocab_size=512,
-        hidden_size=128,
-        num_layers=2,
-        num_heads=4,
-        head_dim=32,
-        ffn_size=256,
         rope=replace(_GLM.rope, rotary_dim=16),
         max_context=512,
     ),
@@ -118,4 +113,4 @@ def shape_named(name: str, layers: int | None) -> ModelConfig:
     if name not in SHAPES_OF_TRAINING:
         raise UsageError(f"--shape {name}: there is no such shape: choose among {', '.join(SHAPES_OF_TRAINING)}")
     config = SHAPES_OF_TRAINING[name]
-    return config if layers is None else replace(config, num_layers=layers)
+    return config.resized(num_layers=layers)

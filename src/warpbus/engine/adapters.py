@@ -46,7 +46,7 @@ def adapt(model: Decoder, adapters: Sequence[Adapter]) -> Selection:
 def cut(adapter: Adapter, part: Part) -> Adapter:
     """What one of the processes that share a model needs of an adapter: of each a and b what it has of the linear."""
     if isinstance(adapter, Prefix):
-        keys = part.rows("layers.0.attention.qkv.weight", 0)[1][1]
+        keys = part.key_lines
         return Prefix(adapter.name, _heads(adapter.keys_lthd, keys), _heads(adapter.values_lthd, keys))
     return Lora(adapter.name, {name: _cut(low, name, part) for name, low in adapter.parts.items()})
 

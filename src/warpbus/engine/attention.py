@@ -71,7 +71,7 @@ class PieceAttention(FusedAttention):
             turns.positions,
             self._slots,
             *stored,
-            heads=config.num_heads,
+            heads=config.attention.num_heads,
             interleaved=config.rope.interleaved,
         )
         attended = torch.empty_like(q)
@@ -138,7 +138,7 @@ class StepAttention(FusedAttention):
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
         stored, qkv = self._cache.layers[layer], qkv_btr[:, 0]
-        heads, interleaved = config.num_heads, config.rope.interleaved
+        heads, interleaved = config.attention.num_heads, config.rope.interleaved
         if self._slots is not None:
             rope_and_cache(
                 qkv, self._table, self._positions, self._slots, *stored, heads=heads, interleaved=interleaved
@@ -175,7 +175,7 @@ class PlacedAttention(FusedAttention):
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         places, stored = self._places, self._cache.layers[layer]
-        heads, interleaved = self._config.num_heads, self._config.rope.interleaved
+        heads, interleaved = self._config.attention.num_heads, self._config.rope.interleaved
         qkv, turns = places.turns.ordered(qkv_btr[:, 0]), places.turns
         q, _, _ = rope_and_cache(
             qkv, turns.table, turns.positions, places.slots, *stored, heads=heads, interleaved=interleaved

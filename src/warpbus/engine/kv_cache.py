@@ -46,8 +46,8 @@ class KVCache:
         self.count = count
         self.backed = 0
         stored = stored_dtype(kv_dtype, dtype)
-        shape = (count, config.num_layers, 2, config.num_kv_heads, BLOCK)
-        self._parts = [_Part((*shape, config.head_dim), stored, device)]
+        shape = (count, config.num_layers, 2, config.attention.num_kv_heads, BLOCK)
+        self._parts = [_Part((*shape, config.attention.head_dim), stored, device)]
         if stored != dtype:
             self._parts.append(_Part(shape, torch.float32, device))
         self.layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
@@ -142,5 +142,5 @@ def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
 def token_bytes(config: ModelConfig, dtype: torch.dtype, kv_dtype: str) -> int:
     """Bytes that a token takes in a `KVCache`."""
     stored = stored_dtype(kv_dtype, dtype)
-    vector = config.head_dim * stored.itemsize + (0 if stored == dtype else 4)
-    return config.num_layers * 2 * config.num_kv_heads * vector
+    vector = config.attention.head_dim * stored.itemsize + (0 if stored == dtype else 4)
+    return config.num_layers * 2 * config.attention.num_kv_heads * vector

@@ -137,13 +137,13 @@ def turned_order(config: ModelConfig) -> Tensor:
     halves it is one plane whose angles are those of both: what kernels can turn. Scores are the same, since queries and
     keys are reordered alike.
     """
-    order = torch.arange(config.head_dim)
+    order = torch.arange(config.attention.head_dim)
     return order.view(2, 2, -1).transpose(0, 1).flatten() if config.rope.two_dimensional else order
 
 
 def columns_of(config: ModelConfig) -> Tensor:
     """The columns of q | k | v with those of each query and key in `turned_order`."""
-    turning = config.num_heads + config.num_kv_heads
-    columns = torch.arange(sum(config.qkv_rows)).view(-1, config.head_dim)
+    turning = config.attention.num_heads + config.attention.num_kv_heads
+    columns = torch.arange(sum(config.attention.qkv_rows)).view(-1, config.attention.head_dim)
     columns[:turning] = columns[:turning, turned_order(config)]
     return columns.flatten()

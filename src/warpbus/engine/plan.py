@@ -86,7 +86,7 @@ class Stored:
     @classmethod
     def uniform(cls, config: ModelConfig, dtype: torch.dtype, scheme: Scheme | None) -> "Stored":
         """A model whose layers' matrices all have a scheme, such as `random_model` makes."""
-        names = [f"layers.{index}.{linear}.weight" for index in range(config.num_layers) for linear in config.linears]
+        names = [f"layers.{index}.{matrix.name}.weight" for index, matrix in config.matrices]
         return cls(config, dtype, {} if scheme is None else dict.fromkeys(names, scheme))
 
     def sizes(self) -> dict[str, int]:
@@ -301,8 +301,8 @@ def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
 
 def _activation_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
     """What is alive at once while a piece of the prompts passes through a layer, with room to spare."""
-    mlp = (3 if config.gated else 2) * config.ffn_size
-    features = 4 * config.hidden_size + mlp + 2 * sum(config.qkv_rows)
+    mlp = max((3 if layer.mlp.gated else 2) * layer.mlp.ffn_size for layer in set(config.layers))
+    features = 4 * config.hidden_size + mlp + 2 * sum(config.attention.qkv_rows)
     return tokens * features * dtype.itemsize
 
 
@@ -316,7 +316,7 @@ def _piece(config: ModelConfig, dtype: torch.dtype, limit: int, max_model_len: i
 
 def _read_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """What a token of the context takes while a prompt is read: a layer's keys and values, out of the cache."""
-    return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return 2 * config.attention.kv_width * dtype.itemsize
 
 
 def _table_bytes(config: ModelConfig) -> int:

@@ -92,7 +92,7 @@ def _store(
 
 
 def _check(prefix: Prefix, config: ModelConfig) -> None:
-    expected = (config.num_layers, prefix.tokens, config.num_kv_heads, config.head_dim)
+    expected = (config.num_layers, prefix.tokens, config.attention.num_kv_heads, config.attention.head_dim)
     for x in (prefix.keys_lthd, prefix.values_lthd):
         if tuple(x.shape) != expected:
             raise CheckpointError(

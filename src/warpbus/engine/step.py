@@ -140,7 +140,7 @@ class Step:
         self.last = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.blocks = torch.zeros(slots + 1, -(-self._capacity // BLOCK), dtype=torch.int32, device=device)
-        width = model.config.num_kv_heads * model.config.head_dim
+        width = model.config.attention.kv_width
         self._read = 2 * width * cache.layers[0][0].element_size() if model.config.prompt_end is not None else 0
         placed = needed(model.config, given)
         self.placing = Placing(model, slots, self._capacity, self.table) if placed else None
@@ -159,7 +159,7 @@ class Step:
         self._embedded = torch.zeros(rows if self.host_embedding else 0, 1, model.config.hidden_size).to(device, dtype)
         self._scores = torch.empty(chosen, model.config.vocab_size, dtype=dtype, device=device)
         # Graphs run one after another: their kernels share counters.
-        counted = max(rows * model.config.num_kv_heads, MOST_OF_A_PRODUCT)
+        counted = max(rows * model.config.attention.num_kv_heads, MOST_OF_A_PRODUCT)
         self._counters = torch.zeros(counted, dtype=torch.int32, device=device)
         behind = lent_device(device)
         self._graphs: _Graphs | _Programs | None = None

@@ -3,6 +3,7 @@
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
 from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import Family, TensorMap
+from warpbus.models.layer_spec import AttentionSpec, Axis, LayerSpec, MatrixSpec, MLPSpec, NormSpec
 from warpbus.models.loading import (
     Progress,
     check_loadable,
@@ -17,10 +18,16 @@ from warpbus.models.shapes import SHAPES
 
 __all__ = [
     "SHAPES",
+    "AttentionSpec",
+    "Axis",
     "Decoder",
     "DecoderLayer",
     "Family",
+    "LayerSpec",
+    "MLPSpec",
+    "MatrixSpec",
     "ModelConfig",
+    "NormSpec",
     "Progress",
     "RopeConfig",
     "RopeScaling",

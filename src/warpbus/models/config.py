@@ -1,6 +1,12 @@
 """What a decoder looks like, in one vocabulary for every family."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MatrixSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -42,70 +48,97 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: embedding, `num_layers` blocks of attention and MLP, final norm, head.
+    """A decoder-only transformer: embedding, layers, final norm, head.
 
     Attributes:
         family: the name of the family that declares it (`warpbus.models.families`).
-        qkv_bias: the query, key and value projections have a bias.
-        qk_norm: queries and keys are normed for each head (Qwen 3).
-        output_norms: each sublayer's output is normed before it is added (GLM-4-0414).
-        tie_embeddings: the head is the embedding.
+        vocab_size: tokens of the embedding and of the head.
+        layers: the table of each layer. Layers may differ in their MLPs; their attention and norms are alike.
+        rope: the rotary positions.
         max_context: the longest sequence the positions allow, in tokens.
+        tie_embeddings: the head is the embedding.
         stop_ids: generation ends at any of these tokens.
-        layer_norm: the norms are LayerNorm, with biases, rather than RMSNorm.
-        gated: the MLP is SwiGLU; otherwise GELU of one projection.
-        mlp_bias: the projections of the MLP have biases.
-        normed_residual: what a sublayer gives is added to its *normed* input times this (ChatGLM-6B); 0 is the usual
-            residual, the input as it is.
         prompt_end: the token after which generation begins (<sop> of ChatGLM-6B): those of a sequence before its first
             one see each other in both directions. None where all attention is causal.
     """
 
     family: str
     vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    norm_eps: float
+    layers: tuple[LayerSpec, ...]
     rope: RopeConfig
     max_context: int
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    output_norms: bool = False
     tie_embeddings: bool = False
     stop_ids: tuple[int, ...] = ()
-    layer_norm: bool = False
-    gated: bool = True
-    mlp_bias: bool = False
-    normed_residual: float = 0.0
     prompt_end: int | None = None
 
     @property
-    def linears(self) -> tuple[str, ...]:
-        """The names of a layer's linear layers, in the order in which activations meet them."""
-        return ("attention.qkv", "attention.o", "mlp.gate_up" if self.gated else "mlp.up", "mlp.down")
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
-    def qkv_rows(self) -> tuple[int, int, int]:
-        """Rows of the query, key and value parts of the fused projection."""
-        return (
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-        )
+    def hidden_size(self) -> int:
+        """Features of the residual stream."""
+        return self.layers[0].hidden_size
 
     @property
+    def attention(self) -> AttentionSpec:
+        """The attention of every layer: the KV cache has one shape."""
+        return self.layers[0].attention
+
+    @property
+    def norm(self) -> NormSpec:
+        """Of the layers' norms and the final one."""
+        return self.layers[0].norm
+
+    @property
+    def matrices(self) -> Iterator[tuple[int, MatrixSpec]]:
+        """All matrices of the layers, each with its layer's number."""
+        return ((index, matrix) for index, layer in enumerate(self.layers) for matrix in layer.matrices)
+
+    def matrix(self, parameter: str) -> MatrixSpec | None:
+        """The matrix that a parameter such as `layers.0.mlp.down.weight` is the weight or bias of; None if of none."""
+        if not parameter.startswith("layers."):
+            return None
+        _, index, name = parameter.split(".", 2)
+        owner = name.rpartition(".")[0]
+        return next((matrix for matrix in self.layers[int(index)].matrices if matrix.name == owner), None)
+
+    @cached_property
     def num_parameters(self) -> int:
         """Parameters of the whole model, the tied head counted once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        qkv = sum(self.qkv_rows) * (self.hidden_size + self.qkv_bias)
-        output = self.hidden_size * (self.num_heads * self.head_dim + self.output_bias)
-        inner = self.ffn_size * (2 if self.gated else 1)
-        mlp = self.hidden_size * (inner + self.ffn_size) + self.mlp_bias * (inner + self.hidden_size)
-        norm = self.hidden_size * (2 if self.layer_norm else 1)
-        norms = norm * (4 if self.output_norms else 2) + 2 * self.head_dim * self.qk_norm
-        return embeddings + self.num_layers * (qkv + output + mlp + norms) + norm
+        shapes = [shape for layer in self.layers for shape in layer.parameters.values()]
+        shapes += self.norm.parameters("final_norm", self.hidden_size).values()
+        return embeddings + sum(map(math.prod, shapes))
+
+    def resized(
+        self,
+        *,
+        num_layers: int | None = None,
+        hidden_size: int | None = None,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        ffn_size: int | None = None,
+    ) -> Self:
+        """A model of the same kind in other sizes, those that are given.
+
+        With fewer layers it has the first ones, with more the last one is repeated.
+        """
+        attention = replace(
+            self.attention,
+            num_heads=num_heads or self.attention.num_heads,
+            num_kv_heads=num_kv_heads or self.attention.num_kv_heads,
+            head_dim=head_dim or self.attention.head_dim,
+        )
+        layers = tuple(
+            replace(
+                layer,
+                hidden_size=hidden_size or layer.hidden_size,
+                attention=attention,
+                mlp=replace(layer.mlp, ffn_size=ffn_size or layer.mlp.ffn_size),
+            )
+            for layer in self.layers
+        )
+        count = num_layers or self.num_layers
+        return replace(self, layers=(layers + layers[-1:] * count)[:count])

@@ -11,9 +11,8 @@ from warpbus.errors import CheckpointError, SchemeError, UsageError
 from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, layout_of
 from warpbus.formats.layout import WRITABLE
 from warpbus.models.config import ModelConfig
-from warpbus.models.decoder import Decoder
 from warpbus.models.families import BY_NAME
-from warpbus.models.loading import part_rows, quantized_parameters, read_config, tensor_map
+from warpbus.models.loading import quantized_parameters, read_config, tensor_map
 from warpbus.models.padding import padded_size
 from warpbus.qtensor import Scheme
 
@@ -52,7 +51,7 @@ class Plan:
         source: the format that it has.
         target: the format that it is to have; None if its matrices are not to be quantized any more.
         dtype: of all weights, where there is no target.
-        ffn: the size that its FFN is to have.
+        ffn: the size that its FFNs had, and the size that they are to have.
         matrices: what is quantized, or widened, or both.
     """
 
@@ -61,7 +60,7 @@ class Plan:
     source: Layout
     target: WritableLayout | None
     dtype: torch.dtype | None
-    ffn: int
+    ffn: tuple[int, int]
     matrices: tuple[Matrix, ...]
 
     @property
@@ -102,8 +101,9 @@ class Plan:
         config = dict(self.checkpoint.config)
         for key in ("quantization_config", "quantization_bit", "quantization_embeddings"):
             config.pop(key, None)
-        if self.ffn != self.config.ffn_size:
-            config[BY_NAME[self.config.family].ffn_key] = self.ffn
+        before, after = self.ffn
+        if before != after:
+            config[BY_NAME[self.config.family].ffn_key] = after
         if self.target is None:
             for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]:
                 config[key] = str(self.dtype).removeprefix("torch.")
@@ -113,9 +113,7 @@ class Plan:
     def _unquantized(self) -> list[str]:
         """The linear layers that are not quantized, by the names that the checkpoint has for them."""
         tensors = tensor_map(replace(self.config, tie_embeddings=False))
-        linears = [
-            f"layers.{index}.{linear}" for index in range(self.config.num_layers) for linear in self.config.linears
-        ]
+        linears = [f"layers.{index}.{matrix.name}" for index, matrix in self.config.matrices]
         names = [name.removesuffix(".weight") for linear in ("head", *linears) for name in tensors[f"{linear}.weight"]]
         return [name for name in names if name not in self.schemes]
 
@@ -137,12 +135,14 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Plan:
             f"{model}: config.json says that it is quantized as {source.name}, but no matrix is: check that "
             "config.json belongs to these weights"
         )
-    downs = [schemes.get(f"layers.{index}.mlp.down.weight") for index in range(config.num_layers)]
-    widest = max((each.group_size for each in downs if each is not None and each.group_size), default=None)
-    ffn = padded_size(config.ffn_size, pad_ffn, widest)
-    if ffn != config.ffn_size and config.mlp_bias:
+    sizes = {layer.mlp.ffn_size for layer in config.layers}
+    before = max(sizes)
+    ffn = padded_size(before, pad_ffn, _widest_group(config, schemes))
+    if ffn != before and len(sizes) > 1:
+        raise UsageError(f"--pad-ffn {pad_ffn}: the layers of {model} have MLPs of different sizes: leave it out")
+    if ffn != before and any(layer.mlp.bias for layer in config.layers):
         raise UsageError(f"--pad-ffn {pad_ffn}: the MLP of {model} has biases, which are not widened: leave it out")
-    if source.name == to and ffn == config.ffn_size:
+    if source.name == to and ffn == before:
         raise UsageError(f"{model}: is in the format {to} already: there is nothing to convert")
     return Plan(
         checkpoint=checkpoint,
@@ -150,33 +150,47 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Plan:
         source=source,
         target=None if to in PLAIN else layout_named(to),
         dtype=PLAIN.get(to),
-        ffn=ffn,
-        matrices=tuple(_matrices(config, schemes, ffn)),
+        ffn=(before, ffn),
+        matrices=tuple(_matrices(config, schemes, None if ffn == before else ffn)),
     )
 
 
-def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int) -> list[Matrix]:
-    """What is quantized, and what is to be widened."""
-    with torch.device("meta"):
-        before = {name: tuple(tensor.shape) for name, tensor in Decoder(config).named_parameters()}
-        after = {
-            name: tuple(tensor.shape) for name, tensor in Decoder(replace(config, ffn_size=ffn)).named_parameters()
-        }
-    found = []
-    for parameter, names in tensor_map(config).items():
-        if parameter not in schemes and before[parameter] == after[parameter]:
+def _widest_group(config: ModelConfig, schemes: Mapping[str, Scheme]) -> int | None:
+    """The largest group of columns along an FFN."""
+    narrowing = (
+        schemes.get(f"layers.{index}.{matrix.name}.weight")
+        for index, matrix in config.matrices
+        if matrix.columns.name == "ffn"
+    )
+    return max((each.group_size for each in narrowing if each is not None and each.group_size), default=None)
+
+
+def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int | None) -> list[Matrix]:
+    """What is quantized, and what is to be widened to an FFN of `ffn`."""
+    tensors, found = tensor_map(config), []
+    ends = ("embedding.weight", "head.weight")
+    for parameter in schemes:
+        if parameter not in ends and config.matrix(parameter) is None:
+            raise SchemeError(f"{tensors[parameter][0]}: only matrices may be quantized")
+    wide = config if ffn is None else config.resized(ffn_size=ffn)
+    shape = (config.vocab_size, config.hidden_size)
+    for parameter in filter(schemes.__contains__, ends):
+        prefix = tensors[parameter][0].removesuffix(".weight")
+        found.append(Matrix(prefix, schemes[parameter], shape, shape, parts=1))
+    for (index, before), (_, after) in zip(config.matrices, wide.matrices, strict=True):
+        parameter = f"layers.{index}.{before.name}.weight"
+        if parameter not in schemes and before.shape == after.shape:
             continue
-        if len(before[parameter]) != 2:
-            raise SchemeError(f"{names[0]}: only matrices may be quantized")
-        rows, new_rows = before[parameter][0], after[parameter][0]
-        shares = zip(
-            names,
-            part_rows(config, parameter, len(names), rows),
-            part_rows(config, parameter, len(names), new_rows),
-            strict=True,
-        )
-        parts = 2 // len(names) if parameter.endswith("mlp.gate_up.weight") else 1
-        for name, share, new_share in shares:
-            shape, target = (share, before[parameter][1]), (new_share, after[parameter][1])
-            found.append(Matrix(name.removesuffix(".weight"), schemes.get(parameter), shape, target, parts))
+        names = tensors[parameter]
+        shares = zip(names, before.part_rows(len(names)), after.part_rows(len(names)), strict=True)
+        for name, rows, new_rows in shares:
+            found.append(
+                Matrix(
+                    prefix=name.removesuffix(".weight"),
+                    scheme=schemes.get(parameter),
+                    shape=(rows, before.columns.length),
+                    target=(new_rows, after.columns.length),
+                    parts=len(before.rows) // len(names) if before.shape != after.shape else 1,
+                )
+            )
     return found

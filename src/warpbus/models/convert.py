@@ -119,7 +119,7 @@ def convert(
         target=to,
         schemes=str(Schemes(None, plan.schemes)),
         matrices=len(plan.schemes),
-        ffn=(plan.config.ffn_size, plan.ffn),
+        ffn=plan.ffn,
         scales=scales,
         scales_rounded=rounded,
         bytes_before=plan.checkpoint.total_bytes,

@@ -4,15 +4,16 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.dist import Group
-from warpbus.models.config import ModelConfig
+from warpbus.models.config import ModelConfig, RopeConfig
+from warpbus.models.layer_spec import LayerSpec
 from warpbus.models.layers import (
+    MLP,
     Attention,
     AttentionContext,
     CausalAttention,
     FusedAttention,
     Norm,
     Rotary,
-    make_mlp,
     make_norm,
     project,
     prompt_lengths,
@@ -20,18 +21,27 @@ from warpbus.models.layers import (
 
 
 class DecoderLayer(nn.Module):
-    """One block: attention, then MLP, each normed before, and with `output_norms` also after."""
+    """One layer: attention, then MLP, each normed before, and with `output_norms` also after.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Decoding, training and calibration run the same code: `forward` goes through both sublayers, and calibration stops
+    at the stages of the layer's table (`warpbus.models.layer_spec`) by `enter` and `leave`.
+
+    Attributes:
+        spec: the table.
+    """
+
+    def __init__(self, spec: LayerSpec, rope: RopeConfig) -> None:
         super().__init__()
-        self.has_output_norms = config.output_norms
-        self.normed_residual = config.normed_residual
-        self.attention_norm = make_norm(config)
-        self.attention = Attention(config)
-        self.attention_output_norm = make_norm(config) if config.output_norms else nn.Identity()
-        self.mlp_norm = make_norm(config)
-        self.mlp = make_mlp(config)
-        self.mlp_output_norm = make_norm(config) if config.output_norms else nn.Identity()
+        self.spec = spec
+        self.attention_norm = make_norm(spec.norm, spec.hidden_size)
+        self.attention = Attention(spec, rope)
+        self.attention_output_norm = self._output_norm()
+        self.mlp_norm = make_norm(spec.norm, spec.hidden_size)
+        self.mlp = MLP(spec)
+        self.mlp_output_norm = self._output_norm()
+
+    def _output_norm(self) -> Norm | None:
+        return make_norm(self.spec.norm, self.spec.hidden_size) if self.spec.output_norms else None
 
     def forward(
         self,
@@ -41,21 +51,65 @@ class DecoderLayer(nn.Module):
         angles: tuple[Tensor, Tensor] | None,
         context: AttentionContext | FusedAttention,
     ) -> Tensor:
-        place = layer, positions_bt, angles, context
-        if self.has_output_norms:
-            x_btd = x_btd + self.attention_output_norm(self.attention(x_btd, *place, norm=self.attention_norm))
-            return x_btd + self.mlp_output_norm(self.mlp(x_btd, norm=self.mlp_norm))
-        if self.normed_residual:
-            normed = self.attention_norm(x_btd)
-            x_btd = self.attention(normed, *place, residual=normed * self.normed_residual)
-            normed = self.mlp_norm(x_btd)
-            return self.mlp(normed, residual=normed * self.normed_residual)
-        x_btd = self.attention(x_btd, *place, norm=self.attention_norm, residual=x_btd)
-        return self.mlp(x_btd, norm=self.mlp_norm, residual=x_btd)
+        x_btd, norm, residual = self._entered(x_btd, self.attention_norm)
+        inner = self.attention.inner(x_btd, layer, positions_bt, angles, context, norm=norm)
+        x_btd = _added(self.attention, inner, self.attention_output_norm, residual)
+        x_btd, norm, residual = self._entered(x_btd, self.mlp_norm)
+        inner = self.mlp.inner(x_btd, norm=norm)
+        return _added(self.mlp, inner, self.mlp_output_norm, residual)
 
-    def carried(self, x_btd: Tensor, norm: Norm) -> Tensor:
-        """What a sublayer's output is added to, its norm being `norm`: see `ModelConfig.normed_residual`."""
-        return norm(x_btd) * self.normed_residual if self.normed_residual else x_btd
+    def enter(
+        self,
+        stage: str,
+        x_btd: Tensor,
+        layer: int,
+        positions_bt: Tensor,
+        angles: tuple[Tensor, Tensor],
+        context: AttentionContext,
+    ) -> Tensor:
+        """What enters the matrices that read a stage, computed from `x_btd`, the input of the stage's sublayer.
+
+        Args:
+            stage: one of `LayerSpec.stages`.
+            layer, positions_bt, angles, context: as of `forward`.
+        """
+        if stage == "attention.normed":
+            return self.attention_norm(x_btd)
+        if stage == "attention.attended":
+            return self.attention.inner(x_btd, layer, positions_bt, angles, context, norm=self.attention_norm)
+        if stage == "mlp.normed":
+            return self.mlp_norm(x_btd)
+        if stage == "mlp.inner":
+            return self.mlp.inner(x_btd, norm=self.mlp_norm)
+        raise ValueError(f"stage {stage!r}: expected one of {', '.join(self.spec.stages)}")
+
+    def leave(self, sublayer: str, x_btd: Tensor, inner: Tensor) -> Tensor:
+        """The output of a sublayer.
+
+        Args:
+            sublayer: "attention" or "mlp".
+            x_btd: its input.
+            inner: what `enter` gave for its last stage.
+        """
+        if sublayer == "attention":
+            _, _, residual = self._entered(x_btd, self.attention_norm)
+            return _added(self.attention, inner, self.attention_output_norm, residual)
+        _, _, residual = self._entered(x_btd, self.mlp_norm)
+        return _added(self.mlp, inner, self.mlp_output_norm, residual)
+
+    def _entered(self, x_btd: Tensor, norm: Norm) -> tuple[Tensor, Norm | None, Tensor]:
+        """A sublayer's input, the norm that is still to be applied to it, and what its output is added to."""
+        if not self.spec.normed_residual:
+            return x_btd, norm, x_btd
+        normed = norm(x_btd)
+        return normed, None, normed * self.spec.normed_residual
+
+
+def _added(sublayer: Attention | MLP, inner: Tensor, output_norm: Norm | None, residual: Tensor) -> Tensor:
+    """`residual + output_norm(output(inner))`, in one pass where there is no such norm."""
+    if output_norm is None:
+        return project(sublayer.output, inner, residual=residual)
+    return residual + output_norm(project(sublayer.output, inner))
 
 
 class Decoder(nn.Module):
@@ -72,8 +126,8 @@ class Decoder(nn.Module):
         self.group: Group | None = None
         self.rotary = Rotary(config.rope)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-        self.final_norm = make_norm(config)
+        self.layers = nn.ModuleList(DecoderLayer(spec, config.rope) for spec in config.layers)
+        self.final_norm = make_norm(config.norm, config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -171,12 +225,14 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def initialize(self, generator: torch.Generator, std: float = 0.02) -> None:
         """Draw fresh weights for training: normal, those that write to the residual stream smaller (GPT-2)."""
+        writing = {
+            f"layers.{index}.{matrix.name}.weight" for index, matrix in self.config.matrices if matrix.is_row_parallel
+        }
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
-                residual = name.endswith(("attention.o.weight", "mlp.down.weight"))
-                scale = std / (2 * self.config.num_layers) ** 0.5 if residual else std
+                scale = std / (2 * self.config.num_layers) ** 0.5 if name in writing else std
                 parameter.normal_(0.0, scale, generator=generator)

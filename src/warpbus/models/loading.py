@@ -82,10 +82,9 @@ def tensor_map(config: ModelConfig) -> TensorMap:
 
 
 def part_rows(config: ModelConfig, parameter: str, count: int, total: int) -> list[int]:
-    """How the `total` rows of a fused parameter are shared by the `count` tensors of the file that make it."""
-    if ".attention.qkv." in parameter and count == len(config.qkv_rows):
-        return list(config.qkv_rows)
-    return [total // count] * count
+    """How the `total` rows of a decoder's parameter are shared by the `count` tensors of the file that make it."""
+    matrix = config.matrix(parameter)
+    return [total] if matrix is None else matrix.part_rows(count)
 
 
 def load_model(
@@ -183,7 +182,7 @@ def load_layer(
     if not 0 <= index < config.num_layers:
         raise UsageError(f"layer {index}: expected 0 to {config.num_layers - 1}, the layers of {checkpoint.directory}")
     with torch.device("meta"):
-        layer = DecoderLayer(config)
+        layer = DecoderLayer(config.layers[index], config.rope)
     source = _Source.open(checkpoint, config, device, dtype)
     prefix = f"layers.{index}."
     for parameter in source.tensors:

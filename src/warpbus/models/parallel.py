@@ -1,9 +1,11 @@
 """Tensor parallelism (Shoeybi et al., 2019): which rows and columns of a decoder's matrices each process has.
 
-    attention.qkv  rows, by heads               mlp.gate_up  rows, in both halves alike (mlp.up: rows)
-    attention.o    the columns of these heads   mlp.down     the columns of these rows
-    head           rows, by tokens              all else     whole, on every process
+Each axis of a matrix is sharded by what it counts (`warpbus.models.layer_spec.Axis`):
 
+    heads, kv_heads  by KV heads, each with its queries     ffn     evenly, in whole groups of scales
+    vocabulary       the head's rows, by tokens             hidden  replicated
+
+Matrices whose columns are sharded give partial sums, which are added up over the processes; all else is replicated.
 So a layer adds up twice over the processes (`warpbus.models.layers.parallel`), and between these sums each works alone.
 
 Heads. Where there are at least as many KV heads as processes, a process has whole KV heads with all their queries.
@@ -17,7 +19,7 @@ scales and zero points are repeated. No weight changes: of 13696 = 107 * 128 col
 differ in the last bits of 8 from those of one process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -28,7 +30,8 @@ from torch import Tensor, nn
 from warpbus.dist import Group
 from warpbus.errors import UsageError
 from warpbus.models.config import ModelConfig
-from warpbus.models.decoder import Decoder, DecoderLayer
+from warpbus.models.decoder import Decoder
+from warpbus.models.layer_spec import Axis, LayerSpec
 from warpbus.models.layers.parallel import RowParallel, VocabularyParallel
 from warpbus.models.padding import blank_matrix, slices
 from warpbus.qtensor import QTensor
@@ -85,23 +88,35 @@ class Part:
 
     def __post_init__(self) -> None:
         whole, finest = self.whole, min(_UNITS)
-        most = min(whole.num_heads, -(-whole.ffn_size // finest), whole.vocab_size)
+        heads = whole.attention.num_heads
+        narrowest = min(axis.length for axis in _axes(whole, "ffn"))
+        most = min(heads, -(-narrowest // finest), whole.vocab_size)
         if self.world > most:
             raise UsageError(
-                f"{self.world} GPUs: the model has {whole.num_heads} heads and an FFN of {whole.ffn_size}, cut at "
+                f"{self.world} GPUs: the model has {heads} heads and an FFN of {narrowest}, cut at "
                 f"multiples of {finest}: use at most {most} GPUs"
             )
 
     @cached_property
     def config(self) -> ModelConfig:
         """This part's own: its heads, KV heads and FFN. The vocabulary is the whole one, and so is the hidden size."""
-        return replace(
-            self.whole,
+        return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)))
+
+    def _layer(self, whole: LayerSpec) -> LayerSpec:
+        # What is added up over the processes has its bias once.
+        has_bias = self.rank == 0
+        attention = replace(
+            whole.attention,
             num_heads=sum(span.size for span in self._queries),
             num_kv_heads=len(self._queries),
-            ffn_size=sum(span.size for span in self._ffn),
-            output_bias=self.whole.output_bias and self.rank == 0,  # what is added up has it once
+            output_bias=whole.attention.output_bias and has_bias,
         )
+        mlp = replace(
+            whole.mlp,
+            ffn_size=sum(span.size for span in self._shard(whole.mlp.ffn_size)),
+            output_bias=whole.mlp.output_bias and has_bias,
+        )
+        return replace(whole, attention=attention, mlp=mlp)
 
     @cached_property
     def vocabulary(self) -> tuple[range, ...]:
@@ -112,45 +127,51 @@ class Part:
 
     def has(self, parameter: str) -> bool:
         """Whether this part has anything of a parameter of the decoder."""
-        return _of_layer(parameter) not in ("attention.o.bias", "mlp.down.bias") or self.rank == 0
+        matrix = self.config.matrix(parameter)
+        return matrix is None or matrix.bias or not parameter.endswith(".bias")
 
     def rows(self, parameter: str, total: int) -> tuple[tuple[int, Lines], ...]:
         """The rows of a parameter that this part has: for each matrix that was fused, how many it has, and which.
 
         Args:
-            parameter: of the decoder, for instance `layers.0.attention.qkv.weight`.
+            parameter: of the decoder, for instance `layers.0.mlp_norm.weight`.
             total: how many rows this part's own parameter has.
         """
-        name, whole = _of_layer(parameter), self.whole
-        if name in ("attention.qkv.weight", "attention.qkv.bias"):
-            keys = tuple(Span(head, head + 1) for head in self._kv_heads)
-            lines = [tuple(span.times(whole.head_dim) for span in spans) for spans in (self._queries, keys, keys)]
-            return tuple(zip(whole.qkv_rows, lines, strict=True))
-        if name in ("mlp.gate_up.weight", "mlp.gate_up.bias"):
-            return ((whole.ffn_size, self._ffn),) * 2
-        if name in ("mlp.up.weight", "mlp.up.bias"):
-            return ((whole.ffn_size, self._ffn),)
-        if name == "head.weight":
+        if parameter == "head.weight":
             own = self.vocabulary[self.rank]
-            return ((whole.vocab_size, (Span(own.start, own.stop),)),)
-        return ((total, (Span(0, total),)),)
+            return ((self.whole.vocab_size, (Span(own.start, own.stop),)),)
+        matrix = self.whole.matrix(parameter)
+        if matrix is None:
+            return ((total, (Span(0, total),)),)
+        return tuple((axis.length, self.spans(axis)) for axis in matrix.rows)
 
     def columns(self, parameter: str, total: int) -> tuple[int, Lines]:
         """How many columns a parameter has in the whole decoder, and which of them this part has; see `rows`."""
-        name, whole = _of_layer(parameter), self.whole
-        if name == "attention.o.weight":
-            return whole.num_heads * whole.head_dim, _merged([span.times(whole.head_dim) for span in self._queries])
-        if name == "mlp.down.weight":
-            return whole.ffn_size, self._ffn
-        return total, (Span(0, total),)
+        matrix = self.whole.matrix(parameter)
+        if matrix is None:
+            return total, (Span(0, total),)
+        return matrix.columns.length, _merged(self.spans(matrix.columns))
+
+    @property
+    def key_lines(self) -> Lines:
+        """The features of the keys, and of the values, of a token that this part has."""
+        attention = self.whole.attention
+        return self.spans(Axis("kv_heads", attention.num_kv_heads, attention.head_dim))
+
+    def spans(self, axis: Axis) -> Lines:
+        """The rows or columns of an axis that this part has."""
+        if axis.name == "heads":
+            return tuple(span.times(axis.size) for span in self._queries)
+        if axis.name == "kv_heads":
+            return tuple(Span(head, head + 1).times(axis.size) for head in self._kv_heads)
+        if axis.name == "ffn":
+            return self._shard(axis.length)
+        return (Span(0, axis.length),)
 
     def narrow(self, model: Decoder) -> None:
-        """Give a decoder of `config`, on the device "meta", a head of this part's rows, and the first part biases."""
+        """Give a decoder of `config`, on the device "meta", a head of this part's rows."""
         rows = len(self.vocabulary[self.rank])
         model.add_module("head", nn.Linear(self.whole.hidden_size, rows, bias=False, device="meta"))
-        for layer in model.layers if self.rank > 0 else ():
-            assert isinstance(layer, DecoderLayer)
-            layer.mlp.down.register_parameter("bias", None)
 
     def tied_head(self, embedding: Tensor) -> nn.Parameter:
         """This part's rows of an embedding that is the head, too (a view)."""
@@ -160,16 +181,18 @@ class Part:
     def join(self, model: Decoder, group: Group) -> None:
         """Let a filled decoder of this part compute what the whole one does, together with those of `group`."""
         group = model.group = group.linked()
-        for layer in model.layers:
-            assert isinstance(layer, DecoderLayer)
-            layer.attention.add_module("o", RowParallel(layer.attention.o, group))
-            layer.mlp.add_module("down", RowParallel(layer.mlp.down, group))
+        for layer, spec in zip(model.layers, self.whole.layers, strict=True):
+            for matrix in spec.matrices:
+                if matrix.is_row_parallel:
+                    parent, _, name = matrix.name.rpartition(".")
+                    owner = layer.get_submodule(parent)
+                    owner.add_module(name, RowParallel(owner.get_submodule(name), group))
         scoring = [len(tokens) for tokens in self.vocabulary]
         model.add_module("head", VocabularyParallel(model.head, group, scoring))
 
     @cached_property
     def _kv_heads(self) -> tuple[int, ...]:
-        whole = self.whole
+        whole = self.whole.attention
         grouped = whole.num_heads // whole.num_kv_heads
         if whole.num_kv_heads >= self.world:
             bounds = _even(whole.num_kv_heads, 1, self.world)
@@ -180,13 +203,13 @@ class Part:
     @property
     def _heads(self) -> range:
         """The queries where there are more processes than KV heads."""
-        bounds = _even(self.whole.num_heads, 1, self.world)
+        bounds = _even(self.whole.attention.num_heads, 1, self.world)
         return range(bounds[self.rank], bounds[self.rank + 1])
 
     @cached_property
     def _queries(self) -> Lines:
         """The queries of each KV head, as many of each."""
-        whole = self.whole
+        whole = self.whole.attention
         grouped = whole.num_heads // whole.num_kv_heads
         spans = [Span(head * grouped, (head + 1) * grouped) for head in self._kv_heads]
         if whole.num_kv_heads < self.world:
@@ -194,15 +217,19 @@ class Part:
         most = max(span.size for span in spans)
         return tuple(replace(span, zeros=most - span.size) for span in spans)
 
-    @cached_property
-    def _ffn(self) -> Lines:
-        size, world = self.whole.ffn_size, self.world
+    def _shard(self, size: int) -> Lines:
+        """This part of `size` inner features of an MLP."""
         for unit in _UNITS:
-            bounds = _even(size, unit, world)
+            bounds = _even(size, unit, self.world)
             widths = [stop - start for start, stop in pairwise(bounds)]
-            if min(widths) > 0 and max(widths) * world <= _SLACK * size:
+            if min(widths) > 0 and max(widths) * self.world <= _SLACK * size:
                 break
         return (Span(bounds[self.rank], bounds[self.rank + 1]),)
+
+
+def _axes(config: ModelConfig, name: str) -> Iterator[Axis]:
+    """All columns of that name among the matrices of a model."""
+    return (matrix.columns for _, matrix in config.matrices if matrix.columns.name == name)
 
 
 def joined(lines: Sequence[tuple[int, Lines]]) -> tuple[int, Lines]:
@@ -329,8 +356,3 @@ def _even(size: int, unit: int, parts: int) -> list[int]:
     """Where the parts of `size` begin, as even as multiples of `unit` can be, and where the last one ends."""
     units = -(-size // unit)
     return [min(size, units * part // parts * unit) for part in range(parts + 1)]
-
-
-def _of_layer(parameter: str) -> str:
-    """A parameter's name within its layer."""
-    return parameter.split(".", 2)[2] if parameter.startswith("layers.") else parameter

@@ -81,7 +81,7 @@ def write_random_checkpoint(
     with CheckpointWriter(directory, shard_bytes=_SHARD_BYTES, overwrite=overwrite, expected_bytes=expected) as writer:
         for parameter, names in tensor_map(config).items():
             whole = draw.parameter(parameter, shapes[parameter]).to(dtype).cpu()
-            rows = part_rows(config, f".{parameter}", len(names), len(whole))
+            rows = part_rows(config, parameter, len(names), len(whole))
             for name, piece in zip(names, whole.split(rows), strict=True):
                 writer.add(name, piece)
         writer.write_json("config.json", described | {"torch_dtype": str(dtype).removeprefix("torch.")})
@@ -98,8 +98,11 @@ def _config(shape: str | ModelConfig, layers: int | None) -> ModelConfig:
         return shape
     if layers < 1:
         raise UsageError(f"layers is {layers}: it has to be at least 1")
-    residual = shape.normed_residual and (2 * layers) ** 0.5
-    return replace(shape, num_layers=layers, normed_residual=residual)
+    resized = shape.resized(num_layers=layers)
+    layer = resized.layers[0]
+    if not layer.normed_residual:
+        return resized
+    return replace(resized, layers=(replace(layer, normed_residual=(2 * layers) ** 0.5),) * layers)
 
 
 class _Draw:
@@ -141,9 +144,9 @@ def _chatglm(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "inner_hidden_size": config.ffn_size,
-        "layernorm_epsilon": config.norm_eps,
+        "num_attention_heads": config.attention.num_heads,
+        "inner_hidden_size": config.layers[0].mlp.ffn_size,
+        "layernorm_epsilon": config.norm.eps,
         "max_sequence_length": config.max_context,
         "position_encoding_2d": True,
         "tie_word_embeddings": config.tie_embeddings,
@@ -160,14 +163,14 @@ def _chatglm2(config: ModelConfig) -> dict[str, Any]:
         "padded_vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        "num_attention_heads": config.attention.num_heads,
         "multi_query_attention": True,
-        "multi_query_group_num": config.num_kv_heads,
-        "kv_channels": config.head_dim,
-        "ffn_hidden_size": config.ffn_size,
-        "layernorm_epsilon": config.norm_eps,
+        "multi_query_group_num": config.attention.num_kv_heads,
+        "kv_channels": config.attention.head_dim,
+        "ffn_hidden_size": config.layers[0].mlp.ffn_size,
+        "layernorm_epsilon": config.norm.eps,
         "seq_length": config.max_context,
-        "add_qkv_bias": config.qkv_bias,
+        "add_qkv_bias": config.attention.qkv_bias,
         "add_bias_linear": False,
         "rmsnorm": True,
         "post_layer_norm": True,
@@ -186,15 +189,15 @@ def _llama(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_size,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
+        "intermediate_size": config.layers[0].mlp.ffn_size,
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
+        "rms_norm_eps": config.norm.eps,
         "rope_theta": config.rope.theta,
         "max_position_embeddings": config.max_context,
-        "attention_bias": config.qkv_bias,
+        "attention_bias": config.attention.qkv_bias,
         "mlp_bias": False,
         "tie_word_embeddings": config.tie_embeddings,
         "eos_token_id": list(config.stop_ids),

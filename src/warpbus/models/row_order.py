@@ -31,7 +31,7 @@ def in_decoder_order(config: ModelConfig, parameter: str, value: Rows) -> Rows:
     """
     if not _by_head(config, parameter):
         return value
-    return _moved(value, config.head_dim, [head * _PARTS + part for part, head in _places(config)])
+    return _moved(value, config.attention.head_dim, [head * _PARTS + part for part, head in _places(config)])
 
 
 def in_file_order(config: ModelConfig, parameter: str, value: Rows) -> Rows:
@@ -39,17 +39,18 @@ def in_file_order(config: ModelConfig, parameter: str, value: Rows) -> Rows:
     if not _by_head(config, parameter):
         return value
     order = sorted(_places(config), key=lambda place: (place[1], place[0]))
-    return _moved(value, config.head_dim, [part * config.num_heads + head for part, head in order])
+    heads = config.attention.num_heads
+    return _moved(value, config.attention.head_dim, [part * heads + head for part, head in order])
 
 
 def lines_in_file(config: ModelConfig, parameter: str, lines: Lines) -> Lines:
     """Where the file has these rows of a parameter, which are whole heads where its rows are by heads."""
     if not _by_head(config, parameter):
         return lines
-    dim, found = config.head_dim, []
+    dim, found = config.attention.head_dim, []
     for span in lines:
         for start in range(span.start, span.stop, dim):
-            part, head = divmod(start // dim, config.num_heads)
+            part, head = divmod(start // dim, config.attention.num_heads)
             first = (head * _PARTS + part) * dim
             found.append(Span(first, first + dim))
         if span.zeros:
@@ -58,12 +59,17 @@ def lines_in_file(config: ModelConfig, parameter: str, lines: Lines) -> Lines:
 
 
 def _by_head(config: ModelConfig, parameter: str) -> bool:
-    return BY_NAME[config.family].qkv_by_head and ".attention.qkv." in f".{parameter}"
+    if not BY_NAME[config.family].qkv_by_head:
+        return False
+    fused = (
+        matrix.name for matrix in config.layers[0].matrices if any(axis.name == "kv_heads" for axis in matrix.rows)
+    )
+    return any(f".{name}." in f".{parameter}" for name in fused)
 
 
 def _places(config: ModelConfig) -> list[tuple[int, int]]:
     """Part and head of each block of rows, in the order of the decoder."""
-    return [(part, head) for part in range(_PARTS) for head in range(config.num_heads)]
+    return [(part, head) for part in range(_PARTS) for head in range(config.attention.num_heads)]
 
 
 def _moved(value: Rows, height: int, order: Sequence[int]) -> Rows:

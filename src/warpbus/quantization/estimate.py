@@ -254,12 +254,14 @@ def _working_memory(
     plan: Plan, needed: frozenset[str], tokens: int, batch_tokens: int, most: float, itemsize: int, *, keep: bool
 ) -> dict[str, int]:
     """Bytes that the rank with most to do needs on its device."""
-    config, matrices = plan.config, plan.layer(0).values()
+    config, matrices = plan.config, plan.shapes
     if not tokens:
         # One matrix at a time: itself, in float32, and what it becomes.
         return {"a matrix": max(sum(matrix.rows) * matrix.columns for matrix in matrices) * 16}
     own, models = math.ceil(tokens * most), 2 if DRIFT in needed else 1
-    attended = config.num_heads * config.head_dim
+    layers = set(config.layers)
+    attended = config.attention.width
+    inner = max(layer.mlp.ffn_size for layer in layers)
     squares = len(needed & {MOMENTS, DRIFT})
     gathering = max(squares * _SUMS * 4 * matrix.columns**2 for matrix in matrices)
     solving = max(
@@ -268,10 +270,10 @@ def _working_memory(
     )
     return {
         "states": own * models * config.hidden_size * itemsize,
-        "activations": own * max(models * attended, keep * config.ffn_size) * itemsize,
-        "a batch": min(own, batch_tokens) * (6 * config.ffn_size * itemsize + 16 * config.hidden_size),
+        "activations": own * max(models * attended, keep * inner) * itemsize,
+        "a batch": min(own, batch_tokens) * (6 * inner * itemsize + 16 * config.hidden_size),
         # While one is worked on, the next one is read.
-        "layers": sum(sum(matrix.rows) * matrix.columns for matrix in matrices) * (models + 1) * itemsize,
+        "layers": max(sum(each.num_weights for each in layer.matrices) for layer in layers) * (models + 1) * itemsize,
         "moments and solve": max(gathering, math.ceil(solving)),
     }
 

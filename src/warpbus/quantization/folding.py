@@ -2,16 +2,9 @@
 
 A linear layer gives the same when its columns are multiplied by s and its inputs divided by s. The division costs
 nothing where it can be done once, in the weights that make the inputs (as in SmoothQuant; Xiao et al., 2022, and AWQ;
-Lin et al., 2023):
-
-qkv        attention_norm.weight
-o          the rows of qkv that make the values, and their bias
-gate_up    mlp_norm.weight
-down       the rows of gate_up that make `up`: silu(gate) * up is linear in it
-
-All four can be folded in every family but ChatGLM-6B: rotary positions and the norms of queries and keys do not touch
-the values, and norms of outputs come after o and down. ChatGLM-6B carries on what its norms give, which would be
-divided too, and its GELU is not linear in what `up` makes.
+Lin et al., 2023). The table of the layer says where (`MatrixSpec.folds_into`): in a norm's weight, or in the rows of a
+matrix that make the inputs: the values in front of attention's output projection, which rotary positions and the norms
+of queries and keys do not touch, or `up` in front of `down`, since silu(gate) * up is linear in it.
 """
 
 from dataclasses import dataclass
@@ -20,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from warpbus.errors import NumericError, TensorError, UsageError
-from warpbus.models import DecoderLayer, ModelConfig
+from warpbus.models import DecoderLayer, LayerSpec, MatrixSpec, ModelConfig
 from warpbus.models.layers import RMSNorm
 from warpbus.qtensor import QTensor
 
@@ -41,8 +34,8 @@ class Folded:
 
 
 def can_fold(config: ModelConfig) -> bool:
-    """Whether factors of all four matrices can be moved into what precedes them."""
-    return config.gated and not config.normed_residual
+    """Whether factors of all matrices can be moved into what precedes them."""
+    return all(matrix.folds_into is not None for _, matrix in config.matrices)
 
 
 @torch.no_grad()
@@ -54,56 +47,62 @@ def fold(layer: DecoderLayer, linear: str, scale: Tensor, *, stored: torch.dtype
 
     Args:
         layer: its matrices are plain (dequantized ones too: see `divide_rows` for the quantized form).
-        linear: one of `ModelConfig.linears`.
-        scale: positive `[in]`; for `attention.o` equal for all heads that share a value: see `tie`.
+        linear: the name of one of its matrices.
+        scale: positive `[in]`; where several channels come from the same row, as query heads that share a KV head do,
+            equal for all of them: see `tie`.
         stored: the dtype that what precedes is written to the disk in, where it is narrower than the layer's: it is
             rounded to that at once, so that the layer computes what the file will.
 
     Raises:
         UsageError: if there is no such linear layer, or the model does not allow it: see `can_fold`.
         TensorError: if `scale` has the wrong shape.
-        NumericError: if `scale` is not positive and finite, differs between heads that share a value, or takes a
+        NumericError: if `scale` is not positive and finite, differs between channels of the same row, or takes a
             parameter out of its dtype's range.
     """
-    config = layer.attention.config
-    if linear not in config.linears:
-        raise UsageError(f"{linear}: no such linear layer: expected one of {', '.join(config.linears)}")
-    if not can_fold(config):
-        raise UsageError(f"{linear}: in a {config.family} model no factor can be moved into what precedes a matrix")
+    names = [matrix.name for matrix in layer.spec.matrices]
+    if linear not in names:
+        raise UsageError(f"{linear}: no such linear layer: expected one of {', '.join(names)}")
+    spec = layer.spec.matrix(linear)
+    target = spec.folds_into
+    if target is None:
+        raise UsageError(f"{linear}: in this model no factor can be moved into what precedes it: use gptq or rtn")
     module = layer.get_submodule(linear)
     assert isinstance(module, nn.Linear)
     wide = torch.promote_types(module.weight.dtype, torch.float32)
     scale = _checked(scale.to(module.weight.device, wide), module.in_features, linear)
-    if linear in ("attention.qkv", "mlp.gate_up"):
-        name = "attention_norm" if linear == "attention.qkv" else "mlp_norm"
-        norm = layer.get_submodule(name)
-        assert isinstance(norm, RMSNorm)
-        scale = _divide_norm(norm.weight, scale, name, stored)
-        changed: dict[str, Tensor] = {f"{name}.weight": norm.weight}
-    elif linear == "attention.o":
-        qkv = layer.attention.qkv
-        shared = _by_value(config, scale)
+    preceding = layer.get_submodule(target.name)
+    if target.part is None:
+        assert isinstance(preceding, RMSNorm)
+        scale = _divide_norm(preceding.weight, scale, target.name, stored)
+        changed: dict[str, Tensor] = {f"{target.name}.weight": preceding.weight}
+    else:
+        assert isinstance(preceding, nn.Linear)
+        shared = _by_row(layer.spec, spec, scale)
         if not torch.equal(shared, shared[:, :1].expand_as(shared)):
             raise NumericError(f"{linear}: its scale differs between heads that share a value: tie it first")
-        rows = slice(sum(config.qkv_rows[:2]), sum(config.qkv_rows))
-        changed = _divide_linear(qkv, rows, shared[:, 0].flatten(), "attention.qkv", stored)
-    else:
-        gate_up = layer.mlp.gate_up
-        assert isinstance(gate_up, nn.Linear)
-        rows = slice(gate_up.out_features // 2, gate_up.out_features)
-        changed = _divide_linear(gate_up, rows, scale, "mlp.gate_up", stored)
+        start = layer.spec.matrix(target.name).part_start(target.part)
+        rows = slice(start, start + shared[:, 0].numel())
+        changed = _divide_linear(preceding, rows, shared[:, 0].flatten(), target.name, stored)
     weight = module.weight.to(wide) * scale
     module.weight.copy_(weight)
     return Folded(weight, scale, changed)
 
 
-def tie(config: ModelConfig, channels: Tensor) -> Tensor:
-    """The inputs `[in]` of `attention.o` averaged over the heads that share a value, in their places `[in]`.
+def tie(layer: LayerSpec, matrix: MatrixSpec, channels: Tensor) -> Tensor:
+    """Inputs `[in]` of a matrix averaged over those that come from the same row of what precedes, in their places.
 
-    With grouped queries these heads get their inputs from the same rows of qkv, which can be divided only once.
+    With grouped queries several heads get their values from the same rows, which can be divided only once.
     """
-    shared = _by_value(config, channels)
+    shared = _by_row(layer, matrix, channels)
     return shared.mean(1, keepdim=True).expand_as(shared).flatten()
+
+
+def divide_preceding(layer: LayerSpec, matrix: MatrixSpec, preceding: QTensor, folded: Tensor) -> QTensor:
+    """The quantized matrix that a factor of `matrix`'s inputs was folded into, its rows divided: see `divide_rows`."""
+    assert matrix.folds_into is not None
+    assert matrix.folds_into.part is not None
+    start = layer.matrix(matrix.folds_into.name).part_start(matrix.folds_into.part)
+    return divide_rows(preceding, start, _by_row(layer, matrix, folded)[:, 0].flatten())
 
 
 def rescaled(moments: Tensor, scale: Tensor) -> Tensor:
@@ -125,9 +124,13 @@ def divide_rows(matrix: QTensor, start: int, scale: Tensor) -> QTensor:
     return QTensor(matrix.scheme, matrix.qweight, scales, matrix.zeros, matrix.shape)
 
 
-def _by_value(config: ModelConfig, channels: Tensor) -> Tensor:
-    """`[in]` as `[kv_heads, heads that share one, head_dim]`."""
-    return channels.view(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
+def _by_row(layer: LayerSpec, matrix: MatrixSpec, channels: Tensor) -> Tensor:
+    """`[in]` as `[heads, heads that share each, size]` by the rows that make the inputs; after a norm none share."""
+    target = matrix.folds_into
+    if target is None or target.part is None:
+        return channels.view(1, 1, -1)
+    axis = layer.matrix(target.name).rows[target.part]
+    return channels.view(axis.count, -1, axis.size)
 
 
 def _checked(scale: Tensor, count: int, name: str) -> Tensor:

@@ -391,7 +391,7 @@ def _ready(algorithm: str, group: Group, plan: Plan) -> Method:
     method = METHODS[algorithm]()
     dtype = default_dtype(group.device, plan.dtype)
     with suppress(torch.OutOfMemoryError):  # what is missing is said by the estimate
-        method.prepare([*plan.layer(0).values()], group, scale_dtype=plan.scale_dtype, dtype=dtype)
+        method.prepare(plan.shapes, group, scale_dtype=plan.scale_dtype, dtype=dtype)
     return method
 
 

@@ -6,16 +6,15 @@ alongside, so that a layer can make up for what the inputs have become.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from warpbus.dist import SHARES, Group
 from warpbus.models import DecoderLayer, ModelConfig
+from warpbus.models.layer_spec import stages_by_sublayer
 from warpbus.models.layers import CausalAttention, Rotary, prompt_lengths
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.statistics import DRIFT, Collector, Statistics
@@ -25,7 +24,7 @@ COMPARED_TOKENS = 2**17
 """Of more tokens than that the unquantized model sees about half: enough to tell where the inputs have drifted to."""
 
 Solve = Callable[[str, Statistics], Tensor | None]
-"""Called with a linear layer's name (as in `ModelConfig.linears`) and the statistics of its inputs; it replaces the
+"""Called with a linear layer's name (`MatrixSpec.name`) and the statistics of its inputs; it replaces the
 weight. What it returns are factors `[in]` that it has folded into what precedes the layer, so that the inputs are
 others from now on: they are computed again, not divided, since what precedes was rounded to the dtype that it is stored
 in."""
@@ -136,64 +135,50 @@ class LayerPass:
 
     @torch.no_grad()
     def quantize(self, solve: Solve) -> None:
-        """Have `solve` quantize the linear layers in their order, then move the states past the layer."""
-        layer, unquantized, states = self._layer, self._unquantized, self._states
-        kept: list[Tensor | None] = [None] * len(states)
-        originals: list[Tensor | None] = [None] * len(states)
+        """Have `solve` quantize the linear layers in their order, then move the states past the layer.
 
-        collector = self._collector("attention.qkv")
-        for state in states:
-            original = None if state.original is None else _of(unquantized).attention_norm(state.original)
-            self._add(collector, state, layer.attention_norm(state.x), original)
-        self._solve("attention.qkv", collector, solve)
-
-        collector = self._collector("attention.o")
-        with _left_out(layer.attention, "o"), _left_out(unquantized and unquantized.attention, "o"):
-            for place, state in enumerate(states):
-                kept[place] = self._attended(layer, state.x, state)
-                if state.original is not None:
-                    originals[place] = self._attended(_of(unquantized), state.original, state)
-                self._add(collector, state, kept[place], originals[place])
-        changed = self._solve("attention.o", collector, solve)
-
-        widening = layer.attention.config.linears[2]
-        collector = self._collector(widening)
-        for place, state in enumerate(states):
-            inputs = kept[place]
-            if inputs is None or changed:
-                with _left_out(layer.attention, "o"):
-                    inputs = self._attended(layer, state.x, state)
-            carried = layer.carried(state.x, layer.attention_norm)
-            state.x = carried + layer.attention_output_norm(layer.attention.o(inputs))
-            kept[place] = inputs = None  # given back as soon as it is used
-            original = originals[place]
-            if unquantized is not None and original is not None and state.original is not None:
-                attended = unquantized.attention_output_norm(unquantized.attention.o(original))
-                state.original = unquantized.carried(state.original, unquantized.attention_norm) + attended
-                original = unquantized.mlp_norm(state.original)
-            originals[place] = None
-            self._add(collector, state, layer.mlp_norm(state.x), original)
-        self._solve(widening, collector, solve)
-
-        collector = self._collector("mlp.down")
-        for place, state in enumerate(states):
-            inner, original = self._inner(layer, state.x), None
-            if unquantized is not None and state.original is not None:
-                original = self._inner(unquantized, state.original)
-                moved = unquantized.mlp_output_norm(unquantized.mlp.down(original))
-                state.original = unquantized.carried(state.original, unquantized.mlp_norm) + moved
-            kept[place] = inner if self._keep else None
-            self._add(collector, state, inner, original)
-            del inner, original
-        changed = self._solve("mlp.down", collector, solve)
-
-        for place, state in enumerate(states):
-            inputs = kept[place]
-            if inputs is None or changed:
-                inputs = self._inner(layer, state.x)
-            kept[place] = None
-            state.x = layer.carried(state.x, layer.mlp_norm) + layer.mlp_output_norm(layer.mlp.down(inputs))
+        Each sublayer is computed once, but for its norm: `solve` sees the inputs of a stage's matrices, and the last
+        stage's inputs are kept until its matrix is quantized. They are computed again where factors were folded into
+        what precedes it, or where there is no room for them.
+        """
+        for sublayer, stages in stages_by_sublayer(self._layer.spec):
+            *earlier, last = stages
+            for stage in earlier:
+                self._calibrate(stage, solve)
+            self._finish(sublayer, last, solve)
         self._watch.lap("forward")
+
+    def _calibrate(self, stage: str, solve: Solve) -> None:
+        """Have the matrices that read a stage quantized."""
+        collector = self._collector(stage)
+        for state in self._states:
+            original = None
+            if self._unquantized is not None and state.original is not None:
+                original = self._entering(self._unquantized, stage, state.original, state)
+            self._add(collector, state, self._entering(self._layer, stage, state.x, state), original)
+        self._solve(stage, collector, solve)
+
+    def _finish(self, sublayer: str, stage: str, solve: Solve) -> None:
+        """The same for the last stage of a sublayer; then the states are moved past the sublayer."""
+        layer, unquantized = self._layer, self._unquantized
+        # Attention takes longest to compute again, and its output is no larger than the states.
+        keep = self._keep or sublayer == "attention"
+        kept: list[Tensor | None] = []
+        collector = self._collector(stage)
+        for state in self._states:
+            inputs, original = self._entering(layer, stage, state.x, state), None
+            if unquantized is not None and state.original is not None:
+                original = self._entering(unquantized, stage, state.original, state)
+                state.original = unquantized.leave(sublayer, state.original, original)
+            kept.append(inputs if keep else None)
+            self._add(collector, state, inputs, original)
+            del inputs, original
+        changed = self._solve(stage, collector, solve)
+        for index, state in enumerate(self._states):
+            found, kept[index] = kept[index], None  # given back as soon as it is used
+            if found is None or changed:
+                found = self._entering(layer, stage, state.x, state)
+            state.x = layer.leave(sublayer, state.x, found)
 
     @torch.no_grad()
     def skip(self, quantize: Callable[[], None]) -> None:
@@ -207,48 +192,25 @@ class LayerPass:
             state.x = self._moved(self._layer, state.x, state)
         self._watch.lap("forward")
 
-    def _collector(self, linear: str) -> Collector:
-        columns = cast(nn.Linear, self._layer.get_submodule(linear)).in_features
-        return Collector(columns, self._needed, group=self._group, name=f"layers.{self._index}.{linear}")
+    def _collector(self, stage: str) -> Collector:
+        readers = self._layer.spec.reading(stage)
+        name = f"layers.{self._index}.{readers[0].name}"
+        return Collector(readers[0].columns.length, self._needed, group=self._group, name=name)
 
-    def _add(self, collector: Collector, state: States, x: Tensor | None, original: Tensor | None) -> None:
-        assert x is not None
+    def _add(self, collector: Collector, state: States, x: Tensor, original: Tensor | None) -> None:
         self._watch.lap("forward")
         collector.add(state.tokens(x), None if original is None else state.tokens(original), share=state.share)
         self._watch.lap("statistics")
 
-    def _solve(self, linear: str, collector: Collector, solve: Solve) -> bool:
-        """Have a linear layer quantized; gives whether its inputs are others now."""
+    def _solve(self, stage: str, collector: Collector, solve: Solve) -> bool:
+        """Have the matrices that read a stage quantized; gives whether their inputs are others now."""
         statistics = collector.total()
         self._watch.lap("communication")
-        return solve(linear, statistics) is not None
+        changes = [solve(matrix.name, statistics) for matrix in self._layer.spec.reading(stage)]
+        return any(change is not None for change in changes)
 
-    def _attended(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
-        return layer.attention(layer.attention_norm(x), self._index, state.positions, state.angles, state.context)
-
-    def _inner(self, layer: DecoderLayer, x: Tensor) -> Tensor:
-        """What enters the last linear layer."""
-        with _left_out(layer.mlp, "down"):
-            return layer.mlp(layer.mlp_norm(x))
+    def _entering(self, layer: DecoderLayer, stage: str, x: Tensor, state: States) -> Tensor:
+        return layer.enter(stage, x, self._index, state.positions, state.angles, state.context)
 
     def _moved(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
         return layer(x, self._index, state.positions, state.angles, state.context)
-
-
-def _of(layer: DecoderLayer | None) -> DecoderLayer:
-    assert layer is not None
-    return layer
-
-
-@contextmanager
-def _left_out(module: nn.Module | None, name: str) -> Iterator[None]:
-    """Within it, `module` gives what would enter its part `name`."""
-    if module is None:
-        yield
-        return
-    part = getattr(module, name)
-    setattr(module, name, nn.Identity())
-    try:
-        yield
-    finally:
-        setattr(module, name, part)

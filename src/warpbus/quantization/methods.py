@@ -36,7 +36,7 @@ class Task:
 
     Attributes:
         layer: what it belongs to; a method may change what precedes the matrix, but not the matrix.
-        linear: its name in the layer, one of `ModelConfig.linears`.
+        linear: its name in the layer, `MatrixSpec.name`.
         name: the matrix, for messages.
         scheme: what it is quantized to.
         scale_dtype: of its scales.
@@ -132,7 +132,7 @@ class Method(ABC):
         """Do what can be done for matrices before there is anything of them.
 
         Args:
-            matrices: those of a layer.
+            matrices: one of each shape and scheme.
             group: the processes that do them together.
             scale_dtype: of their scales.
             dtype: of their weights as they are loaded.
@@ -311,7 +311,7 @@ def _summed(task: Task, compute: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _tied(task: Task, channels: Tensor) -> Tensor:
     """What belongs to the inputs of a matrix, alike where they are made by the same rows."""
-    return tie(task.layer.attention.config, channels) if task.linear == "attention.o" else channels
+    return tie(task.layer.spec, task.layer.spec.matrix(task.linear), channels)
 
 
 def _there(statistic: Tensor | None) -> Tensor:

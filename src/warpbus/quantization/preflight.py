@@ -9,7 +9,7 @@ import torch
 from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
-from warpbus.models import DecoderLayer, ModelConfig, read_config, tensor_map
+from warpbus.models import ModelConfig, read_config, tensor_map
 from warpbus.qtensor import Scheme, Schemes
 
 REPORT_NAME = "warpbus-report.json"
@@ -23,7 +23,7 @@ class Matrix:
 
     Attributes:
         layer: the number of its decoder layer.
-        linear: its name there, one of `ModelConfig.linears`.
+        linear: its name there, `MatrixSpec.name`.
         sources: the checkpoint's tensors that are stacked along rows to make it.
         rows: the rows of each of them.
         columns: its input features.
@@ -82,6 +82,11 @@ class Plan:
     def dtype(self) -> torch.dtype:
         """Of the weights in the checkpoint."""
         return self.matrices[0].dtype
+
+    @property
+    def shapes(self) -> tuple[Matrix, ...]:
+        """One matrix of each shape and scheme."""
+        return tuple({(matrix.rows, matrix.columns, matrix.scheme): matrix for matrix in self.matrices}.values())
 
     def layer(self, index: int) -> dict[str, Matrix]:
         """The matrices of a decoder layer, by their names in it."""
@@ -168,31 +173,28 @@ def _not_quantized(
 
 def _matrices(checkpoint: Checkpoint, config: ModelConfig, schemes: Schemes) -> list[Matrix]:
     tensors = tensor_map(config)
-    with torch.device("meta"):
-        layer = DecoderLayer(config)
     found = []
-    for index in range(config.num_layers):
-        for linear in config.linears:
-            expected = tuple(layer.get_submodule(linear).get_parameter("weight").shape)
-            sources = tensors[f"layers.{index}.{linear}.weight"]
-            shapes = [checkpoint.shape(source) for source in sources]
-            if any(len(shape) != 2 or shape[1] != expected[1] for shape in shapes) or expected[0] != sum(
-                shape[0] for shape in shapes
-            ):
+    for index, spec in config.matrices:
+        expected = spec.shape
+        sources = tensors[f"layers.{index}.{spec.name}.weight"]
+        shapes = [checkpoint.shape(source) for source in sources]
+        if any(len(shape) != 2 or shape[1] != expected[1] for shape in shapes) or expected[0] != sum(
+            shape[0] for shape in shapes
+        ):
+            raise TensorError(
+                f"{checkpoint.directory}: {', '.join(sources)}: expected {expected[0]} rows in all and "
+                f"{expected[1]} columns, found {', '.join(str(list(shape)) for shape in shapes)}: "
+                "check that config.json belongs to these weights"
+            )
+        for source in sources:
+            if not checkpoint.dtype(source).is_floating_point:
                 raise TensorError(
-                    f"{checkpoint.directory}: {', '.join(sources)}: expected {expected[0]} rows in all and "
-                    f"{expected[1]} columns, found {', '.join(str(list(shape)) for shape in shapes)}: "
-                    "check that config.json belongs to these weights"
+                    f"{checkpoint.directory}: {source}: expected floating point weights, found "
+                    f"{checkpoint.dtype(source)}: give the original checkpoint instead"
                 )
-            for source in sources:
-                if not checkpoint.dtype(source).is_floating_point:
-                    raise TensorError(
-                        f"{checkpoint.directory}: {source}: expected floating point weights, found "
-                        f"{checkpoint.dtype(source)}: give the original checkpoint instead"
-                    )
-            scheme = _scheme(schemes, sources)
-            rows, dtype = tuple(shape[0] for shape in shapes), checkpoint.dtype(sources[0])
-            found.append(Matrix(index, linear, sources, rows, expected[1], dtype, scheme))
+        scheme = _scheme(schemes, sources)
+        rows, dtype = tuple(shape[0] for shape in shapes), checkpoint.dtype(sources[0])
+        found.append(Matrix(index, spec.name, sources, rows, expected[1], dtype, scheme))
     return found
 
 

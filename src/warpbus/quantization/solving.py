@@ -9,7 +9,7 @@ from torch import Tensor
 from warpbus.dist import Group
 from warpbus.models import DecoderLayer
 from warpbus.qtensor import QTensor
-from warpbus.quantization.folding import divide_rows
+from warpbus.quantization.folding import divide_preceding
 from warpbus.quantization.methods import Method, Task
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.report import LayerResult
@@ -82,7 +82,8 @@ class LayerSolver:
             owner = parameter.removesuffix(".weight")
             if owner in self.quantized:  # its rows were divided: so are the scales that it is stored with
                 assert solved.folded is not None
-                divided = _divide_last_rows(self._layer, linear, self.quantized[owner], solved.folded)
+                spec = self._layer.spec
+                divided = divide_preceding(spec, spec.matrix(linear), self.quantized[owner], solved.folded)
                 self.quantized[owner] = divided
                 tensor.copy_(divided.dequantize(tensor.dtype))
             else:
@@ -93,12 +94,3 @@ class LayerSolver:
         self._tell(self.results[-1])
         self._watch.lap("solve")
         return solved.folded
-
-
-def _divide_last_rows(layer: DecoderLayer, linear: str, matrix: QTensor, folded: Tensor) -> QTensor:
-    """A quantized matrix whose last rows make the inputs of `linear`, with these rows divided."""
-    if linear == "attention.o":
-        config = layer.attention.config
-        shared = folded.view(config.num_kv_heads, -1, config.head_dim)
-        folded = shared[:, 0].flatten()
-    return divide_rows(matrix, matrix.shape[0] - len(folded), folded)

@@ -36,13 +36,12 @@ def token_seconds(config: ModelConfig, scheme: Scheme | None, *, device: torch.d
         DeviceError: if the device cannot compute with the scheme.
     """
     copies = _copies(config, scheme, device, dtype)
-    shape = replace(config, num_layers=copies, vocab_size=_VOCABULARY, stop_ids=())
+    shape = replace(config.resized(num_layers=copies), vocab_size=_VOCABULARY, stop_ids=())
     model = random_model(shape, scheme, device, dtype)
     pairs = []
-    for layer in model.layers:
-        for linear in map(layer.get_submodule, config.linears):
-            assert isinstance(linear.in_features, int)
-            pairs.append((linear, torch.randn(1, linear.in_features, device=device).to(dtype)))
+    for index, matrix in shape.matrices:
+        linear = model.layers[index].get_submodule(matrix.name)
+        pairs.append((linear, torch.randn(1, matrix.columns.length, device=device).to(dtype)))
 
     def step() -> None:
         for linear, x in pairs:
@@ -56,8 +55,7 @@ def token_seconds(config: ModelConfig, scheme: Scheme | None, *, device: torch.d
 def _copies(config: ModelConfig, scheme: Scheme | None, device: torch.device, dtype: torch.dtype) -> int:
     """Layers that are twice the size of the cache, but no more than there are."""
     cache = _CPU_CACHE if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
-    attended = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    weights = config.hidden_size * (attended + (3 if config.gated else 2) * config.ffn_size)
+    weights = sum(matrix.num_weights for matrix in config.layers[0].matrices)
     bits = dtype.itemsize * 8 if scheme is None else scheme.bits
     return min(config.num_layers, math.ceil(2 * cache / (weights * bits / 8)))
 

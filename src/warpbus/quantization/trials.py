@@ -147,7 +147,7 @@ def _plans(
 ) -> dict[Candidate, Plan]:
     """The candidates that device, model and format can do, with a plan for each."""
     config = read_config(Checkpoint(model))
-    columns = (config.hidden_size, config.num_heads * config.head_dim, config.ffn_size)
+    columns = tuple(dict.fromkeys(matrix.columns.length for _, matrix in config.matrices))
     fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
     plans: dict[Scheme, Plan | None] = {}
     found = {}

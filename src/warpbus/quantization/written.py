@@ -59,7 +59,7 @@ def kept_tensors(plan: Plan, index: int, changed: Mapping[str, Tensor]) -> dict[
             tensors |= {name: checkpoint.tensor(name) for name in names}
             continue
         whole = in_file_order(plan.config, parameter, changed[parameter].detach())
-        rows = part_rows(plan.config, f".{parameter}", len(names), len(whole))
+        rows = part_rows(plan.config, f"layers.{index}.{parameter}", len(names), len(whole))
         for name, piece in zip(names, whole.split(rows), strict=True):
             tensors[name] = piece.to(checkpoint.dtype(name), copy=True)
     return tensors

@@ -3,14 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
-
-import torch
-from torch import nn
 
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.formats import Checkpoint, read_schemes
-from warpbus.models import DecoderLayer, ModelConfig, quantized_parameters, read_config
+from warpbus.models import ModelConfig, quantized_parameters, read_config
 from warpbus.qtensor import Scheme
 from warpbus.train.dataset import Batches, Documents, tokenize
 from warpbus.train.settings import TrainingSettings
@@ -81,11 +77,8 @@ def _check_fit(checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSe
         if settings.quantize is not None:
             raise UsageError(f"--quantize {settings.quantize}: {model} is quantized already: leave it out")
     if settings.quantize is not None:
-        with torch.device("meta"):
-            layer = DecoderLayer(config)
-        for name in config.linears:
-            columns = cast(nn.Linear, layer.get_submodule(name)).in_features
-            Scheme.parse(settings.quantize).groups(columns, f"--quantize: {name}")
+        for matrix in config.layers[0].matrices:
+            Scheme.parse(settings.quantize).groups(matrix.columns.length, f"--quantize: {matrix.name}")
     if settings.length > config.max_context:
         raise UsageError(f"--length {settings.length}: the positions of {model} end at {config.max_context}: lower it")
 

@@ -60,9 +60,8 @@ class LoraLinear(nn.Module):
 
 
 def linears_of(model: Decoder) -> tuple[str, ...]:
-    """The names of a layer's linears, such as "attention.qkv", in their order."""
-    layer = model.layers[0]
-    return tuple(name for name, module in layer.named_modules() if isinstance(module, nn.Linear | QuantizedLinear))
+    """The names of the layers' linears (`MatrixSpec.name`), in the order of the computation."""
+    return tuple(dict.fromkeys(matrix.name for _, matrix in model.config.matrices))
 
 
 def attach_lora(
@@ -87,11 +86,11 @@ def attach_lora(
         raise UsageError(f"LoRA rank {rank}: expected at least 1")
     model.requires_grad_(False)
     trained: list[nn.Parameter] = []
-    for layer in model.layers:
-        for name in known:
-            if targets and name not in targets:
+    for layer, spec in zip(model.layers, model.config.layers, strict=True):
+        for matrix in spec.matrices:
+            if targets and matrix.name not in targets:
                 continue
-            parent, _, leaf = name.rpartition(".")
+            parent, _, leaf = matrix.name.rpartition(".")
             owner = layer.get_submodule(parent)
             lora = LoraLinear(getattr(owner, leaf), rank, alpha, dropout)
             setattr(owner, leaf, lora)

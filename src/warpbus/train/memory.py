@@ -10,6 +10,7 @@ from warpbus.kernels.ops.packed import packed_shapes
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
+from warpbus.models.layer_spec import LayerSpec
 from warpbus.qtensor import Scheme
 from warpbus.train.fp8 import fits
 from warpbus.train.lora import attach_lora
@@ -78,13 +79,15 @@ def training_memory(
     rows = -(-settings.rows_per_step // world)
     tokens = min(rows, settings.rows_at_once) * settings.length
     share = world if settings.sharding == "fsdp" else 1
-    layer = _Layer(config, settings, half, shared=share > 1)
-    kept = tokens * layer.kept
-    inputs = tokens * (config.hidden_size * layer.stream + layer.small)
-    recomputed = -(-config.num_layers // settings.recompute) if settings.recompute else 0
-    activations = recomputed * inputs + (config.num_layers - recomputed) * kept
+    of_spec = {spec: _Layer(spec, config, settings, half, shared=share > 1) for spec in config.layers}
+    layers = [of_spec[spec] for spec in config.layers]
+    recomputed = settings.recompute or 0
+    activations = sum(
+        tokens * (layer.inputs if recomputed and index % recomputed == 0 else layer.kept)
+        for index, layer in enumerate(layers)
+    )
     if settings.method != "full" and not recomputed:
-        activations -= tokens * layer.norm  # the first: nothing before it is trained
+        activations -= tokens * layers[0].norm  # the first: nothing before it is trained
     held = _held(config, settings, scheme, half)
     trained = sum(_part(tensor, share) for tensor in held.trained)
     frozen = sum(_part(tensor, share) * tensor.element_size() for tensor in held.frozen)
@@ -95,8 +98,11 @@ def training_memory(
         casts=_casts(config, settings, half, share, trained),
         activations=activations,
         head=_FLOAT * config.vocab_size * config.hidden_size if settings.method == "full" else 0,
-        scores=_scores(config, settings, tokens, half, layer.stream),
-        layer=_work(config, settings, scheme, tokens, half, layer) + (kept - inputs if settings.recompute else 0),
+        scores=_scores(config, settings, tokens, half, layers[0].stream),
+        layer=max(
+            _work(settings, scheme, tokens, half, layer) + (tokens * (layer.kept - layer.inputs) if recomputed else 0)
+            for layer in of_spec.values()
+        ),
         workspaces=_WORKSPACES,
         accumulates=rows > settings.rows_at_once,
     )
@@ -120,7 +126,7 @@ def _held(config: ModelConfig, settings: TrainingSettings, scheme: Scheme | None
         if settings.method == "lora":
             trained: list[Tensor] = list(attach_lora(model, rank=settings.rank, alpha=1.0, targets=settings.targets))
         else:
-            shape = config.num_layers, settings.prefix_tokens, config.num_kv_heads, config.head_dim
+            shape = config.num_layers, settings.prefix_tokens, config.attention.num_kv_heads, config.attention.head_dim
             trained = [torch.empty(shape), torch.empty(shape)]
     matrices = {id(each.weight): each for each in _linears(model)}
     packed, frozen = 0, []
@@ -156,7 +162,8 @@ def _part(tensor: Tensor, share: int) -> int:
 
 def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: int, trained: int) -> int:
     """Weights as the products take them, where they are not held like that; `trained` is their number."""
-    layer = sum(rows * columns for rows, columns in linear_shapes(config).values())
+    of_layer = [sum(matrix.num_weights for matrix in spec.matrices) for spec in config.layers]
+    layer = max(of_layer)
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     per_weight = _BYTE if settings.fp8 else half
     if share > 1:
@@ -167,7 +174,7 @@ def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: in
         return half * trained if half == _HALF else 0
     if settings.method != "full" or (half == _FLOAT and not settings.fp8):
         return 0
-    return config.num_layers * layer * per_weight
+    return sum(of_layer) * per_weight
 
 
 def _scores(config: ModelConfig, settings: TrainingSettings, tokens: int, half: int, stream: int) -> int:
@@ -177,37 +184,22 @@ def _scores(config: ModelConfig, settings: TrainingSettings, tokens: int, half: 
     trained = 2 * half * config.vocab_size * config.hidden_size if settings.method == "full" else 0
     # What the norm keeps of its input, and its output where the products take another dtype; hidden states as these
     # take them, and their gradients.
-    norm = (_FLOAT if config.layer_norm else stream) + (stream if stream != half else 0)
+    norm = (_FLOAT if config.norm.kind == "layer" else stream) + (stream if stream != half else 0)
     return piece + trained + tokens * config.hidden_size * (norm + 2 * half)
 
 
-def _work(
-    config: ModelConfig, settings: TrainingSettings, scheme: Scheme | None, tokens: int, half: int, layer: "_Layer"
-) -> int:
+def _work(settings: TrainingSettings, scheme: Scheme | None, tokens: int, half: int, layer: "_Layer") -> int:
     """What the backward pass makes of a layer's MLP, less what it has freed: at the activation, or the product before.
 
     With the latter there are columns of a dequantized matrix, or a gradient of the matrix in both dtypes.
     """
-    _, _, widening, _ = linear_shapes(config).values()
-    matrix = widening[0] * widening[1]
+    matrix = layer.widening.num_weights
     beside = 0
     if settings.method == "full":
         beside = matrix * (_FLOAT + (half if half == _HALF else 0))
     elif scheme is not None:
         beside = min(half * matrix, BUFFER_BYTES)
     return max(tokens * layer.activation_work, tokens * layer.widening_work + beside)
-
-
-def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """`(out, in)` of a layer's linears by name."""
-    hidden = config.hidden_size
-    shapes = (
-        (sum(config.qkv_rows), hidden),
-        (hidden, config.num_heads * config.head_dim),
-        (config.ffn_size * (2 if config.gated else 1), hidden),
-        (hidden, config.ffn_size),
-    )
-    return dict(zip(config.linears, shapes, strict=True))
 
 
 def _masks(config: ModelConfig, settings: TrainingSettings) -> bool:
@@ -223,32 +215,34 @@ class _Layer:
             bits.
         norm: what the first norm keeps of its input.
         kept: from the forward to the backward pass.
-        small: the part of it that recomputation keeps besides the input.
+        inputs: what recomputation keeps of it: the layer's input, and what is small.
+        widening: the product before the MLP's activation.
         activation_work, widening_work: what the backward pass has made, less what it has freed, at the MLP's activation
             and at the product before it.
     """
 
-    def __init__(self, config: ModelConfig, settings: TrainingSettings, half: int, *, shared: bool) -> None:
+    def __init__(
+        self, spec: LayerSpec, config: ModelConfig, settings: TrainingSettings, half: int, *, shared: bool
+    ) -> None:
         full = settings.method == "full"
         self.stream = _FLOAT if full and not shared else half
-        qkv, o, widening, down = config.linears
-        learning = set(config.linears if full else settings.targets or config.linears)
+        qkv, o, self.widening, down = spec.matrices
+        names = [matrix.name for matrix in spec.matrices]
+        learning = set(names if full else settings.targets or names)
         if settings.method == "ptuning":
             learning = set()
         taken = _BYTE if full and settings.fp8 else half  # what a product keeps of its input
-        hidden, heads, kv = config.hidden_size, config.num_heads * config.head_dim, config.qkv_rows[1]
+        hidden, heads, kv = spec.hidden_size, spec.attention.width, spec.attention.kv_width
         # RMSNorm keeps its input; LayerNorm, and what meets weights of another dtype, a copy of it in float32.
-        self.norm = hidden * (_FLOAT if config.layer_norm else self.stream)
-        norms = self.norm * (4 if config.output_norms else 2)
-        if config.qk_norm:
+        self.norm = hidden * (_FLOAT if spec.norm.kind == "layer" else self.stream)
+        norms = self.norm * (4 if spec.output_norms else 2)
+        if spec.attention.qk_norm:
             norms += (heads + kv) * (half if self.stream == half else _FLOAT + half)
-        inputs = hidden * taken * ((qkv in learning) + (widening in learning)) + config.ffn_size * taken * (
-            down in learning
-        )
-        if o in learning and full and settings.fp8:
+        inputs = sum(matrix.columns.length * taken for matrix in (qkv, self.widening, down) if matrix.name in learning)
+        if o.name in learning and full and settings.fp8:
             inputs += heads * taken
         # Queries, keys and values as attention takes them, its output, and a sum for each head.
-        attention = half * (2 * heads + 2 * kv) + _FLOAT * config.num_heads
+        attention = half * (2 * heads + 2 * kv) + _FLOAT * spec.attention.num_heads
         if settings.method == "ptuning":
             # The prefix stands in front of every document, of which there is one in a row at least.
             attention += half * 2 * kv * settings.prefix_tokens // settings.length
@@ -256,15 +250,16 @@ class _Layer:
             # The mask as numbers that are added, keys and values repeated for every head.
             attention += half * (settings.length + 2 * heads - 2 * kv)
         # Gate and up, where no kernel knows the gradient of their product silu(gate) too; or what goes through GELU.
-        parts = 1 if not config.gated else 2 if half == _HALF else 3
-        mlp = half * config.ffn_size * parts
+        parts = 1 if not spec.mlp.gated else 2 if half == _HALF else 3
+        mlp = half * spec.mlp.ffn_size * parts
         ranks = 4 * settings.rank * half if settings.method == "lora" else 0
         self.kept = norms + inputs + attention + mlp + ranks
         most = self.stream * hidden // SMALL
-        self.small = sum(each for each in (_FLOAT * config.num_heads, *[ranks // 4] * 4) if each <= most)
+        small = sum(each for each in (_FLOAT * spec.attention.num_heads, *[ranks // 4] * 4) if each <= most)
+        self.inputs = hidden * self.stream + small
         # The gradients of the residual stream and of what goes into and comes out of the activation; the input of the
         # product after it is free.
-        freed = config.ffn_size * taken * (down in learning)
-        self.activation_work = self.stream * hidden + half * config.ffn_size * (3 if config.gated else 2) - freed
+        freed = spec.mlp.ffn_size * taken * (down.name in learning)
+        self.activation_work = self.stream * hidden + half * spec.mlp.ffn_size * (3 if spec.mlp.gated else 2) - freed
         # What comes out is free too; the gradient of the product's input, and its part by LoRA.
         self.widening_work = hidden * (self.stream + 2 * half) - freed

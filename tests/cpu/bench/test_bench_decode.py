@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from torch import nn
 
 from warpbus.bench import decode, decoders, footprint
@@ -24,7 +25,7 @@ SIZES = {"vocab_size": 96, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "
 def tiny(name, kv_heads=2):
     config = SHAPES[name]
     rope = replace(config.rope, rotary_dim=config.rope.rotary_dim // 8)
-    return replace(config, **SIZES, num_kv_heads=kv_heads, rope=rope, max_context=512)
+    return with_traits(config, **SIZES, num_kv_heads=kv_heads, rope=rope, max_context=512)
 
 
 def settings(**changes):

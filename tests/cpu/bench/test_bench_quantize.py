@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from typer.testing import CliRunner
 
 from warpbus.bench import compressor, quantization_process, quantize
@@ -30,7 +31,7 @@ LITTLE = '{"where": {"device": "cpu", "gpus": "all", "processes": 1}}'
 @pytest.fixture
 def tiny(monkeypatch):
     shape = SHAPES["chatglm2-6b"]
-    config = replace(shape, **SIZES, num_kv_heads=2, rope=replace(shape.rope, rotary_dim=8), max_context=512)
+    config = with_traits(shape, **SIZES, num_kv_heads=2, rope=replace(shape.rope, rotary_dim=8), max_context=512)
     monkeypatch.setitem(SHAPES, "chatglm2-6b", config)
     return config
 
@@ -176,7 +177,7 @@ def test_what_the_peer_is_given(tiny, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["-c", json.dumps(["chatglm2-6b", 1, "W4A16", 2, 5])])
     compressor.main()
     assert float(capsys.readouterr().out) >= 0
-    assert given["model"] == replace(tiny, num_layers=1)
+    assert given["model"] == with_traits(tiny, num_layers=1)
     assert given["recipe"] == {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]}
     assert [len(row) for row in given["dataset"]["input_ids"]] == [5, 5]
     assert given["dataset"]["attention_mask"] == [[1] * 5] * 2

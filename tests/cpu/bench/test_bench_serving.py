@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from dense_configs import with_traits
 from typer.testing import CliRunner
 
 from warpbus.bench import parallel, serving, serving_http, serving_peer
@@ -30,7 +31,7 @@ from warpbus.models import SHAPES, random_model
 from warpbus.qtensor import Scheme
 
 CPU = torch.device("cpu")
-TINY = replace(
+TINY = with_traits(
     serving.SMALL_SHAPE,
     vocab_size=320,
     hidden_size=64,
@@ -487,7 +488,7 @@ def test_parallel(tiny, tmp_path):
 
 def test_chatglm_6b_in_this_process(monkeypatch, tmp_path):
     """Its prompts end in <sop>: without it the engine refuses them."""
-    first = replace(
+    first = with_traits(
         SHAPES["chatglm-6b"],
         vocab_size=320,
         hidden_size=64,

@@ -2,10 +2,10 @@
 
 import functools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from typer.testing import CliRunner
 
 from warpbus.bench import train as bench_train
@@ -24,7 +24,7 @@ from warpbus.models import random_model
 from warpbus.train.loss import summed_cross_entropy
 
 CPU = torch.device("cpu")
-CONFIG = replace(SHAPES_OF_TRAINING[TINY], num_layers=1)
+CONFIG = with_traits(SHAPES_OF_TRAINING[TINY], num_layers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_the_plain_model_computes_the_same_loss(monkeypatch):
     plain.compile_parts()
     torch.testing.assert_close(plain(tokens, targets), expected)
     with pytest.raises(UsageError, match="give --no-peer"):
-        PlainModel(replace(CONFIG, layer_norm=True))
+        PlainModel(with_traits(CONFIG, layer_norm=True))
 
 
 def test_shapes():

@@ -22,7 +22,7 @@ def save(directory, model, seed=0):
     """A LoRA of a model's first qkv that changes what it says."""
     config = read_config(Checkpoint(model))
     draw = torch.Generator().manual_seed(seed)
-    rows = sum(config.qkv_rows)
+    rows = sum(config.attention.qkv_rows)
     low = LowRank(torch.randn(4, config.hidden_size, generator=draw), torch.randn(rows, 4, generator=draw))
     lora = Lora(directory.name, {"layers.0.attention.qkv": low})
     save_lora(directory, lora, config, base=str(model), rank=4, alpha=4)

@@ -26,7 +26,7 @@ def adapter(tiny_glm, tmp_path_factory):
     parts = {
         f"layers.{index}.attention.qkv": LowRank(
             torch.randn(2, config.hidden_size, generator=generator),
-            torch.randn(sum(config.qkv_rows), 2, generator=generator),
+            torch.randn(sum(config.attention.qkv_rows), 2, generator=generator),
         )
         for index in range(config.num_layers)
     }

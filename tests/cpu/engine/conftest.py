@@ -26,7 +26,7 @@ def adapters(tiny_glm, tmp_path_factory):
         lora = random_lora(model, name, rank, scale=1.0)
         save_lora(directory / name, lora, config, base=base, rank=rank, alpha=2 * rank)
     draw = torch.Generator().manual_seed(7)
-    shape = config.num_layers, 5, config.num_kv_heads, config.head_dim
+    shape = config.num_layers, 5, config.attention.num_kv_heads, config.attention.head_dim
     keys, values = (torch.randn(shape, generator=draw) for _ in range(2))
     save_prefix(directory / "prefix", Prefix("prefix", keys, values), config, base=base)
     return {name: directory / name for name in ("four", "eight", "prefix")}

@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 
 import torch
+from dense_configs import with_traits
 from torch import nn
 
 from warpbus.engine import engine as engine_module
@@ -12,13 +13,13 @@ from warpbus.models import SHAPES
 from warpbus.models.adapters import Lora, LowRank
 from warpbus.models.layers import QuantizedLinear
 
-SMALL = replace(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, head_dim=16)
-SMALL = replace(SMALL, num_kv_heads=2, ffn_size=128, max_context=512, rope=replace(SMALL.rope, rotary_dim=8))
+SMALL = with_traits(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, head_dim=16)
+SMALL = with_traits(SMALL, num_kv_heads=2, ffn_size=128, max_context=512, rope=replace(SMALL.rope, rotary_dim=8))
 FAMILIES = {
     "glm": SMALL,
-    "glm-0414": replace(SMALL, output_norms=True),
-    "llama": replace(SMALL, qkv_bias=False, rope=replace(SMALL.rope, rotary_dim=16, interleaved=False)),
-    "qwen3": replace(SMALL, qk_norm=True, tie_embeddings=True, num_kv_heads=4),
+    "glm-0414": with_traits(SMALL, output_norms=True),
+    "llama": with_traits(SMALL, qkv_bias=False, rope=replace(SMALL.rope, rotary_dim=16, interleaved=False)),
+    "qwen3": with_traits(SMALL, qk_norm=True, tie_embeddings=True, num_kv_heads=4),
 }
 PROMPTS = [[1, 2, 3], [40], [7 * at % 300 for at in range(75)], list(range(50, 50 + BLOCK)), list(range(65))]
 

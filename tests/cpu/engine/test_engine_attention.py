@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from dense_configs import with_traits
 from engine_models import SMALL
 
 from warpbus.engine.attention import PieceAttention, StepAttention, Stretch
@@ -16,18 +17,18 @@ from warpbus.models.layers import CausalAttention, Rotary, rotate
 CPU = torch.device("cpu")
 TABLES = [[3, 7], [5, 1], [2, 8]]  # the blocks of three sequences
 LENGTHS = [40, 7, 33]
-CONFIG = replace(SMALL, num_layers=2, num_heads=4, head_dim=8, rope=replace(SMALL.rope, rotary_dim=8))
+CONFIG = with_traits(SMALL, num_layers=2, num_heads=4, head_dim=8, rope=replace(SMALL.rope, rotary_dim=8))
 
 
 @pytest.fixture(params=[1, 2, 4])
 def config(request):
-    return replace(CONFIG, num_kv_heads=request.param)
+    return with_traits(CONFIG, num_kv_heads=request.param)
 
 
 def drawn(config):
     """Projections of each sequence, not rotated yet, `[tokens, heads + 2 * kv_heads, head_dim]`."""
     generator = torch.Generator().manual_seed(0)
-    heads = config.num_heads + 2 * config.num_kv_heads
+    heads = config.attention.num_heads + 2 * config.attention.num_kv_heads
     return [torch.randn(length, heads, 8, generator=generator) for length in LENGTHS]
 
 
@@ -35,7 +36,9 @@ def expected_of(config, qkv):
     """Attention of a whole sequence `[tokens, heads * head_dim]`."""
     positions = torch.arange(len(qkv))[None]
     angles = Rotary(config.rope)(positions, torch.float32)
-    q, k, v = qkv[None].split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=2)
+    q, k, v = qkv[None].split(
+        (config.attention.num_heads, config.attention.num_kv_heads, config.attention.num_kv_heads), dim=2
+    )
     q, k = (rotate(x, angles, config.rope.interleaved) for x in (q, k))
     return CausalAttention().attend(0, q, k, v, positions)[0].flatten(-2)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from engine_models import as_on_a_gpu, assert_best, finish, plain_scores
 
 from warpbus.engine import step
@@ -21,9 +22,9 @@ from warpbus.models import SHAPES, random_model
 from warpbus.qtensor import Scheme
 
 END = 290
-SMALL = replace(SHAPES["chatglm-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4)
-SMALL = replace(SMALL, head_dim=16, ffn_size=128, max_context=256, prompt_end=END, stop_ids=(299,))
-SMALL = replace(SMALL, rope=replace(SMALL.rope, rotary_dim=8), normed_residual=2.0)
+SMALL = with_traits(SHAPES["chatglm-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4)
+SMALL = with_traits(SMALL, head_dim=16, ffn_size=128, max_context=256, prompt_end=END, stop_ids=(299,))
+SMALL = with_traits(SMALL, rope=replace(SMALL.rope, rotary_dim=8), normed_residual=2.0)
 # Of different lengths; one that is the end alone; one with what an answer began with already, another end in it.
 PROMPTS = [
     [1, 2, 3, 289, END],
@@ -159,5 +160,5 @@ def test_answers_go_on_after_a_move_and_after_sleep():
 
 
 def test_columns_bring_the_halves_of_both_planes_together():
-    found = columns_of(replace(SMALL, num_heads=1, num_kv_heads=1, head_dim=8)).tolist()
+    found = columns_of(with_traits(SMALL, num_heads=1, num_kv_heads=1, head_dim=8)).tolist()
     assert found == [0, 1, 4, 5, 2, 3, 6, 7, *(8 + at for at in (0, 1, 4, 5, 2, 3, 6, 7)), *range(16, 24)]

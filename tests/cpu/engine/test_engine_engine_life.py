@@ -12,6 +12,7 @@ from functools import cache
 
 import pytest
 import torch
+from dense_configs import with_traits
 from engine_models import PROMPTS, SMALL, as_on_a_gpu, finish
 
 from warpbus.engine import kv_cache
@@ -388,7 +389,7 @@ def some_params(dice):
 @pytest.mark.parametrize("options", [{"prefill_tokens": 50}, {"speculation": 3}], ids=str)
 @pytest.mark.usefixtures("small_growth")
 def test_hundreds_of_requests_come_and_go(options):
-    model = random_model(replace(SMALL, num_layers=2, hidden_size=32, num_heads=2), None, "cpu", torch.float32)
+    model = random_model(with_traits(SMALL, num_layers=2, hidden_size=32, num_heads=2), None, "cpu", torch.float32)
     dice = random.Random(0)
     engine = Engine(model, max_num_seqs=8, cache_tokens=6 * BLOCK, max_model_len=5 * BLOCK, **options)
     engine = engine if options.get("speculation") else as_on_a_gpu(engine)

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from dense_configs import with_traits
 from engine_models import PROMPTS, SMALL, as_on_a_gpu, assert_best, finish, random_lora, with_lora
 
 from warpbus.engine.adapters import adapt, cut, stacked_bytes
@@ -26,8 +27,8 @@ FAMILIES = {
     "plain": (SMALL, None),
     "quantized": (SMALL, Scheme.parse("w4a16-g32")),
     "w8a8": (SMALL, Scheme.parse("w8a8-int8")),
-    "glm-0414": (replace(SMALL, output_norms=True), None),
-    "qwen3": (replace(SMALL, qk_norm=True, tie_embeddings=True, num_kv_heads=4), Scheme.parse("w4a16-g32")),
+    "glm-0414": (with_traits(SMALL, output_norms=True), None),
+    "qwen3": (with_traits(SMALL, qk_norm=True, tie_embeddings=True, num_kv_heads=4), Scheme.parse("w4a16-g32")),
 }
 NAMES = (None, "all", "wide", None, "attention", "all", "down")
 
@@ -138,8 +139,10 @@ def test_answers_of_every_kind_of_model(family):
 def test_chatglm_6b_and_a_prefix_beside_loras():
     """Its linears have other names, and its prompts are read in both directions; rows of all kinds are in one step."""
     end = 290
-    config = replace(SHAPES["chatglm-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4)
-    config = replace(config, head_dim=16, ffn_size=128, max_context=256, prompt_end=end, normed_residual=2.0)
+    config = with_traits(
+        SHAPES["chatglm-6b"], vocab_size=300, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4
+    )
+    config = with_traits(config, head_dim=16, ffn_size=128, max_context=256, prompt_end=end, normed_residual=2.0)
     config = replace(config, rope=replace(config.rope, rotary_dim=8), stop_ids=())
     model = random_model(config, Scheme.parse("w4a16-g32"), "cpu", torch.float32)
     own = random_lora(model, "one", 4), random_lora(model, "two", 9, only="mlp.up")

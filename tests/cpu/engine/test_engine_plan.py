@@ -54,7 +54,7 @@ def test_w8a8_takes_its_values_and_scales_of_32_bits(text):
 def test_layers_of_different_schemes_are_counted_one_by_one():
     names = [name for name in CHATGLM2.quantized if "mlp.down" in name]
     mixed = replace(CHATGLM2, quantized={**CHATGLM2.quantized, **dict.fromkeys(names, Scheme.parse("w8a8-int8"))})
-    n, k = SHAPE.hidden_size, SHAPE.ffn_size
+    n, k = SHAPE.hidden_size, SHAPE.layers[0].mlp.ffn_size
     more = n * k + 4 * n - packed_bytes(W4, n, k)
     assert sum(mixed.sizes().values()) == sum(CHATGLM2.sizes().values()) + SHAPE.num_layers * more
 
@@ -106,7 +106,7 @@ def test_cublas_is_counted_where_it_is_called(stored, seqs, called):
 
 def test_what_is_read_of_the_cache_with_a_long_prompt_is_counted():
     short, long = (plan_memory(CHATGLM2, 6 * GB, max_model_len=length, max_num_seqs=1) for length in (2048, 32768))
-    vectors = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    vectors = 2 * SHAPE.attention.num_kv_heads * SHAPE.attention.head_dim * 2
     assert long.parts["workspace"] - short.parts["workspace"] == (32768 - 2048) * vectors
 
 

@@ -4,10 +4,9 @@ The reference is written here: a whole sequence at once, with the prefix's keys 
 touches and every token sees.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
+from dense_configs import with_traits
 from engine_models import FAMILIES, PROMPTS, SMALL, as_on_a_gpu, assert_best, finish
 from test_engine_chatglm import PROMPTS as CHATGLM_PROMPTS
 from test_engine_chatglm import SMALL as CHATGLM
@@ -42,7 +41,7 @@ OPTIONS = [
 def drawn(config, name, seed=0):
     """A prefix that moves answers far."""
     generator = torch.Generator().manual_seed(len(name) + seed)
-    shape = config.num_layers, LENGTHS[name], config.num_kv_heads, config.head_dim
+    shape = config.num_layers, LENGTHS[name], config.attention.num_kv_heads, config.attention.head_dim
     return Prefix(name, *(torch.randn(shape, generator=generator) for _ in range(2)))
 
 
@@ -273,7 +272,7 @@ def test_what_no_prefix_needs_is_as_without_them(model):
 
 
 def test_a_prefix_of_another_model_is_refused(model):
-    other = replace(SMALL, num_kv_heads=1)
+    other = with_traits(SMALL, num_kv_heads=1)
     with pytest.raises(CheckpointError, match=r"adapter short: .* of \[2, 3, 1, 16\], expected \[2, 3, 2, 16"):
         Engine(model, adapters=[drawn(other, "short")])
 

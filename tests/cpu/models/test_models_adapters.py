@@ -57,7 +57,7 @@ def test_a_lora_computes_what_its_file_means(family: str, tmp_path: Path) -> Non
     lora = load_adapter(tmp_path / "lora", config_of(family), name="poet")
     assert isinstance(lora, Lora)
     assert lora.name == "poet"
-    assert set(lora.parts) == {f"layers.{index}.{linear}" for index in range(2) for linear in config_of(family).linears}
+    assert set(lora.parts) == {f"layers.{index}.{matrix.name}" for index, matrix in config_of(family).matrices}
     assert distance(plain, reference) > 0.1
     assert distance(logits(adapt(loaded(model), lora), family), reference) < 1e-5
 
@@ -93,7 +93,7 @@ def test_a_saved_lora_is_loaded_again(family: str, alpha: float, tmp_path: Path)
 def test_what_was_trained_on_fused_linears_is_split_and_joined(family: str, tmp_path: Path) -> None:
     """One A for the whole linear: each part gets it, and loading joins them to the same rank again."""
     config, generator = config_of(family), torch.Generator().manual_seed(1)
-    shapes = {"layers.0.attention.qkv": (sum(config.qkv_rows), 64), "layers.1.mlp.down": (64, 96)}
+    shapes = {"layers.0.attention.qkv": (sum(config.attention.qkv_rows), 64), "layers.1.mlp.down": (64, 96)}
     parts = {
         name: LowRank(torch.randn(3, width, generator=generator), torch.randn(out, 3, generator=generator))
         for name, (out, width) in shapes.items()
@@ -223,7 +223,7 @@ def test_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["chatglm", "chatglm2", "glm", "llama"])
 def test_a_prefix_is_read_as_the_file_means_it(family: str, tmp_path: Path) -> None:
     config, tokens = config_of(family), 5
-    heads, dim = config.num_kv_heads, config.head_dim
+    heads, dim = config.attention.num_kv_heads, config.attention.head_dim
     rows = torch.randn(tokens, 2 * 2 * heads * dim, generator=torch.Generator().manual_seed(2))
     tmp_path.joinpath("config.json").write_text(json.dumps(VALUES[family] | {"pre_seq_len": tokens}))
     save_file({"transformer.prefix_encoder.embedding.weight": rows}, tmp_path / "model.safetensors")

@@ -219,7 +219,7 @@ def read_config_of(values: dict[str, Any]) -> Any:
 def test_quantized_formats(tmp_path: Path, form: str, scheme: str) -> None:
     quantized, plain = write_quantized(tmp_path / "quantized", CHATGLM6B, form, scheme)
     model = load(quantized)
-    for name in model.config.linears:
+    for name in (matrix.name for matrix in model.config.layers[0].matrices):
         assert isinstance(model.layers[1].get_submodule(name), QuantizedLinear)
     for tokens in sequences(40, 40):
         assert distance(model(torch.tensor([tokens]))[0], chatglm_logits(CHATGLM6B, plain, tokens)) < 1e-5

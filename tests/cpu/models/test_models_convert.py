@@ -153,7 +153,7 @@ def test_a_widened_model_is_the_same_function(values: dict[str, Any], scheme: st
         done = convert(directory, tmp_path / form, to=form, pad_ffn=size)
         expected = 256 if size == "auto" else int(size)
         assert done.ffn == (160, expected)
-        assert read_config(Checkpoint(tmp_path / form)).ffn_size == expected
+        assert read_config(Checkpoint(tmp_path / form)).layers[0].mlp.ffn_size == expected
         close(logits(tmp_path / form), logits_of(tmp_path / f"plain-{form}", values, plain))
 
 

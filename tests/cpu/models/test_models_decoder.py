@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import dense_config, with_traits
 
 from warpbus.models import Decoder, ModelConfig, RopeConfig
 from warpbus.models.layers import BranchedAttention, CausalAttention, LayerNorm, QuantizedLinear, RMSNorm
 from warpbus.qtensor import QTensor, Scheme
 
-CONFIG = ModelConfig(
+CONFIG = dense_config(
     family="glm4",
     vocab_size=40,
     hidden_size=64,
@@ -69,7 +70,7 @@ def test_later_tokens_change_nothing_before_them() -> None:
 
 
 def test_initialize_draws_what_it_says() -> None:
-    model = fresh(replace(CONFIG, hidden_size=256, ffn_size=512))
+    model = fresh(with_traits(CONFIG, hidden_size=256, ffn_size=512))
     layer = model.layers[1]
     assert torch.equal(layer.mlp_output_norm.weight, torch.ones(256))
     assert torch.equal(layer.attention.qkv.bias, torch.zeros(256))
@@ -78,7 +79,9 @@ def test_initialize_draws_what_it_says() -> None:
 
 
 def test_initialize_of_other_norms_and_mlps() -> None:
-    model = fresh(replace(CONFIG, layer_norm=True, gated=False, mlp_bias=True, output_bias=True, normed_residual=2.0))
+    model = fresh(
+        with_traits(CONFIG, layer_norm=True, gated=False, mlp_bias=True, output_bias=True, normed_residual=2.0)
+    )
     layer = model.layers[1]
     assert torch.equal(layer.mlp_norm.weight, torch.ones(64))
     for bias in (layer.mlp_norm.bias, layer.mlp.up.bias, layer.mlp.down.bias, model.final_norm.bias):

@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from warpbus.errors import CheckpointError
-from warpbus.models import SHAPES, Decoder, ModelConfig, RopeConfig, tensor_map
+from warpbus.models import (
+    SHAPES,
+    AttentionSpec,
+    Decoder,
+    LayerSpec,
+    MLPSpec,
+    ModelConfig,
+    NormSpec,
+    RopeConfig,
+    tensor_map,
+)
 from warpbus.models.families import FAMILIES, MODEL_TYPES, family_of
 
 CHATGLM: dict[str, Any] = {
@@ -98,17 +108,24 @@ def read(values: dict[str, Any], **changes: Any) -> ModelConfig:
 def test_the_first_chatglm() -> None:
     config = read(CHATGLM)
     assert config == SHAPES["chatglm-6b"]
-    assert (config.family, config.num_layers, config.num_heads, config.num_kv_heads) == ("chatglm", 28, 32, 32)
-    assert (config.head_dim, config.ffn_size, config.max_context, config.norm_eps) == (128, 16384, 2048, 1e-5)
-    assert config.rope == RopeConfig(theta=1e4, rotary_dim=64, interleaved=False, two_dimensional=True)
-    assert config.normed_residual == pytest.approx(math.sqrt(56))
-    assert (config.layer_norm, config.gated, config.mlp_bias, config.qkv_bias, config.output_bias) == (
-        *(True, False, True),
-        *(True, True),
+    assert (config.family, config.num_layers, config.max_context) == ("chatglm", 28, 2048)
+    layer = LayerSpec(
+        hidden_size=4096,
+        attention=AttentionSpec(32, 32, 128, qkv_bias=True, output_bias=True),
+        mlp=MLPSpec(16384, gated=False, bias=True, output_bias=True),
+        norm=NormSpec(1e-5, "layer"),
+        normed_residual=math.sqrt(56),
     )
+    assert config.layers == (layer,) * 28
+    assert config.rope == RopeConfig(theta=1e4, rotary_dim=64, interleaved=False, two_dimensional=True)
     assert config.tie_embeddings
     assert (config.prompt_end, config.stop_ids) == (130004, (130005,))
-    assert config.linears == ("attention.qkv", "attention.o", "mlp.up", "mlp.down")
+    assert tuple(matrix.name for matrix in config.layers[0].matrices) == (
+        "attention.qkv",
+        "attention.o",
+        "mlp.up",
+        "mlp.down",
+    )
     assert config.num_parameters == 6_173_286_400
 
 
@@ -137,12 +154,17 @@ def test_which_chatglm_it_is(key: str) -> None:
 
 def test_chatglm2() -> None:
     config = read(CHATGLM2)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (28, 32, 2, 128)
-    assert config.qkv_rows == (4096, 256, 256)
+    assert (
+        config.num_layers,
+        config.attention.num_heads,
+        config.attention.num_kv_heads,
+        config.attention.head_dim,
+    ) == (28, 32, 2, 128)
+    assert config.attention.qkv_rows == (4096, 256, 256)
     assert (config.rope.theta, config.rope.rotary_dim, config.rope.interleaved) == (10000.0, 64, True)
-    assert (config.max_context, config.stop_ids, config.norm_eps) == (32768, (2,), 1e-5)
-    assert config.qkv_bias
-    assert not config.output_bias
+    assert (config.max_context, config.stop_ids, config.norm.eps) == (32768, (2,), 1e-5)
+    assert config.attention.qkv_bias
+    assert not config.attention.output_bias
     assert config.num_parameters == 6_243_584_000
 
 
@@ -159,7 +181,7 @@ def test_glm4_chat() -> None:
     config = read(GLM4_CHAT)
     assert (config.rope.theta, config.rope.position_scale) == (5e6, 1.0)
     assert config.stop_ids == (151329, 151336, 151338)
-    assert config.norm_eps == 1.5625e-07
+    assert config.norm.eps == 1.5625e-07
     assert config.num_parameters == 9_399_951_360
 
 
@@ -187,26 +209,26 @@ def test_rope_ratio_of_an_unknown_generation_is_refused(name: str | None) -> Non
 
 
 def test_multi_head_chatglm() -> None:
-    assert read(CHATGLM2, multi_query_attention=False).num_kv_heads == 32
+    assert read(CHATGLM2, multi_query_attention=False).attention.num_kv_heads == 32
 
 
 def test_glm_defaults() -> None:
     config = read({**NATIVE, "model_type": "glm"}, eos_token_id=None, head_dim=None)
     assert config.stop_ids == (151329, 151336, 151338)
-    assert config.head_dim == 128
-    assert (config.rope.rotary_dim, config.rope.interleaved, config.qkv_bias) == (64, True, True)
-    assert not config.output_norms
-    assert read({**NATIVE, "model_type": "glm4"}).output_norms
+    assert config.attention.head_dim == 128
+    assert (config.rope.rotary_dim, config.rope.interleaved, config.attention.qkv_bias) == (64, True, True)
+    assert not config.layers[0].output_norms
+    assert read({**NATIVE, "model_type": "glm4"}).layers[0].output_norms
 
 
 def test_llama_defaults() -> None:
     config = read(MODELS["llama"], num_key_value_heads=None, head_dim=None, rope_theta=None)
-    assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (32, 128, 10000.0)
-    assert (config.rope.rotary_dim, config.rope.interleaved, config.qkv_bias) == (128, False, False)
+    assert (config.attention.num_kv_heads, config.attention.head_dim, config.rope.theta) == (32, 128, 10000.0)
+    assert (config.rope.rotary_dim, config.rope.interleaved, config.attention.qkv_bias) == (128, False, False)
 
 
 def test_qwen_traits() -> None:
-    second, third = read(MODELS["qwen2"]), read(MODELS["qwen3"])
+    second, third = read(MODELS["qwen2"]).attention, read(MODELS["qwen3"]).attention
     assert (second.qkv_bias, second.output_bias, second.qk_norm) == (True, False, False)
     assert (third.qkv_bias, third.output_bias, third.qk_norm) == (False, False, True)
 
@@ -335,7 +357,7 @@ def test_junk_is_a_checkpoint_error_or_harmless(model: str) -> None:
             if isinstance(found, CheckpointError):
                 assert str(found).startswith("config.json: ")
             else:
-                assert 0 < found.rope.rotary_dim <= found.head_dim
+                assert 0 < found.rope.rotary_dim <= found.attention.head_dim
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -46,7 +46,7 @@ def random_tensors(values: dict[str, Any]) -> dict[str, Tensor]:
         fused = torch.randn(shape, generator=generator) * 64**-0.5
         if parameter.endswith("norm.weight"):
             fused += 1
-        rows = config.qkv_rows if ".qkv." in parameter else (shape[0] // len(names),) * len(names)
+        rows = config.attention.qkv_rows if ".qkv." in parameter else (shape[0] // len(names),) * len(names)
         parts = fused.split(rows if len(names) > 1 else (shape[0],))
         tensors.update({name: part.clone() for name, part in zip(names, parts, strict=True)})
     return tensors

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense_configs import with_traits
 from quantized_files import CHATGLM, CHATGLM6B, HF, plain_tensors, write_files, write_quantized, write_thudm
 from torch import Tensor
 
@@ -164,7 +165,7 @@ def test_no_weight_changes(tmp_path: Path, scheme: str) -> None:
 def test_how_known_models_are_cut() -> None:
     def cut(shape: str, world: int) -> list[tuple[int, int, int]]:
         parts = (Part(SHAPES[shape], rank, world).config for rank in range(world))
-        return [(part.num_heads, part.num_kv_heads, part.ffn_size) for part in parts]
+        return [(part.attention.num_heads, part.attention.num_kv_heads, part.layers[0].mlp.ffn_size) for part in parts]
 
     assert cut("chatglm2-6b", 1) == [(32, 2, 13696)]
     assert cut("chatglm2-6b", 2) == [(16, 1, 53 * 128), (16, 1, 54 * 128)]
@@ -175,7 +176,7 @@ def test_how_known_models_are_cut() -> None:
     assert cut("chatglm-6b", 4) == [(8, 8, 32 * 128)] * 4
     parts = [Part(SHAPES["chatglm2-6b"], rank, 3) for rank in range(3)]
     assert [len(tokens) for tokens in parts[0].vocabulary] == [21672, 21672, 21680]
-    assert sum(part.ffn_size for part in (part.config for part in parts)) == 13696
+    assert sum(part.config.layers[0].mlp.ffn_size for part in parts) == 13696
 
 
 def test_too_many_processes(tmp_path: Path) -> None:
@@ -188,8 +189,10 @@ def test_too_many_processes(tmp_path: Path) -> None:
 
 
 def test_random_models_of_the_first_chatglm() -> None:
-    config = replace(SHAPES["chatglm-6b"], vocab_size=301, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-    config = replace(config, head_dim=32, ffn_size=224, rope=replace(config.rope, rotary_dim=16), prompt_end=40)
+    config = with_traits(
+        SHAPES["chatglm-6b"], vocab_size=301, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4
+    )
+    config = with_traits(config, head_dim=32, ffn_size=224, rope=replace(config.rope, rotary_dim=16), prompt_end=40)
 
     def work(group: Group) -> tuple[Decoder, Tensor]:
         model = random_model(config, Scheme.parse("w4a16-g32"), "cpu", torch.float32, group=group)
@@ -203,8 +206,8 @@ def test_random_models_of_the_first_chatglm() -> None:
 
 
 def test_random_models() -> None:
-    config = replace(SHAPES["chatglm2-6b"], vocab_size=301, hidden_size=128, num_layers=2, num_heads=8, head_dim=32)
-    config = replace(config, ffn_size=224, rope=replace(config.rope, rotary_dim=16), tie_embeddings=True)
+    config = with_traits(SHAPES["chatglm2-6b"], vocab_size=301, hidden_size=128, num_layers=2, num_heads=8, head_dim=32)
+    config = with_traits(config, ffn_size=224, rope=replace(config.rope, rotary_dim=16), tie_embeddings=True)
 
     def work(group: Group) -> tuple[Decoder, Tensor]:
         model = random_model(config, Scheme.parse("w4a16-g32"), "cpu", torch.float32, group=group)

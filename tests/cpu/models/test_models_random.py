@@ -2,13 +2,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 
 from warpbus.models import SHAPES, random_model
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import Scheme
 
-SMALL = replace(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, head_dim=32)
-SMALL = replace(SMALL, num_kv_heads=2, ffn_size=224, rope=replace(SMALL.rope, rotary_dim=16))
+SMALL = with_traits(SHAPES["chatglm2-6b"], vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, head_dim=32)
+SMALL = with_traits(SMALL, num_kv_heads=2, ffn_size=224, rope=replace(SMALL.rope, rotary_dim=16))
 TOKENS = torch.arange(40)[None]
 
 
@@ -47,8 +48,10 @@ def test_a_tied_head_is_the_embedding():
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", [None, "w4a16-g32"])
 def test_the_first_chatglm(scheme):
-    config = replace(SHAPES["chatglm-6b"], vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-    config = replace(config, head_dim=32, ffn_size=224, rope=replace(config.rope, rotary_dim=16), prompt_end=20)
+    config = with_traits(
+        SHAPES["chatglm-6b"], vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4
+    )
+    config = with_traits(config, head_dim=32, ffn_size=224, rope=replace(config.rope, rotary_dim=16), prompt_end=20)
     logits = random_model(config, scheme and Scheme.parse(scheme), "cpu", torch.float32)(TOKENS)
     assert 0.05 < logits.std() < 5
 

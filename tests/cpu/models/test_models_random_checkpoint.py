@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 
 from warpbus.errors import StorageError, UsageError
 from warpbus.formats import Checkpoint
@@ -14,8 +15,8 @@ SIZES = {"vocab_size": 300, "hidden_size": 128, "num_layers": 2, "num_heads": 4,
 
 def tiny(name, **changes):
     shape = SHAPES[name]
-    rope = replace(shape.rope, rotary_dim=32 // (shape.head_dim // shape.rope.rotary_dim))
-    return replace(shape, **SIZES, num_kv_heads=2, rope=rope, stop_ids=(2,), **changes)
+    rope = replace(shape.rope, rotary_dim=32 // (shape.attention.head_dim // shape.rope.rotary_dim))
+    return with_traits(shape, **SIZES, num_kv_heads=2, rope=rope, stop_ids=(2,), **changes)
 
 
 @pytest.mark.parametrize("name", ["chatglm2-6b", "llama-3-8b"])
@@ -36,12 +37,12 @@ def test_the_shape_is_read_back_and_activations_are_moderate(tmp_path, name):
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_known_shape_has_a_config(tmp_path, name, monkeypatch):
     """Its config.json says the shape, whatever number of layers; the sizes are those of a tiny model here."""
-    narrow = replace(SHAPES[name], hidden_size=8, num_heads=2, num_kv_heads=2, ffn_size=8)
+    narrow = with_traits(SHAPES[name], hidden_size=8, num_heads=2, num_kv_heads=2, ffn_size=8)
     if narrow.rope.two_dimensional:  # its config.json has no size of a head
-        narrow = replace(narrow, head_dim=4, rope=replace(narrow.rope, rotary_dim=2))
+        narrow = with_traits(narrow, head_dim=4, rope=replace(narrow.rope, rotary_dim=2))
     monkeypatch.setitem(SHAPES, name, narrow)
     written = write_random_checkpoint(tmp_path / "model", name, torch.bfloat16, layers=1, device="cpu")
-    assert written == replace(narrow, num_layers=1, normed_residual=narrow.normed_residual and 2**0.5)
+    assert written == with_traits(narrow, num_layers=1, normed_residual=narrow.layers[0].normed_residual and 2**0.5)
     checkpoint = Checkpoint(tmp_path / "model")
     assert read_config(checkpoint) == written
     assert checkpoint.dtype(checkpoint.names()[0]) == torch.bfloat16
@@ -49,7 +50,7 @@ def test_every_known_shape_has_a_config(tmp_path, name, monkeypatch):
 
 @torch.no_grad()
 def test_inputs_of_the_layers_are_correlated_and_their_channels_differ(tmp_path):
-    shape = replace(tiny("chatglm2-6b"), hidden_size=256)
+    shape = with_traits(tiny("chatglm2-6b"), hidden_size=256)
     write_random_checkpoint(tmp_path / "model", shape, torch.float32, device="cpu")
     model = load_model(Checkpoint(tmp_path / "model"), device="cpu", dtype=torch.float32)
     norms = [module.weight for module in model.modules() if isinstance(module, RMSNorm)]

@@ -74,10 +74,13 @@ def test_adapters_of_requests(capability: tuple[int, int] | None, tiny_model: Pa
     """A LoRA and a prefix, beside requests that name none."""
     config = read_config(Checkpoint(tiny_model))
     draw = torch.Generator().manual_seed(2)
-    a, b = torch.randn(4, config.hidden_size, generator=draw), torch.randn(sum(config.qkv_rows), 4, generator=draw)
+    a, b = (
+        torch.randn(4, config.hidden_size, generator=draw),
+        torch.randn(sum(config.attention.qkv_rows), 4, generator=draw),
+    )
     lora = Lora("one", {"layers.0.attention.qkv": LowRank(a, b)})
     save_lora(tmp_path / "one", lora, config, base="tiny", rank=4, alpha=4)
-    shape = config.num_layers, 5, config.num_kv_heads, config.head_dim
+    shape = config.num_layers, 5, config.attention.num_kv_heads, config.attention.head_dim
     prefix = Prefix("two", *(torch.randn(shape, generator=draw) for _ in range(2)))
     save_prefix(tmp_path / "two", prefix, config, base="tiny")
     adapters = {name: tmp_path / name for name in ("one", "two")}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense_configs import with_traits
 from torch import Tensor
 
 from warpbus.errors import UsageError
@@ -25,7 +26,7 @@ from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.trials import try_candidates
 
 SOP = 90
-SHAPE = replace(
+SHAPE = with_traits(
     SHAPES["chatglm-6b"],
     vocab_size=97,
     hidden_size=64,
@@ -84,11 +85,12 @@ def run(model: Path, output: Path, algorithm: str, **options: Any) -> Any:
 )
 def test_a_whole_model(tmp_path: Path, model: Path, algorithm: str, options: dict[str, Any]) -> None:
     report = run(model, tmp_path / "out", algorithm, **options)
-    assert [row.linear for row in report.layers] == [*SHAPE.linears] * 2
-    assert report.linears == SHAPE.linears
+    names = [matrix.name for matrix in SHAPE.layers[0].matrices]
+    assert [row.linear for row in report.layers] == names * 2
+    assert report.linears == tuple(names)
     loaded, plain = load(tmp_path / "out"), load(model)
     for layer, before in zip(loaded.layers, plain.layers, strict=True):
-        for linear in SHAPE.linears:
+        for linear in names:
             found, weight = layer.get_submodule(linear), before.get_submodule(linear).weight
             assert isinstance(found, QuantizedLinear)
             # Rows that were at another place would be as far off as random ones are: 1.4.

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from dense_configs import dense_config
 
 from warpbus.errors import NumericError, TensorError, UsageError
-from warpbus.models import DecoderLayer, ModelConfig
+from warpbus.models import DecoderLayer
 from warpbus.models.config import RopeConfig
 from warpbus.models.layers import CausalAttention, Rotary
 from warpbus.qtensor import Scheme
@@ -26,17 +27,17 @@ SHAPE = {
 }
 HALF, WHOLE = RopeConfig(1e4, 8, interleaved=True), RopeConfig(1e4, 16, interleaved=False)
 CONFIGS = {
-    "glm": ModelConfig("glm", rope=HALF, qkv_bias=True, **SHAPE),
-    "glm4": ModelConfig("glm4", rope=HALF, qkv_bias=True, output_norms=True, **SHAPE),
-    "llama": ModelConfig("llama", rope=WHOLE, **(SHAPE | {"num_kv_heads": 6})),
-    "qwen2": ModelConfig("qwen2", rope=WHOLE, qkv_bias=True, **SHAPE),
-    "qwen3": ModelConfig("qwen3", rope=WHOLE, qk_norm=True, qkv_bias=True, output_bias=True, **SHAPE),
+    "glm": dense_config("glm", rope=HALF, qkv_bias=True, **SHAPE),
+    "glm4": dense_config("glm4", rope=HALF, qkv_bias=True, output_norms=True, **SHAPE),
+    "llama": dense_config("llama", rope=WHOLE, **(SHAPE | {"num_kv_heads": 6})),
+    "qwen2": dense_config("qwen2", rope=WHOLE, qkv_bias=True, **SHAPE),
+    "qwen3": dense_config("qwen3", rope=WHOLE, qk_norm=True, qkv_bias=True, output_bias=True, **SHAPE),
 }
 
 
 def random_layer(config, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    layer = DecoderLayer(config)
+    layer = DecoderLayer(config.layers[0], config.rope)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -52,11 +53,16 @@ def outputs(layer, config):
     return layer(x, 0, positions, Rotary(config.rope)(positions, dtype), CausalAttention())
 
 
+def output_of(config):
+    """A layer's spec, and its matrix with shared inputs."""
+    return config.layers[0], config.layers[0].matrix("attention.o")
+
+
 def random_scale(config, linear, seed=2):
-    module = {"attention.o": config.num_heads * config.head_dim, "mlp.down": config.ffn_size}
+    matrix = config.layers[0].matrix(linear)
     generator = torch.Generator().manual_seed(seed)
-    scale = torch.randn(module.get(linear, config.hidden_size), generator=generator, dtype=torch.float64).exp()
-    return tie(config, scale) if linear == "attention.o" else scale
+    scale = torch.randn(matrix.columns.length, generator=generator, dtype=torch.float64).exp()
+    return tie(config.layers[0], matrix, scale)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -94,10 +100,12 @@ def test_what_changes_is_only_what_makes_the_inputs():
         "attention.qkv.bias",
     }
     fold(layer, "mlp.down", random_scale(config, "mlp.down"))
-    untouched = sum(config.qkv_rows[:2])
+    untouched = sum(config.attention.qkv_rows[:2])
     assert torch.equal(layer.attention.qkv.weight[:untouched], qkv[:untouched])
     assert not torch.equal(layer.attention.qkv.weight[untouched:], qkv[untouched:])
-    assert torch.equal(layer.mlp.gate_up.weight[: config.ffn_size], gate_up[: config.ffn_size])
+    assert torch.equal(
+        layer.mlp.gate_up.weight[: config.layers[0].mlp.ffn_size], gate_up[: config.layers[0].mlp.ffn_size]
+    )
 
 
 def test_a_norms_rounding_is_made_up_for():
@@ -123,7 +131,7 @@ def test_a_file_of_a_narrower_dtype():
     assert torch.equal(layer.mlp_norm.weight, layer.mlp_norm.weight.bfloat16().float())
     assert torch.allclose(layer.mlp_norm.weight.double() * folded.weight, norm * weight, rtol=1e-6)
     fold(layer, "attention.o", random_scale(config, "attention.o"), stored=torch.bfloat16)
-    values = layer.attention.qkv.weight[sum(config.qkv_rows[:2]) :]
+    values = layer.attention.qkv.weight[sum(config.attention.qkv_rows[:2]) :]
     assert torch.equal(values, values.bfloat16().float())
 
 
@@ -139,10 +147,10 @@ def test_a_channel_that_the_norm_silences_stays_silent():
 def test_heads_that_share_a_value_are_tied():
     config = CONFIGS["glm"]  # 6 heads, 2 of keys and values: heads 0, 1, 2 share, and 3, 4, 5
     heads = torch.tensor([1.0, 2.0, 6.0, 10.0, 20.0, 60.0])
-    tied = tie(config, heads[:, None].expand(6, 16).flatten()).view(6, 16)
+    tied = tie(*output_of(config), heads[:, None].expand(6, 16).flatten()).view(6, 16)
     assert torch.equal(tied[:, 0], torch.tensor([3.0, 3.0, 3.0, 30.0, 30.0, 30.0]))
-    assert torch.equal(tie(CONFIGS["llama"], tied.flatten()), tied.flatten())
-    apart = tie(config, torch.arange(96.0)).view(2, 3, 16)
+    assert torch.equal(tie(*output_of(CONFIGS["llama"]), tied.flatten()), tied.flatten())
+    apart = tie(*output_of(config), torch.arange(96.0)).view(2, 3, 16)
     assert torch.equal(apart[0, 0], 16 + torch.arange(16.0))
     with pytest.raises(NumericError, match=r"^attention\.o: its scale differs between heads"):
         fold(random_layer(config), "attention.o", heads[:, None].expand(6, 16).flatten())
@@ -172,7 +180,7 @@ def test_quantized_predecessors_leave_the_layer_as_it_is():
     scale = random_scale(config, "mlp.down").float()
     fold(layer, "mlp.down", scale)
     folded = outputs(layer, config)
-    layer.mlp.gate_up.weight.copy_(divide_rows(matrix, config.ffn_size, scale).dequantize())
+    layer.mlp.gate_up.weight.copy_(divide_rows(matrix, config.layers[0].mlp.ffn_size, scale).dequantize())
     for found in (folded, outputs(layer, config)):
         assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max()))
 

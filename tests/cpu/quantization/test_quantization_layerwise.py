@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from dense_configs import dense_config
 from torch import Tensor, nn
 
 from warpbus.dist import SHARES
-from warpbus.models import Decoder, DecoderLayer, ModelConfig, RopeConfig
+from warpbus.models import Decoder, DecoderLayer, RopeConfig
 from warpbus.quantization import Calibration, layerwise
 from warpbus.quantization.folding import fold
 from warpbus.quantization.layerwise import LayerPass, States, embed
@@ -48,7 +49,7 @@ def make_decoder(**traits: Any) -> Decoder:
         "rope": RopeConfig(theta=10000.0, rotary_dim=4, interleaved=True),
         "max_context": 64,
     }
-    config = ModelConfig(**(shape | traits))
+    config = dense_config(**(shape | traits))
     model = Decoder(config)
     model.initialize(torch.Generator().manual_seed(0), std=0.3)
     return model.eval()

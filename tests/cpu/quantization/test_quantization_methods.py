@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import dense_config
 from quantization_threads import together
 from torch import Tensor, nn
 
 from warpbus.dist import SHARES, Group
 from warpbus.errors import NumericError
-from warpbus.models import DecoderLayer, ModelConfig, RopeConfig
+from warpbus.models import DecoderLayer, RopeConfig
 from warpbus.models.layers import CausalAttention, Rotary
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import rtn
@@ -24,7 +25,7 @@ from warpbus.quantization.stopwatch import Stopwatch
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
 # Rows of o and down (36) and of gate_up (84) that do not divide into shares.
-CONFIG = ModelConfig(
+CONFIG = dense_config(
     family="glm",
     vocab_size=50,
     hidden_size=36,
@@ -42,7 +43,7 @@ SCHEMES = {"gptq": "w3a16", "awq": "w3a16-asym", "smoothquant": "w8a8-int8"}
 
 
 def make_layer() -> DecoderLayer:
-    layer = DecoderLayer(CONFIG)
+    layer = DecoderLayer(CONFIG.layers[0], CONFIG.rope)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dense_configs import dense_config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -27,7 +28,7 @@ from warpbus.train.ptuning import TrainedPrefix
 from warpbus.train.recompute import recompute_layers
 from warpbus.train.sharding import distribute, whole
 
-CONFIG = ModelConfig(
+CONFIG = dense_config(
     family="chatglm2",
     vocab_size=64,
     hidden_size=128,

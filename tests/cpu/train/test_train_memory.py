@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import dense_config, with_traits
 
 from warpbus.kernels.ops.packed import pack
 from warpbus.models import SHAPES, Decoder, ModelConfig
@@ -13,10 +14,10 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.train import memory
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import attach_lora
-from warpbus.train.memory import Estimate, linear_shapes, training_memory
+from warpbus.train.memory import Estimate, training_memory
 from warpbus.train.settings import TrainingSettings
 
-CONFIG = ModelConfig(
+CONFIG = dense_config(
     family="chatglm2",
     vocab_size=96,
     hidden_size=128,
@@ -30,8 +31,8 @@ CONFIG = ModelConfig(
     max_context=128,
     qkv_bias=True,
 )
-V1_LIKE = replace(CONFIG, gated=False, mlp_bias=True, output_bias=True, layer_norm=True, normed_residual=2.0)
-TIED = replace(CONFIG, tie_embeddings=True, qk_norm=True, output_norms=True)
+V1_LIKE = with_traits(CONFIG, gated=False, mlp_bias=True, output_bias=True, layer_norm=True, normed_residual=2.0)
+TIED = with_traits(CONFIG, tie_embeddings=True, qk_norm=True, output_norms=True)
 SMALL = {"length": 64, "rows_per_step": 2, "rows_at_once": 2}
 
 
@@ -84,7 +85,7 @@ def test_quantized_weights_are_exact(scheme: str) -> None:
     settings = TrainingSettings(**SMALL, method="lora", dtype="bfloat16", quantize=scheme)  # type: ignore[arg-type]
     model = prepared(CONFIG, settings)
     expected = held_bytes(model)
-    for n, k in linear_shapes(CONFIG).values():
+    for n, k in (matrix.shape for matrix in CONFIG.layers[0].matrices):
         weight = QTensor.from_codes(
             parsed, torch.zeros(n, k, dtype=torch.uint8), torch.ones(n, parsed.groups(k), dtype=torch.bfloat16)
         )
@@ -125,12 +126,12 @@ def test_activations_are_what_autograd_keeps(
     ):
         model.hidden(tokens, None, CausalAttention(torch.zeros_like(tokens)))
     kept = sums[2] - sums[1]
-    more = training_memory(replace(config, num_layers=4), settings)
+    more = training_memory(with_traits(config, num_layers=4), settings)
     less = training_memory(config, settings)
     reckoned = more.activations - less.activations + more.casts - less.casts
-    if config.gated and dtype == "bfloat16":
-        kept -= 2 * tokens.numel() * config.ffn_size  # silu(gate), which kernels of GPUs do not keep
-    if not config.layer_norm:
+    if config.layers[0].mlp.gated and dtype == "bfloat16":
+        kept -= 2 * tokens.numel() * config.layers[0].mlp.ffn_size  # silu(gate), which kernels of GPUs do not keep
+    if config.norm.kind != "layer":
         # Two norms, which on a CPU keep their input in float32, and their output but for a weight that is trained.
         full = method == "full"
         kept -= (

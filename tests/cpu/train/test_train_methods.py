@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from dense_configs import dense_config, with_traits
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,7 +37,7 @@ LORA = replace(ADAPTER, rank=4, alpha=8.0)
 PTUNING = replace(ADAPTER, method="ptuning", prefix_tokens=5, learning_rate=5e-2)
 
 # ChatGLM-6B's shape: prompts see each other in both directions up to token 3, positions have two dimensions.
-V1 = ModelConfig(
+V1 = dense_config(
     family="chatglm",
     vocab_size=48,
     hidden_size=32,
@@ -155,7 +156,8 @@ def test_lora_on_a_base_that_is_rounded_while_it_is_loaded(tiny_model: Path, tmp
         Checkpoint(tiny_model), device="cpu", dtype=torch.float32, linears=Scheme.parse("w4a16-g32"), head=None
     )
     assert all(
-        isinstance(rounded.get_submodule(f"layers.1.{name}"), QuantizedLinear) for name in rounded.config.linears
+        isinstance(rounded.get_submodule(f"layers.1.{matrix.name}"), QuantizedLinear)
+        for matrix in rounded.config.layers[1].matrices
     )
     assert not isinstance(rounded.head, QuantizedLinear)
     _, first = run(
@@ -271,7 +273,7 @@ def packed() -> Documents:
 
 @pytest.mark.parametrize(
     "config",
-    [V1, replace(V1, num_kv_heads=1, prompt_end=None, rope=replace(V1.rope, two_dimensional=False))],
+    [V1, with_traits(V1, num_kv_heads=1, prompt_end=None, rope=replace(V1.rope, two_dimensional=False))],
     ids=["chatglm-6b", "causal"],
 )
 def test_packed_rows_have_the_loss_of_their_documents(config: ModelConfig) -> None:
@@ -280,7 +282,7 @@ def test_packed_rows_have_the_loss_of_their_documents(config: ModelConfig) -> No
     documents = packed()
     rows = assemble(documents, [np.arange(3), np.array([3])], 24)
     drawn = torch.Generator().manual_seed(4)
-    shape = config.num_layers, 3, config.num_kv_heads, config.head_dim
+    shape = config.num_layers, 3, config.attention.num_kv_heads, config.attention.head_dim
     keys, values = (torch.randn(shape, generator=drawn) for _ in range(2))
     learnt = TrainedPrefix(keys, values)
 
@@ -314,7 +316,7 @@ def test_a_prefix_begins_as_keys_that_are_not_rotated(config: ModelConfig) -> No
     with torch.no_grad():
         layer = cast(DecoderLayer, model.layers[0])
         normed = layer.attention_norm(model.embedding(torch.tensor([7, 9, 7])))
-        _, keys, values = layer.attention.qkv(normed).split(config.qkv_rows, dim=-1)
+        _, keys, values = layer.attention.qkv(normed).split(config.attention.qkv_rows, dim=-1)
     assert torch.allclose(prefix.keys[0].flatten(1), keys, atol=1e-6)
     assert torch.allclose(prefix.values[0].flatten(1), values, atol=1e-6)
     assert prefix.keys.requires_grad

@@ -1,10 +1,10 @@
 """LoRA, recomputation and FP8 in a small decoder: what they compute, what they train, what they keep."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import dense_config, with_traits
 from torch import Tensor, nn
 
 from warpbus.errors import UsageError
@@ -18,7 +18,7 @@ from warpbus.train.lora import LoraLinear, attach_lora, lora_of
 from warpbus.train.loss import summed_cross_entropy
 from warpbus.train.recompute import recompute_layers
 
-CONFIG = ModelConfig(
+CONFIG = dense_config(
     family="chatglm2",
     vocab_size=64,
     hidden_size=32,
@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
     max_context=64,
     qkv_bias=True,
 )
-V1_LIKE = replace(
+V1_LIKE = with_traits(
     CONFIG, num_kv_heads=4, gated=False, mlp_bias=True, output_bias=True, layer_norm=True, normed_residual=2.0
 )
 TOKENS = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(5))
@@ -85,13 +85,12 @@ def test_lora_begins_as_its_base_and_trains_a_and_b_alone(config: ModelConfig) -
 def test_lora_of_is_the_change_of_the_weights(config: ModelConfig) -> None:
     model = decoder(config)
     plain = decoder(config)
-    attach_lora(model, rank=3, alpha=6.0, targets=[config.linears[0], config.linears[3]])
+    first, *_, last = (matrix.name for matrix in config.layers[0].matrices)
+    attach_lora(model, rank=3, alpha=6.0, targets=[first, last])
     learnt(model)
     lora = lora_of(model, "poet")
     assert lora.rank == 3
-    assert sorted(lora.parts) == sorted(
-        f"layers.{index}.{name}" for index in range(3) for name in (config.linears[0], config.linears[3])
-    )
+    assert sorted(lora.parts) == sorted(f"layers.{index}.{name}" for index in range(3) for name in (first, last))
     with torch.no_grad():
         for name, part in lora.parts.items():
             plain.get_submodule(name).weight += part.b @ part.a
@@ -124,7 +123,7 @@ def test_lora_on_quantized_weights() -> None:
     model, dense = decoder(), decoder()
     scheme = Scheme.parse("w4a16")
     for source, target in zip(model.layers, dense.layers, strict=True):
-        for name in CONFIG.linears:
+        for name in (matrix.name for matrix in CONFIG.layers[0].matrices):
             parent, _, leaf = name.rpartition(".")
             linear = source.get_submodule(name)
             groups = scheme.groups(linear.in_features)
@@ -263,7 +262,7 @@ def test_recomputation_rounds_as_autocast_did_and_can_be_repeated() -> None:
 
 
 def test_the_last_product_of_a_layer_is_not_computed_again() -> None:
-    model = decoder(replace(CONFIG, hidden_size=128))
+    model = decoder(with_traits(CONFIG, hidden_size=128))
     attach_lora(model, rank=2, alpha=4.0)
     recompute_layers(model)
     computed = {"gate_up": 0, "down": 0}
@@ -365,7 +364,7 @@ def test_use_fp8_takes_what_fits() -> None:
     assert exact[1].keys() == rounded[1].keys()
     for name, gradient in rounded[1].items():
         assert float((gradient - exact[1][name]).norm() / exact[1][name].norm()) < 0.4, name
-    assert use_fp8(decoder(replace(CONFIG, ffn_size=40))) == 9  # mlp.down takes 40, no multiple of 16
+    assert use_fp8(decoder(with_traits(CONFIG, ffn_size=40))) == 9  # mlp.down takes 40, no multiple of 16
 
 
 def test_fp8_base_of_lora() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from dense_configs import with_traits
 from torch import nn
 
 from warpbus.models import SHAPES, random_model
@@ -12,7 +13,7 @@ from warpbus.qtensor import Scheme
 
 GPU = torch.device("cuda", 0)
 W4 = Scheme.parse("w4a16-g32")
-SMALL = replace(
+SMALL = with_traits(
     SHAPES["chatglm2-6b"], vocab_size=1000, hidden_size=256, num_layers=3, num_heads=8, head_dim=64, ffn_size=352
 )
 SMALL = replace(SMALL, rope=replace(SMALL.rope, rotary_dim=32), max_context=2048)

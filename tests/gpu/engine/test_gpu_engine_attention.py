@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from gpu_engine_models import GPU, SMALL
 from torch import Tensor
 
@@ -31,7 +32,7 @@ def expected_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_the_second_piece_sees_the_first(dtype: torch.dtype, size: int, kv_heads: int) -> None:
     rope = replace(SMALL.rope, rotary_dim=size // 2)
-    config = replace(SMALL, num_layers=1, num_heads=8, num_kv_heads=kv_heads, head_dim=size, rope=rope)
+    config = with_traits(SMALL, num_layers=1, num_heads=8, num_kv_heads=kv_heads, head_dim=size, rope=rope)
     count = -(-LENGTH // BLOCK)
     cache = KVCache(config, count, device=GPU, dtype=dtype)
     cache.back(count)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from gpu_engine_models import GPU, W4, finish
 
 from warpbus.engine.blocks import BLOCK
@@ -23,7 +24,7 @@ from warpbus.qtensor import Scheme
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 END = 990
-SMALL = replace(
+SMALL = with_traits(
     SHAPES["chatglm-6b"],
     vocab_size=1000,
     hidden_size=256,
@@ -98,7 +99,7 @@ def reference(model):
 @pytest.mark.parametrize("scheme", [None, W4])
 def test_prompts_and_steps(dtype, head_dim, scheme):
     """Alone, where each prompt has a graph of its own or none, and all together."""
-    config = replace(SMALL, head_dim=head_dim, rope=replace(SMALL.rope, rotary_dim=head_dim // 2))
+    config = with_traits(SMALL, head_dim=head_dim, rope=replace(SMALL.rope, rotary_dim=head_dim // 2))
     model = model_of(config, scheme, dtype)
     reference, engine = on_the_cpu(model), Engine(model)
     for prompts in (*([prompt] for prompt in PROMPTS), PROMPTS):
@@ -140,8 +141,8 @@ def test_the_embedding_may_lie_on_the_cpu(speculation):
 @pytest.mark.parametrize("scheme", ["w4a16-g128", "w4a16", "w8a16"])
 def test_the_true_shape(scheme):
     """Two layers of it: 32 heads with keys of their own, of 128 dimensions."""
-    config = replace(SHAPES["chatglm-6b"], num_layers=2, vocab_size=1000, stop_ids=(991,), prompt_end=END)
-    assert has_kernel(torch.float16, config.head_dim, GPU)
+    config = with_traits(SHAPES["chatglm-6b"], num_layers=2, vocab_size=1000, stop_ids=(991,), prompt_end=END)
+    assert has_kernel(torch.float16, config.attention.head_dim, GPU)
     model = model_of(config, Scheme.parse(scheme))
     # Its scores spread by 2.9, and 16 bits move them by as much more.
     check(on_the_cpu(model), answered(Engine(model), 12), 12, 0.1)

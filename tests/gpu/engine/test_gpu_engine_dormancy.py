@@ -1,10 +1,10 @@
 """A quantized model on a GPU sleeps and wakes: every byte, every pointer, captured graphs, the driver's account."""
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 
 from warpbus.cuda.vmm import Arena, mapped_bytes
 from warpbus.engine.dormancy import ALIGNMENT, Dormant
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 MiB = 2**20
 SLACK = 32 * MiB
 W4 = Scheme.parse("w4a16-g128")
-MIDDLE = replace(SHAPES["chatglm2-6b"], num_layers=4)
+MIDDLE = with_traits(SHAPES["chatglm2-6b"], num_layers=4)
 
 
 def used():
@@ -143,7 +143,7 @@ def test_a_wake_without_memory_can_be_tried_again(model):
 
 
 def test_a_tied_head_moves_once():
-    tied = random_model(replace(MIDDLE, num_layers=1, tie_embeddings=True), W4, GPU, torch.float16)
+    tied = random_model(with_traits(MIDDLE, num_layers=1, tie_embeddings=True), W4, GPU, torch.float16)
     assert tied.head.weight is tied.embedding.weight
     dormant = Dormant(tied)
     assert tied.head.weight is tied.embedding.weight
@@ -151,7 +151,7 @@ def test_a_tied_head_moves_once():
 
 
 def test_an_embedding_on_the_cpu_stays_there():
-    model = random_model(replace(MIDDLE, num_layers=1), W4, GPU, torch.float16, embedding="cpu")
+    model = random_model(with_traits(MIDDLE, num_layers=1), W4, GPU, torch.float16, embedding="cpu")
     place = model.embedding.weight.data_ptr()
     expected = scores(model)
     dormant = Dormant(model)
@@ -163,7 +163,7 @@ def test_an_embedding_on_the_cpu_stays_there():
 
 
 def test_a_hundred_sleeps_leak_nothing():
-    model = random_model(replace(MIDDLE, num_layers=1, vocab_size=1024), W4, GPU, torch.float16)
+    model = random_model(with_traits(MIDDLE, num_layers=1, vocab_size=1024), W4, GPU, torch.float16)
     dormant = Dormant(model)
     dormant.sleep()
     dormant.wake()

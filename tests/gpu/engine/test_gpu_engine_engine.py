@@ -5,10 +5,10 @@ In 16 bits rounding decides where two scores are equal: answers are compared wit
 
 import gc
 import random
-from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from gpu_engine_models import GPU, PROMPTS, SMALL, TOLERANCES, W4, assert_best, finish, model_of, plain_scores
 
 from warpbus.cuda.vmm import mapped_bytes
@@ -57,7 +57,7 @@ def drawn_prompts(count, longest, seed):
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("scheme", [None, W4])
 def test_prompts_and_steps(prefill_tokens, num_kv_heads, dtype, scheme):
-    model = model_of(replace(SMALL, num_kv_heads=num_kv_heads), scheme, dtype)
+    model = model_of(with_traits(SMALL, num_kv_heads=num_kv_heads), scheme, dtype)
     engine = Engine(model, max_model_len=200, prefill_tokens=prefill_tokens)
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 12), strict=True):
         assert_best(model, prompt, answer, TOLERANCES[dtype])
@@ -65,7 +65,7 @@ def test_prompts_and_steps(prefill_tokens, num_kv_heads, dtype, scheme):
 
 @pytest.mark.parametrize("changes", [{"qk_norm": True}, {"output_norms": True}, {"tie_embeddings": True}])
 def test_other_families(changes):
-    model = model_of(replace(SMALL, **changes))
+    model = model_of(with_traits(SMALL, **changes))
     for prompt, answer in zip(PROMPTS, Engine(model).decode(PROMPTS, 8), strict=True):
         assert_best(model, prompt, answer)
 
@@ -165,7 +165,7 @@ def test_stop_tokens_end_an_answer_whose_next_step_is_under_way(model):
 
 @pytest.mark.usefixtures("small_growth")
 def test_graphs_stay_valid_while_the_cache_grows_and_shrinks():
-    model = model_of(replace(SMALL, num_kv_heads=8))
+    model = model_of(with_traits(SMALL, num_kv_heads=8))
     engine = Engine(model, max_num_seqs=8)
     first = request(PROMPTS[1], tokens=400)
     engine.add(first)
@@ -187,7 +187,7 @@ def test_graphs_stay_valid_while_the_cache_grows_and_shrinks():
 
 @pytest.mark.usefixtures("small_growth")
 def test_memory_returns_by_the_drivers_account():
-    model = model_of(replace(SMALL, num_layers=8, num_kv_heads=8))
+    model = model_of(with_traits(SMALL, num_layers=8, num_kv_heads=8))
     engine = Engine(model, max_num_seqs=16)
     prompts = drawn_prompts(16, 1900, 4)
     engine.decode(prompts, 20)  # captures what is needed
@@ -265,7 +265,7 @@ def test_the_embedding_may_lie_on_the_cpu(speculation):
 
 
 def test_sleep_leaves_graphs_valid_and_no_memory():
-    model = model_of(replace(SMALL, num_layers=6, hidden_size=512, ffn_size=1408))
+    model = model_of(with_traits(SMALL, num_layers=6, hidden_size=512, ffn_size=1408))
     engine = Engine(model, dormant=Dormant(model))
     prompts = drawn_prompts(5, 400, 6)
     for prompt, answer in zip(prompts, engine.decode(prompts, 20), strict=True):

@@ -190,7 +190,7 @@ def test_they_sleep_with_the_weights():
 def test_beside_a_prefix():
     """Rows of all kinds in one step."""
     draw = torch.Generator().manual_seed(3)
-    shape = SMALL.num_layers, 40, SMALL.num_kv_heads, SMALL.head_dim
+    shape = SMALL.num_layers, 40, SMALL.attention.num_kv_heads, SMALL.attention.head_dim
     prefix = Prefix("prefix", *(torch.randn(shape, generator=draw) for _ in range(2)))
     engine = Engine(model_of(), adapters=(*loras(), prefix))
     requests = asked([None, "all", "prefix", "wide", "prefix", "down"], 20)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from gpu_engine_models import GPU, SMALL, W4, finish, model_of
 from test_gpu_engine_chatglm import PROMPTS as CHATGLM_PROMPTS
 from test_gpu_engine_chatglm import SMALL as CHATGLM
@@ -30,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, logprobs=1)
 def drawn(config, name):
     """A prefix, on the CPU in float32, as it is loaded."""
     generator = torch.Generator().manual_seed(len(name))
-    shape = config.num_layers, LENGTHS[name], config.num_kv_heads, config.head_dim
+    shape = config.num_layers, LENGTHS[name], config.attention.num_kv_heads, config.attention.head_dim
     return Prefix(name, *(torch.randn(shape, generator=generator) for _ in range(2)))
 
 
@@ -125,7 +126,9 @@ def test_chatglm_behind_a_prefix(dtype, speculation):
 
 
 def test_other_heads_and_no_interleaving():
-    config = replace(SMALL, qk_norm=True, num_kv_heads=8, rope=replace(SMALL.rope, rotary_dim=64, interleaved=False))
+    config = with_traits(
+        SMALL, qk_norm=True, num_kv_heads=8, rope=replace(SMALL.rope, rotary_dim=64, interleaved=False)
+    )
     model, prefixes = model_of(config), {"long": drawn(config, "long")}
     requests = asked(PROMPTS, ["long"], 20)
     finish(Engine(model, adapters=list(prefixes.values())), requests)

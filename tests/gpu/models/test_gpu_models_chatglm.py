@@ -1,9 +1,8 @@
 """ChatGLM-6B's layers on a GPU: against the CPU in float32, plain and quantized, and as they are loaded."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from dense_configs import with_traits
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 GPU = torch.device("cuda", 0)
 SOP = 990
-SMALL = replace(
+SMALL = with_traits(
     SHAPES["chatglm-6b"],
     vocab_size=1000,
     hidden_size=256,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
@@ -23,7 +24,7 @@ INT8, FP8 = Scheme.parse("w8a8-int8"), Scheme.parse("w8a8-fp8")
 W8A8 = [INT8, pytest.param(FP8, marks=pytest.mark.skipif(not HAS_E4M3, reason="needs sm_89"))]
 HALVES = [torch.float16, torch.bfloat16]
 
-SMALL = replace(
+SMALL = with_traits(
     SHAPES["chatglm2-6b"], vocab_size=1000, hidden_size=256, num_layers=3, num_heads=8, head_dim=64, ffn_size=352
 )
 SMALL = replace(SMALL, rope=replace(SMALL.rope, rotary_dim=32), max_context=2048)

@@ -1,10 +1,10 @@
 """ChatGLM-6B quantized on a GPU: as good as on the CPU, its rows where the file has them."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from dense_configs import with_traits
 
 from warpbus.formats import Checkpoint
 from warpbus.models import SHAPES, Decoder, load_model
@@ -14,7 +14,7 @@ from warpbus.quantization import Calibration, quantize
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 SOP = 290
-SHAPE = replace(
+SHAPE = with_traits(
     SHAPES["chatglm-6b"],
     vocab_size=300,
     hidden_size=256,

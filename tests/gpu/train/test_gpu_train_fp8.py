@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from torch import nn
 
 from warpbus.cuda.jit import architecture
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 HAS_E4M3 = torch.cuda.is_available() and runs_on(architecture(0), "sm_89")
 needs_e4m3 = pytest.mark.skipif(not HAS_E4M3, reason="needs sm_89")
-SMALL = replace(
+SMALL = with_traits(
     SHAPES["chatglm2-6b"], vocab_size=1000, hidden_size=256, num_layers=3, num_heads=8, head_dim=64, ffn_size=384
 )
 SMALL = replace(SMALL, rope=replace(SMALL.rope, rotary_dim=32), max_context=2048)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from torch import nn
 
 from warpbus.cuda.jit import architecture
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 HALVES = [torch.float16, torch.bfloat16]
 SCHEMES = ["w4a16-g128", "w4a16-g32-asym", "w4a16", "w3a16-g64", "w8a16", "w8a16-g32-asym"]
 HAS_E4M3 = torch.cuda.is_available() and runs_on(architecture(0), "sm_89")
-SMALL = replace(
+SMALL = with_traits(
     SHAPES["chatglm2-6b"], vocab_size=1000, hidden_size=256, num_layers=3, num_heads=8, head_dim=64, ffn_size=384
 )
 SMALL = replace(SMALL, rope=replace(SMALL.rope, rotary_dim=32), max_context=2048)
@@ -162,7 +163,7 @@ def test_qlora_in_a_decoder(compiled, recompute):
 
 def test_no_dequantized_matrix_is_kept():
     model = random_model(
-        replace(SMALL, hidden_size=1024, ffn_size=4096), Scheme.parse("w4a16-g128"), "cuda", torch.bfloat16
+        with_traits(SMALL, hidden_size=1024, ffn_size=4096), Scheme.parse("w4a16-g128"), "cuda", torch.bfloat16
     )
     attach_lora(model, rank=8, alpha=16.0)
     model.train()

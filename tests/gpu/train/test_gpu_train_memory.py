@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 
 from warpbus.bench.train_process import Task, job
 from warpbus.dist import Group
@@ -15,7 +16,7 @@ from warpbus.train.settings import TrainingSettings
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 # The width of ChatGLM2-6B, and few layers.
-CONFIG = replace(SHAPES["chatglm2-6b"], num_layers=4)
+CONFIG = with_traits(SHAPES["chatglm2-6b"], num_layers=4)
 GPU = torch.device("cuda", 0)
 
 

@@ -1,9 +1,8 @@
 """Processes that share a model choose the same tokens by themselves: greedy ones, and drawn ones that have seeds."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from dense_configs import with_traits
 
 from warpbus.dist import Group, Send, launch
 from warpbus.engine.engine import Engine, request
@@ -14,7 +13,7 @@ from warpbus.qtensor import Scheme
 pytestmark = pytest.mark.multigpu
 
 # Scores of several sequences are more than what goes through the GPUs' memory: NCCL gathers them.
-CONFIG = replace(SHAPES["chatglm2-6b"], num_layers=3, hidden_size=1024, ffn_size=24 * 128)
+CONFIG = with_traits(SHAPES["chatglm2-6b"], num_layers=3, hidden_size=1024, ffn_size=24 * 128)
 CHOICES = (
     {"temperature": 0},
     {"temperature": 0, "repetition_penalty": 1.2},

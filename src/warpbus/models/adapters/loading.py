@@ -88,7 +88,7 @@ def _fused(config: ModelConfig, members: Sequence[tuple[Site, Tensor, Tensor]]) 
 def _load_prefix(
     directory: Path, config: ModelConfig, name: str, device: torch.device | str, dtype: torch.dtype
 ) -> Prefix:
-    heads = config.num_kv_heads, config.head_dim
+    heads = config.attention.num_kv_heads, config.attention.head_dim
     rows = read_prefix(directory, config.num_layers * 2 * heads[0] * heads[1])
     placed_rows = _cast(rows, f"{directory}: the prefix", device, dtype)
     keys, values = placed_rows.view(len(rows), config.num_layers, 2, *heads).permute(2, 1, 0, 3, 4)

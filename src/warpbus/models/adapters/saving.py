@@ -103,7 +103,7 @@ def save_prefix(
         TensorError: if the prefix does not fit the model.
         StorageError: if the directory exists or cannot be written.
     """
-    heads = config.num_kv_heads, config.head_dim
+    heads = config.attention.num_kv_heads, config.attention.head_dim
     for tensor in (prefix.keys_lthd, prefix.values_lthd):
         if tuple(tensor.shape) != (config.num_layers, prefix.tokens, *heads) or not 1 <= prefix.tokens <= MAX_TOKENS:
             raise TensorError(
@@ -117,10 +117,10 @@ def save_prefix(
         "model_type": BY_NAME[config.family].model_types[0],
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "multi_query_attention": config.num_kv_heads != config.num_heads,
-        "multi_query_group_num": config.num_kv_heads,
-        "kv_channels": config.head_dim,
+        "num_attention_heads": config.attention.num_heads,
+        "multi_query_attention": config.attention.num_kv_heads != config.attention.num_heads,
+        "multi_query_group_num": config.attention.num_kv_heads,
+        "kv_channels": config.attention.head_dim,
     }
     write_prefix(Path(directory), rows, described, overwrite=overwrite)
 

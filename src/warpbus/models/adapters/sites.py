@@ -3,14 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from warpbus.errors import CheckpointError, TensorError
 from warpbus.formats.peft import PeftLora
 from warpbus.formats.safetensors_io import shown
 from warpbus.models.config import ModelConfig
-from warpbus.models.decoder import DecoderLayer
-from warpbus.models.loading import part_rows, tensor_map
+from warpbus.models.loading import tensor_map
 
 
 @dataclass(frozen=True)
@@ -35,18 +32,15 @@ class Site:
 
 def sites(config: ModelConfig) -> dict[str, Site]:
     """The linear layers of all decoder layers, by their modules' names in a checkpoint."""
-    with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in DecoderLayer(config).named_parameters()}
     tensors, found = tensor_map(config), {}
-    for index in range(config.num_layers):
-        for linear in config.linears:
-            total, columns = shapes[f"{linear}.weight"]
-            parameter, start = f"layers.{index}.{linear}.weight", 0
-            names = tensors[parameter]
-            for name, rows in zip(names, part_rows(config, parameter, len(names), total), strict=True):
-                module = name.removesuffix(".weight")
-                found[module] = Site(module, parameter.removesuffix(".weight"), total, start, rows, columns)
-                start += rows
+    for index, matrix in config.matrices:
+        linear, start = f"layers.{index}.{matrix.name}", 0
+        total, columns = matrix.shape
+        names = tensors[f"{linear}.weight"]
+        for name, rows in zip(names, matrix.part_rows(len(names)), strict=True):
+            module = name.removesuffix(".weight")
+            found[module] = Site(module, linear, total, start, rows, columns)
+            start += rows
     return found
 
 

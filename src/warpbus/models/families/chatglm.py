@@ -10,6 +10,7 @@ from typing import Any
 from warpbus.models.config import ModelConfig, RopeConfig
 from warpbus.models.families.family import Family, TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {
     "embedding.weight": ("transformer.word_embeddings.weight",),
@@ -43,31 +44,27 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(values)
     fields.insist("position_encoding_2d", True, "the checkpoints of ChatGLM-6B have two-dimensional positions")
     hidden, layers = fields.size("hidden_size"), fields.size("num_layers", MAX_LAYERS)
-    dim = hidden // fields.divisor("num_attention_heads", "hidden_size", hidden)
+    heads = fields.divisor("num_attention_heads", "hidden_size", hidden)
+    dim = hidden // heads
     if dim % 4:
         raise fields.wrong("num_attention_heads", "heads of a multiple of 4, each half of which rotates in pairs")
     vocabulary = fields.size("vocab_size", MAX_VOCABULARY)
     begin, end = _ENDS.get(vocabulary, (None, None))
+    layer = LayerSpec(
+        hidden_size=hidden,
+        attention=AttentionSpec(heads, heads, dim, qkv_bias=True, output_bias=True),
+        mlp=MLPSpec(fields.size("inner_hidden_size"), gated=False, bias=True, output_bias=True),
+        norm=NormSpec(fields.number("layernorm_epsilon", 1e-12, 0.1), "layer"),
+        normed_residual=(2 * layers) ** 0.5,
+    )
     return ModelConfig(
         family="chatglm",
         vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=hidden // dim,
-        num_kv_heads=hidden // dim,
-        head_dim=dim,
-        ffn_size=fields.size("inner_hidden_size"),
-        norm_eps=fields.number("layernorm_epsilon", 1e-12, 0.1),
+        layers=(layer,) * layers,
         rope=RopeConfig(theta=10000.0, rotary_dim=dim // 2, interleaved=False, two_dimensional=True),
         max_context=fields.size("max_sequence_length", MAX_CONTEXT),
-        qkv_bias=True,
-        output_bias=True,
         tie_embeddings=fields.flag("tie_word_embeddings", default=True),
         stop_ids=fields.token_ids("eos_token_id", () if end is None else (end,)),
-        layer_norm=True,
-        gated=False,
-        mlp_bias=True,
-        normed_residual=(2 * layers) ** 0.5,
         prompt_end=_prompt_end(fields, vocabulary, begin),
     )
 

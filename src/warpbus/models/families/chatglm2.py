@@ -8,6 +8,7 @@ from warpbus.models.config import ModelConfig, RopeConfig
 from warpbus.models.families import glm
 from warpbus.models.families.family import Family, TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {
     "embedding.weight": ("transformer.embedding.word_embeddings.weight",),
@@ -38,21 +39,21 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
     generation = _generation(values, vocabulary)
     # ChatGLM3 publishes eos_token_id 2 alone; it ends a turn with the next role's token as often.
     stop_ids = dict.fromkeys((*_STOP_IDS[generation or 3], *fields.token_ids("eos_token_id")))
+    kv_heads = heads
+    if fields.flag("multi_query_attention", default=False):
+        kv_heads = fields.divisor("multi_query_group_num", "num_attention_heads", heads)
+    layer = LayerSpec(
+        hidden_size=fields.size("hidden_size"),
+        attention=AttentionSpec(heads, kv_heads, dim, qkv_bias=fields.flag("add_qkv_bias", default=False)),
+        mlp=MLPSpec(fields.size("ffn_hidden_size")),
+        norm=NormSpec(fields.number("layernorm_epsilon", 1e-12, 0.1)),
+    )
     return ModelConfig(
         family="chatglm2",
         vocab_size=vocabulary,
-        hidden_size=fields.size("hidden_size"),
-        num_layers=fields.size("num_layers", MAX_LAYERS),
-        num_heads=heads,
-        num_kv_heads=fields.divisor("multi_query_group_num", "num_attention_heads", heads)
-        if fields.flag("multi_query_attention", default=False)
-        else heads,
-        head_dim=dim,
-        ffn_size=fields.size("ffn_hidden_size"),
-        norm_eps=fields.number("layernorm_epsilon", 1e-12, 0.1),
+        layers=(layer,) * fields.size("num_layers", MAX_LAYERS),
         rope=_rope(fields, dim, generation),
         max_context=fields.size("seq_length", MAX_CONTEXT),
-        qkv_bias=fields.flag("add_qkv_bias", default=False),
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),
         stop_ids=tuple(stop_ids),
     )

@@ -48,21 +48,12 @@ def expand(
         prefix: what the tensors of a layer begin with, `{}` standing for the layer's number.
 
     Returns:
-        the tensors of this config: a bias or a norm that it does not have, and a tied head, are left out.
+        the tensors of this config. Of the tables only those parameters are taken that a layer's spec has.
     """
-    absent = set()
-    if config.tie_embeddings:
-        absent.add("head.weight")
-    if not config.qkv_bias:
-        absent.add("attention.qkv.bias")
-    if not config.output_bias:
-        absent.add("attention.o.bias")
-    if not config.mlp_bias:
-        absent |= {"mlp.gate_up.bias", "mlp.up.bias", "mlp.down.bias"}
-    tensors = {parameter: names for parameter, names in whole.items() if parameter not in absent}
-    for index in range(config.num_layers):
+    tensors = {name: names for name, names in whole.items() if not (config.tie_embeddings and name == "head.weight")}
+    for index, spec in enumerate(config.layers):
         start = prefix.format(index)
         for parameter, names in layer.items():
-            if parameter not in absent:
+            if parameter in spec.parameters:
                 tensors[f"layers.{index}.{parameter}"] = tuple(start + name for name in names)
     return tensors

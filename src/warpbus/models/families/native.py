@@ -7,6 +7,7 @@ from warpbus.errors import CheckpointError
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
 from warpbus.models.families.family import TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {
     "embedding.weight": ("model.embed_tokens.weight",),
@@ -37,7 +38,8 @@ def read(
     interleaved: bool = False,
     kv_heads_default: bool = False,
     stop_ids: tuple[int, ...] = (),
-    **traits: bool,
+    output_norms: bool = False,
+    **biases_and_norms: bool,
 ) -> ModelConfig:
     """Read a config.json of Hugging Face's keys.
 
@@ -49,7 +51,8 @@ def read(
         interleaved: see `RopeConfig`.
         kv_heads_default: without num_key_value_heads there are as many as attention heads.
         stop_ids: where the file names none.
-        traits: further fields of `ModelConfig`.
+        output_norms: see `LayerSpec`.
+        biases_and_norms: further fields of `AttentionSpec`.
 
     Raises:
         CheckpointError: for a key that is missing or senseless, and for what the shared decoder does not compute.
@@ -67,24 +70,25 @@ def read(
     rope = _rope(fields, dim, rotary_part, interleaved)
     context = fields.size("max_position_embeddings", MAX_CONTEXT)
     vocabulary = fields.size("vocab_size", MAX_VOCABULARY)
+    kv_heads = fields.divisor(
+        "num_key_value_heads", "num_attention_heads", heads, default=heads if kv_heads_default else None
+    )
+    layer = LayerSpec(
+        hidden_size=hidden,
+        attention=AttentionSpec(heads, kv_heads, dim, **biases_and_norms),
+        mlp=MLPSpec(fields.size("intermediate_size")),
+        norm=NormSpec(fields.number("rms_norm_eps", 1e-12, 0.1)),
+        output_norms=output_norms,
+    )
     return ModelConfig(
         family=family,
         vocab_size=vocabulary,
-        hidden_size=hidden,
-        num_layers=fields.size("num_hidden_layers", MAX_LAYERS),
-        num_heads=heads,
-        num_kv_heads=fields.divisor(
-            "num_key_value_heads", "num_attention_heads", heads, default=heads if kv_heads_default else None
-        ),
-        head_dim=dim,
-        ffn_size=fields.size("intermediate_size"),
-        norm_eps=fields.number("rms_norm_eps", 1e-12, 0.1),
+        layers=(layer,) * fields.size("num_hidden_layers", MAX_LAYERS),
         rope=rope,
         # With linear scaling the file states the context that was stretched, not the one that came of it.
         max_context=int(context * rope.position_scale),
         tie_embeddings=fields.flag("tie_word_embeddings", default=False),
         stop_ids=fields.token_ids("eos_token_id", stop_ids),
-        **traits,
     )
 
 

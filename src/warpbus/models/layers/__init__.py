@@ -9,27 +9,25 @@ from warpbus.models.layers.attention import (
     FusedAttention,
 )
 from warpbus.models.layers.linear import QuantizedLinear, project
-from warpbus.models.layers.mlp import GatedMLP, PlainMLP, make_mlp
+from warpbus.models.layers.mlp import MLP
 from warpbus.models.layers.norm import LayerNorm, Norm, RMSNorm, make_norm
 from warpbus.models.layers.rope import Rotary, coordinates, prompt_lengths, rotate
 
 __all__ = [
+    "MLP",
     "Adapted",
     "Attention",
     "AttentionContext",
     "BranchedAttention",
     "CausalAttention",
     "FusedAttention",
-    "GatedMLP",
     "LayerNorm",
     "Norm",
-    "PlainMLP",
     "QuantizedLinear",
     "RMSNorm",
     "Rotary",
     "Selection",
     "coordinates",
-    "make_mlp",
     "make_norm",
     "project",
     "prompt_lengths",

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from warpbus.kernels.ops.arguments import HALVES
-from warpbus.models.config import ModelConfig
+from warpbus.models.config import RopeConfig
+from warpbus.models.layer_spec import LayerSpec
 from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import Norm, RMSNorm
 from warpbus.models.layers.packed_attention import Extents, can_pack, packed_attention
@@ -158,16 +159,22 @@ def _trained_wide(q: Tensor) -> bool:
 class Attention(nn.Module):
     """Projections and rotary positions around a context."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, spec: LayerSpec, rope: RopeConfig) -> None:
         super().__init__()
-        self.config = config
-        heads = config.num_heads * config.head_dim
-        self.qkv = nn.Linear(config.hidden_size, sum(config.qkv_rows), bias=config.qkv_bias)
-        self.o = nn.Linear(heads, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.spec = spec.attention
+        self.rope = rope
+        qkv, o = spec.reading("attention.normed")[0], spec.reading("attention.attended")[0]
+        self.qkv = nn.Linear(qkv.shape[1], qkv.shape[0], bias=qkv.bias)
+        self.o = nn.Linear(o.shape[1], o.shape[0], bias=o.bias)
+        self.q_norm = RMSNorm(self.spec.head_dim, spec.norm.eps) if self.spec.qk_norm else None
+        self.k_norm = RMSNorm(self.spec.head_dim, spec.norm.eps) if self.spec.qk_norm else None
 
-    def forward(
+    @property
+    def output(self) -> nn.Module:
+        """The projection back to the residual stream."""
+        return self.o
+
+    def inner(
         self,
         x_btd: Tensor,
         layer: int,
@@ -176,25 +183,24 @@ class Attention(nn.Module):
         context: AttentionContext | FusedAttention,
         *,
         norm: Norm | None = None,
-        residual: Tensor | None = None,
     ) -> Tensor:
-        """Attention of `norm(x)`, plus `residual`. A `FusedAttention` knows the positions and angles itself."""
+        """What enters `o`: attention of `norm(x)`, `[batch, tokens, heads head_dim]`.
+
+        A `FusedAttention` knows the positions and angles itself.
+        """
         qkv = project(self.qkv, x_btd, norm=norm)
         if isinstance(context, FusedAttention):
-            attended = context.attend_fused(layer, self._normed(qkv))
-        else:
-            assert positions_bt is not None
-            assert angles is not None
-            q, k, v = self._heads(qkv)
-            rope = self.config.rope
-            q, k = (rotate(x, angles, rope.interleaved, rope.planes) for x in (q, k))
-            attended = context.attend(layer, q, k, v, positions_bt).flatten(-2)
-        return project(self.o, attended, residual=residual)
+            return context.attend_fused(layer, self._normed(qkv))
+        assert positions_bt is not None
+        assert angles is not None
+        q, k, v = self._heads(qkv)
+        q, k = (rotate(x, angles, self.rope.interleaved, self.rope.planes) for x in (q, k))
+        return context.attend(layer, q, k, v, positions_bt).flatten(-2)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by head, the first two normed where the model does that."""
-        parts = qkv.split(self.config.qkv_rows, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in parts)
+        parts = qkv.split(self.spec.qkv_rows, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

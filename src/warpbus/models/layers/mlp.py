@@ -1,38 +1,31 @@
-"""The MLPs: gated (SwiGLU; Shazeer, 2020), and with GELU in its tanh form (Hendrycks and Gimpel, 2016)."""
+"""The dense MLP: gated (SwiGLU; Shazeer, 2020), or with GELU in its tanh form (Hendrycks and Gimpel, 2016)."""
 
 from torch import Tensor, nn
 
-from warpbus.models.config import ModelConfig
+from warpbus.models.layer_spec import LayerSpec
 from warpbus.models.layers.linear import project
 from warpbus.models.layers.norm import Norm
 
 
-class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`; gate and up are one fused projection, gate first."""
+class MLP(nn.Module):
+    """`down(inner(x))`, where inner is `silu(gate(x)) * up(x)` or `gelu(up(x))`.
 
-    def __init__(self, hidden_size: int, ffn_size: int, *, bias: bool = False) -> None:
+    Gate and up are one fused projection, gate first. It is named as the table of the layer names it: `gate_up` or `up`.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=bias)
-        self.down = nn.Linear(ffn_size, hidden_size, bias=bias)
+        widening, down = spec.reading("mlp.normed")[0], spec.reading("mlp.inner")[0]
+        self._widening = widening.name.rpartition(".")[2]
+        self._activation = "swiglu" if spec.mlp.gated else "gelu"
+        self.add_module(self._widening, nn.Linear(widening.shape[1], widening.shape[0], bias=widening.bias))
+        self.down = nn.Linear(down.shape[1], down.shape[0], bias=down.bias)
 
-    def forward(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """The MLP of `norm(x)`, plus `residual`."""
-        return project(self.down, project(self.gate_up, x, norm=norm, activation="swiglu"), residual=residual)
+    @property
+    def output(self) -> nn.Module:
+        """The projection back to the residual stream."""
+        return self.down
 
-
-class PlainMLP(nn.Module):
-    """`down(gelu(up(x)))`."""
-
-    def __init__(self, hidden_size: int, ffn_size: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.up = nn.Linear(hidden_size, ffn_size, bias=bias)
-        self.down = nn.Linear(ffn_size, hidden_size, bias=bias)
-
-    def forward(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """The MLP of `norm(x)`, plus `residual`."""
-        return project(self.down, project(self.up, x, norm=norm, activation="gelu"), residual=residual)
-
-
-def make_mlp(config: ModelConfig) -> GatedMLP | PlainMLP:
-    """The MLP of the kind that a model has."""
-    return (GatedMLP if config.gated else PlainMLP)(config.hidden_size, config.ffn_size, bias=config.mlp_bias)
+    def inner(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
+        """What enters `down`: `[..., ffn]` of `norm(x)`, x being `[..., hidden]`."""
+        return project(getattr(self, self._widening), x, norm=norm, activation=self._activation)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from warpbus.kernels.ops.norm import layer_norm, rms_norm
-from warpbus.models.config import ModelConfig
+from warpbus.models.layer_spec import NormSpec
 from warpbus.models.layers.fusion import has_kernels
 
 
@@ -49,6 +49,6 @@ class LayerNorm(nn.Module):
 Norm = RMSNorm | LayerNorm
 
 
-def make_norm(config: ModelConfig) -> Norm:
-    """A norm of hidden states, of the kind that a model has."""
-    return (LayerNorm if config.layer_norm else RMSNorm)(config.hidden_size, config.norm_eps)
+def make_norm(spec: NormSpec, size: int) -> Norm:
+    """A norm over `size` features of the kind that a model has."""
+    return (LayerNorm if spec.kind == "layer" else RMSNorm)(size, spec.eps)
