@@ -31,11 +31,12 @@ from warpbus.models import DecoderLayer
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import QTensor, Scheme, Schemes
+from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.estimate import Estimate, Rates, estimate
 from warpbus.quantization.layerwise import LayerPass, embed
 from warpbus.quantization.loss import relative, squared_loss
-from warpbus.quantization.methods import METHODS, Method, round_to_nearest, solve_small
+from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.reading import Reading
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
@@ -315,7 +316,7 @@ class _Run:
                 for source in matrix.sources:
                     weight = self.plan.checkpoint.tensor(source).to(self.group.device)
                     self.watch.lap("reading")
-                    rounded = round_to_nearest(weight, matrix.scheme, scale_dtype=self.plan.scale_dtype, name=source)
+                    rounded = rtn(weight, matrix.scheme, scale_dtype=self.plan.scale_dtype, name=source)
                     changes = squared_loss(weight, rounded)
                     lost, total = lost + changes[0], total + changes[1]
                     tensors |= self.plan.layout.to_tensors(source.removesuffix(".weight"), rounded)

@@ -24,10 +24,11 @@ from warpbus.models import DecoderLayer, ModelConfig, read_config
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import Scheme
 from warpbus.quantization import unquantized
+from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.driver import read_data
 from warpbus.quantization.layerwise import LayerPass, States
-from warpbus.quantization.methods import METHODS, Method, Solved, Task, round_to_nearest, suits
+from warpbus.quantization.methods import METHODS, Method, Solved, Task, suits
 from warpbus.quantization.preflight import Plan, prepare
 from warpbus.quantization.recommend import GOALS, Candidate, Recommendation, Trial, candidates
 from warpbus.quantization.solving import LayerSolver
@@ -189,7 +190,7 @@ class _Nearest(Method):
         return True
 
     def solve(self, task: Task, statistics: Statistics) -> Solved:
-        weight = round_to_nearest(task.weight, task.scheme, scale_dtype=task.scale_dtype, name=task.name)
+        weight = rtn(task.weight, task.scheme, scale_dtype=task.scale_dtype, name=task.name)
         return Solved(weight, error=0.0)
 
 

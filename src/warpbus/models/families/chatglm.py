@@ -10,6 +10,7 @@ from typing import Any
 from warpbus.models.config import ModelConfig, RopeConfig
 from warpbus.models.families.family import Family, TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
+from warpbus.models.families.unsupported import refuse_unsupported
 
 WHOLE = {
     "embedding.weight": ("transformer.word_embeddings.weight",),
@@ -29,6 +30,10 @@ _MODULES = {
 
 LAYER = {f"{ours}.{part}": (f"{theirs}.{part}",) for ours, theirs in _MODULES.items() for part in ("weight", "bias")}
 
+# sqrt(2 x 28) whatever num_layers says: the published code builds its blocks without telling them the number of layers,
+# so each takes its default of 28.
+_RESIDUAL_SCALE = (2 * 28) ** 0.5
+
 # By the vocabulary: <sop> and <eop>. The first revisions had 20000 entries for images before those of text.
 _ENDS = {130528: (130004, 130005), 150528: (150004, 150005)}
 
@@ -41,8 +46,9 @@ def claims(values: Mapping[str, Any]) -> bool:
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(values)
+    refuse_unsupported(fields)
     fields.insist("position_encoding_2d", True, "the checkpoints of ChatGLM-6B have two-dimensional positions")
-    hidden, layers = fields.size("hidden_size"), fields.size("num_layers", MAX_LAYERS)
+    hidden = fields.size("hidden_size")
     dim = hidden // fields.divisor("num_attention_heads", "hidden_size", hidden)
     if dim % 4:
         raise fields.wrong("num_attention_heads", "heads of a multiple of 4, each half of which rotates in pairs")
@@ -52,7 +58,7 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
         family="chatglm",
         vocab_size=vocabulary,
         hidden_size=hidden,
-        num_layers=layers,
+        num_layers=fields.size("num_layers", MAX_LAYERS),
         num_heads=hidden // dim,
         num_kv_heads=hidden // dim,
         head_dim=dim,
@@ -67,7 +73,7 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
         layer_norm=True,
         gated=False,
         mlp_bias=True,
-        normed_residual=(2 * layers) ** 0.5,
+        normed_residual=_RESIDUAL_SCALE,
         prompt_end=_prompt_end(fields, vocabulary, begin),
     )
 
