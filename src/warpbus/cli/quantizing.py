@@ -76,7 +76,7 @@ def shown(output: Path) -> Iterator[Progress]:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """Within it, the first SIGTERM raises `Terminated`; later ones are ignored, since what was begun is put in order."""
+    """Within it, the first SIGTERM raises `Terminated`; later ones do nothing, since parts are being written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -139,7 +139,8 @@ def get_ready(device: torch.device) -> None:
 def run_job(group: Group, send: Send, job: Job) -> None:
     """Do a process's share of a run.
 
-    The first process sends an `Estimate`, `Checked` where parts are finished already, `Begun`, a `LayerResult` for each matrix and at last the `Report`.
+    The first process sends an `Estimate`, `Checked` where parts are finished already, `Begun`, a `LayerResult` for each
+    matrix and at last the `Report`.
 
     Raises:
         WarpbusError: as `quantize`.
@@ -339,7 +340,7 @@ class _Run:
                 self.writer.commit(part, tensors, self.sources.end_facts(names))
 
     def _check_layer(self, index: int) -> None:
-        """What is not quantized in a layer has to be finite; its hashes begin. A matrix is checked where it is solved."""
+        """Begin to hash a layer, and refuse NaN in what is not quantized; a matrix is checked where it is solved."""
         if self.sources is not None:
             self.sources.begin_layer(index)
         check_finite(self.plan.checkpoint, self.plan.kept[index])
