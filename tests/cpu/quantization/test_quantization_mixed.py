@@ -56,7 +56,7 @@ def test_the_average_is_kept_and_used(model, bits):
 
 
 def test_a_scheme_for_all_where_the_bits_are_just_enough_or_more_than_enough(model):
-    assert mixed(model, 8.2).distinct() == (Scheme(8, 128),)
+    assert mixed(model, 8.125).distinct() == (Scheme(8, 128),)
     assert mixed(model, 2.125).distinct() == (Scheme(2, 128),)
 
 
