@@ -19,6 +19,7 @@ from warpbus.demo import calibration_path
 from warpbus.errors import UsageError
 from warpbus.models import ModelConfig
 from warpbus.qtensor import Scheme, Schemes
+from warpbus.quantization.driver import ALGORITHMS
 from warpbus.quantization.mixed import mixed_schemes
 from warpbus.quantization.recommend import GOALS, Recommendation
 from warpbus.quantization.trials import try_candidates
@@ -70,6 +71,8 @@ class Wish:
         Raises:
             UsageError: if they contradict each other, or there is no calibration data to choose with.
         """
+        if algorithm is not None and algorithm not in (*ALGORITHMS, AUTO):
+            raise UsageError(f"--algorithm is {algorithm!r}: choose from {', '.join((*ALGORITHMS, AUTO))}")
         tried = recommend or AUTO in (scheme, algorithm)
         for flag, value in (("--goal", goal), ("--memory", memory)):
             if value is not None and not tried:
@@ -86,7 +89,8 @@ class Wish:
         if tried:
             scheme, algorithm = (None if each == AUTO else each for each in (scheme, algorithm))
         else:
-            scheme, algorithm = scheme or DEFAULT_SCHEME, algorithm or DEFAULT_ALGORITHM
+            scheme = DEFAULT_SCHEME if scheme is None else scheme
+            algorithm = DEFAULT_ALGORITHM if algorithm is None else algorithm
         return cls(model, scheme, algorithm, tried, goal or GOALS[0], memory, bits, calibration, data)
 
     def recommendation(self, damping: float) -> Recommendation:

@@ -59,6 +59,9 @@ def quantize(
     ] = None,
     damping: Annotated[float, typer.Option(min=0.0, help="share of the mean added to each Hessian's diagonal")] = 0.01,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="remove what an earlier run to OUTPUT has finished, and start anew")
+    ] = False,
     evaluate: Annotated[
         str | None,
         typer.Option(metavar="DATA", help="compare with MODEL on this .jsonl or .txt afterwards, or on demo"),
@@ -148,6 +151,7 @@ def quantize(
             cluster=cluster,
             damping=damping,
             overwrite=overwrite,
+            restart=restart,
             remarks=chosen.remarks,
             progress=progress,
         )

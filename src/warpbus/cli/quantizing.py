@@ -1,8 +1,11 @@
 """What the terminal shows while a model is quantized, all of it on stderr."""
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 
 import typer
 from rich.console import Console
@@ -12,8 +15,9 @@ from warpbus.formats import FinishedParts
 from warpbus.quantization import Estimate, Progress
 from warpbus.quantization.job import Begun
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it: 128 and the signal's number."""
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a run as Ctrl-C does."""
 
 
 @contextmanager
@@ -21,7 +25,8 @@ def shown(output: Path) -> Iterator[Progress]:
     """The progress to hand to `quantize`: what the run needs, what was there already, then a bar.
 
     Raises:
-        typer.Exit: after Ctrl-C; what is kept and how to go on has been said.
+        typer.Exit: after Ctrl-C and SIGTERM, with 128 and the signal's number; what is kept and how to go on has been
+            said.
     """
     console = Console(stderr=True, soft_wrap=True)
 
@@ -33,27 +38,56 @@ def shown(output: Path) -> Iterator[Progress]:
         for warning in needs.warnings:
             say(f"warning: {warning}")
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as checking:
+
+        def checked(done: int, total: int) -> None:
+            show = checking.enter_context(progress_bar(of_bytes=True))
+            progress.checked = lambda done, total: show("checking the weights of finished layers", done, total)
+            progress.checked(done, total)
 
         def begun(found: Begun) -> None:
-            if found.found == "another run":
-                say(f"{output}: what a run with other settings had finished is removed")
+            checking.close()
+            if found.found == "removed parts":
+                say(f"{output}: what an earlier run had finished is removed")
             elif found.layers:
                 say(f"{output}: {found.layers} layers are finished already: going on from there")
             # Not before: what is printed beside a bar breaks it.
             show = stack.enter_context(progress_bar())
             progress.matrix = lambda done, total, result: show("quantizing", done, total)
 
-        progress = Progress(estimated=estimated, begun=begun)
+        progress = Progress(estimated=estimated, checked=checked, begun=begun)
         try:
-            yield progress
-        except KeyboardInterrupt:
+            with _terminated():
+                yield progress
+        except KeyboardInterrupt as stopped:
+            checking.close()
             stack.close()
             kept = FinishedParts(output)
             count = len(kept.parts())
+            said = "terminated" if isinstance(stopped, Terminated) else "interrupted"
             say(
-                f"interrupted: {count} finished parts are kept in {kept.directory}: the same command goes on from there"
+                f"{said}: {count} finished parts are kept in {kept.directory}: the same command goes on from there"
                 if count
-                else "interrupted: nothing was finished yet"
+                else f"{said}: nothing was finished yet"
             )
-            raise typer.Exit(INTERRUPTED) from None
+            number = signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT
+            raise typer.Exit(128 + number) from None
+
+
+@contextmanager
+def _terminated() -> Iterator[None]:
+    """Within it, the first SIGTERM raises `Terminated`; later ones do nothing, since parts are being written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        signal.signal(number, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -7,7 +7,7 @@ from warpbus.formats.compressed_tensors import (
     quantization_config,
     to_tensors,
 )
-from warpbus.formats.growing import GrowingCheckpoint
+from warpbus.formats.growing import GrowingCheckpoint, discard_parts
 from warpbus.formats.layout import Layout, WritableLayout, layout_named, layout_of, read_schemes
 from warpbus.formats.parts import FinishedParts
 from warpbus.formats.writer import CheckpointWriter
@@ -19,6 +19,7 @@ __all__ = [
     "GrowingCheckpoint",
     "Layout",
     "WritableLayout",
+    "discard_parts",
     "from_tensors",
     "is_quantized",
     "layout_named",

@@ -7,7 +7,7 @@ taken out of it (`torch.load` with `weights_only`), and nothing that it asks to 
 
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, TensorError
-from warpbus.formats.safetensors_io import read_header, shown
+from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes, read_header, shown
 
 
 class Stored(Protocol):
@@ -29,6 +29,7 @@ class Stored(Protocol):
     @property
     def nbytes(self) -> int: ...
     def read(self) -> Tensor: ...
+    def chunks(self) -> Iterator[bytes | memoryview]: ...
 
 
 _Reader = Callable[[Path], dict[str, Stored]]
@@ -122,6 +123,15 @@ class Checkpoint:
                 "check that config.json belongs to these weights"
             )
         return stored.read()
+
+    def chunks(self, name: str) -> Iterator[bytes | memoryview]:
+        """The bytes of a tensor in order, at most `CHUNK_BYTES` at a time.
+
+        Raises:
+            TensorError: if there is no such tensor.
+            CheckpointError: if its file cannot be read, or has changed since the checkpoint was opened.
+        """
+        return self._stored(name).chunks()
 
     def load_json(self, filename: str) -> dict[str, Any] | None:
         """Parse a JSON file of the directory, or return `None` if there is none.
@@ -223,6 +233,11 @@ class _Pickled:
         if tensor is None or tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise CheckpointError(f"{self.file.name}: changed while it was being read: start again")
         return tensor.contiguous()
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """See `Checkpoint.chunks`."""
+        data = raw_bytes(self.read())
+        return (data[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES))
 
 
 def _read_pickle(file: Path) -> dict[str, Stored]:

@@ -42,6 +42,7 @@ from warpbus.formats.files import (
     write_json,
     write_new,
 )
+from warpbus.formats.identity import differences
 from warpbus.formats.parts import OTHERS, FinishedParts
 from warpbus.formats.safetensors_io import can_store, shown, write_file
 from warpbus.formats.writer import INDEX, shard_index, shard_name
@@ -66,25 +67,27 @@ class _Waiting:
 class GrowingCheckpoint(FinishedParts):
     """A checkpoint that is written part by part, in the background, by one process at a time.
 
-    Use it in a `with` statement, or call `close`: parts that wait are written then, and the lock is given back. What
-    was kept for another identity is removed when this one is opened, see `found`.
+    Use it in a `with` statement, or call `close`: parts that wait are written then, and the lock is given back. Parts
+    of another identity are never removed unless `restart` says so.
 
     Args:
         output: where the model is going to be. Missing parents are made.
         identity: all that decides the result, as JSON.
         overwrite: replace a model that is there already; it is removed only once the new one is in its place.
+        restart: remove the parts of an earlier run, of whatever identity.
         expected_bytes: of all that is going to be written; free space is checked, with what is there already.
 
     Attributes:
-        found: what was there: "nothing", "finished parts" of the same identity, or those of "another run".
+        found: what was there: "nothing", "finished parts" of the same identity, or "removed parts" after a restart.
         found_parts: how many parts those were.
 
     Raises:
+        UsageError: if there are finished parts of another identity; the message says what differs.
         StorageError: if another process is writing the same output, if the output exists and is not to be overwritten
             or is no model, if the directory is in use for something else, cannot be written, or has too little space.
     """
 
-    found: Literal["nothing", "finished parts", "another run"]
+    found: Literal["nothing", "finished parts", "removed parts"]
     found_parts: int
 
     def __init__(
@@ -93,6 +96,7 @@ class GrowingCheckpoint(FinishedParts):
         *,
         identity: Mapping[str, Any],
         overwrite: bool = False,
+        restart: bool = False,
         expected_bytes: int | None = None,
     ) -> None:
         super().__init__(output)
@@ -107,7 +111,7 @@ class GrowingCheckpoint(FinishedParts):
             raise storage_error(self.output, error, needed=0) from error
         self._lock = FileLock(self.output.with_name(f".{self.directory.name}.lock"), self.output)
         try:
-            self._open(json.loads(json.dumps(identity)), expected_bytes)
+            self._open(json.loads(json.dumps(identity)), restart, expected_bytes)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, OSError) and not isinstance(error, StorageError):
@@ -228,7 +232,7 @@ class GrowingCheckpoint(FinishedParts):
             self._thread.join()
         self._lock.release()
 
-    def _open(self, identity: dict[str, Any], expected_bytes: int | None) -> None:
+    def _open(self, identity: dict[str, Any], restart: bool, expected_bytes: int | None) -> None:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         shutil.rmtree(self._aside("removed"), ignore_errors=True)
         if self._aside("replaced").exists():  # the last run was killed while it overwrote a model
@@ -245,15 +249,21 @@ class GrowingCheckpoint(FinishedParts):
                     "move it, or name another output"
                 )
             self.directory.rmdir()
-        if kept_for == digest:
+        resumes = kept_for == digest and not restart
+        if resumes:
             self._undo()
         check_target(self.output, overwrite=self._overwrite)
-        self.found_parts = len(self.parts())
-        if kept_for == digest:
-            self.found = "finished parts" if self.found_parts else "nothing"
-        else:
-            self.found = "nothing" if kept_for is None else "another run"
-        if kept_for not in (None, digest):
+        self.found, self.found_parts = "nothing", len(self.parts())
+        if self.found_parts:
+            self.found = "finished parts" if resumes else "removed parts"
+        if kept_for is not None and not resumes:
+            # A model that was being assembled holds the parts: they are in its directory until it is complete.
+            if not restart and (self.found_parts or (self.directory / _MODEL).exists()):
+                raise UsageError(
+                    f"{self.output}: {self.directory} holds finished parts of a run that differs: "
+                    f"{'; '.join(differences(run.get('identity'), identity))}: use the same to go on, "
+                    "or start anew with --restart (in Python restart=True), which removes them"
+                )
             self._forget()
         if not self.directory.exists():
             # Renamed when it has its run.json, so that a directory without one is somebody else's.
@@ -366,6 +376,29 @@ class GrowingCheckpoint(FinishedParts):
 
     def _aside(self, what: str) -> Path:
         return self.output.with_name(f".{self.directory.name}.{what}")
+
+
+def discard_parts(output: str | Path) -> None:
+    """Remove what an interrupted run has finished; nothing happens where there is none.
+
+    Args:
+        output: where the model was going to be.
+
+    Raises:
+        StorageError: if another process is writing to it, or the parts cannot be removed.
+    """
+    parts = FinishedParts(output)
+    if not (parts.directory / _RUN).is_file():
+        return
+    lock = FileLock(parts.directory.with_name(f".{parts.directory.name}.lock"), Path(output))
+    try:
+        removed = parts.directory.with_name(f".{parts.directory.name}.removed")
+        parts.directory.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+    except OSError as error:
+        raise storage_error(parts.directory, error, needed=0) from error
+    finally:
+        lock.release()
 
 
 def _on_host(waiting: _Waiting) -> dict[str, Tensor]:

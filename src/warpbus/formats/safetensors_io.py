@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -24,6 +24,8 @@ from warpbus.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 MAX_DIMENSIONS = 64
+CHUNK_BYTES = 2**22
+"""Bytes that `Entry.chunks` reads at a time."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -75,6 +77,26 @@ class Entry:
         if self.offset % self.dtype.itemsize:
             raw = raw.clone()
         return raw.view(self.dtype).view(self.shape)
+
+    def chunks(self) -> Iterator[bytes]:
+        """The tensor's bytes in order, at most `CHUNK_BYTES` at a time: read and not mapped, so that the memory of this
+        process does not grow by the tensor.
+
+        Raises:
+            CheckpointError: if the file cannot be read, or is shorter than when its header was read.
+        """
+        left = self.nbytes
+        try:
+            with self.file.open("rb") as stream:
+                stream.seek(self.offset)
+                while left:
+                    chunk = stream.read(min(left, CHUNK_BYTES))
+                    if not chunk:
+                        raise CheckpointError(f"{self.file.name}: changed while it was being read: start again")
+                    left -= len(chunk)
+                    yield chunk
+        except OSError as error:
+            raise CheckpointError(f"{self.file.name}: cannot be read: {error.strerror or error}") from error
 
 
 def read_header(file: Path) -> dict[str, Entry]:

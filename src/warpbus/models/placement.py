@@ -7,6 +7,7 @@ from torch import Tensor
 
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.packed import TILE_ROWS, PackedWeight, pack, packed_shapes
+from warpbus.kernels.ops.rounding import round_to_nearest
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor, Scheme
 
@@ -29,30 +30,19 @@ def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QT
 def round_onto(
     weight: Tensor, scheme: Scheme, device: torch.device | str, dtype: torch.dtype
 ) -> QTensor | PackedWeight:
-    """Round a matrix `[out, in]` of the CPU to nearest, on a device; see `place`.
-
-    The scheme is symmetric; the largest weight of a group is put on the largest code.
-    """
+    """Round a matrix `[out, in]` of the CPU to nearest, on a device, as `rtn` does; see `place`."""
     device = torch.device(device)
     if not _packs(scheme, device, dtype):
-        return _rounded(weight.to(device), scheme, dtype)
+        return round_to_nearest(weight.to(device), scheme, scale_dtype=dtype)
     pieces = (
-        pack(_rounded(weight[start:stop].to(device), scheme, dtype), dtype) for start, stop in _spans(*weight.shape)
+        pack(round_to_nearest(weight[start:stop].to(device), scheme, scale_dtype=dtype), dtype)
+        for start, stop in _spans(*weight.shape)
     )
     return _joined(pieces, scheme, (weight.shape[0], weight.shape[1]))
 
 
 def _packs(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> bool:
     return scheme.activations is None and dtype in HALVES and gpu_has_kernels(device)
-
-
-def _rounded(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> QTensor:
-    grouped = weight.float().unflatten(1, (scheme.groups(weight.shape[1]), -1))
-    largest = scheme.max_code - scheme.middle_code
-    scales = (grouped.abs().amax(-1) / largest).to(dtype)
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    codes = (grouped / scales[..., None].float()).round_().add_(scheme.middle_code).clamp_(0, scheme.max_code)
-    return QTensor.from_codes(scheme, codes.flatten(1).to(torch.uint8), scales)
 
 
 def _spans(rows: int, columns: int) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,6 @@ over to a model of the shape, errors do not.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +97,7 @@ def _config(shape: str | ModelConfig, layers: int | None) -> ModelConfig:
         return shape
     if layers < 1:
         raise UsageError(f"layers is {layers}: it has to be at least 1")
-    resized = shape.resized(num_layers=layers)
-    layer = resized.layers[0]
-    if not layer.normed_residual:
-        return resized
-    return replace(resized, layers=(replace(layer, normed_residual=(2 * layers) ** 0.5),) * layers)
+    return shape.resized(num_layers=layers)
 
 
 class _Draw:

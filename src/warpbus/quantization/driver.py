@@ -15,7 +15,8 @@ import warpbus
 from warpbus.cuda.devices import resolve_device
 from warpbus.dist import SHARES, Processes
 from warpbus.dist.cluster import launch_on_cluster
-from warpbus.errors import CheckpointError, DataError, StorageError, UsageError
+from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
+from warpbus.formats import FinishedParts, discard_parts
 from warpbus.formats.hub import find_model
 from warpbus.models import check_loadable
 from warpbus.models.templates import find_template
@@ -28,7 +29,8 @@ from warpbus.quantization.job import Begun, Job, run_job
 from warpbus.quantization.methods import METHODS, suits
 from warpbus.quantization.preflight import Plan, prepare
 from warpbus.quantization.report import LayerResult, Report
-from warpbus.quantization.survey import model_hash, weight_files
+from warpbus.quantization.sources import Checked
+from warpbus.quantization.survey import model_hash
 from warpbus.quantization.texts import read_calibration
 
 ALGORITHMS = (*METHODS, "rtn")
@@ -40,11 +42,13 @@ class Progress:
 
     Attributes:
         estimated: called before the first layer, with what the run is going to need.
+        checked: called with the bytes of weights that are hashed again, and all there are, where parts are finished.
         begun: called with what was found of an earlier run, see `Begun`.
         matrix: called with the matrices that are done, all there are, and the last one.
     """
 
     estimated: Callable[[Estimate], None] = field(default=lambda estimate: None)
+    checked: Callable[[int, int], None] = field(default=lambda done, total: None)
     begun: Callable[[Begun], None] = field(default=lambda begun: None)
     matrix: Callable[[int, int, LayerResult], None] = field(default=lambda done, total, result: None)
 
@@ -66,6 +70,7 @@ def quantize(
     cluster: str | None = None,
     damping: float = 0.01,
     overwrite: bool = False,
+    restart: bool = False,
     remarks: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -74,7 +79,8 @@ def quantize(
     Embedding, head, norms and biases are copied as they are, unless the algorithm folds scales into them; tensors keep
     their names. The output directory is there complete or not at all. The same arguments give the same bits on the same
     kind of device, whatever the number of GPUs. Finished layers are in `OUTPUT.quantization` until the model is
-    complete: after an interruption, of whatever kind, the same call goes on there.
+    complete: after an interruption, of whatever kind, the same call goes on there, once the weights that they were made
+    from are hashed and found to be the same.
 
     Args:
         model: a model directory, not quantized, or a name on a hub, see `formats.hub.find_model`.
@@ -95,6 +101,7 @@ def quantize(
             it, or with device "cpu" a core. Model and output have to be at the same paths on all of its machines.
         damping: see `algorithms.factored`.
         overwrite: replace a model that is at `output`.
+        restart: remove what an earlier run to the same output has finished, and start anew.
         remarks: what the report's settings say besides, such as why scheme and algorithm were chosen.
         progress: see `Progress`.
 
@@ -102,7 +109,8 @@ def quantize(
         the report, which is also in the output directory as `warpbus-report.json`.
 
     Raises:
-        UsageError: if an argument is wrong, or there is no calibration data where it is needed.
+        UsageError: if an argument is wrong, there is no calibration data where it is needed, or an interrupted run to
+            the same output had other arguments or weights: the message says what differs.
         SchemeError: if the scheme does not exist, or does not fit a matrix, the algorithm or the format.
         CheckpointError: if the model cannot be read, is not complete, or is quantized already.
         DataError: if the calibration data cannot be used.
@@ -145,23 +153,24 @@ def quantize(
             assert calibration is not None
             data = read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
         state.matrices = len(plan.matrices)
-        run(
-            Job(
-                model=Path(model),
-                output=Path(output),
-                schemes=schemes,
-                layout=layout,
-                algorithm=algorithm,
-                data=data,
-                damping=damping,
-                overwrite=overwrite,
-                expected_bytes=plan.bytes_after,
-                identity=_identity(plan, algorithm, data, devices[0].type, damping),
-                settings=_settings(data, calibration, samples, seqlen, seed, damping) | dict(remarks or {}),
-                model_hash=model_hash(plan.checkpoint),
-                started=started,
-            )
+        job = Job(
+            model=Path(model),
+            output=Path(output),
+            schemes=schemes,
+            layout=layout,
+            algorithm=algorithm,
+            data=data,
+            damping=damping,
+            overwrite=overwrite,
+            restart=restart,
+            expected_bytes=plan.bytes_after,
+            identity=_identity(plan, algorithm, data, devices[0].type, damping),
+            settings=_settings(data, calibration, samples, seqlen, seed, damping) | dict(remarks or {}),
+            model_hash=model_hash(plan.checkpoint),
+            started=started,
         )
+        with _leaving_nothing_useless(Path(output)):
+            run(job)
     assert state.report is not None
     return state.report
 
@@ -220,6 +229,8 @@ class _Told:
     def receive(self, message: object) -> None:
         if isinstance(message, Estimate):
             self.progress.estimated(message)
+        elif isinstance(message, Checked):
+            self.progress.checked(message.done, message.total)
         elif isinstance(message, Begun):
             self.progress.begun(message)
         elif isinstance(message, LayerResult):
@@ -263,6 +274,23 @@ def _devices_of_cluster(
     if not 1 <= processes <= SHARES:
         raise UsageError(f"processes is {processes}: it has to be from 1 to {SHARES}")
     return [torch.device("cpu" if str(device) == "cpu" else "cuda")] * (processes if algorithm in METHODS else 1)
+
+
+@contextmanager
+def _leaving_nothing_useless(output: Path) -> Iterator[None]:
+    """After numbers that cannot be quantized: remove parts among which no layer is, or say that layers are kept."""
+    try:
+        yield
+    except NumericError as error:
+        parts = FinishedParts(output)
+        layers = sum(part.startswith("layer-") for part in parts.parts())
+        if not layers:
+            discard_parts(output)
+            raise
+        raise NumericError(
+            f"{error} ({layers} finished layers are kept in {parts.directory}: once this is mended, the same command "
+            "goes on from there; with --restart another one starts anew; without either, remove it)"
+        ) from error
 
 
 @contextmanager
@@ -340,19 +368,17 @@ def read_data(plan: Plan, source: str | Path | Calibration, samples: int, seqlen
 
 
 def _identity(plan: Plan, algorithm: str, data: Calibration | None, kind: str, damping: float) -> dict[str, object]:
-    """All that decides the result of a run."""
-    files = weight_files(plan.checkpoint.directory)
+    """All that decides the result of a run but the weights, whose hashes the finished parts have: see `sources`."""
     return {
-        "model": str(plan.checkpoint.directory.resolve()),
-        "weights": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
-        "config": plan.checkpoint.config,
-        "schemes": plan.schemes.to_json(),
+        "config.json": plan.checkpoint.config,
+        "scheme": plan.schemes.to_json(),
         "algorithm": algorithm,
         "format": plan.layout.name,
         "damping": damping,
-        "tokens": None if data is None else hashlib.sha256(repr(data.sequences).encode()).hexdigest(),
+        "calibration tokens": None if data is None else hashlib.sha256(repr(data.sequences).encode()).hexdigest(),
         "device": kind,
-        "versions": [warpbus.__version__, torch.__version__],
+        "warpbus": warpbus.__version__,
+        "torch": torch.__version__,
     }
 
 

@@ -93,7 +93,8 @@ class Estimate:
         memory: main memory of the processes of one machine, of several machines of that which has least to spare.
         disk: where the model is going to be.
         keep: whether there is room for the inputs of each last linear layer while it is solved (see `LayerPass`).
-        tokens: that the model is calibrated on.
+        tokens: that the model is calibrated on; 0 where nothing is calibrated.
+        columns: of the widest matrix.
         seconds: of each kind of matrix product, on the device that has most to do.
     """
 
@@ -102,14 +103,21 @@ class Estimate:
     disk: Need
     keep: bool
     tokens: int
+    columns: int
     seconds: Mapping[str, float]
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What may go wrong: main memory can be swapped, and some virtual machines get more when they ask for it."""
-        if self.memory.fits:
-            return ()
-        return (f"{_shortage(self.memory)}: it may get slow or be killed: close other programs, or use a GPU",)
+        found = []
+        if not self.memory.fits:
+            found.append(f"{_shortage(self.memory)}: it may get slow or be killed: close other programs, or use a GPU")
+        if 0 < self.tokens < self.columns:
+            found.append(
+                f"the calibration data has {self.tokens:,} tokens, the widest matrix {self.columns:,} columns: too few "
+                "to tell which of them matter: give more or longer texts"
+            )
+        return tuple(found)
 
     def check(self) -> None:
         """Refuse what cannot work.
@@ -211,6 +219,7 @@ def estimate(
     if rates is None:
         rates = Rates.measured(device, dtype)
         torch.cuda.empty_cache()  # another process may be the one that works there
+    matrices = plan.layer(0).values()
     part = plan.bytes_quantized // plan.config.num_layers
     disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"there already": -kept_bytes} if kept_bytes else {})
     shared = max(machines.values()) if kind == "cpu" else 1  # processes on one CPU share its cores
@@ -240,6 +249,7 @@ def estimate(
             disk=Need(str(output.resolve().parent), disk, free_space(output)),
             keep=keep,
             tokens=tokens,
+            columns=max(matrix.columns for matrix in matrices),
             seconds={
                 name: shared * value
                 for name, value in _seconds(plan, algorithm, needed, tokens, most, kind, rates).items()

@@ -31,15 +31,17 @@ from warpbus.models import DecoderLayer
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import QTensor, Scheme, Schemes
+from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.estimate import Estimate, Rates, estimate
 from warpbus.quantization.layerwise import LayerPass, embed
 from warpbus.quantization.loss import relative, squared_loss
-from warpbus.quantization.methods import METHODS, Method, round_to_nearest, solve_small
+from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.reading import Reading
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
 from warpbus.quantization.solving import LayerSolver
+from warpbus.quantization.sources import Sources, check_finite
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
@@ -74,6 +76,7 @@ class Job:
         data: what it is calibrated on; `None` where there is nothing to calibrate.
         damping: see `algorithms.factored`.
         overwrite: replace a model at `output`.
+        restart: remove what an earlier run has finished.
         expected_bytes: that are going to be written.
         identity: all that decides the result, as JSON.
         settings: what the report says of the calibration.
@@ -89,6 +92,7 @@ class Job:
     data: Calibration | None
     damping: float
     overwrite: bool
+    restart: bool
     expected_bytes: int
     identity: Mapping[str, Any]
     settings: Mapping[str, Any]
@@ -101,7 +105,7 @@ class Begun:
     """A message: the first process has looked at what an earlier run left.
 
     Attributes:
-        found: "nothing", "finished parts" or "another run", see `GrowingCheckpoint`.
+        found: "nothing", "finished parts" or "removed parts", see `GrowingCheckpoint`.
         layers: how many layers are finished already.
     """
 
@@ -135,7 +139,8 @@ def get_ready(device: torch.device) -> None:
 def run_job(group: Group, send: Send, job: Job) -> None:
     """Do a process's share of a run.
 
-    The first process sends an `Estimate`, `Begun`, a `LayerResult` for each matrix and at last the `Report`.
+    The first process sends an `Estimate`, `Checked` where parts are finished already, `Begun`, a `LayerResult` for each
+    matrix and at last the `Report`.
 
     Raises:
         WarpbusError: as `quantize`.
@@ -160,6 +165,7 @@ class _Run:
     plan: Plan
     watch: Stopwatch
     writer: GrowingCheckpoint | None
+    sources: Sources | None
     parts: FinishedParts
     finished: frozenset[int]
     keep: bool
@@ -188,17 +194,23 @@ class _Run:
             reading, method = Reading(plan, group.device), _ready(job.algorithm, group, plan)
         needs, keep = _agreed(group, send, job, plan, place, rates)
         done = torch.zeros(plan.config.num_layers, dtype=torch.int64, device=group.device)
-        writer = None
+        writer, sources = None, None
         parts = FinishedParts(job.output)
         if group.is_first:
             writer = stack.enter_context(
                 GrowingCheckpoint(
-                    job.output, identity=job.identity, overwrite=job.overwrite, expected_bytes=job.expected_bytes
+                    job.output,
+                    identity=job.identity,
+                    overwrite=job.overwrite,
+                    restart=job.restart,
+                    expected_bytes=job.expected_bytes,
                 )
             )
             parts = writer
+            sources = stack.enter_context(Sources(plan))
             for index in range(len(done)):
                 done[index] = is_readable(writer, layer_part(index))
+            sources.check(writer, done.nonzero()[:, 0].tolist(), send)
             send(Begun(writer.found, int(done.sum())))
         # Read on the host: only then has the first process made its directory, GPUs add up behind the host's back.
         finished = frozenset(group.sum(done).nonzero()[:, 0].tolist())
@@ -208,7 +220,7 @@ class _Run:
                 "that all machines see"
             )
         expected = {} if needs is None else needs.figures()
-        return cls(group, send, job, plan, watch, writer, parts, finished, keep, expected, reading, method)
+        return cls(group, send, job, plan, watch, writer, sources, parts, finished, keep, expected, reading, method)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -251,6 +263,7 @@ class _Run:
     def _quantize_layer(self, index: int, layer: DecoderLayer, method: Method, through: LayerPass) -> None:
         """Quantize a layer, move the states past it, and hand it to the writer."""
         matrices = self.plan.layer(index)
+        self._check_layer(index)
         solver = LayerSolver(
             layer,
             matrices,
@@ -262,12 +275,12 @@ class _Run:
             tell=self._tell,
         )
         through.quantize(solver)
-        if self.writer is not None:
+        if self.writer is not None and self.sources is not None:
             tensors = kept_tensors(self.plan, index, solver.changed)
             for linear, matrix in matrices.items():
                 tensors |= stored_tensors(self.plan, matrix, solver.quantized[linear])
             facts = {"results": [asdict(result) for result in solver.results]}
-            self.writer.commit(layer_part(index), tensors, facts)
+            self.writer.commit(layer_part(index), tensors, facts | self.sources.layer_facts(index))
             self.watch.lap("writing")
 
     def _restore(self, index: int, layer: DecoderLayer) -> None:
@@ -289,13 +302,14 @@ class _Run:
 
     def _round_to_nearest(self) -> None:
         """Each tensor of the checkpoint by itself: rows do not depend on each other. One process does it."""
-        if self.writer is None:
+        if self.writer is None or self.sources is None:
             return
         for index in range(self.plan.config.num_layers):
             if index in self.finished:
                 for result in self._recorded(index):
                     self._tell(result)
                 continue
+            self._check_layer(index)
             tensors, results = kept_tensors(self.plan, index, {}), []
             for matrix in self.plan.layer(index).values():
                 started = time.perf_counter()
@@ -303,7 +317,7 @@ class _Run:
                 for source in matrix.sources:
                     weight = self.plan.checkpoint.tensor(source).to(self.group.device)
                     self.watch.lap("reading")
-                    rounded = round_to_nearest(weight, matrix.scheme, scale_dtype=self.plan.scale_dtype, name=source)
+                    rounded = rtn(weight, matrix.scheme, scale_dtype=self.plan.scale_dtype, name=source)
                     changes = squared_loss(weight, rounded)
                     lost, total = lost + changes[0], total + changes[1]
                     tensors |= self.plan.layout.to_tensors(source.removesuffix(".weight"), rounded)
@@ -311,16 +325,25 @@ class _Run:
                 error, seconds = relative(lost, total), time.perf_counter() - started
                 results.append(LayerResult(index, matrix.linear, str(matrix.scheme), error, seconds))
                 self._tell(results[-1])
-            self.writer.commit(layer_part(index), tensors, {"results": [asdict(result) for result in results]})
+            facts = {"results": [asdict(result) for result in results]}
+            self.writer.commit(layer_part(index), tensors, facts | self.sources.layer_facts(index))
             self.watch.lap("writing")
 
     def _commit_ends(self) -> None:
         """What is outside of the layers, as it is."""
-        if self.writer is None:
+        if self.writer is None or self.sources is None:
             return
         for part, names in end_parts(self.plan):
             if not is_readable(self.writer, part):
-                self.writer.commit(part, {name: self.plan.checkpoint.tensor(name) for name in names}, {})
+                check_finite(self.plan.checkpoint, names)
+                tensors = {name: self.plan.checkpoint.tensor(name) for name in names}
+                self.writer.commit(part, tensors, self.sources.end_facts(names))
+
+    def _check_layer(self, index: int) -> None:
+        """Begin to hash a layer, and refuse NaN in what is not quantized; a matrix is checked where it is solved."""
+        if self.sources is not None:
+            self.sources.begin_layer(index)
+        check_finite(self.plan.checkpoint, self.plan.kept[index])
 
     def _tell(self, result: LayerResult) -> None:
         self.results.append(result)

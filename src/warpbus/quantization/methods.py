@@ -17,7 +17,7 @@ from warpbus.dist import SHARES, Group
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK
 from warpbus.models import DecoderLayer, ModelConfig
 from warpbus.qtensor import QTensor, Scheme
-from warpbus.quantization.algorithms import awq, cholesky, round_rows, rtn, smoothing
+from warpbus.quantization.algorithms import awq, cholesky, rtn, smoothing
 from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.descent import SPAN
 from warpbus.quantization.algorithms.factored import factored
@@ -259,15 +259,6 @@ def suits(algorithm: str, config: ModelConfig) -> bool:
     return algorithm not in METHODS or not METHODS[algorithm].folds or can_fold(config)
 
 
-def round_to_nearest(
-    weight: Tensor, scheme: Scheme, *, scale_dtype: torch.dtype, importance: Tensor | None = None, name: str
-) -> QTensor:
-    """Each weight to the nearest value that the scheme has; arguments as in `rtn`."""
-    if scheme.activations is not None:
-        return round_rows(weight, scheme, scale_dtype=scale_dtype, name=name)
-    return rtn(weight, scheme, scale_dtype=scale_dtype, importance=importance, name=name)
-
-
 def _rounded(task: Task, folded: Folded, moments: Tensor, drift: Tensor | None = None) -> Solved:
     """Round a matrix after its inputs were scaled; ranges are clipped where activations stay in 16 bits.
 
@@ -286,7 +277,7 @@ def _rounded(task: Task, folded: Folded, moments: Tensor, drift: Tensor | None =
             # One product a part, whatever the number of parts: so the bits do not depend on how many there are.
             parts = torch.stack([aim(part.T.contiguous(), hessian, drift).T for part in parts])
         losses = torch.zeros(len(parts), 2, dtype=torch.float64, device=parts.device)
-        rounded = round_to_nearest(
+        rounded = rtn(
             parts.flatten(0, 1),
             task.scheme,
             scale_dtype=task.scale_dtype,

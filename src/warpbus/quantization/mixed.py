@@ -62,7 +62,7 @@ def mixed_schemes(
         the scheme of most matrices, and those that differ.
 
     Raises:
-        UsageError: if there are too few bits.
+        UsageError: if there are fewer bits than the smallest scheme takes, or more than the largest.
         SchemeError: if the format holds fewer than two of the schemes.
         WarpbusError: as `quantize`.
     """
@@ -71,9 +71,12 @@ def mixed_schemes(
     plan = plans[0]
     dtype = default_dtype(place, plan.dtype)
     weights = sum(sum(matrix.rows) * matrix.columns for matrix in plan.matrices)
-    least = min(8 * each.bytes_quantized / weights for each in plans)
-    if not least <= bits < float("inf"):
-        raise UsageError(f"bits is {bits}: the smallest schemes take {least:.3f} a weight, scales included: give more")
+    sizes = [8 * each.bytes_quantized / weights for each in plans]
+    if not min(sizes) <= bits <= max(sizes):  # NaN is not between them either
+        raise UsageError(
+            f"bits is {bits}: expected from {min(sizes):.3f} to {max(sizes):.3f} bits per weight, scales included, "
+            f"as {plans[0].schemes} and {plans[-1].schemes} take"
+        )
     data = read_data(plan, calibration, samples, min(seqlen, plan.config.max_context), seed)
     data = Calibration(data.sequences[:_SEQUENCES])
     costs: dict[str, dict[Scheme, Cost]] = {}

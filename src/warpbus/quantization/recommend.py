@@ -25,6 +25,9 @@ USABLE = ("w4a16-g128", "rtn")
 _SAME_TIME = 0.03
 _SAME_ERROR = 0.01
 
+# A machine that does nothing else has medians within some percent of the least time.
+_CLEAR_SPREAD = 0.1
+
 _SCHEMES = ("w8a16", "w8a8-int8", "w8a8-fp8", "w4a16-g32", "w4a16-g128", "w3a16-g128")
 _WEIGHTS_ONLY = ("gptq", "awq", "rtn")
 _WITH_ACTIVATIONS = ("smoothquant", "rtn")
@@ -49,6 +52,7 @@ class Trial:
         memory: bytes that running it takes, cache and working memory included.
         token_seconds: of the matrix-vector products of a token, on the device.
         seconds: that quantizing the whole model is going to take.
+        token_spread: by what share of `token_seconds` the median of its samples exceeds it, see `TokenTime`.
     """
 
     scheme: str
@@ -58,10 +62,18 @@ class Trial:
     memory: int
     token_seconds: float
     seconds: float
+    token_spread: float = 0.0
 
     @property
     def name(self) -> str:
         return f"{self.scheme} by {self.algorithm}"
+
+    @property
+    def token_range(self) -> str:
+        """Milliseconds per token: the least, and the median of the samples where it is much more."""
+        least = 1000 * self.token_seconds
+        wide = self.token_spread > _CLEAR_SPREAD
+        return f"{least:.2f} to {least * (1 + self.token_spread):.2f}" if wide else f"{least:.2f}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +144,7 @@ class Recommendation:
                 f"{trial.error:.2%}",
                 _size(trial.nbytes),
                 _size(trial.memory),
-                f"{1000 * trial.token_seconds:.2f}",
+                trial.token_range,
                 f"{trial.seconds:,.0f} s",
                 style="bold green" if chosen else None if _fits(trial, self.memory) else "dim",
             )
@@ -204,12 +216,24 @@ def choose(trials: Sequence[Trial], *, goal: str, memory: int | None = None) -> 
     if goal == "speed":
         fastest = min(trial.token_seconds for trial in usable)
         ties = [trial for trial in usable if trial.token_seconds <= fastest * (1 + _SAME_TIME)]
-        reason = f"the fastest{within} that is usable"
-    else:
-        smallest = min(trial.nbytes for trial in usable)
-        ties = [trial for trial in usable if trial.nbytes == smallest]
-        reason = f"the smallest{within} that is usable"
-    return _least_error(ties), reason
+        chosen = _least_error(ties)
+        return chosen, f"the fastest{within} that is usable{_doubt(chosen, usable, ties)}"
+    smallest = min(trial.nbytes for trial in usable)
+    return _least_error([trial for trial in usable if trial.nbytes == smallest]), f"the smallest{within} that is usable"
+
+
+def _doubt(chosen: Trial, usable: Sequence[Trial], ties: Sequence[Trial]) -> str:
+    """What to say of trials whose times overlap with those of the fastest one; nothing if there are none."""
+    slowest = chosen.token_seconds * (1 + chosen.token_spread)
+    schemes = {trial.scheme: trial for trial in usable if trial.token_seconds < slowest}
+    others = [trial for scheme, trial in schemes.items() if scheme not in {tie.scheme for tie in ties}]
+    if not others:
+        return ""
+    listed = " and ".join(f"{trial.scheme} ({trial.token_range})" for trial in others)
+    return (
+        f"; unsure: its times, {chosen.token_range} ms per token, overlap with those of {listed}: "
+        "something else may keep this machine busy: repeat when it is idle"
+    )
 
 
 def _least_error(trials: Sequence[Trial]) -> Trial:

@@ -1,9 +1,10 @@
 """How long the matrices of a model take for a token in a scheme, measured on a device before anything is quantized."""
 
 import math
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,14 +14,29 @@ from warpbus.models.layers.linear import project
 from warpbus.qtensor import Scheme
 
 _CPU_CACHE = 64 * 2**20  # bytes; torch does not tell a CPU's cache
-_SAMPLES = 7
-_SAMPLE_SECONDS = 0.02
+_ROUNDS = 15
+_SAMPLE_SECONDS = 0.02  # of each scheme in a round: enough for the clock, little enough for many rounds
 _VOCABULARY = 64  # embedding and head are not measured
 
 
+@dataclass(frozen=True)
+class TokenTime:
+    """How long the matrices of all layers take for one token, one after the other.
+
+    Attributes:
+        seconds: the least of all samples, since whatever else the machine does only adds to it.
+        spread: by what share of that the median of the samples exceeds it.
+    """
+
+    seconds: float
+    spread: float
+
+
 @torch.no_grad()
-def token_seconds(config: ModelConfig, scheme: Scheme | None, *, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds that the matrices of all layers take for one token, one after the other: the best of some samples.
+def token_times(
+    config: ModelConfig, schemes: Sequence[Scheme | None], *, device: torch.device, dtype: torch.dtype
+) -> list[TokenTime]:
+    """Measure schemes in turn, round after round, so that what else the machine does meets all of them.
 
     The weights are random, of the model's true shapes, and of so many layers that a matrix has left the cache when its
     turn comes again, as in the whole model. Embedding, head, attention and norms, which quantization leaves as they
@@ -28,14 +44,29 @@ def token_seconds(config: ModelConfig, scheme: Scheme | None, *, device: torch.d
 
     Args:
         config: the model's shapes.
-        scheme: of the matrices; `None`: they are in `dtype`.
+        schemes: of the matrices; `None`: they are in `dtype`. The layers of all of them are on the device together.
         device: where.
         dtype: of the activations.
 
     Raises:
-        DeviceError: if the device cannot compute with the scheme.
+        DeviceError: if the device cannot compute with a scheme.
     """
-    copies = _copies(config, scheme, device, dtype)
+    steps = []
+    for scheme in schemes:
+        copies = _copies(config, scheme, device, dtype)
+        steps.append((_step(config, scheme, copies, device, dtype), config.num_layers / copies))
+    found: list[list[float]] = [[] for _ in steps]
+    repeats = [max(1, math.ceil(_SAMPLE_SECONDS / max(_sample(run, 1, device), 1e-6))) for run, _ in steps]
+    for _ in range(_ROUNDS):
+        for (run, times), count, samples in zip(steps, repeats, found, strict=True):
+            samples.append(_sample(run, count, device) * times)
+    return [TokenTime(min(samples), statistics.median(samples) / min(samples) - 1) for samples in found]
+
+
+def _step(
+    config: ModelConfig, scheme: Scheme | None, copies: int, device: torch.device, dtype: torch.dtype
+) -> Callable[[], None]:
+    """The products of one token with the matrices of so many random layers, ready to be run."""
     shape = replace(config.resized(num_layers=copies), vocab_size=_VOCABULARY, stop_ids=())
     model = random_model(shape, scheme, device, dtype)
     pairs = []
@@ -48,8 +79,7 @@ def token_seconds(config: ModelConfig, scheme: Scheme | None, *, device: torch.d
             project(linear, x)
 
     step()  # kernels are compiled at their first launch
-    run = _captured(step, device) if device.type == "cuda" else step
-    return _best(run, device) * config.num_layers / copies
+    return _captured(step, device) if device.type == "cuda" else step
 
 
 def _copies(config: ModelConfig, scheme: Scheme | None, device: torch.device, dtype: torch.dtype) -> int:
@@ -72,16 +102,11 @@ def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], No
     return graph.replay
 
 
-def _best(run: Callable[[], None], device: torch.device) -> float:
-    """The least seconds of a run among some samples, each of as many runs as make it long enough to be timed."""
-
-    def sample(repeats: int) -> float:
-        started = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - started) / repeats
-
-    repeats = max(1, math.ceil(_SAMPLE_SECONDS / max(sample(1), 1e-6)))
-    return min(sample(repeats) for _ in range(_SAMPLES))
+def _sample(run: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """Seconds of a run, the mean of so many."""
+    started = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) / repeats

@@ -111,9 +111,12 @@ class Collector:
             found[MAX_ABS] = self._group.gather(self._largest[None]).amax(0)
         sums = [value.sum() for value in found.values()]
         if sums and not torch.stack(sums).isfinite().all():
+            remedy = "use an undamaged checkpoint"
+            if self._group.device.type != "cpu":
+                remedy = "try --device cpu, which computes in float32"
             raise NumericError(
                 f"{self._name}: NaN or infinity entered it during calibration: the checkpoint overflows "
-                "in this dtype or is damaged: try --device cpu, which computes in float32"
+                f"in this dtype or is damaged: {remedy}"
             )
         if MOMENTS in found:
             found[MOMENTS] = _whole(found[MOMENTS], self._columns)

@@ -79,11 +79,12 @@ def _message(where: str, message: object) -> dict[str, str]:
 def _encode(
     where: str, content: str | list[dict[str, str]], tokenizer: Tokenizer, template: Template | None
 ) -> list[int]:
-    if isinstance(content, str):
-        return text_document(tokenizer.encode(content), tokenizer).ids
-    if template is None:
+    if template is None and not isinstance(content, str):
         raise DataError(f"{where}: a conversation, but the model has no chat template: use lines with 'text'")
     try:
+        if isinstance(content, str):
+            return text_document(tokenizer.encode(content), tokenizer).ids
+        assert template is not None
         return template.spans(content)[0]
     except UsageError as error:
         raise DataError(f"{where}: {error}") from None

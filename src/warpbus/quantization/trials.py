@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from warpbus.cuda.cpu import cpu_model
 from warpbus.cuda.devices import default_dtype, resolve_device
 from warpbus.dist import Group
 from warpbus.errors import SchemeError, UsageError
@@ -24,14 +25,15 @@ from warpbus.models import DecoderLayer, ModelConfig, read_config
 from warpbus.models.layers import QuantizedLinear
 from warpbus.qtensor import Scheme
 from warpbus.quantization import unquantized
+from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.driver import read_data
 from warpbus.quantization.layerwise import LayerPass, States
-from warpbus.quantization.methods import METHODS, Method, Solved, Task, round_to_nearest, suits
+from warpbus.quantization.methods import METHODS, Method, Solved, Task, suits
 from warpbus.quantization.preflight import Plan, prepare
 from warpbus.quantization.recommend import GOALS, Candidate, Recommendation, Trial, candidates
 from warpbus.quantization.solving import LayerSolver
-from warpbus.quantization.speed import token_seconds
+from warpbus.quantization.speed import token_times
 from warpbus.quantization.statistics import DRIFT, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
@@ -101,10 +103,9 @@ def try_candidates(
         for candidate, plan in tried.items():
             found[candidate].append(trying.one(index, layer, seen, unseen, outputs, candidate, plan))
             progress(sum(map(len, found.values())), len(tried) * len(sampled))
-    speeds = {
-        each: token_seconds(first.config, each, device=place, dtype=trying.dtype)
-        for each in dict.fromkeys(candidate.scheme for candidate in tried)
-    }
+    schemes = list(dict.fromkeys(candidate.scheme for candidate in tried))
+    measured = token_times(first.config, schemes, device=place, dtype=trying.dtype)
+    speeds = dict(zip(schemes, measured, strict=True))
     trials = [
         Trial(
             scheme=str(candidate.scheme),
@@ -112,13 +113,15 @@ def try_candidates(
             error=math.sqrt(statistics.fmean(each.squared_error for each in found[candidate])),
             nbytes=plan.bytes_after,
             memory=running(plan.config, trying.dtype, candidate.scheme) if running else plan.bytes_after,
-            token_seconds=speeds[candidate.scheme],
+            token_seconds=speeds[candidate.scheme].seconds,
             # The first to run on a device also waits for its libraries.
             seconds=plan.config.num_layers * statistics.median(each.seconds for each in found[candidate]),
+            token_spread=speeds[candidate.scheme].spread,
         )
         for candidate, plan in tried.items()
     ]
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+    here = f"{cpu_model()}, threads: {torch.get_num_threads()}"
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else here
     return Recommendation.of(trials, model=str(model), device=name, goal=goal, memory=memory, layers=sampled)
 
 
@@ -189,7 +192,7 @@ class _Nearest(Method):
         return True
 
     def solve(self, task: Task, statistics: Statistics) -> Solved:
-        weight = round_to_nearest(task.weight, task.scheme, scale_dtype=task.scale_dtype, name=task.name)
+        weight = rtn(task.weight, task.scheme, scale_dtype=task.scale_dtype, name=task.name)
         return Solved(weight, error=0.0)
 
 

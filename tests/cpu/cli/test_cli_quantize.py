@@ -5,13 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import typer
 from hub_standin import StandIn
 from typer.testing import CliRunner
 
 from warpbus.cli.quantize import quantize
 from warpbus.errors import SchemeError, UsageError
-from warpbus.formats import Checkpoint, layout_of, read_schemes
+from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint, layout_of, read_schemes
 
 app = typer.Typer()
 app.command()(quantize)
@@ -127,3 +128,38 @@ def test_arguments_are_checked_before_a_model_is_fetched(hub: StandIn, texts, tm
         with pytest.raises((UsageError, SchemeError), match=said):
             invoke("someone/tiny", tmp_path / "out", *arguments)
     assert hub.asked == []
+
+
+def test_an_empty_scheme_is_no_default(model, texts, tmp_path):
+    with pytest.raises(SchemeError, match="unknown scheme ''"):
+        invoke(model, tmp_path / "out", "--calibration", texts, "--scheme", "")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("algorithm", ["quip", ""])
+def test_an_unknown_algorithm_gets_the_list_with_auto(model, texts, tmp_path, algorithm):
+    with pytest.raises(UsageError, match=f"algorithm is '{algorithm}': choose from gptq, awq, smoothquant, rtn, auto"):
+        invoke(model, tmp_path / "out", "--calibration", texts, "--algorithm", algorithm)
+
+
+def test_too_few_tokens_are_warned_of(model, tmp_path, write_lines):
+    few = write_lines(tmp_path / "few.jsonl", {"text": "月"})
+    flags = ("--calibration", few, "--scheme", "w4a16-g64", "--device", "cpu")
+    found = invoke(model, tmp_path / "out", *flags)
+    assert found.exit_code == 0
+    assert "too few to tell which of them matter: give more or longer texts" in " ".join(found.stderr.split())
+    many = write_lines(tmp_path / "many.jsonl", *({"text": "床前明月光，疑是地上霜。"} for _ in range(64)))
+    found = invoke(model, tmp_path / "again", "--calibration", many, *flags[2:])
+    assert "too few" not in found.stderr
+
+
+def test_finished_layers_of_another_run_need_a_restart(model, texts, tmp_path):
+    flags = ("--calibration", texts, "--scheme", "w4a16-g64", "--device", "cpu")
+    with GrowingCheckpoint(tmp_path / "out", identity={"algorithm": "awq"}) as other:
+        other.commit("layer-00000", {"x": torch.ones(3)}, {"results": []})
+    with pytest.raises(UsageError, match='finished parts of a run that differs: algorithm was "awq" and is "gptq"'):
+        invoke(model, tmp_path / "out", *flags)
+    assert FinishedParts(tmp_path / "out").parts() == ["layer-00000"]
+    found = invoke(model, tmp_path / "out", *flags, "--restart")
+    assert found.exit_code == 0
+    assert "what an earlier run had finished is removed" in " ".join(found.stderr.split())

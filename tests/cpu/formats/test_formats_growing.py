@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import CheckpointError, StorageError, TensorError, UsageError
-from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint, growing
+from warpbus.formats import Checkpoint, FinishedParts, GrowingCheckpoint, discard_parts, growing
+from warpbus.formats.identity import differences
 
 PARTS = ("layer-0", "layer-1", "layer-2")
 CONFIG = {"model_type": "glm"}
@@ -128,12 +129,57 @@ def test_a_damaged_part_is_done_again(tmp_path: Path, suffix: str, damage: str) 
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_what_another_run_kept_is_removed_and_told(tmp_path: Path) -> None:
+def test_what_another_run_kept_is_removed_only_by_a_restart(tmp_path: Path) -> None:
     stopped(tmp_path / "out", identity={"seed": 1})
-    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
-        assert (checkpoint.found, checkpoint.found_parts) == ("another run", 3)
+    kept = FinishedParts(tmp_path / "out").parts()
+    with pytest.raises(UsageError, match=r"finished parts of a run that differs: seed was 1 and is 0: .* --restart"):
+        GrowingCheckpoint(tmp_path / "out", identity={"seed": 0})
+    assert FinishedParts(tmp_path / "out").parts() == kept
+    assert len(kept) == 3
+    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}, restart=True) as checkpoint:
+        assert (checkpoint.found, checkpoint.found_parts) == ("removed parts", 3)
         assert checkpoint.parts() == []
     assert [path.name for path in tmp_path.iterdir()] == ["out.quantization"]
+
+
+def test_a_restart_removes_parts_of_the_same_identity_too(tmp_path: Path) -> None:
+    stopped(tmp_path / "out", identity={"seed": 0})
+    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}, restart=True) as checkpoint:
+        assert (checkpoint.found, checkpoint.parts()) == ("removed parts", [])
+
+
+def test_a_run_that_finished_no_part_is_in_nobodys_way(tmp_path: Path) -> None:
+    GrowingCheckpoint(tmp_path / "out", identity={"seed": 1}).close()
+    with GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}) as checkpoint:
+        assert checkpoint.found == "nothing"
+
+
+def test_what_differs_is_said_by_its_path() -> None:
+    before = {"config.json": {"rope_theta": 1e4, "layers": 2}, "tokens": "a" * 64, "algorithm": "gptq"}
+    after = {"config.json": {"rope_theta": 5e6, "layers": 2}, "tokens": "b" * 64, "algorithm": "rtn", "new": 1}
+    assert differences(before, after) == [
+        'algorithm was "gptq" and is "rtn"',
+        "config.json: rope_theta was 10000.0 and is 5000000.0",
+        "new was null and is 1",
+        "tokens differ",
+    ]
+    assert differences(None, after) == ["its run.json is damaged"]
+    many = differences({}, {f"key{number}": number for number in range(9)})
+    assert (len(many), many[-1]) == (7, "and 3 more")
+
+
+def test_parts_can_be_discarded_from_outside(tmp_path: Path) -> None:
+    stopped(tmp_path / "out", identity={"seed": 0})
+    with (
+        GrowingCheckpoint(tmp_path / "out", identity={"seed": 0}),
+        pytest.raises(StorageError, match="another process"),
+    ):
+        discard_parts(tmp_path / "out")
+    discard_parts(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out.quantization").mkdir()  # no run.json: somebody else's
+    discard_parts(tmp_path / "out")
+    assert (tmp_path / "out.quantization").is_dir()
 
 
 def test_a_part_can_be_replaced_and_all_can_be_discarded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def chatglm_logits(config: dict[str, Any], tensors: dict[str, Tensor], tokens: l
     """ChatGLM-6B: the logits `[tokens, vocabulary]` of a sequence that has a <sop> (`bos_token_id`)."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     heads, size = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
-    alpha, eps = math.sqrt(2 * config["num_layers"]), config["layernorm_epsilon"]
+    alpha, eps = math.sqrt(2 * 28), config["layernorm_epsilon"]
     sop = tokens.index(config["bos_token_id"])
     mask_position = sop - 1  # of [gMASK], the last token of the prompt
     x = weights["transformer.word_embeddings.weight"][torch.tensor(tokens)]

@@ -117,6 +117,7 @@ def test_the_first_chatglm() -> None:
         normed_residual=math.sqrt(56),
     )
     assert config.layers == (layer,) * 28
+    assert read(CHATGLM, num_layers=4).layers == (layer,) * 4  # the residual does not depend on the number of layers
     assert config.rope == RopeConfig(theta=1e4, rotary_dim=64, interleaved=False, two_dimensional=True)
     assert config.tie_embeddings
     assert (config.prompt_end, config.stop_ids) == (130004, (130005,))
@@ -291,6 +292,18 @@ REFUSED = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}, "sliding_window"),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}, "sliding"),
     ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "sliding_window: windows of 4096"),
+    ("llama", {"sliding_window": 4096}, "sliding_window: windows of 4096"),
+    ("glm", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, "sliding_window"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported, only 1.0"),
+    ("qwen2", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor: 0.25 is not supported"),
+    ("qwen3", {"mlp_bias": True}, "mlp_bias: True is not supported"),
+    ("glm", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
+    ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("llama", {"embedding_multiplier": 12}, "embedding_multiplier: 12 is not supported, only 1"),
+    ("qwen3", {"is_causal": False}, "is_causal"),
+    ("llama", {"dtype": "float3"}, "dtype: expected a floating dtype, such as bfloat16, but found 'float3'"),
+    ("glm", {"torch_dtype": "int8"}, "torch_dtype: expected a floating dtype"),
 ]
 
 
@@ -309,6 +322,9 @@ def test_what_is_refused(model: str, changes: dict[str, Any], message: str) -> N
         {"use_sliding_window": True, "sliding_window": None},
         {"use_sliding_window": True, "sliding_window": 8192, "max_window_layers": 0},
         {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+        {"use_sliding_window": True, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": 64},
+        {"partial_rotary_factor": 1.0, "logits_scaling": 1.0, "is_causal": True, "torch_dtype": "auto"},
         {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention"] * 3},
     ],
 )

@@ -13,6 +13,7 @@ from warpbus.kernels import ops
 from warpbus.kernels.ops import w8a8
 from warpbus.kernels.ops.cpu import CpuWeight, pack_for_cpu
 from warpbus.kernels.ops.packed import PackedWeight, pack
+from warpbus.kernels.ops.rounding import round_to_nearest
 from warpbus.kernels.reference.w8a8 import quantize
 from warpbus.models import RopeConfig, load_model, placement
 from warpbus.models.layers import LayerNorm, QuantizedLinear, RMSNorm, Rotary, linear, project
@@ -135,8 +136,38 @@ def test_rounding_is_to_the_nearest(monkeypatch, packs):
     weight[3, :128] = 0
     rounded = QuantizedLinear(placement.round_onto(weight, Scheme.parse("w8a16-g128"), "cpu", torch.float16)).weight
     error = (rounded.dequantize(torch.float32) - weight).unflatten(1, (2, 128)).abs().amax(-1)
-    assert (error <= 0.51 * rounded.scales.float() + 1e-6).all()
+    assert (error <= 0.51 * rounded.scales.float().abs() + 1e-6).all()
     assert rounded.dequantize()[3, :128].eq(0).all()
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("scheme", ["w4a16-g64", "w3a16-g128", "w8a16", "w4a16-g32-asym"])
+def test_weights_are_rounded_as_everywhere_else(monkeypatch, packs, scheme):
+    """On the one grid of this package, which puts the largest weight of a group on the longer side."""
+    monkeypatch.setattr(placement, "gpu_has_kernels", lambda device: packs)
+    weight = torch.randn(1040, 256, generator=torch.Generator().manual_seed(11))
+    expected = round_to_nearest(weight, Scheme.parse(scheme), scale_dtype=torch.bfloat16)
+    found = placement.round_onto(weight, Scheme.parse(scheme), "cpu", torch.bfloat16)
+    if packs:
+        expected = pack(expected, torch.bfloat16)
+        assert torch.equal(found.codes, expected.codes)
+    else:
+        assert torch.equal(found.qweight, expected.qweight)
+    assert torch.equal(found.scales, expected.scales)
+    largest = 2 ** (Scheme.parse(scheme).bits - 1) - 1
+    groups = weight.unflatten(1, (Scheme.parse(scheme).groups(256), -1))
+    scales = groups.abs().amax(-1, keepdim=True) / largest  # the largest weight on the largest code
+    coarse = ((groups / scales).round() * scales - groups).norm()
+    exact = round_to_nearest(weight, Scheme.parse(scheme), scale_dtype=torch.float32).dequantize(torch.float32)
+    assert (exact - weight).norm() < 0.995 * coarse
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a8-fp8"])
+def test_values_are_rounded_too(scheme):
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(12))
+    rounded = placement.round_onto(weight, Scheme.parse(scheme), "cpu", torch.float32)
+    assert rounded.qweight.dtype == Scheme.parse(scheme).dtype
+    assert (rounded.dequantize(torch.float32) - weight).norm() < 0.04 * weight.norm()
 
 
 @torch.no_grad()

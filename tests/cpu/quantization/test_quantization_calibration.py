@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from warpbus.errors import DataError, UsageError
+from warpbus.models.tokenizers.base import check_text
 from warpbus.quantization import Calibration, read_calibration
 
 
@@ -17,6 +18,7 @@ class Letters:
     prompt_suffix = ()
 
     def encode(self, text):
+        check_text(text)
         return [ord(character) for character in text]
 
     def decode(self, ids):
@@ -113,6 +115,8 @@ def test_empty_texts_are_passed_over(tmp_path):
         ('{"messages": ["x"]}', "expected messages such as"),
         ('{"messages": [{"role": "user"}]}', "expected messages such as"),
         ('{"messages": [{"role": "nobody", "content": "x"}]}', "unknown role 'nobody'"),
+        (r'{"text": "a\ud800"}', "lone surrogate U+D800 at character 1"),
+        (r'{"messages": [{"role": "user", "content": "\ud800"}]}', "lone surrogate U+D800 at character 0"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, message):

@@ -18,8 +18,8 @@ from warpbus.models.random_checkpoint import write_random_checkpoint
 from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import Scheme
 from warpbus.quantization import Calibration, Progress, quantize
+from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.layerwise import LayerPass, embed
-from warpbus.quantization.methods import round_to_nearest
 from warpbus.quantization.mixed import mixed_schemes
 from warpbus.quantization.statistics import ALONE, MOMENTS
 from warpbus.quantization.stopwatch import Stopwatch
@@ -113,7 +113,7 @@ def test_rows_are_written_where_the_file_has_them(tmp_path: Path, model: Path) -
 def test_rounding_to_nearest_is_that_of_the_files_rows(tmp_path: Path, model: Path) -> None:
     run(model, tmp_path / "out", "rtn")
     weight = load(model).layers[1].attention.qkv.weight.data
-    rounded = round_to_nearest(weight, Scheme.parse("w4a16-g32"), scale_dtype=torch.float32, name="qkv")
+    rounded = rtn(weight, Scheme.parse("w4a16-g32"), scale_dtype=torch.float32, name="qkv")
     assert torch.equal(load(tmp_path / "out").layers[1].attention.qkv.weight.codes(), rounded.codes())
 
 

@@ -17,8 +17,8 @@ from warpbus.models.layers import QuantizedLinear
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization import Calibration, Progress, job, quantize
+from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.layerwise import States
-from warpbus.quantization.methods import round_to_nearest
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
@@ -151,14 +151,14 @@ def test_rtn_computes_what_the_model_in_memory_does(tmp_path: Path, model: Path,
     for layer in expected.layers:
         for linear in LINEARS:
             module = layer.get_submodule(linear)
-            weight = round_to_nearest(module.weight.data, scheme, scale_dtype=torch.float32, name=linear)
+            weight = rtn(module.weight.data, scheme, scale_dtype=torch.float32, name=linear)
             owner, _, leaf = linear.partition(".")
             setattr(layer.get_submodule(owner), leaf, QuantizedLinear(weight, module.bias))
     with torch.no_grad():
         assert torch.equal(logits(tmp_path / "out"), expected(TOKENS))
     assert [(row.layer, row.linear) for row in report.layers] == [(i, linear) for i in range(2) for linear in LINEARS]
     first = load(model).layers[0].attention.qkv.weight.data
-    rounded = round_to_nearest(first, scheme, scale_dtype=torch.float32, name="qkv").dequantize(torch.float32)
+    rounded = rtn(first, scheme, scale_dtype=torch.float32, name="qkv").dequantize(torch.float32)
     assert report.layers[0].error == pytest.approx(float((rounded - first).norm() / first.norm()), rel=1e-4)
 
 

@@ -100,14 +100,19 @@ def test_a_run_that_goes_on_says_so_in_its_report(
     assert fingerprint(tmp_path / "out") == undisturbed[0]
 
 
-def test_other_settings_begin_again_and_a_damaged_layer_is_done_again(
+def test_other_settings_need_a_restart_and_a_damaged_layer_is_done_again(
     runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
 ) -> None:
     output, kept = tmp_path / "out", tmp_path / "out.quantization"
     assert runs.start(*command(model, output, texts, "--seed", 3), when=kept / "layer-00000.json").code != 0
-    run = runs.start(*command(model, output, texts), when=kept / "layer-00002.json")
+    before = FinishedParts(output).parts()
+    run = runs.start(*command(model, output, texts))
+    assert run.code == 2
+    assert "holds finished parts of a run that differs: calibration tokens differ: use the same to go on" in told(run)
+    assert FinishedParts(output).parts() == before
+    run = runs.start(*command(model, output, texts, "--restart"), when=kept / "layer-00002.json")
     assert run.code == -signal.SIGKILL
-    assert "what a run with other settings had finished is removed" in " ".join(run.said.split())
+    assert "what an earlier run had finished is removed" in " ".join(run.said.split())
     file = kept / "layer-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
     layers = sum(part.startswith("layer") for part in FinishedParts(output).parts())
@@ -131,12 +136,24 @@ def cut_off(
     raise AssertionError("every run was over before the signal came")
 
 
-def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(
-    runs: Runs, model: Path, texts: Path, tmp_path: Path, undisturbed: tuple[str, float]
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted: "), (signal.SIGTERM, 143, "terminated: ")]
+)
+def test_a_signal_keeps_what_is_finished_and_says_how_to_go_on(
+    *,
+    runs: Runs,
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    undisturbed: tuple[str, float],
+    number: signal.Signals,
+    code: int,
+    said: str,
 ) -> None:
-    output, run = cut_off(runs, model, texts, tmp_path, "layer-00000", signal.SIGINT)
-    assert run.code == 130, run.said
+    output, run = cut_off(runs, model, texts, tmp_path, "layer-00000", number)
+    assert run.code == code, run.said
     assert "Traceback" not in run.said
+    assert said in told(run)
     assert f"{output}.quantization" in told(run)
     assert "the same command goes on" in told(run)
     assert not output.exists()
@@ -183,7 +200,7 @@ def changed_model(model: Path, output: Path, name: str, value: float) -> Path:
     [
         ("model.layers.2.mlp.down_proj.weight", float("nan"), r"layers\.2\.mlp\.down: .*NaN"),
         ("model.layers.2.post_attention_layernorm.weight", 1e38, r"layers\.2\.mlp\.gate_up: NaN or infinity entered"),
-        ("model.layers.2.self_attn.q_proj.bias", float("nan"), r"layers\.2\.attention\.o: NaN or infinity entered"),
+        ("model.layers.2.self_attn.q_proj.bias", float("nan"), r"model\.layers\.2\.self_attn\.q_proj\.bias: NaN"),
     ],
 )
 def test_numbers_that_cannot_be_used(
@@ -197,6 +214,8 @@ def test_numbers_that_cannot_be_used(
     assert not (tmp_path / "out").exists()
     kept = [part for part in FinishedParts(tmp_path / "out").parts() if part.startswith("layer")]
     assert kept == ["layer-00000", "layer-00001"]
+    assert f"2 finished layers are kept in {tmp_path / 'out.quantization'}: once this is mended" in str(raised.value)
+    assert "--device cpu" not in str(raised.value)
 
 
 def test_a_hessian_that_is_not_positive_definite(runs: Runs, model: Path, texts: Path, tmp_path: Path) -> None:
@@ -206,7 +225,7 @@ def test_a_hessian_that_is_not_positive_definite(runs: Runs, model: Path, texts:
     run = runs.start(*few, "--damping", 0)
     assert run.code == 1
     assert "layers.0.attention.qkv: its Hessian is not positive definite: raise --damping" in told(run)
-    assert not output.exists()
+    assert list(tmp_path.iterdir()) == []  # no layer was finished, so nothing is kept
     assert runs.start(*few, "--damping", 0.1).code == 0
     assert all(torch.isfinite(tensor).all() for tensor in scales(output))
 

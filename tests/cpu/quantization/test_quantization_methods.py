@@ -18,7 +18,7 @@ from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.algorithms.factored import factored
 from warpbus.quantization.algorithms.gptq import gptq_rows
 from warpbus.quantization.loss import squared_loss
-from warpbus.quantization.methods import METHODS, Solved, Task, round_to_nearest
+from warpbus.quantization.methods import METHODS, Solved, Task
 from warpbus.quantization.statistics import ALONE, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
@@ -104,14 +104,14 @@ def test_rows_are_dealt_out_and_gathered(world: int, rows: int, scheme: str) -> 
     """As if all had been quantized at once, whatever the height and the number of processes."""
     weight = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
     parsed = Scheme.parse(scheme)
-    expected = round_to_nearest(weight, parsed, scale_dtype=torch.float16, name="q")
+    expected = rtn(weight, parsed, scale_dtype=torch.float16, name="q")
     seen: list[int] = []
 
     def deal(group: Group) -> tuple[QTensor, float]:
         def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
             assert parts.shape == (len(group.shares()), -(-rows // SHARES), 64)
             seen.append(len(parts))
-            found = round_to_nearest(parts.flatten(0, 1), parsed, scale_dtype=torch.float16, name="q")
+            found = rtn(parts.flatten(0, 1), parsed, scale_dtype=torch.float16, name="q")
             height = parts.shape[1]
             losses = [squared_loss(part, found.rows(i * height, (i + 1) * height)) for i, part in enumerate(parts)]
             return found, torch.tensor(losses, dtype=torch.float64)

@@ -56,7 +56,7 @@ def test_the_average_is_kept_and_used(model, bits):
 
 
 def test_a_scheme_for_all_where_the_bits_are_just_enough_or_more_than_enough(model):
-    assert mixed(model, 8.2).distinct() == (Scheme(8, 128),)
+    assert mixed(model, 8.125).distinct() == (Scheme(8, 128),)
     assert mixed(model, 2.125).distinct() == (Scheme(2, 128),)
 
 
@@ -105,8 +105,8 @@ def test_groups_are_as_large_as_fit(tmp_path):
 
 
 def test_what_cannot_be_done(model):
-    for bits in (2.0, float("nan")):
-        with pytest.raises(UsageError, match=r"the smallest schemes take 2\.\d+ a weight"):
+    for bits in (2.0, 9.0, 16.0, float("inf"), float("nan")):
+        with pytest.raises(UsageError, match=r"expected from 2\.\d+ to 8\.\d+ bits per weight"):
             mixed(model, bits)
     with pytest.raises(SchemeError):
         mixed(model, 4.5, layout="awq")

@@ -11,7 +11,7 @@ import torch
 from quantization_models import write_model
 from quantization_threads import together
 
-from warpbus.errors import DeviceError, NumericError
+from warpbus.errors import DeviceError, NumericError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter, FinishedParts
 from warpbus.quantization import Calibration, Progress, Report, driver, job, quantize
 
@@ -191,16 +191,20 @@ def test_what_two_processes_began_one_finishes(tmp_path: Path, model: Path, monk
 @pytest.mark.parametrize(
     "change", [{"damping": 0.03}, {"scheme": "w4a16-g32"}, {"layout": "gptq-v2"}, {"algorithm": "rtn"}, {"shorter": 1}]
 )
-def test_what_another_run_left_is_removed_and_told(
+def test_what_another_run_left_is_removed_only_by_a_restart(
     tmp_path: Path, model: Path, whole: Any, change: dict[str, Any]
 ) -> None:
     options = {"algorithm": "gptq", **change}
     if options.pop("shorter", 0):
         options["calibration"] = Calibration(SEQUENCES.sequences[:-1])
     interrupted(model, tmp_path / "out", **options)
+    kept = FinishedParts(tmp_path / "out").parts()
+    with pytest.raises(UsageError, match="finished parts of a run that differs: "):
+        run(model, tmp_path / "out", "gptq")
+    assert FinishedParts(tmp_path / "out").parts() == kept
     told: list[Any] = []
-    report = run(model, tmp_path / "out", "gptq", progress=Progress(begun=told.append))
-    assert [(begun.found, begun.layers) for begun in told] == [("another run", 0)]
+    report = run(model, tmp_path / "out", "gptq", restart=True, progress=Progress(begun=told.append))
+    assert [(begun.found, begun.layers) for begun in told] == [("removed parts", 0)]
     assert report.resumed_layers == 0
     assert files(tmp_path / "out") == whole["gptq"][0]
 

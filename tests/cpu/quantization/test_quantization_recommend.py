@@ -45,6 +45,17 @@ def test_the_choice(goal, memory, expected):
     assert ("none there is as good" in reason) == (expected == THREE)
 
 
+def test_times_that_overlap_leave_a_doubt():
+    """FOUR is the fastest by its least time, but most of its samples took longer than those of EIGHT."""
+    slow = replace(FOUR, token_spread=2.0)
+    chosen, reason = choose([EIGHT, slow], goal="speed")
+    assert chosen == slow
+    assert "; unsure: its times, 1.75 to 5.25 ms per token, overlap with those of w8a16 (3.00): " in reason
+    assert "unsure" not in choose([EIGHT, replace(FOUR, token_spread=0.05)], goal="speed")[1]
+    assert "unsure" not in choose([EIGHT, slow], goal="quality")[1]
+    assert "unsure" not in choose([slow, replace(PLAIN, token_spread=2.0)], goal="speed")[1]  # of one scheme
+
+
 def test_equal_errors_go_to_the_smaller_then_to_the_quicker():
     assert choose([EIGHT, replace(FINE, error=0.00403)], goal="quality")[0].scheme == "w4a16-g32"
     assert choose([EIGHT, replace(FINE, error=0.00405)], goal="quality")[0].scheme == "w8a16"

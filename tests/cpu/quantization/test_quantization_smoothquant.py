@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from warpbus.qtensor import Scheme
-from warpbus.quantization.algorithms import round_rows, smoothing
+from warpbus.quantization.algorithms import rtn, smoothing
 
 GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(200, 32, generator=GENERATOR)
@@ -19,7 +19,7 @@ def by_token(x):
 
 def error(scale):
     """Of the outputs, when inputs and weights are both rounded to int8."""
-    matrix = round_rows(WEIGHT * scale, Scheme.parse("w8a8-int8"), scale_dtype=torch.float32)
+    matrix = rtn(WEIGHT * scale, Scheme.parse("w8a8-int8"), scale_dtype=torch.float32)
     expected = INPUTS.double() @ WEIGHT.double().T
     return float((by_token(INPUTS / scale) @ matrix.dequantize().T - expected).norm() / expected.norm())
 

@@ -20,17 +20,41 @@ def config(make_model, tmp_path_factory):
 @pytest.mark.parametrize("name", [None, "w8a16", "w4a16-g128", "w3a16-g128", "w4a16-g32-asym", "w8a8-int8", "w8a8-fp8"])
 def test_every_scheme_is_measured(config, name):
     scheme = None if name is None else Scheme.parse(name)
-    seconds = speed.token_seconds(config, scheme, device=CPU, dtype=torch.float32)
-    assert 0 < seconds < 10
+    (found,) = speed.token_times(config, [scheme], device=CPU, dtype=torch.float32)
+    assert 0 < found.seconds < 10
+    assert found.spread >= 0
 
 
 def test_a_token_meets_each_matrix_once(config, monkeypatch):
     met = []
     monkeypatch.setattr(speed, "project", lambda linear, x: met.append((linear.out_features, tuple(x.shape))))
-    monkeypatch.setattr(speed, "_best", lambda run, device: (met.clear(), run(), 3.0)[-1])
-    assert speed.token_seconds(config, None, device=CPU, dtype=torch.float32) == 3.0
+    monkeypatch.setattr(speed, "_sample", lambda run, repeats, device: (met.clear(), run(), 3.0)[-1])
+    assert speed.token_times(config, [None], device=CPU, dtype=torch.float32) == [speed.TokenTime(3.0, 0.0)]
     assert len(met) == 4 * config.num_layers
     assert {shape for _, shape in met} == {(1, 128), (1, 256)}
+
+
+def test_another_load_meets_all_schemes_and_the_least_counts(config, monkeypatch):
+    """A machine that is busy in the first half of the samples: measured one after another, the first would lose."""
+    schemes = [Scheme.parse("w8a16"), Scheme.parse("w4a16-g128")]
+    true = {8: 1.0, 4: 2.0}
+    taken = []
+
+    def step(config, scheme, copies, device, dtype):
+        return lambda: taken.append(scheme.bits)
+
+    def sample(run, repeats, device):
+        run()
+        busy = 10.0 if len(taken) < speed._ROUNDS else 1.0
+        return true[taken[-1]] * busy
+
+    monkeypatch.setattr(speed, "_step", step)
+    monkeypatch.setattr(speed, "_sample", sample)
+    monkeypatch.setattr(speed, "_copies", lambda *arguments: config.num_layers)
+    eight, four = speed.token_times(config, schemes, device=CPU, dtype=torch.float32)
+    assert (eight.seconds, four.seconds) == (1.0, 2.0)
+    assert taken[2:] == [8, 4] * speed._ROUNDS
+    assert eight.spread == four.spread == 0.0  # of the median, and fewer than half of the samples were disturbed
 
 
 def test_layers_are_many_enough_to_leave_the_cache(config, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from quantization_models import write_model
 
+from warpbus.cuda.cpu import cpu_model
 from warpbus.errors import DataError, SchemeError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import load_model
@@ -55,6 +56,7 @@ def test_what_else_a_trial_says(found, model):
         assert trial.nbytes == trial.memory == prepare(model, None, Scheme.parse(trial.scheme)).bytes_after
         assert trial.token_seconds > 0
         assert trial.seconds > 0
+    assert found.device == f"{cpu_model()}, threads: {torch.get_num_threads()}"
     speeds = {
         trial.scheme: {other.token_seconds for other in found.trials if other.scheme == trial.scheme}
         for trial in found.trials

@@ -32,9 +32,10 @@ from warpbus.kernels.ops.arguments import (
 )
 from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.reference import w8a8 as reference
+from warpbus.kernels.reference.grid import LARGEST
 from warpbus.kernels.units import unit
 
-CODES = tuple(reference.LARGEST)
+CODES = tuple(LARGEST)
 _NEEDS = {torch.int8: "sm_80", torch.float8_e4m3fn: "sm_89"}
 _SUMS = {torch.int8: "int", torch.float8_e4m3fn: "float"}
 

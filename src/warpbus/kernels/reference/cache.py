@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+from warpbus.kernels.reference.grid import LARGEST, nearest_values
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -11,8 +11,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     wide = x.float()
     scales = wide.abs().amax(-1) / LARGEST[dtype]
     ratios = (wide / scales[..., None]).masked_fill(scales[..., None] == 0, 0.0)
-    codes = ratios.clamp(-LARGEST[dtype], LARGEST[dtype])
-    return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
+    return nearest_values(ratios, dtype), scales
 
 
 def write(new: Tensor, slots: Tensor, cache: Tensor, scales: Tensor | None) -> None:

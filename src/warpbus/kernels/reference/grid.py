@@ -19,6 +19,9 @@ from warpbus.qtensor import Scheme
 # in float32 at a time stays small (a GPU spends most of a small operation on launching it).
 SLICE_WEIGHTS = {"cpu": 2**18, "cuda": 2**25}
 
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The greatest value of each type of 8 bits. int8 goes to -128, but a symmetric range keeps the signs alike."""
+
 # Shares of the full range that `search` tries, then those about the best of them. Beyond 1 for the sign that `fit` does
 # not choose: its shorter side has to reach the extreme. csrc/gptq/clip_search.cu has the same.
 COARSE_FACTORS = (1.14, 1.06, 0.98, 0.9, 0.82, 0.74, 0.66, 0.58, 0.5, 0.42, 0.34)
@@ -45,6 +48,15 @@ class Grid(NamedTuple):
 def nearest(weight: Tensor, scale: Tensor, zero: Tensor, max_code: int) -> Tensor:
     """The codes 0 to `max_code` nearest to float32 weights, as float32 integers; the tensors broadcast."""
     return (weight / scale).round_().add_(zero).clamp_(0, max_code)
+
+
+def nearest_values(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of int8 or float8_e4m3fn nearest to float32 numbers, which are cut off at `LARGEST`; halves to even.
+
+    `scaled` is overwritten.
+    """
+    scaled.clamp_(-LARGEST[dtype], LARGEST[dtype])
+    return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype)
 
 
 def fit(groups: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Grid:

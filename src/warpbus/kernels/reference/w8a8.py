@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from warpbus.kernels.operators import converted
+from warpbus.kernels.reference.grid import LARGEST, nearest_values
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _EXACT = 131071  # products of int8 whose sum fits into int32
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
@@ -18,12 +18,10 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     The scale is the largest magnitude of the row over the largest code; below the smallest normal number it is 0.
     """
     wide = x.float()
-    largest = LARGEST[dtype]
-    scales = wide.abs().amax(-1) / largest if x.shape[-1] else wide.new_zeros(x.shape[:-1])
+    scales = wide.abs().amax(-1) / LARGEST[dtype] if x.shape[-1] else wide.new_zeros(x.shape[:-1])
     scales = torch.where(scales < _SMALLEST_NORMAL, torch.zeros_like(scales), scales)
     inverse = torch.where(scales == 0, scales, 1 / scales)
-    scaled = (wide * inverse[..., None]).clamp(-largest, largest)
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype).contiguous(), scales
+    return nearest_values(wide * inverse[..., None], dtype).contiguous(), scales
 
 
 def scaled_gemm(

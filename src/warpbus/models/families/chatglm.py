@@ -10,6 +10,7 @@ from typing import Any
 from warpbus.models.config import ModelConfig, RopeConfig
 from warpbus.models.families.family import Family, TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
+from warpbus.models.families.unsupported import refuse_unsupported
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {
@@ -30,6 +31,10 @@ _MODULES = {
 
 LAYER = {f"{ours}.{part}": (f"{theirs}.{part}",) for ours, theirs in _MODULES.items() for part in ("weight", "bias")}
 
+# sqrt(2 x 28) whatever num_layers says: the published code builds its blocks without telling them the number of layers,
+# so each takes its default of 28.
+_RESIDUAL_SCALE = (2 * 28) ** 0.5
+
 # By the vocabulary: <sop> and <eop>. The first revisions had 20000 entries for images before those of text.
 _ENDS = {130528: (130004, 130005), 150528: (150004, 150005)}
 
@@ -42,8 +47,9 @@ def claims(values: Mapping[str, Any]) -> bool:
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(values)
+    refuse_unsupported(fields)
     fields.insist("position_encoding_2d", True, "the checkpoints of ChatGLM-6B have two-dimensional positions")
-    hidden, layers = fields.size("hidden_size"), fields.size("num_layers", MAX_LAYERS)
+    hidden = fields.size("hidden_size")
     heads = fields.divisor("num_attention_heads", "hidden_size", hidden)
     dim = hidden // heads
     if dim % 4:
@@ -55,12 +61,12 @@ def _config(values: Mapping[str, Any]) -> ModelConfig:
         attention=AttentionSpec(heads, heads, dim, qkv_bias=True, output_bias=True),
         mlp=MLPSpec(fields.size("inner_hidden_size"), gated=False, bias=True, output_bias=True),
         norm=NormSpec(fields.number("layernorm_epsilon", 1e-12, 0.1), "layer"),
-        normed_residual=(2 * layers) ** 0.5,
+        normed_residual=_RESIDUAL_SCALE,
     )
     return ModelConfig(
         family="chatglm",
         vocab_size=vocabulary,
-        layers=(layer,) * layers,
+        layers=(layer,) * fields.size("num_layers", MAX_LAYERS),
         rope=RopeConfig(theta=10000.0, rotary_dim=dim // 2, interleaved=False, two_dimensional=True),
         max_context=fields.size("max_sequence_length", MAX_CONTEXT),
         tie_embeddings=fields.flag("tie_word_embeddings", default=True),

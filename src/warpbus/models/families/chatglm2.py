@@ -8,6 +8,7 @@ from warpbus.models.config import ModelConfig, RopeConfig
 from warpbus.models.families import glm
 from warpbus.models.families.family import Family, TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
+from warpbus.models.families.unsupported import refuse_unsupported
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {
@@ -33,6 +34,7 @@ _STOP_IDS = {2: (2,), 3: (2, 64795, 64797), 4: glm.STOP_IDS}
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(values)
+    refuse_unsupported(fields)
     _refuse_what_differs(fields)
     heads, dim = fields.size("num_attention_heads"), fields.size("kv_channels")
     vocabulary = fields.size("padded_vocab_size", MAX_VOCABULARY)

@@ -10,9 +10,7 @@ from warpbus.models.families.fields import Fields
 
 
 def _config(values: Mapping[str, Any]) -> ModelConfig:
-    fields = Fields(values)
-    fields.insist("mlp_bias", False, "gated MLPs have no biases here")
-    bias = fields.flag("attention_bias", default=False)
+    bias = Fields(values).flag("attention_bias", default=False)
     return native.read(values, "llama", kv_heads_default=True, qkv_bias=bias, output_bias=bias)
 
 

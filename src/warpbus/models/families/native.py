@@ -7,6 +7,7 @@ from warpbus.errors import CheckpointError
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
 from warpbus.models.families.family import TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
+from warpbus.models.families.unsupported import refuse_unsupported, refuse_windows
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
 WHOLE = {
@@ -37,6 +38,7 @@ def read(
     rotary_part: float = 1.0,
     interleaved: bool = False,
     kv_heads_default: bool = False,
+    first_window: int | None = None,
     stop_ids: tuple[int, ...] = (),
     output_norms: bool = False,
     **biases_and_norms: bool,
@@ -50,6 +52,7 @@ def read(
         rotary_part: the share of a head that rotates where the file does not say.
         interleaved: see `RopeConfig`.
         kv_heads_default: without num_key_value_heads there are as many as attention heads.
+        first_window: see `refuse_windows`.
         stop_ids: where the file names none.
         output_norms: see `LayerSpec`.
         biases_and_norms: further fields of `AttentionSpec`.
@@ -59,6 +62,8 @@ def read(
     """
     fields = Fields(values)
     fields.insist("hidden_act", "silu", "the shared decoder's MLP is SwiGLU")
+    refuse_unsupported(fields)
+    refuse_windows(fields, first_window)
     for key in _EXPERTS:
         if fields.values.get(key):
             raise CheckpointError(f"{fields.name}: {key}: mixtures of experts are not supported: use a dense model")
@@ -107,6 +112,8 @@ def _rope(fields: Fields, head_dim: int, rotary_part: float, interleaved: bool) 
         raise CheckpointError(f"{given.name}: rotary parameters that differ between layers are not supported")
     theta_from = given if "rope_theta" in given else fields
     part_from = given if "partial_rotary_factor" in given else fields
+    if rotary_part == 1.0:  # transformers reads the key in no family that rotates whole heads
+        part_from.insist("partial_rotary_factor", 1.0, "the whole of each head rotates in this family")
     part = part_from.number("partial_rotary_factor", 0.0, 1.0, default=rotary_part)
     rotary_dim = int(head_dim * part)
     if rotary_dim < 2 or rotary_dim % 2:

@@ -4,15 +4,14 @@ A machine without a GPU offers its CPU as if it were one.
 """
 
 import os
-import platform
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from warpbus.cuda import mps
+from warpbus.cuda.cpu import cpu_model
 from warpbus.cuda.devices import free_memory
 from warpbus.cuda.inventory import InstalledGpu, Inventory
 from warpbus.cuda.memory_size import parse_memory
@@ -53,7 +52,7 @@ class SharedGpus:
         else:
             self.device = "cpu"
             memory = parse_memory(options.cpu_memory, free_memory(torch.device("cpu")))
-            self.gpus = [Gpu(f"{options.name}/0", options.name, 0, f"CPU ({_cpu_model()})", memory)]
+            self.gpus = [Gpu(f"{options.name}/0", options.name, 0, f"CPU ({cpu_model()})", memory)]
 
     def __enter__(self) -> Self:
         if self.mps:
@@ -137,11 +136,3 @@ def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) ->
         if number != index and inventory.linked(gpu, other)
     )
     return Gpu(f"{options.name}/{index}", options.name, index, gpu.name, memory, links)
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

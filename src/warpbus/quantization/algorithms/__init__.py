@@ -4,6 +4,5 @@ from warpbus.quantization.algorithms.aim import aim
 from warpbus.quantization.algorithms.gptq import gptq
 from warpbus.quantization.algorithms.rtn import rtn
 from warpbus.quantization.algorithms.smoothquant import smoothing
-from warpbus.quantization.algorithms.w8a8 import round_rows
 
-__all__ = ["aim", "gptq", "round_rows", "rtn", "smoothing"]
+__all__ = ["aim", "gptq", "rtn", "smoothing"]

@@ -1,0 +1,161 @@
+"""Hashes of the tensors that a run reads: a run that resumes notices weights that have changed since.
+
+Sizes and times of files do not tell: tools that copy files keep them, and `touch` changes them alone. So each part that
+is finished records the hashes of the tensors it was made from, and one hash of all that it depends on besides: the
+embedding and the layers before it.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from warpbus.errors import NumericError, UsageError
+from warpbus.formats import Checkpoint, FinishedParts
+from warpbus.kernels.reference.grid import SLICE_WEIGHTS
+from warpbus.models import tensor_map
+from warpbus.quantization.preflight import Plan
+from warpbus.quantization.written import end_parts, layer_part
+
+_THREADS = 8
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A message: how many of the bytes that finished parts were made from are hashed again."""
+
+    done: int
+    total: int
+
+
+class Sources:
+    """The tensors of a checkpoint, hashed in the background. Use it in a `with` statement.
+
+    Args:
+        plan: of the run.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._embedding = tensor_map(plan.config)["embedding.weight"]
+        self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hashing")
+        self._hashes: dict[str, Future[str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def begin_layer(self, index: int) -> None:
+        """Start to hash the tensors of a decoder layer, and before the first one the embedding."""
+        self._begin((*self._embedding, *self._layer(index)))
+
+    def layer_facts(self, index: int) -> dict[str, Any]:
+        """What the part of a layer records; waits for its hashes and those of all layers before."""
+        return {"sources": self._found(self._layer(index)), "before": self._before(index)}
+
+    def end_facts(self, names: Collection[str]) -> dict[str, Any]:
+        """What a part records that holds these tensors as they are."""
+        self._begin(names)
+        return {"sources": self._found(names)}
+
+    def check(self, parts: FinishedParts, finished: Collection[int], tell: Callable[[Checked], None]) -> None:
+        """Hash again what the finished parts were made from.
+
+        Args:
+            parts: what an earlier run has finished.
+            finished: the numbers of the finished layers.
+            tell: called as the bytes are read.
+
+        Raises:
+            UsageError: if a tensor is not what it was; the message names it.
+        """
+        ends = [(part, names) for part, names in end_parts(self._plan) if parts.facts(part) is not None]
+        layers = range(max(finished, default=-1) + 1)
+        needed = [name for _, names in ends for name in names]
+        needed += [name for index in layers for name in self._layer(index)]
+        if layers:
+            needed += self._embedding
+        self._wait(list(dict.fromkeys(needed)), tell)
+        for part, names in ends:
+            self._compare(parts, part, self.end_facts(names))
+        for index in layers:
+            if index in finished:
+                self._compare(parts, layer_part(index), self.layer_facts(index))
+
+    def _compare(self, parts: FinishedParts, part: str, found: Mapping[str, Any]) -> None:
+        recorded = parts.facts(part)
+        was = recorded.get("sources", {})
+        changed = [name for name, digest in found["sources"].items() if was.get(name) != digest]
+        if not changed and recorded.get("before") == found.get("before"):
+            return
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        what = f"tensor {changed[0]}{more}" if changed else f"a tensor that {part} depends on"
+        raise UsageError(
+            f"{self._plan.checkpoint.directory}: {what} has changed since {part} in {parts.directory} was made: "
+            "restore the weights to go on, or start anew with --restart (in Python restart=True)"
+        )
+
+    def _layer(self, index: int) -> list[str]:
+        matrices = self._plan.layer(index).values()
+        return sorted({*self._plan.kept[index], *(source for matrix in matrices for source in matrix.sources)})
+
+    def _before(self, index: int) -> str:
+        """One hash of the embedding and of all layers before one."""
+        whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for names in (self._embedding, *map(self._layer, range(index))):
+            self._begin(names)
+            whole.update("".join(self._found(names).values()).encode())
+        return whole.hexdigest()
+
+    def _begin(self, names: Collection[str]) -> None:
+        for name in names:
+            if name not in self._hashes:
+                self._hashes[name] = self._pool.submit(_hash, self._plan.checkpoint, name)
+
+    def _found(self, names: Collection[str]) -> dict[str, str]:
+        return {name: self._hashes[name].result() for name in names}
+
+    def _wait(self, names: Sequence[str], tell: Callable[[Checked], None]) -> None:
+        self._begin(names)
+        sizes = {self._hashes[name]: self._plan.checkpoint.nbytes(name) for name in names}
+        done = 0
+        for future in as_completed(sizes):
+            done += sizes[future]
+            tell(Checked(done, sum(sizes.values())))
+
+
+def check_finite(checkpoint: Checkpoint, names: Collection[str]) -> None:
+    """Refuse NaN and infinity in the floating tensors among `names`.
+
+    Raises:
+        NumericError: names the tensor.
+    """
+    for name in names:
+        tensor = checkpoint.tensor(name)
+        if not tensor.is_floating_point():
+            continue
+        for piece in tensor.flatten().split(SLICE_WEIGHTS["cpu"]):
+            # A sum is NaN or infinite if a part is; it may also overflow, so only then look closely.
+            wide = piece.float()
+            if not torch.isfinite(wide.sum()) and not torch.isfinite(wide).all():
+                raise NumericError(
+                    f"{checkpoint.directory}: {name}: NaN or infinity among its numbers: use an undamaged checkpoint"
+                )
+
+
+def _hash(checkpoint: Checkpoint, name: str) -> str:
+    header = f"{name}\0{checkpoint.dtype(name)}\0{checkpoint.shape(name)}\0"
+    found = hashlib.blake2b(header.encode(), digest_size=_DIGEST_BYTES)
+    for chunk in checkpoint.chunks(name):
+        found.update(chunk)
+    return found.hexdigest()
