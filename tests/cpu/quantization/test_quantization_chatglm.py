@@ -38,7 +38,7 @@ SHAPE = with_traits(
     rope=replace(SHAPES["chatglm-6b"].rope, rotary_dim=8),
     max_context=64,
     stop_ids=(91,),
-    normed_residual=2.0,
+    normed_residual=56**0.5,
     prompt_end=SOP,
 )
 SEQUENCES = Calibration(

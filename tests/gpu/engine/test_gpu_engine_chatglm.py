@@ -34,7 +34,7 @@ SMALL = with_traits(
     head_dim=64,
     ffn_size=384,
     stop_ids=(991,),
-    normed_residual=6**0.5,
+    normed_residual=56**0.5,
     prompt_end=END,
     tie_embeddings=False,
 )

@@ -27,7 +27,7 @@ SMALL = with_traits(
     ffn_size=384,
     max_context=512,
     stop_ids=(991,),
-    normed_residual=6**0.5,
+    normed_residual=56**0.5,
     prompt_end=SOP,
 )
 HALVES = [torch.float16, torch.bfloat16]

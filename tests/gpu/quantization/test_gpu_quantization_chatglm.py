@@ -24,7 +24,7 @@ SHAPE = with_traits(
     ffn_size=384,
     max_context=256,
     stop_ids=(291,),
-    normed_residual=2.0,
+    normed_residual=56**0.5,
     prompt_end=SOP,
 )
 SEQUENCES = Calibration(
