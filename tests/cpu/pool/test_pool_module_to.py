@@ -26,8 +26,15 @@ def gpt2() -> nn.Module:
     dropout = 0.1
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        **{"vocab_size": TOKENS, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "use_cache": False},
-        **{"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout},
+        vocab_size=TOKENS,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        use_cache=False,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
     )
     return transformers.GPT2LMHeadModel(config)
 

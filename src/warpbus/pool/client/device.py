@@ -8,7 +8,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import _acc
 from torch._ops import OpOverload
 from torch.utils import backend_registration

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import UsageError
 from warpbus.pool.client.session import current, is_connected, is_forked
 
 
@@ -77,7 +77,7 @@ class DeviceModule:
         """
         if state.device.type != "cpu" or state.dtype is not torch.uint8:
             raise UsageError(
-                f"set_rng_state: a {state.dtype} tensor on {state.device}: give what get_rng_state gave, uint8 on the CPU"
+                f"set_rng_state: {state.dtype} on {state.device}: give what get_rng_state gave, uint8 on the CPU"
             )
         current().set_random_state(state.contiguous().numpy().tobytes())
 

@@ -4,9 +4,11 @@
 process, so that PyTorch's own methods would see no bytes there.
 """
 
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_storage
 
 from warpbus.errors import DeviceError
 from warpbus.pool.client import transfers
@@ -18,6 +20,7 @@ def replace_storage_methods() -> None:
     """Give `torch.UntypedStorage` methods for remote storages; other storages keep the methods that they had."""
     for name in _REMOTE_METHODS:
         setattr(torch.UntypedStorage, name, _method(name, getattr(torch.UntypedStorage, name)))
+    ForkingPickler.register(torch.UntypedStorage, _reduce)
 
 
 def _method(name: str, original: Any) -> Any:
@@ -68,13 +71,20 @@ def _set_from_file(storage: torch.UntypedStorage, *args: Any) -> torch.UntypedSt
     return storage
 
 
-def _refuse_sharing(storage: torch.UntypedStorage, *_: Any) -> Any:
+def _reduce(storage: torch.UntypedStorage) -> Any:
+    """What goes to another process by `multiprocessing`. The error is raised where the storage arrives: the thread that
+    sends could only print it, and a `DataLoader` would wait for ever."""
+    return (_refuse, (storage.nbytes(),)) if hasattr(storage, "remote") else reduce_storage(storage)
+
+
+def _refuse(nbytes: int) -> None:
     raise DeviceError(
-        f"a tensor of {storage.nbytes()} bytes on a remote GPU cannot be sent to another process: send tensor.cpu()"
+        f"a tensor over {nbytes} bytes on a remote GPU was sent to another process, which cannot use it: "
+        "send tensor.cpu()"
     )
 
 
-_REMOTE_METHODS = {
+_REMOTE_METHODS: dict[str, Any] = {
     "cpu": _to_cpu,
     "clone": _clone,
     "data_ptr": lambda storage: storage.remote.handle,
@@ -82,6 +92,4 @@ _REMOTE_METHODS = {
     "to": _to,
     "_write_file": _write_file,
     "_set_from_file": _set_from_file,
-    "_share_fd_cpu_": _refuse_sharing,
-    "_share_filename_cpu_": _refuse_sharing,
 }
