@@ -53,6 +53,7 @@ def connect(
     """
     refuse_second()
     quota = Quota.parse(memory, share)
+    register()  # takes seconds at first: a lease that is granted waits for its client only so long
     steering = Steering(addresses.address(where), token or os.environ.get(TOKEN))
     asked = {
         "do": "lease",
