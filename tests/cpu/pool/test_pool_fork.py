@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import socket
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from pool_direct import connected
 from torch.utils.data import DataLoader, Dataset
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ConnectionLost, DeviceError
 from warpbus.pool.client.session import FORKED, Session
+from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.frames import Kind
 
 REMOTE = "warpbus"
 _SECONDS = 120
@@ -90,6 +93,21 @@ def test_a_child_of_a_process_without_a_gpu_is_told_to_connect() -> None:
     with connected():
         pass
     assert "no remote GPU is connected" in in_child(lambda: torch.zeros(2, device=REMOTE))
+
+
+def test_an_abandoned_channel_closes_one_descriptor_alone() -> None:
+    mine, peer = socket.socketpair()
+    of_child, of_parent, other = Channel(mine.dup(), "peer"), Channel(mine, "peer"), Channel(peer, "us")
+    of_child.abandon("it is the parent's")
+    for use in (lambda: of_child.send(Kind.BYE), lambda: of_child.receive(0.0)):
+        with pytest.raises(ConnectionLost, match="it is the parent's"):
+            use()
+    of_parent.send(Kind.ACK, 7)
+    frame = other.receive(_SECONDS)
+    assert frame is not None
+    assert (frame.kind, frame.number) == (Kind.ACK, 7)
+    of_parent.close()
+    other.close()
 
 
 class Numbers(Dataset):
