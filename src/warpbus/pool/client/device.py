@@ -16,6 +16,7 @@ from warpbus.cuda.lent import lend
 from warpbus.pool.client import attention, autocast, transfers
 from warpbus.pool.client.device_module import DeviceModule
 from warpbus.pool.client.dispatch import Operator
+from warpbus.pool.client.generators import Generator, knowing_generators
 from warpbus.pool.client.lending import Lease
 from warpbus.pool.client.marks import knowing_marks
 from warpbus.pool.client.storage_methods import replace_storage_methods
@@ -49,7 +50,8 @@ def register() -> torch.device:
     for overload in (*(each for packet in sorted(ATEN) for each in overloads(packet)), *warpbus_operators()):
         if _runs_remotely(overload):
             namespace, _, name = overload.name().partition("::")
-            libraries[namespace].impl(name, knowing_marks(Operator(overload, transfers.upload)), _KEY)
+            kernel = knowing_marks(Operator(overload, transfers.upload))
+            libraries[namespace].impl(name, knowing_generators(overload, kernel), _KEY)
     for key in (_KEY, "AutogradPrivateUse1"):
         libraries["aten"].impl("scaled_dot_product_attention", attention.scaled_dot_product_attention, key)
     rest = torch.library.Library("_", "IMPL")
@@ -57,6 +59,7 @@ def register() -> torch.device:
     autocast.register(libraries["aten"], rest)
     _keep(rest, *libraries.values())
     replace_storage_methods()
+    torch.Generator = Generator  # type: ignore[misc]
     lend(NAME, Lease())
     return torch.device(NAME, 0)
 
