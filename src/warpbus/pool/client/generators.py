@@ -33,7 +33,7 @@ class RemoteGenerator(torch._C.Generator):
     """
 
     def __new__(cls) -> "RemoteGenerator":
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
     def __init__(self) -> None:
         number = secrets.randbits(63)
@@ -65,7 +65,7 @@ class RemoteGenerator(torch._C.Generator):
         """Its state, as `torch.warpbus.get_rng_state` gives one: uint8 on the CPU."""
         return torch.frombuffer(bytearray(self._state), dtype=torch.uint8)
 
-    def set_state(self, state: Tensor) -> "RemoteGenerator":  # type: ignore[override]
+    def set_state(self, state: Tensor) -> "RemoteGenerator":
         """Set what `get_state` gave."""
         self._state = state.cpu().numpy().tobytes()
         return self
