@@ -19,10 +19,12 @@ class Direct:
     def __init__(self, memory: int, device: str) -> None:
         self.executor = Executor(torch.device(device), Quota(memory, 1.0))
         self.sent = 0
+        self._random = torch.default_generator.get_state()
 
     def send(self, payload: bytearray) -> None:
         self.sent += 1
-        failures = self.executor.execute(self.sent, memoryview(bytes(payload)))
+        with self._own_generator():
+            failures = self.executor.execute(self.sent, memoryview(bytes(payload)))
         if failures:
             raise failures[0].exception()
 
@@ -30,7 +32,8 @@ class Direct:
         asked = decode(encode(question))
         assert isinstance(asked, list)
         try:
-            (answer,) = self.executor.answer(asked)
+            with self._own_generator():
+                (answer,) = self.executor.answer(asked)
         except PoisonedError as error:
             raise error.failure.exception() from None
         assert not isinstance(answer, memoryview)
@@ -51,6 +54,20 @@ class Direct:
         data = bytearray(nbytes)
         self.read(handle, offset, memoryview(data))
         return data
+
+    @contextmanager
+    def _own_generator(self) -> Iterator[None]:
+        """The executor draws from the process's generator; a tenant's process has one of its own."""
+        of_client = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = torch.default_generator.get_state()
+            torch.default_generator.set_state(of_client)
+
+    def abandon(self, why: str) -> None:
+        """A forked child has an executor of its own: nothing is shared."""
 
     def wait_for(self, reading: bytearray) -> bytearray:
         return reading

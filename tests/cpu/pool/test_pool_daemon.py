@@ -19,6 +19,7 @@ import trustme
 from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UnavailableError, UsageError
 from warpbus.pool.daemon.daemon import Daemon
 from warpbus.pool.daemon.options import PoolOptions
+from warpbus.pool.daemon.tenant_processes import TenantProcess
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import MAGIC, Channel, connect
 from warpbus.pool.protocol.failures import sent_error
@@ -159,6 +160,26 @@ def test_a_process_that_dies_takes_its_own_lease_alone(served, steering):
     assert "killed by signal 9 (SIGKILL)" in said["message"]
     assert any(line["what"] == "lost" and line["lease"] == first["lease"] for line in served.audit())
     steering.ask({"do": "release", "lease": second["lease"]})
+
+
+def test_who_comes_while_the_process_ends_hears_how_it_ended(served, steering, monkeypatch):
+    end = TenantProcess.end
+
+    async def ends_slowly(process: TenantProcess) -> str:
+        await asyncio.sleep(0.5)
+        return await end(process)
+
+    monkeypatch.setattr(TenantProcess, "end", ends_slowly)
+    granted = lease(steering)
+    channel, _, said = greet(served.address, granted)
+    os.kill(said["pid"], signal.SIGKILL)
+    with pytest.raises(ConnectionLost):
+        channel.receive(90)
+    tenancy = served.daemon.host.tenancies[granted["lease"]]
+    until(lambda: not tenancy.process.alive)
+    _, kind, said = greet(served.address, granted)
+    assert kind is Kind.REFUSED
+    assert "killed by signal 9 (SIGKILL)" in said["message"]
 
 
 def test_a_process_that_does_not_start_is_an_error_and_no_lease(steering):

@@ -13,7 +13,7 @@ from warpbus.errors import ConnectionLost, DeviceError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Kind
 from warpbus.pool.protocol.geometry import Geometry, contiguous
-from warpbus.pool.protocol.instructions import Writer, call_prefix, layout, parse
+from warpbus.pool.protocol.instructions import Instruction, Writer, call_prefix, layout, parse
 from warpbus.pool.protocol.signature import Device, Input, New, Number, Same, Signature
 from warpbus.pool.protocol.wire import decode, encode
 
@@ -86,6 +86,7 @@ def batches():
     found.append(bytes(writer.take()))
     writer.known(5, 0, 4096, bytes(32))
     writer.seed(2**63)
+    writer.random(bytes(range(100)))
     writer.record(1)
     writer.call(call_prefix(3) + FORMS[3].pack(1, 2, 3, 4))
     writer.call(call_prefix(2) + FORMS[2].pack(1, *range(SIGNATURES[2].results)))
@@ -124,7 +125,7 @@ def check_definition(value):
 
 def check_batch(data):
     for instruction in parse(memoryview(data), form):
-        assert 1 <= instruction[0] <= 11
+        assert instruction[0] in set(Instruction)
 
 
 CHECKS = {

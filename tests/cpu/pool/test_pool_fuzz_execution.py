@@ -58,6 +58,7 @@ def recorded():
     hand.call("aten::topk", hidden, 2, 1, True, True)
     assert hand.send() == []
     hand.writer.seed(7)
+    hand.writer.random(torch.get_rng_state().numpy().tobytes())
     hand.writer.record(3)
     twice = hand.call("aten::add.Tensor", x, x)
     inner = hand.call("aten::relu", twice)
@@ -89,6 +90,8 @@ def steps_of(payload, layouts):
             operands[1] = decode(operands[1])
         elif kind == Instruction.WRITE:
             operands[2] = bytes(operands[2])
+        elif kind == Instruction.RANDOM:
+            operands[0] = bytes(operands[0])
         steps.append([kind, *operands])
     return steps
 
@@ -140,6 +143,10 @@ def rearranged(rng, corpus):
             if values:
                 values[int(rng.random() * len(values))] = rng.choice(EXTREMES if rng.random() < 0.2 else handles)
             step[-1] = tuple(values)
+        elif step[0] == Instruction.RANDOM:
+            state = bytearray(step[1])
+            state[rng.randrange(24)] = rng.randrange(256)  # where it says which words are used up
+            step[1] = bytes(state)
         elif len(step) > 1:
             step[1 + int(rng.random() * min(2, len(step) - 1))] = rng.choice(
                 EXTREMES if rng.random() < 0.7 else handles

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from warpbus.errors import DeviceError
 from warpbus.pool.client.tensors import geometry_of
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.signature import Argument, Device, Input, Number, NumberKind, Signature
@@ -59,8 +58,6 @@ class Reading:
             return tuple(self._argument(item, is_number) for item in value)
         if isinstance(value, torch.device):
             return Device()
-        if isinstance(value, torch.Generator):
-            raise DeviceError(f"{self._operator}: a remote GPU has one generator of its own: use torch.manual_seed")
         return value  # what else PyTorch's dispatcher gives is plain
 
     def _number(self, value: Any) -> Number:

@@ -98,6 +98,7 @@ class Connection:
         self._readings: WeakValueDictionary[int, Reading] = WeakValueDictionary()
         self._moving: _Moving | None = None
         self._failures: deque[Failure] = deque()
+        self._abandoned: str | None = None
         self.reconnections = 0
         self._channel, self.welcome = self._open(where, claim=False)
 
@@ -162,11 +163,28 @@ class Connection:
         self._raise()
         return reading.data
 
+    def watch(self) -> None:
+        """Take in what has come without being asked for, and make a broken connection again. Does not wait otherwise.
+
+        Raises:
+            LeaseLostError: the lease is gone.
+        """
+        try:
+            self._look()
+        except ConnectionLost as lost:
+            self._reconnect(lost)
+
     def close(self) -> None:
         """Say that the connection ends as it was meant, and end it."""
         with suppress(ConnectionLost):
             self._channel.send(Kind.BYE)
         self._channel.close()
+
+    def abandon(self, why: str) -> None:
+        """Close this process's copy of the socket and leave the connection to the process that this one was forked
+        from. From now on sending and asking raise DeviceError with `why`."""
+        self._abandoned = why
+        self._channel.abandon(why)
 
     def _answered(
         self,
@@ -231,7 +249,10 @@ class Connection:
 
         Raises:
             LeaseLostError: it is gone, or cannot be reached within the patience.
+            DeviceError: the connection is another process's.
         """
+        if self._abandoned is not None:
+            raise DeviceError(self._abandoned) from None
         self._channel.close()
         until = time.monotonic() + self.patience
         attempt = 0

@@ -8,18 +8,18 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import _acc
 from torch._ops import OpOverload
 from torch.utils import backend_registration
 
 from warpbus.cuda.lent import lend
-from warpbus.errors import DeviceError
 from warpbus.pool.client import attention, autocast, transfers
+from warpbus.pool.client.device_module import DeviceModule
 from warpbus.pool.client.dispatch import Operator
+from warpbus.pool.client.generators import Generator, knowing_generators
 from warpbus.pool.client.lending import Lease
 from warpbus.pool.client.marks import knowing_marks
-from warpbus.pool.client.session import current
+from warpbus.pool.client.storage_methods import replace_storage_methods
 from warpbus.pool.client.tensors import META, NAME
 from warpbus.pool.protocol.inference import gives_tensors
 from warpbus.pool.protocol.operators import ATEN, overloads, warpbus_operators
@@ -29,53 +29,6 @@ _VIEWS = ("_reshape_alias", "as_strided", "unfold", "view", "view_as_complex", "
 """All others are made of these, in PyTorch itself."""
 
 _SPECIAL = frozenset({"aten::copy_", "aten::_to_copy", "aten::empty.memory_format", "aten::empty_strided"})
-
-
-class _Module:
-    """`torch.warpbus`: what PyTorch asks a device's module."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def manual_seed(self, seed: int) -> None:
-        """Of the tenant's generator; without a connection there is nothing to seed."""
-        try:
-            session = current()
-        except DeviceError:
-            return
-        with session.lock:
-            session.writer.seed(seed % (1 << 64))
-            session.advance()
-
-    def manual_seed_all(self, seed: int) -> None:
-        self.manual_seed(seed)
-
-    def synchronize(self, device: Any = None) -> None:
-        current().ask(["sync"])
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        raise DeviceError(
-            "the random state of a remote GPU stays there: seed it by torch.manual_seed, "
-            "and give torch.utils.checkpoint preserve_rng_state=False"
-        )
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        self.get_rng_state()
 
 
 class _Guard(_acc.DeviceGuard):
@@ -88,21 +41,25 @@ class _Guard(_acc.DeviceGuard):
 @functools.cache
 def register() -> torch.device:
     """Make the device known to PyTorch, once in a process."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module(), device_guard=_Guard())
+    backend_registration._setup_privateuseone_for_python_backend(
+        NAME, backend_module=DeviceModule(), device_guard=_Guard()
+    )
     libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in ("aten", "warpbus")}
     _register_views(libraries["aten"])
     _register_transfers(libraries["aten"])
     for overload in (*(each for packet in sorted(ATEN) for each in overloads(packet)), *warpbus_operators()):
         if _runs_remotely(overload):
             namespace, _, name = overload.name().partition("::")
-            libraries[namespace].impl(name, knowing_marks(Operator(overload, transfers.upload)), _KEY)
+            kernel = knowing_marks(Operator(overload, transfers.upload))
+            libraries[namespace].impl(name, knowing_generators(overload, kernel), _KEY)
     for key in (_KEY, "AutogradPrivateUse1"):
         libraries["aten"].impl("scaled_dot_product_attention", attention.scaled_dot_product_attention, key)
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(_refuse, _KEY)
     autocast.register(libraries["aten"], rest)
     _keep(rest, *libraries.values())
-    _teach_storages()
+    replace_storage_methods()
+    torch.Generator = Generator  # type: ignore[misc]
     lend(NAME, Lease())
     return torch.device(NAME, 0)
 
@@ -138,6 +95,7 @@ def _register_views(library: torch.library.Library) -> None:
 def _register_transfers(library: torch.library.Library) -> None:
     copies = transfers.Copies()
     for name, kernel in {
+        "_has_compatible_shallow_copy_type": transfers.can_replace_data,
         "empty.memory_format": transfers.empty,
         "empty_strided": transfers.empty_strided,
         "copy_": copies.copy_,
@@ -165,26 +123,3 @@ _kept: list[Any] = []
 def _keep(*libraries: torch.library.Library) -> None:
     """A library's kernels are taken back when it is collected."""
     _kept.extend(libraries)
-
-
-def _teach_storages() -> None:
-    """`torch.save` and `copy.deepcopy` take storages apart: let them see this device's bytes behind the empty ones."""
-    plain = torch.UntypedStorage
-    to_cpu, clone, data_ptr, nbytes = plain.cpu, plain.clone, plain.data_ptr, plain.nbytes
-
-    def cpu(self: torch.UntypedStorage) -> torch.UntypedStorage:
-        return transfers.storage_bytes(current(), self) if hasattr(self, "remote") else to_cpu(self)
-
-    def cloned(self: torch.UntypedStorage) -> torch.UntypedStorage:
-        if not hasattr(self, "remote"):
-            return clone(self)
-        return torch.empty(0, dtype=torch.uint8, device=NAME).set_(self).clone().untyped_storage()
-
-    def address(self: torch.UntypedStorage) -> int:
-        return self.remote.handle if hasattr(self, "remote") else data_ptr(self)
-
-    def size(self: torch.UntypedStorage) -> int:
-        return self.remote.nbytes if hasattr(self, "remote") else nbytes(self)
-
-    for name, method in {"cpu": cpu, "clone": cloned, "data_ptr": address, "nbytes": size}.items():
-        setattr(torch.UntypedStorage, name, method)

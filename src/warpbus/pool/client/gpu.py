@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
-from warpbus.errors import DeviceError, WarpbusError
+from warpbus.errors import DeviceError, LeaseLostError, WarpbusError
 from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import let_gradients_flow, register
 from warpbus.pool.client.program import Program, recorded
-from warpbus.pool.client.session import Session, Statistics, refuse_second, use
+from warpbus.pool.client.session import FORKED, Session, Statistics, refuse_second, use
 from warpbus.pool.protocol import address as addresses
 from warpbus.pool.protocol.steering import Steering
 from warpbus.pool.quota import Quota
@@ -52,6 +53,7 @@ def connect(
     """
     refuse_second()
     quota = Quota.parse(memory, share)
+    register()  # takes seconds at first: a lease that is granted waits for its client only so long
     steering = Steering(addresses.address(where), token or os.environ.get(TOKEN))
     asked = {
         "do": "lease",
@@ -95,6 +97,7 @@ class Gpu:
             self._connection.close()
             self._release()
             raise
+        _gpus.add(self)
         let_gradients_flow()
 
     @property
@@ -139,9 +142,19 @@ class Gpu:
 
         Returns:
             `moved` (where to), `seconds`, `pause` (seconds without execution) and `bytes`.
+
+        Raises:
+            LeaseLostError: the lease ended while it moved.
+            WarpbusError: the move failed, and the lease goes on where it was.
         """
         self.session.flush()
-        moved = self._steering.ask({"do": "migrate", "lease": self.lease, "to": to}, progress)
+        question = {"do": "migrate", "lease": self.lease, "to": to}
+        try:
+            # A client whose source died has to claim its lease at the destination: the pool waits for that.
+            moved = self._steering.ask(question, progress, watch=self.session.watch)
+        except LeaseLostError:
+            self._steering.close()  # its answer may still come; there is nothing more to ask
+            raise
         self.synchronize()  # follows the lease
         return moved
 
@@ -158,6 +171,10 @@ class Gpu:
         self._connection.close()
         self._release()
 
+    def _leave_to_parent(self) -> None:
+        self._closed = True  # the lease is the parent's to give back
+        self._steering.abandon(FORKED)
+
     def _release(self) -> None:
         with self._steering, suppress(WarpbusError):  # what a client leaves behind is reclaimed in any case
             self._steering.ask({"do": "release", "lease": self.lease})
@@ -169,3 +186,14 @@ class Gpu:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_gpus: WeakSet[Gpu] = WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for gpu in _gpus:
+        gpu._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -1,6 +1,7 @@
 """What a process has on its remote GPU: instructions that are not sent yet, definitions, and the account of bytes."""
 
 import gc
+import os
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import torch
 from warpbus.errors import DeviceError, UsageError
 from warpbus.pool.client.connection import Connection, Reading
 from warpbus.pool.client.tensors import Remote
-from warpbus.pool.protocol.instructions import MAX_WRITE, Writer
+from warpbus.pool.protocol.instructions import MAX_RANDOM_STATE, MAX_WRITE, Writer
 from warpbus.pool.protocol.signature import Signature
 from warpbus.pool.protocol.wire import Value
 
@@ -18,6 +19,12 @@ _FIRST_BATCH = 8
 _BATCH_INSTRUCTIONS = 64
 _BATCH_BYTES = 1 << 18
 _MAX_DEFINITIONS = 1 << 16
+
+FORKED = (
+    "this process is a forked child of one with a remote GPU and cannot use its connection: use the GPU in the parent "
+    "only, or call warpbus.pool.connect in the child"
+)
+_NOT_CONNECTED = "no remote GPU is connected: gpu = warpbus.pool.connect('warpbus://host:7700', memory='8GB')"
 
 
 @dataclass
@@ -151,6 +158,11 @@ class Session:
         with self.lock:
             return self.connection.wait_for(reading)
 
+    def watch(self) -> None:
+        """Notice what happened to the connection; make it again if it broke. Raises LeaseLostError."""
+        with self.lock:
+            self.connection.watch()
+
     def write(self, remote: Remote, offset: int, data: memoryview) -> None:
         """Put bytes into a storage, in pieces of `MAX_WRITE`."""
         with self.lock:
@@ -158,12 +170,52 @@ class Session:
                 self.writer.write(remote.handle, offset + start, data[start : start + MAX_WRITE])
                 self.advance()
 
+    def seed(self, seed: int) -> None:
+        """Seed the generator of the tenant with an unsigned 64-bit integer.
+
+        Raises:
+            UsageError: a program is being recorded.
+        """
+        with self.lock:
+            self._refuse_recording()
+            self.writer.seed(seed)
+            self.advance()
+
+    def random_state(self) -> bytes:
+        """The state of the tenant's generator, after everything sent before: one round trip."""
+        state = self.ask(["random"])
+        if not isinstance(state, bytes):
+            raise DeviceError("the pool answered with no random state: use one version of Warpbus on both sides")
+        return state
+
+    def set_random_state(self, state: bytes) -> None:
+        """Set a state that `random_state` gave. Does not wait.
+
+        Raises:
+            UsageError: a program is being recorded, or it is longer than any generator's state.
+        """
+        if len(state) > MAX_RANDOM_STATE:
+            raise UsageError(f"a random state of {len(state)} bytes: give what get_rng_state gave")
+        with self.lock:
+            self._refuse_recording()
+            self.writer.random(state)
+            self.advance()
+
+    def _refuse_recording(self) -> None:
+        if self.recording:
+            raise UsageError("the random state cannot be set while a program is recorded: set it before")
+
     def _waits(self) -> None:
         if self.recording:
             raise UsageError("values cannot be read while a program is recorded: nothing is computed until it runs")
         self.flush()
         self.enough = _FIRST_BATCH
         self.statistics.round_trips += 1
+
+    def abandon(self) -> None:
+        """In a forked child: never use the parent's connection. What is asked of the session raises DeviceError."""
+        self.lock = threading.RLock()  # another thread of the parent may have held it
+        self.connection.abandon(FORKED)
 
     def _free(self) -> None:
         freed = self.freed
@@ -188,6 +240,7 @@ class Session:
 
 
 _current: Session | None = None
+_forked = False
 
 
 def current() -> Session:
@@ -197,8 +250,18 @@ def current() -> Session:
         DeviceError: none is connected.
     """
     if _current is None:
-        raise DeviceError("no remote GPU is connected: gpu = warpbus.pool.connect('warpbus://host:7700', memory='8GB')")
+        raise DeviceError(FORKED if _forked else _NOT_CONNECTED)
     return _current
+
+
+def is_connected() -> bool:
+    """Whether this process has a remote GPU."""
+    return _current is not None
+
+
+def is_forked() -> bool:
+    """Whether the remote GPU is that of the process that this one was forked from."""
+    return _forked
 
 
 def refuse_second() -> None:
@@ -209,7 +272,20 @@ def refuse_second() -> None:
 
 def use(session: Session | None) -> None:
     """Make a session the one that `warpbus:0` stands for; None when it is closed."""
-    global _current
+    global _current, _forked
     if session is not None:
         refuse_second()
+        _forked = False
     _current = session
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the session stays the parent's. The child has copies of its lock and of what it was about to
+    send, and must use neither."""
+    global _current, _forked
+    if _current is not None:
+        _current.abandon()
+        _current, _forked = None, True
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -21,6 +21,9 @@ _HASHED_BYTES = 1 << 20
 _IN_VAIN = 64
 """Offers of one size, one after the other, that the pool has not had: from then on these are data, not weights."""
 
+_SAME_DATA = frozenset({"cpu", "cuda", NAME})
+"""Device types whose dense tensors PyTorch represents alike, so that a tensor can move among them in place."""
+
 _aten = torch.ops.aten
 
 
@@ -168,6 +171,15 @@ def resize_(tensor: Tensor, size: Sequence[int], *, memory_format: Any = None) -
             larger[: remote.nbytes].copy_(old)
         storage.remote = remote_of(larger)  # type: ignore[attr-defined]
     return set_geometry(tensor, storage, geometry)
+
+
+def can_replace_data(tensor: Tensor, data: Tensor) -> bool:
+    """`aten::_has_compatible_shallow_copy_type`: whether `tensor.data = data` may be set between these devices.
+
+    `Module.to` asks this for each parameter. Where the answer is no, PyTorch puts new parameters into the module: tied
+    weights come apart, and an optimizer that has the old parameters trains nothing.
+    """
+    return all(each.layout is torch.strided and each.device.type in _SAME_DATA for each in (tensor, data))
 
 
 def set_(tensor: Tensor, source: Any = None, offset: int = 0, size: Any = None, stride: Any = None) -> Tensor:

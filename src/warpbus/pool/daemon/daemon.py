@@ -221,7 +221,7 @@ class Daemon:
         kind, _, hello = await conversation.receive(self._options.handshake_timeout)
         key = hello.get("key") if isinstance(hello, dict) and kind is Kind.HELLO else None
         key = key if isinstance(key, bytes) else b""
-        gone, saved = self.host.gone(lease), self.host.saved(lease)
+        gone, saved = await self.host.gone(lease), self.host.saved(lease)
         error: WarpbusError
         if saved is not None and secrets.compare_digest(key, saved.key):
             # For the client no reason to give up: it tries again for a while.

@@ -300,8 +300,12 @@ class Host:
         sock.close()
         return tenancy.order.lease
 
-    def gone(self, lease: str) -> Gone | None:
-        """What became of a lease that was here; None if nothing is known of it."""
+    async def gone(self, lease: str) -> Gone | None:
+        """What became of a lease that was here; None if nothing is known of it. Where its process is just ending, this
+        waits until it is known how."""
+        tenancy = self.tenancies.get(lease)
+        if lease not in self._gone and tenancy is not None and not tenancy.process.alive:
+            await tenancy.ended.wait()
         found = self._gone.get(lease)
         return None if found is None or found.when + _SECONDS_OF_MEMORY < time.monotonic() else found
 

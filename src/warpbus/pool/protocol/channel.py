@@ -140,6 +140,12 @@ class Channel:
         """End the connection; a thread that waits on it gets ConnectionLost."""
         self._fail(f"the connection to {self.peer} is closed")
 
+    def abandon(self, why: str) -> None:
+        """In a forked child: close this process's descriptor alone. The parent's connection goes on."""
+        self._lost = self._deaf = why
+        self._reading = self._writing = threading.RLock()  # another thread of the parent may have held one
+        self._sock.close()
+
     def _next(self) -> Frame | None:
         """The next frame if all of it is here; a large one's header moves it to memory of its own."""
         if self._large is not None:

@@ -11,6 +11,7 @@
     STOP
     RUN     program u32
     DROP    program u32
+    RANDOM  length u32, bytes                              the state of the generator, at most 64 KiB
 
 How much a CALL carries follows from its definition. All handles are chosen by the client.
 """
@@ -26,6 +27,7 @@ from warpbus.errors import DeviceError
 MAX_WRITE = 4 << 20
 MAX_SIGNATURE = 4 << 20
 SHA256_BYTES = 32
+MAX_RANDOM_STATE = 1 << 16
 
 
 class Instruction(IntEnum):
@@ -42,6 +44,7 @@ class Instruction(IntEnum):
     STOP = 9
     RUN = 10
     DROP = 11
+    RANDOM = 12
 
 
 Counts: TypeAlias = Callable[[int], struct.Struct]
@@ -99,6 +102,10 @@ class Writer:
 
     def seed(self, seed: int) -> None:
         self._write(Instruction.SEED, _U64.pack(seed))
+
+    def random(self, state: bytes | memoryview) -> None:
+        self._write(Instruction.RANDOM, _U32.pack(len(state)))
+        self.buffer += state
 
     def record(self, program: int) -> None:
         self._write(Instruction.RECORD, _U32.pack(program))
@@ -173,6 +180,11 @@ def parse(payload: memoryview, counts: Counts) -> Iterator[tuple]:  # type: igno
             elif kind == Instruction.SEED:
                 yield (kind, *_U64.unpack_from(payload, at))
                 at += 8
+            elif kind == Instruction.RANDOM:
+                (length,) = _U32.unpack_from(payload, at)
+                at += _U32.size
+                yield (kind, _bytes(payload, at, length, MAX_RANDOM_STATE))
+                at += length
             elif kind == Instruction.STOP:
                 yield (kind,)
             elif kind in (Instruction.RECORD, Instruction.RUN, Instruction.DROP):

@@ -12,6 +12,7 @@ from warpbus.pool.protocol.failures import sent_error
 from warpbus.pool.protocol.frames import PROTOCOL, Kind
 
 _SECONDS = 10.0
+_WATCH_SECONDS = 0.2
 
 Tell = Callable[[dict[str, Any]], None]
 """Called with answers that are not final: they say how far something is."""
@@ -51,14 +52,21 @@ class Steering:
         self.welcome = said
 
     def ask(
-        self, question: Mapping[str, Any], tell: Tell | None = None, *, timeout: float | None = None
+        self,
+        question: Mapping[str, Any],
+        tell: Tell | None = None,
+        *,
+        timeout: float | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Ask, and return the final answer.
 
         Args:
             question: with its "do".
             tell: gets the answers before.
-            timeout: seconds until the next answer; None waits as long as it takes.
+            timeout: seconds until the next answer; None waits as long as it takes. With a `watch` it has no effect.
+            watch: called several times per second while there is no answer. What it raises ends the wait; the
+                connection is of no use afterwards, because the answer may still come.
 
         Raises:
             WarpbusError: what the daemon answered with.
@@ -67,7 +75,7 @@ class Steering:
         self._number += 1
         self._channel.send(Kind.ASK, self._number, wire.encode(dict(question)))
         while True:
-            kind, number, said = self._receive(timeout)
+            kind, number, said = self._receive(timeout, watch)
             if kind is Kind.ERROR:
                 raise sent_error(said)
             if kind is not Kind.ANSWER or number != self._number:
@@ -81,6 +89,10 @@ class Steering:
         """Hang up. What waits in `ask` raises `ConnectionLost`."""
         self._channel.close()
 
+    def abandon(self, why: str) -> None:
+        """In a forked child: leave the connection to the parent; `ask` raises `ConnectionLost` with `why`."""
+        self._channel.abandon(why)
+
     def __enter__(self) -> Self:
         return self
 
@@ -89,8 +101,13 @@ class Steering:
     ) -> None:
         self.close()
 
-    def _receive(self, timeout: float | None) -> tuple[Kind, int, dict[str, Any]]:
-        frame = self._channel.receive(timeout)
+    def _receive(
+        self, timeout: float | None, watch: Callable[[], None] | None = None
+    ) -> tuple[Kind, int, dict[str, Any]]:
+        frame = self._channel.receive(timeout if watch is None else _WATCH_SECONDS)
+        while frame is None and watch is not None:
+            watch()
+            frame = self._channel.receive(_WATCH_SECONDS)
         if frame is None:
             raise ConnectionLost(f"{self._channel.peer} did not answer within {timeout:g} s: is it stopped?")
         said = wire.decode(frame.payload)

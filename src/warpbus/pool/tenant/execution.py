@@ -23,6 +23,7 @@ from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import ContentStore, Uploads
 from warpbus.pool.tenant.definitions import ALONE, Definition, standing_alone
 from warpbus.pool.tenant.programs import Programs
+from warpbus.pool.tenant.random_state import generator_of, random_state, set_random_state
 from warpbus.pool.tenant.storages import Storages
 
 MAX_DEFINITIONS = 1 << 16
@@ -68,6 +69,7 @@ class Executor:
             Instruction.WRITE: self._write,
             Instruction.KNOWN: self._known,
             Instruction.SEED: self._seed,
+            Instruction.RANDOM: self._random,
             Instruction.RECORD: self._programs.record,
             Instruction.STOP: self._programs.stop,
             Instruction.RUN: self._run,
@@ -123,6 +125,8 @@ class Executor:
                 if not all(isinstance(each, bytes) and len(each) == SHA256_BYTES for each in hashes):
                     raise DeviceError(f"what is asked to be known are SHA-256 hashes, of {SHA256_BYTES} bytes each")
                 yield self._promises(hashes)
+            case ["random"]:
+                yield random_state(self.device)
             case ["usage"]:
                 yield self.usage()
             case ["sync"]:
@@ -158,7 +162,7 @@ class Executor:
             "calls": self.calls,
             "definitions": [[number, each.encoded] for number, each in self._definitions.items()],
             "programs": self._programs.state(),
-            "random": self._generator().get_state().numpy().tobytes(),
+            "random": random_state(self.device),
             "failures": [failure.plain() for failure in self.failures],
             "poisoned": [[handle, each.failure.plain()] for handle, each in live.items() if each.failure],
             "values": [[handle, each.value] for handle, each in live.items() if not each.failure and each.base is None],
@@ -196,7 +200,7 @@ class Executor:
                 self.storages.memory_of(handle).result = Geometry(dtype, tuple(shape), tuple(stride))
             self._programs.restore(state["programs"])
             self.failures.extend(Failure.read(failure) for failure in state["failures"])
-            self._generator().set_state(torch.frombuffer(bytearray(state["random"]), dtype=torch.uint8))
+            set_random_state(self.device, state["random"])
             self.executed, self.calls = int(state["executed"]), int(state["calls"])
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:
             raise DeviceError(f"what was to be a lease's state is none: {type(error).__name__}: {error}") from None
@@ -358,7 +362,10 @@ class Executor:
         self.storages.write(handle, offset, content)
 
     def _seed(self, seed: int) -> None:
-        self._generator().manual_seed(seed)
+        generator_of(self.device).manual_seed(seed)
+
+    def _random(self, state: memoryview) -> None:
+        set_random_state(self.device, state)
 
     def _run(self, program: int) -> None:
         try:
@@ -367,13 +374,6 @@ class Executor:
             self._programs.poison(program, error.failure)
         except Exception as error:
             self._programs.poison(program, self._report(error, self._programs.at or f"program {program}"))
-
-    def _generator(self) -> torch.Generator:
-        """The process's own, so that a CPU gives the numbers that it gives a program without a pool."""
-        if self.device.type == "cuda":
-            torch.cuda.init()
-            return torch.cuda.default_generators[self.device.index]
-        return torch.default_generator
 
     def _described(self, handle: int) -> Value:
         storage = self.storages.live.get(handle)

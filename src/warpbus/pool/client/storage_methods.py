@@ -1,0 +1,95 @@
+"""Methods of `torch.UntypedStorage` that reach the bytes of a remote storage.
+
+`torch.save`, `torch.load`, `pickle` and `copy.deepcopy` work on storages. A storage of the device has no memory in this
+process, so that PyTorch's own methods would see no bytes there.
+"""
+
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import reduce_storage
+
+from warpbus.errors import DeviceError
+from warpbus.pool.client import transfers
+from warpbus.pool.client.session import current
+from warpbus.pool.client.tensors import NAME
+
+
+def replace_storage_methods() -> None:
+    """Give `torch.UntypedStorage` methods for remote storages; other storages keep the methods that they had."""
+    for name in _REMOTE_METHODS:
+        setattr(torch.UntypedStorage, name, _method(name, getattr(torch.UntypedStorage, name)))
+    ForkingPickler.register(torch.UntypedStorage, _reduce)
+
+
+def _method(name: str, original: Any) -> Any:
+    remote = _REMOTE_METHODS[name]
+
+    def call(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "remote"):
+            return remote(self, *args, **kwargs)
+        if name == "to" and torch.device(kwargs["device"]).type == NAME:
+            return _tensor(self).to(NAME).untyped_storage()
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage of any device, [n] uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _to_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return transfers.storage_bytes(current(), storage)
+
+
+def _to(
+    storage: torch.UntypedStorage, *, device: torch.device | str, non_blocking: bool = False
+) -> torch.UntypedStorage:
+    device = torch.device(device)
+    if device.type == NAME:
+        return storage
+    return _to_cpu(storage).to(device=device)
+
+
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return _tensor(storage).clone().untyped_storage()
+
+
+def _write_file(storage: torch.UntypedStorage, *args: Any) -> None:
+    """What `pickle` calls: it writes PyTorch's older format."""
+    _to_cpu(storage)._write_file(*args)
+
+
+def _set_from_file(storage: torch.UntypedStorage, *args: Any) -> torch.UntypedStorage:
+    """What reads the older format."""
+    read = torch.UntypedStorage(storage.nbytes())
+    read._set_from_file(*args)
+    _tensor(storage).copy_(_tensor(read))
+    return storage
+
+
+def _reduce(storage: torch.UntypedStorage) -> Any:
+    """What goes to another process by `multiprocessing`. The error is raised where the storage arrives: the thread that
+    sends could only print it, and a `DataLoader` would wait for ever."""
+    return (_refuse, (storage.nbytes(),)) if hasattr(storage, "remote") else reduce_storage(storage)
+
+
+def _refuse(nbytes: int) -> None:
+    raise DeviceError(
+        f"a tensor over {nbytes} bytes on a remote GPU was sent to another process, which cannot use it: "
+        "send tensor.cpu()"
+    )
+
+
+_REMOTE_METHODS: dict[str, Any] = {
+    "cpu": _to_cpu,
+    "clone": _clone,
+    "data_ptr": lambda storage: storage.remote.handle,
+    "nbytes": lambda storage: storage.remote.nbytes,
+    "to": _to,
+    "_write_file": _write_file,
+    "_set_from_file": _set_from_file,
+}
