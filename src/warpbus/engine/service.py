@@ -30,8 +30,8 @@ from warpbus.engine.messages import (
     Loading,
     MoveTo,
     Query,
-    Refused,
     Reply,
+    RequestFailed,
     Step,
 )
 from warpbus.engine.moving import Moved
@@ -390,7 +390,7 @@ class Service:
             match report:
                 case Step():
                     self._deal_out(when, report)
-                case Refused():
+                case RequestFailed():
                     inbox = self._drop(report.number)
                     if inbox is not None:
                         inbox.fail(report.failure.error("the engine"))
