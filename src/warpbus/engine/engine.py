@@ -37,12 +37,12 @@ from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.runner import Chosen, Row, Runner
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Plan, Request, Scheduler
-from warpbus.engine.sequence import Piece, TokenLogprob
+from warpbus.engine.sequence import Piece
 from warpbus.engine.sequence import Sequence as Asked
-from warpbus.engine.speculation import NgramIndex, accepted
+from warpbus.engine.speculation import NgramIndex
 from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, Step, batch_bucket, rows_beside
-from warpbus.errors import ContextLengthError, DeviceError, NumericError, UnavailableError, UsageError
+from warpbus.errors import ContextLengthError, DeviceError, UnavailableError, UsageError
 from warpbus.kernels.ops.attention import has_kernel
 from warpbus.models import Decoder, ModelConfig
 from warpbus.models.adapters import Lora, Prefix
@@ -239,8 +239,9 @@ class Engine:
                 "max_model_len"
             )
         prefix, given = self._prefixes.of(sequence.adapter)
+        salt = salt_of(sequence.adapter, sequence.cache_salt)
         request = Request(
-            *(list(sequence.prompt), length, salt_of(sequence.adapter), self._whole(sequence.prompt)),
+            *(list(sequence.prompt), length, salt, self._whole(sequence.prompt)),
             prefix=prefix,
             given=given,
         )
@@ -268,9 +269,9 @@ class Engine:
         Where all that the next step needs stays on the device, the one launched is a step ahead of the one read.
         If it fails, or is interrupted, what runs is computed again from the tokens that were read.
 
-        A sequence that fails by itself ends with this step, and has an `error`; the others go on. It is a NumericError
-        where its scores hold NaN or infinity, an UnavailableError where there is no memory for its cache even though
-        nothing else runs, and another WarpbusError where its parameters or its text cannot be handled.
+        A sequence that fails by itself ends with this step and has an `error`; the others go on. It is a NumericError
+        where its scores hold NaN or infinity, an UnavailableError where there is no memory for its cache though nothing
+        else runs, and another WarpbusError where its grammar or its text cannot be handled.
 
         Raises:
             DeviceError: the device's memory is full.
@@ -529,37 +530,15 @@ class Engine:
             # Else it ended with the step before, or was dropped.
             if sequence in self._requests:
                 with sequence.contain_faults():
-                    self._append(sequence, guess, own)
+                    kept = sequence.extend(guess, [(token, logprob) for _, token, logprob in own])
+                    self._accepted += len(kept) - 1
+                    self._scheduler.read(self._requests[sequence], kept)
                 if sequence.ended:
                     self.abort(sequence)
                 pieces.append((sequence, sequence.take()))
         if not self._requests:
             self._launched.clear()
         return pieces
-
-    def _append(
-        self, sequence: Asked, guess: Sequence[int], chosen: Sequence[tuple[Row, int | None, TokenLogprob | None]]
-    ) -> None:
-        """Give a sequence its next tokens, as long as none ends it.
-
-        Raises:
-            WarpbusError: it cannot go on.
-        """
-        if sequence.error is not None:  # it failed when the step was launched: its token means nothing
-            return
-        right = accepted(guess, [token for _, token, _ in chosen])
-        if not sequence.params.greedy:
-            sequence.give_back(len(guess) - right)
-        self._accepted += right
-        kept: list[int] = []
-        for _, token, logprob in chosen[: right + 1]:
-            if token is None:
-                raise _not_finite(sequence)
-            sequence.append(token, logprob)
-            kept.append(token)
-            if sequence.finish_reason is not None:
-                break
-        self._scheduler.read(self._requests[sequence], kept)
 
     def _refuse_first(self) -> tuple[Asked, Piece]:
         """End the first request that waits: nothing runs, and there still is no room for its cache."""
@@ -593,14 +572,6 @@ def _back(cache: KVCache, group: Group | None, blocks: int) -> int:
         # Alone, it would go on with the memory it has; but the others may have more, and have to do the same.
         raise DeviceError(f"{group.device}: out of memory for the cache: end what else uses it")
     return backed
-
-
-def _not_finite(sequence: Asked) -> NumericError:
-    source = "the checkpoint" if sequence.adapter is None else f"the checkpoint or the adapter {sequence.adapter}"
-    return NumericError(
-        f"the model's scores hold NaN or infinity: {source} is damaged, or its numbers do not fit the dtype (try "
-        "dtype='bfloat16' or 'float32')"
-    )
 
 
 class _NoText:

@@ -86,8 +86,8 @@ class LLM:
     """A language model ready to answer.
 
     Args:
-        model: a model directory (Hugging Face layout), quantized by Warpbus or not, or a name on a hub, see
-            `formats.hub.find_model`.
+        model: a model directory (Hugging Face layout), quantized by Warpbus or not, a name on a hub, or "demo" for the
+            packaged model; see `formats.hub.find_model`.
         device: "auto" (a GPU if PyTorch sees one), "cpu", "cuda" or "cuda:N", or the device of a remote GPU that is
             connected (`warpbus.pool.connect(...).device`).
         dtype: of activations and of what is not quantized: "float32", "float16", "bfloat16", or "auto", which is

@@ -28,6 +28,7 @@ class Add:
     prompt: list[int]
     params: SamplingParams
     adapter: str | None = None
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True)

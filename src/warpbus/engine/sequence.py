@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.errors import WarpbusError
+from warpbus.engine.speculation import accepted
+from warpbus.errors import NumericError, WarpbusError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -153,6 +154,7 @@ class Sequence:
         stop_ids: the tokens that end it.
         matcher: where the request has a grammar; moves on with the tokens.
         adapter: the name of the engine's adapter that answers it; None: the model as it is.
+        cache_salt: requests of different salts, at most 64 bytes, share nothing that is stored of their prompts.
         cached_tokens: tokens of the prompt that were in the cache already.
         queue_seconds: for which it waited until it was computed.
         random: draws for this request alone; read by `uniforms`.
@@ -169,6 +171,7 @@ class Sequence:
         stream: TextStream,
         matcher: Matcher | None = None,
         adapter: str | None = None,
+        cache_salt: bytes = b"",
     ) -> None:
         if (params.grammar is None) != (matcher is None):
             raise ValueError("a request has a matcher where it has a grammar, and nowhere else")
@@ -184,6 +187,7 @@ class Sequence:
         self.stop_ids = (frozenset() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
         self.matcher = matcher
         self.adapter = adapter
+        self.cache_salt = cache_salt
         self.cached_tokens = 0
         self.queue_seconds = 0.0
         self.random = random.Random(params.seed)
@@ -257,6 +261,38 @@ class Sequence:
             shown += self._stops.flush()
         self.text += shown
         return shown
+
+    def extend(
+        self, drafts: abc.Sequence[int], chosen: abc.Sequence[tuple[int | None, TokenLogprob | None]]
+    ) -> list[int]:
+        """Take what a step chose, as far as the drafts were right and nothing ends it; the tokens that were appended.
+
+        Args:
+            drafts: the tokens that were supposed to follow.
+            chosen: the tokens chosen after none, the first, the first two, ... of them, and their logprobs. None for
+                a token whose scores hold NaN or infinity.
+
+        Raises:
+            WarpbusError: it cannot go on: a NumericError for scores that are none, or the error that it has already.
+        """
+        if self.error is not None:  # since the step was launched: its tokens mean nothing
+            raise self.error
+        right = accepted(drafts, [token for token, _ in chosen])
+        if not self.params.greedy:
+            self.give_back(len(drafts) - right)
+        kept: list[int] = []
+        for token, logprob in chosen[: right + 1]:
+            if token is None:
+                source = "the checkpoint" if self.adapter is None else f"the checkpoint or the adapter {self.adapter}"
+                raise NumericError(
+                    f"the model's scores hold NaN or infinity: {source} is damaged, or its numbers do not fit the "
+                    "dtype (try dtype='bfloat16' or 'float32')"
+                )
+            self.append(token, logprob)
+            kept.append(token)
+            if self.finish_reason is not None:
+                break
+        return kept
 
     @property
     def ended(self) -> bool:

@@ -161,6 +161,7 @@ class _Requests:
             stream=StreamDecoder(self._tokenizer, keep_first_space=params.grammar is not None),
             matcher=None if params.grammar is None else self._matcher(params.grammar),
             adapter=command.adapter,
+            cache_salt=command.cache_salt,
         )
 
     def _matcher(self, grammar: Grammar) -> GrammarMatcher:

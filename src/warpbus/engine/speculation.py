@@ -56,8 +56,8 @@ def accepted(drafts: Sequence[int], chosen: Sequence[int | None]) -> int:
 
     Args:
         drafts: the tokens that were supposed to follow.
-        chosen: the tokens chosen after none, the first, the first two, ... of them: one more than there are drafts. None
-            where none could be chosen.
+        chosen: the tokens chosen after none, the first, the first two, ... of them: one more than there are drafts.
+            None where none could be chosen.
     """
     if len(chosen) != len(drafts) + 1:
         raise ValueError(f"{len(chosen)} tokens chosen for {len(drafts)} drafts: expected one more")
