@@ -104,11 +104,12 @@ def test_scores_that_are_no_numbers_end_their_request_alone(model, adapters, kin
     assert sorted(engine._slots) == list(range(engine.max_num_seqs))
 
 
-def test_nothing_that_is_stored_of_a_failed_request_is_found_again(model):
-    engine = Engine(model)
+@KINDS
+def test_nothing_that_is_stored_of_a_failed_request_is_found_again(model, kind):
+    engine = kind(Engine(model))
     first = request(PROMPTS[2], tokens=20)
     engine.add(first)
-    for _ in range(3):
+    while len(first.token_ids) < 3:
         engine.step()
     weight = model.final_norm.weight
     kept = weight[3].item()
@@ -116,11 +117,24 @@ def test_nothing_that_is_stored_of_a_failed_request_is_found_again(model):
     finish(engine)
     weight[3] = kept
     assert isinstance(first.error, NumericError)
-    assert len(first.token_ids) == 3
+    assert len(first.token_ids) in (3, 4)  # a step may be under way
     again = request(PROMPTS[2], tokens=20)
     finish(engine, [again])
     assert again.cached_tokens == 0
     assert again.token_ids == Engine(model).decode([PROMPTS[2]], 20)[0]
+
+
+def test_decoding_raises_the_fault_of_a_prompt(model):
+    engine = Engine(model)
+    weight = model.final_norm.weight
+    kept = weight[3].item()
+    weight[3] = float("nan")
+    try:
+        with pytest.raises(NumericError, match="scores hold NaN or infinity: the checkpoint is damaged"):
+            engine.decode(PROMPTS, 5)
+    finally:
+        weight[3] = kept
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -403,12 +417,8 @@ def answered(engine, all_wanted, together):
     ahead=st.booleans(),
     together=st.integers(1, 4),
 )
-@settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
-)
-def test_whatever_happens_to_some_the_others_get_the_same_tokens(
-    model, adapters, everything, options, ahead, together
-):
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None)
+def test_whatever_happens_to_some_the_others_get_the_same_tokens(model, adapters, everything, options, ahead, together):
     def engine():
         fresh = Engine(model, adapters=adapters, max_model_len=4 * BLOCK, **options)
         return as_on_a_gpu(fresh) if ahead else fresh
