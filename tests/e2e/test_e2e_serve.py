@@ -122,6 +122,22 @@ def test_answers_follow_a_schema(poet):
         ask(poet, extra_body={"guided_regex": "("})
 
 
+def test_what_one_request_asks_for_ends_no_other(server, poet):
+    """A grammar that allows stop tokens alone, before there are min_tokens: it ended the engine, and all requests."""
+    expected = ask(poet, temperature=0).choices[0].message.content
+    stream = ask(poet, temperature=0, stream=True)
+    chunks = [next(stream)]
+    impossible = {"min_tokens": 5, "guided_regex": "a{10}", "stop_token_ids": [105, 329]}
+    for temperature in (0, 1):
+        answer = poet.completions.create(
+            model="glm-poet", prompt="hello", max_tokens=20, temperature=temperature, extra_body=impossible
+        )
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", 1)
+    chunks += stream
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ready"}
+
+
 def test_texts_are_completed(poet):
     answer = poet.completions.create(
         model="glm-poet", prompt=["床前明月光，", "春眠"], max_tokens=4, temperature=0, echo=True

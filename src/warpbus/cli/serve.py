@@ -55,6 +55,9 @@ def serve(
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that a model is cut over")] = 1,
     api_key: Annotated[list[str] | None, typer.Option(help=f"one that is accepted; also {KEY_VARIABLE}")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="a file with an accepted key a line")] = None,
+    share_prefixes: Annotated[
+        bool, typer.Option("--share-prefixes", help="share stored prompts among all API keys, not within each alone")
+    ] = False,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate; the server then speaks TLS")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="its PEM key")] = None,
     insecure: Annotated[
@@ -88,6 +91,7 @@ def serve(
         host=host,
         port=port,
         api_keys=keys_of(api_key or [], api_key_file),
+        share_prefixes=share_prefixes,
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         insecure=insecure,

@@ -69,9 +69,17 @@ def check_adapter(name: str | None, names: Collection[str]) -> None:
         raise UsageError(f"there is no adapter {name[:200]!r}: {there}")
 
 
-def salt_of(name: str | None) -> bytes:
-    """What keeps blocks from being shared between adapters (`Request.salt`): keys and values are an adapter's own."""
-    return b"" if name is None else hashlib.blake2b(name.encode(), digest_size=16).digest()
+def salt_of(name: str | None, cache_salt: bytes = b"") -> bytes:
+    """What keeps blocks from being shared between adapters, whose keys and values are their own, and between requests
+    of different salts, which may not learn of each other (`Request.salt`); empty for a request with neither.
+
+    Args:
+        name: of the adapter, not empty.
+        cache_salt: at most 64 bytes.
+    """
+    if name is None and not cache_salt:
+        return b""
+    return hashlib.blake2b((name or "").encode(), digest_size=16, key=cache_salt).digest()
 
 
 def _is(one: object, other: object) -> bool:

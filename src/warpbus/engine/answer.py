@@ -104,6 +104,7 @@ class Answer(AsyncIterator[Piece]):
         EngineDiedError: while iterating: the engine's process died.
         UnavailableError: while iterating: the service was closed before the answer had ended.
         UsageError: while iterating: the engine refuses the request, for example for its grammar.
+        NumericError, UnavailableError, WarpbusError: while iterating: this request failed (see `Engine.step`).
     """
 
     def __init__(self, inbox: Inbox, leave: Callable[[], None]) -> None:

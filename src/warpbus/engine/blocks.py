@@ -116,6 +116,13 @@ class Blocks:
             self._by_key[key] = block
             self._key_of[block] = key
 
+    def unpublish(self, blocks: Sequence[int]) -> None:
+        """Let used blocks be found no more."""
+        for block in blocks:
+            key = self._key_of.pop(block, None)
+            if key is not None:
+                del self._by_key[key]
+
     def release(self, blocks: Sequence[int]) -> None:
         """Give blocks back, in their order within the sequence: the last ones are forgotten first."""
         for block in reversed(blocks):

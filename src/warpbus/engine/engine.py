@@ -37,12 +37,12 @@ from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.runner import Chosen, Row, Runner
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Plan, Request, Scheduler
-from warpbus.engine.sequence import Piece, TokenLogprob
+from warpbus.engine.sequence import Piece
 from warpbus.engine.sequence import Sequence as Asked
-from warpbus.engine.speculation import NgramIndex, accepted
+from warpbus.engine.speculation import NgramIndex
 from warpbus.engine.stats import Stats
 from warpbus.engine.step import MIXED_ROWS, Step, batch_bucket, rows_beside
-from warpbus.errors import ContextLengthError, DeviceError, UsageError
+from warpbus.errors import ContextLengthError, DeviceError, UnavailableError, UsageError
 from warpbus.kernels.ops.attention import has_kernel
 from warpbus.models import Decoder, ModelConfig
 from warpbus.models.adapters import Lora, Prefix
@@ -239,8 +239,9 @@ class Engine:
                 "max_model_len"
             )
         prefix, given = self._prefixes.of(sequence.adapter)
+        salt = salt_of(sequence.adapter, sequence.cache_salt)
         request = Request(
-            *(list(sequence.prompt), length, salt_of(sequence.adapter), self._whole(sequence.prompt)),
+            *(list(sequence.prompt), length, salt, self._whole(sequence.prompt)),
             prefix=prefix,
             given=given,
         )
@@ -255,7 +256,8 @@ class Engine:
         if request is not None:
             del self._sequences[request]
             self._arrived.pop(request, None)
-            self._scheduler.remove(request)
+            # What is stored of a request that failed may be what made it fail.
+            self._scheduler.remove(request, unshare=sequence.error is not None)
             self._indexes.pop(request, None)
             row = self._rows.pop(request, None)
             if row is not None:
@@ -267,9 +269,12 @@ class Engine:
         Where all that the next step needs stays on the device, the one launched is a step ahead of the one read.
         If it fails, or is interrupted, what runs is computed again from the tokens that were read.
 
+        A sequence that fails by itself ends with this step and has an `error`; the others go on. It is a NumericError
+        where its scores hold NaN or infinity, an UnavailableError where there is no memory for its cache though nothing
+        else runs, and another WarpbusError where its grammar or its text cannot be handled.
+
         Raises:
             DeviceError: the device's memory is full.
-            NumericError: the model's scores are NaN or infinite.
         """
         try:
             return self._step_on()
@@ -292,20 +297,23 @@ class Engine:
             pieces = [(self._row(piece.request), piece) for piece in plan.pieces]
             self._launched.append((self._runner.launch(rows, pieces, drafts), drafts))
             self._launching += time.perf_counter() - planned
-        elif not self._launched and self._requests:
-            raise DeviceError(
-                f"{self.device}: out of memory for the cache of a single request: end what else uses it, or lower "
-                "max_model_len"
-            )
+        elif not self._launched and self._scheduler.waiting:
+            return [self._refuse_first()]
         return self._read() if self._launched and (not ahead or not plan or len(self._launched) > 1) else []
 
     def decode(self, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
-        """The `tokens` likeliest tokens, one after the other, after each prompt."""
+        """The `tokens` likeliest tokens, one after the other, after each prompt.
+
+        Raises: as `step`, and the error of the first request that failed.
+        """
         requests = [request(prompt, tokens=tokens) for prompt in prompts]
         for each in requests:
             self.add(each)
         while self.has_work:
             self.step()
+        for each in requests:
+            if each.error is not None:
+                raise each.error
         return [each.token_ids for each in requests]
 
     def warm(self, rows: int | None = None, *, lengths: Sequence[int] = ()) -> None:
@@ -521,27 +529,29 @@ class Engine:
             sequence = own[0][0].sequence
             # Else it ended with the step before, or was dropped.
             if sequence in self._requests:
-                right = accepted(guess, [token for _, token, _ in own])
-                if not sequence.params.greedy:
-                    sequence.give_back(len(guess) - right)
-                self._accepted += right
-                self._append(sequence, own[: right + 1])
+                with sequence.contain_faults():
+                    kept = sequence.extend(guess, [(token, logprob) for _, token, logprob in own])
+                    self._accepted += len(kept) - 1
+                    self._scheduler.read(self._requests[sequence], kept)
+                if sequence.ended:
+                    self.abort(sequence)
                 pieces.append((sequence, sequence.take()))
         if not self._requests:
             self._launched.clear()
         return pieces
 
-    def _append(self, sequence: Asked, chosen: Sequence[tuple[Row, int, TokenLogprob | None]]) -> None:
-        """Give a sequence its next tokens, as long as none ends it."""
-        kept: list[int] = []
-        for _, token, logprob in chosen:
-            sequence.append(token, logprob)
-            kept.append(token)
-            if sequence.finish_reason is not None:
-                break
-        self._scheduler.read(self._requests[sequence], kept)
-        if sequence.finish_reason is not None:
-            self.abort(sequence)
+    def _refuse_first(self) -> tuple[Asked, Piece]:
+        """End the first request that waits: nothing runs, and there still is no room for its cache."""
+        request = self._scheduler.waiting[0]
+        sequence = self._sequences[request]
+        sequence.fail(
+            UnavailableError(
+                f"{self.device}: out of memory for the cache of this request alone, of {request.length:,} tokens: end "
+                "what else uses the device, or lower max_model_len, and send it again"
+            )
+        )
+        self.abort(sequence)
+        return sequence, sequence.take()
 
     def _cache_blocks(self, config: ModelConfig, kv_dtype: str) -> int:
         """What all sequences can need, as far as there is memory for it."""

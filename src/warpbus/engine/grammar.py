@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's tokenizer, and remembers the last ones.
+    """Compiles grammars for a model's tokenizer, and remembers the last ones; several threads may use it.
 
     Special tokens are no part of any grammar; at its end the stop tokens are allowed.
 
@@ -108,6 +109,7 @@ class GrammarCompiler:
         self._stops = _packed(stops, vocab_size)
         self._allowed = _packed([*stops, *(token for token, data in enumerate(tokens.tokens) if data)], vocab_size)
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning of an answer.
@@ -115,13 +117,14 @@ class GrammarCompiler:
         Raises:
             UsageError: the text is not of its kind, uses what is not supported, or takes too much work.
         """
-        found = self._compiled.get(grammar)
-        if found is None:
-            found = self._compiled[grammar] = self._parse(grammar)
-            if len(self._compiled) > _CACHED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return GrammarMatcher(found.deep_copy(), self._allowed, self._stops)
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is None:
+                found = self._compiled[grammar] = self._parse(grammar)
+                if len(self._compiled) > _CACHED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return GrammarMatcher(found.deep_copy(), self._allowed, self._stops)
 
     def _parse(self, grammar: Grammar) -> LLMatcher:
         if len(grammar.text) > MOST_TEXT:

@@ -86,8 +86,8 @@ class LLM:
     """A language model ready to answer.
 
     Args:
-        model: a model directory (Hugging Face layout), quantized by Warpbus or not, or a name on a hub, see
-            `formats.hub.find_model`.
+        model: a model directory (Hugging Face layout), quantized by Warpbus or not, a name on a hub, or "demo" for the
+            packaged model; see `formats.hub.find_model`.
         device: "auto" (a GPU if PyTorch sees one), "cpu", "cuda" or "cuda:N", or the device of a remote GPU that is
             connected (`warpbus.pool.connect(...).device`).
         dtype: of activations and of what is not quantized: "float32", "float16", "bfloat16", or "auto", which is
@@ -228,7 +228,10 @@ class LLM:
                 adapter that is not there.
             ContextLengthError: a prompt leaves no room for an answer.
             DeviceError: the device's memory is full.
-            NumericError: the model's scores are NaN or infinite.
+            NumericError: the model's scores for a prompt are NaN or infinite.
+            UnavailableError: there is no memory for the cache of a single prompt.
+            WarpbusError: another fault that a prompt alone has. The others of this call end too, those of other
+                threads' calls do not.
         """
         sequences = self._sequences(self._tokenize(prompts), params, adapter)
         if stream:
@@ -385,6 +388,9 @@ class LLM:
                         completion = _completion(sequence)
                     if piece.text or completion:
                         yield Chunk(sequence.index, piece.text, completion)
+                for sequence in sequences:
+                    if sequence.error is not None and not self._inboxes[sequence]:
+                        raise type(sequence.error)(f"prompt {sequence.index}: {sequence.error}")
         finally:
             with self._lock:
                 for sequence in sequences:

@@ -202,9 +202,10 @@ class Masks:
             scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
     def _fill(self, masks: Rows[tuple[np.ndarray, Row]]) -> None:
-        """The masks of the rows of one sequence."""
-        for mask, row in masks:
-            self._fill_one(mask, row)
+        """The masks of the rows of one sequence, which fails alone where its grammar does."""
+        with masks[0][1].sequence.contain_faults():
+            for mask, row in masks:
+                self._fill_one(mask, row)
 
     def _fill_one(self, mask: np.ndarray, row: Row) -> None:
         sequence, matcher = row.sequence, row.sequence.matcher
@@ -221,6 +222,10 @@ class Masks:
                 finished = matcher.finished
             matcher.rollback(followed)
         if row.too_short and not finished:
+            others = mask.view(np.uint32).copy()
             for token in sequence.stop_ids:
                 if token < self._vocab_size:
-                    mask.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+                    others[token // 32] &= ~np.uint32(1 << token % 32)
+            # Where a grammar allows stop tokens alone, it counts for more than the least number of tokens.
+            if others.any():
+                mask.view(np.uint32)[:] = others

@@ -28,6 +28,7 @@ class Add:
     prompt: list[int]
     params: SamplingParams
     adapter: str | None = None
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """From the engine: it does not take a request."""
+class RequestFailed:
+    """From the engine: it does not take a request, or the request has failed by itself; nothing more comes of it."""
 
     number: int
     failure: Failure
@@ -104,7 +105,7 @@ class Reply:
     answer: Stats | Moved | Failure | None
 
 
-Event = Loading | Ready | Step | Refused | Reply
+Event = Loading | Ready | Step | RequestFailed | Reply
 
 
 class ServedEngine(Protocol):
@@ -126,7 +127,7 @@ class ServedEngine(Protocol):
         ...
 
     def step(self) -> list[tuple[Sequence, Piece]]:
-        """Compute some tokens."""
+        """Compute some tokens. A sequence that failed by itself has an `error`; nothing more comes of it."""
         ...
 
     def stats(self) -> Stats:

@@ -8,6 +8,9 @@ from warpbus.cuda.devices import resolve_device, resolve_dtype
 from warpbus.engine.blocks import BLOCK
 from warpbus.errors import DeviceError, UsageError
 
+MOST_SPECULATION = 1024
+"""Tokens guessed for a sequence in a step: there is a row of scores for each."""
+
 
 @dataclass(frozen=True)
 class ServiceOptions:
@@ -26,7 +29,8 @@ class ServiceOptions:
             None: what all of them can need, or what there is memory for.
         prefill_tokens: the most tokens of prompts that are read in one step; None leaves it to the engine.
         prefix_caching: prompts that begin alike share what is stored of their beginning.
-        speculation: the most tokens that are guessed from a request's own n-grams in one step; 0 guesses none.
+        speculation: the most tokens that are guessed from a request's own n-grams in one step, up to 1,024; 0 guesses
+            none.
         max_restarts: how often the processes are started again after deaths in a row, with less than a minute of
             service between them, before the service gives up.
         adapters: (name, directory) of each adapter that requests can name: LoRA of PEFT's format, or P-Tuning's
@@ -69,6 +73,8 @@ class ServiceOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
+        if self.speculation > MOST_SPECULATION:
+            raise UsageError(f"speculation is {self.speculation}: give a whole number, 0 to {MOST_SPECULATION:,}")
         names = [name for name, _ in self.adapters]
         if "" in names or len(set(names)) < len(names):
             raise UsageError(f"adapters are called {', '.join(map(repr, names))}: give each a name of its own")

@@ -23,7 +23,7 @@ from warpbus.engine.scheduler import Piece, Request
 from warpbus.engine.sequence import Sequence as Asked
 from warpbus.engine.sequence import TokenLogprob
 from warpbus.engine.step import FROM_DEVICE, Rows, Step
-from warpbus.errors import DeviceError, NumericError
+from warpbus.errors import DeviceError
 from warpbus.models import Decoder
 
 
@@ -61,22 +61,16 @@ class Chosen:
     _found: Readback
     _logprobs: Logprobs | None
 
-    def read(self) -> list[tuple[Row, int, TokenLogprob | None]]:
-        """The tokens. Waits for the step.
+    def read(self) -> list[tuple[Row, int | None, TokenLogprob | None]]:
+        """The tokens; None for a row whose scores hold NaN or infinity. Waits for the step.
 
         Raises:
-            NumericError: the scores of a row are NaN or infinite.
+            DeviceError: a lent device had no memory for the step.
         """
         chosen, best, *rest = self._found.read()
-        tokens, finite = chosen.tolist(), best.isfinite().tolist()
-        if not all(finite):
-            prompt = self.rows[finite.index(False)].sequence.index
-            raise NumericError(
-                f"prompt {prompt}: the model's scores hold NaN or infinity: the checkpoint is damaged, "
-                "or its numbers do not fit the dtype (try dtype='bfloat16' or 'float32')"
-            )
         logprobs = {} if self._logprobs is None else self._logprobs.having(rest).read()
-        return [(row, token, logprobs.get(at)) for at, (row, token) in enumerate(zip(self.rows, tokens, strict=True))]
+        found = zip(self.rows, chosen.tolist(), best.isfinite().tolist(), strict=True)
+        return [(row, token if finite else None, logprobs.get(at)) for at, (row, token, finite) in enumerate(found)]
 
 
 class Runner:

@@ -15,6 +15,7 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 MOST_LOGPROBS = 20
 """Alternatives beside the chosen token, as in OpenAI's API."""
 
+_LEAST_TEMPERATURE = 1e-6  # below, scores divided by it may not be numbers of 32 bits any more
 MOST_BIASES = 1024
 MOST_STOPS = 64
 
@@ -59,15 +60,15 @@ class SamplingParams:
         frequency_penalty: is subtracted as many times as the answer holds the token (OpenAI's API), -2 to 2.
         logit_bias: token ids and what is added to their scores, -100 to 100.
         grammar: the answer belongs to it, if `max_tokens` lets it end.
-        temperature: scores are divided by it, 0 to 100. 0 takes the most likely token (greedy).
+        temperature: scores are divided by it, 0 to 100. Below 1e-6 the most likely token is taken (greedy).
         top_k: only the `top_k` most likely tokens may be drawn. 0 allows all.
         top_p: only the most likely tokens that together reach this probability may be drawn (nucleus sampling;
             Holtzman et al., 2020). 1 allows all.
         min_p: only tokens at least this much as likely as the most likely one may be drawn (Nguyen et al., 2024). 0
             allows all.
         max_tokens: the most tokens to generate; cut to the room that the prompt leaves in the context.
-        min_tokens: no stop token is chosen before there are so many others, unless a grammar has ended. Stop strings
-            count at once.
+        min_tokens: no stop token is chosen before there are so many others, unless a grammar has ended or allows stop
+            tokens alone, those of `stop_token_ids` included: a grammar counts for more. Stop strings count at once.
         stop: generation ends where one of these strings begins; it is not part of the text.
         stop_token_ids: generation also ends with one of these tokens, whose text is not shown.
         seed: the same seed draws the same tokens, whatever else is in the batch. None draws anew every time.
@@ -129,7 +130,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Nothing is left to chance."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
 
     def check_ids(self, vocab_size: int) -> None:
         """Raises UsageError where `logit_bias` or `stop_token_ids` name a token that the vocabulary lacks."""

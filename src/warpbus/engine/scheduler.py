@@ -153,8 +153,14 @@ class Scheduler:
         """Let a request wait for its turn."""
         self.waiting.append(request)
 
-    def remove(self, request: Request) -> None:
-        """Drop a request, wherever it is; does nothing if it is gone."""
+    def remove(self, request: Request, *, unshare: bool = False) -> None:
+        """Drop a request, wherever it is; does nothing if it is gone.
+
+        Args:
+            unshare: requests that come later find none of its blocks.
+        """
+        if unshare:
+            self._blocks.unpublish(request.blocks[request.lent :])
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:

@@ -3,20 +3,24 @@
 Knows nothing of tensors, models, caches or the other requests of its batch.
 """
 
+import logging
 import random
 from collections import abc, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.errors import WarpbusError
+from warpbus.engine.speculation import accepted
+from warpbus.errors import NumericError, WarpbusError
 
 if TYPE_CHECKING:
     import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 
-_KEPT_NUMBERS = 64  # random numbers that can be given back: more than a step chooses tokens
+_log = logging.getLogger("warpbus.engine")
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,22 @@ class Matcher(Protocol):
         ...
 
 
+def request_fault(error: Exception, number: int) -> WarpbusError:
+    """What the caller of a request is told of an exception; one that is not a `WarpbusError` is logged, with its trace.
+
+    Args:
+        error: is being handled.
+        number: of the request, for the log.
+    """
+    if isinstance(error, WarpbusError):
+        return error
+    _log.exception("request %d failed", number)
+    first = next(iter(str(error).splitlines()), "")
+    return WarpbusError(
+        f"the engine cannot handle this request ({type(error).__name__}: {first}): report it with the request's body"
+    )
+
+
 class Sequence:
     """The state of one request, from its prompt to the reason why it ended.
 
@@ -130,9 +150,11 @@ class Sequence:
         text: their text up to the stop token or stop string, without what could still become a stop string.
         logprobs: of the tokens generated, where the request asked for them; else None.
         finish_reason: "stop" (a stop token or string), "length" (`limit` tokens), "abort", or None while it runs.
+        error: why it ended without a finish reason: a fault of this request alone; None where there was none.
         stop_ids: the tokens that end it.
         matcher: where the request has a grammar; moves on with the tokens.
         adapter: the name of the engine's adapter that answers it; None: the model as it is.
+        cache_salt: requests of different salts, at most 64 bytes, share nothing that is stored of their prompts.
         cached_tokens: tokens of the prompt that were in the cache already.
         queue_seconds: for which it waited until it was computed.
         random: draws for this request alone; read by `uniforms`.
@@ -149,6 +171,7 @@ class Sequence:
         stream: TextStream,
         matcher: Matcher | None = None,
         adapter: str | None = None,
+        cache_salt: bytes = b"",
     ) -> None:
         if (params.grammar is None) != (matcher is None):
             raise ValueError("a request has a matcher where it has a grammar, and nowhere else")
@@ -160,17 +183,18 @@ class Sequence:
         self.text = ""
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
+        self.error: WarpbusError | None = None
         self.stop_ids = (frozenset() if params.ignore_eos else stop_ids) | frozenset(params.stop_token_ids)
         self.matcher = matcher
         self.adapter = adapter
+        self.cache_salt = cache_salt
         self.cached_tokens = 0
         self.queue_seconds = 0.0
         self.random = random.Random(params.seed)
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
-        self._drawn: deque[float] = deque()  # the last numbers handed out, then those that were given back
-        self._ahead = 0  # how many of them were given back
-        self._used = 0  # how many were not
+        self._drawn: deque[float] = deque()  # the random numbers of the tokens that have not been appended yet
+        self._used = 0  # how many of these the steps under way have
         self._taken_tokens = 0
         self._taken_text = 0
         self._stream = stream
@@ -182,28 +206,30 @@ class Sequence:
         return len(self.token_ids) < self.params.min_tokens
 
     def uniforms(self, count: int) -> list[float]:
-        """The next `count` random numbers from 0 to 1, one for each token to choose."""
-        while self._ahead < count:
+        """The next `count` random numbers from 0 to 1, one for each token to choose.
+
+        The n-th number belongs to the n-th token of the answer. It is kept until that token is appended, since a step
+        may fail, or choose tokens after a guess that turns out wrong.
+        """
+        while len(self._drawn) < self._used + count:
             self._drawn.append(self.random.random())
-            self._ahead += 1
-        first = len(self._drawn) - self._ahead
-        numbers = [self._drawn[first + i] for i in range(count)]
-        self._ahead -= count
+        numbers = [self._drawn[self._used + i] for i in range(count)]
         self._used += count
-        while len(self._drawn) > self._ahead + _KEPT_NUMBERS:
-            self._drawn.popleft()
         return numbers
 
     def give_back(self, count: int) -> None:
-        """The last `count` numbers of `uniforms` chose no token: the next ones get them. At most 64."""
-        if not 0 <= count <= len(self._drawn) - self._ahead:
-            raise ValueError(f"cannot give back {count} random numbers")
-        self._ahead += count
+        """The last `count` numbers of `uniforms` chose no token: the next tokens get them.
+
+        Raises:
+            ValueError: more than were handed out for tokens that have not been appended.
+        """
+        if not 0 <= count <= self._used:
+            raise ValueError(f"cannot give back {count} random numbers of {self._used}")
         self._used -= count
 
     def rewind(self) -> None:
         """Give back the numbers of tokens that never came."""
-        self.give_back(max(0, self._used - len(self.token_ids)))
+        self._used = 0
 
     def append(self, token: int, logprob: TokenLogprob | None = None) -> str:
         """Take the next token and return the text that is now certain, which may be empty.
@@ -212,6 +238,9 @@ class Sequence:
             WarpbusError: the request's grammar does not allow the token.
         """
         self.token_ids.append(token)
+        if self._used:
+            self._used -= 1
+            self._drawn.popleft()
         if self.logprobs is not None and logprob is not None:
             self.logprobs.append(logprob)
         if token in self.stop_ids:
@@ -232,6 +261,60 @@ class Sequence:
             shown += self._stops.flush()
         self.text += shown
         return shown
+
+    def extend(
+        self, drafts: abc.Sequence[int], chosen: abc.Sequence[tuple[int | None, TokenLogprob | None]]
+    ) -> list[int]:
+        """Take what a step chose, as far as the drafts were right and nothing ends it; the tokens that were appended.
+
+        Args:
+            drafts: the tokens that were supposed to follow.
+            chosen: the tokens chosen after none, the first, the first two, ... of them, and their logprobs. None for
+                a token whose scores hold NaN or infinity.
+
+        Raises:
+            WarpbusError: it cannot go on: a NumericError for scores that are none, or the error that it has already.
+        """
+        if self.error is not None:  # since the step was launched: its tokens mean nothing
+            raise self.error
+        right = accepted(drafts, [token for token, _ in chosen])
+        if not self.params.greedy:
+            self.give_back(len(drafts) - right)
+        kept: list[int] = []
+        for token, logprob in chosen[: right + 1]:
+            if token is None:
+                source = "the checkpoint" if self.adapter is None else f"the checkpoint or the adapter {self.adapter}"
+                raise NumericError(
+                    f"the model's scores hold NaN or infinity: {source} is damaged, or its numbers do not fit the "
+                    "dtype (try dtype='bfloat16' or 'float32')"
+                )
+            self.append(token, logprob)
+            kept.append(token)
+            if self.finish_reason is not None:
+                break
+        return kept
+
+    @property
+    def ended(self) -> bool:
+        """No more tokens come: it has a finish reason, or failed."""
+        return self.finish_reason is not None or self.error is not None
+
+    def fail(self, error: WarpbusError) -> None:
+        """End with an error, of which the first one counts. What was generated before stays."""
+        self.error, self.finish_reason = self.error or error, None
+
+    @contextmanager
+    def contain_faults(self) -> Iterator[None]:
+        """Let this request fail, and nothing else, where handling it on the host raises an exception.
+
+        Nothing within may use a device: a device's faults are everybody's. The host's memory is, too.
+        """
+        try:
+            yield
+        except MemoryError:
+            raise
+        except Exception as error:
+            self.fail(request_fault(error, self.index))
 
     def take(self) -> Piece:
         """What has come since the last call."""

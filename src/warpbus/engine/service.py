@@ -30,8 +30,8 @@ from warpbus.engine.messages import (
     Loading,
     MoveTo,
     Query,
-    Refused,
     Reply,
+    RequestFailed,
     Step,
 )
 from warpbus.engine.moving import Moved
@@ -169,13 +169,21 @@ class Service:
             raise
         return service
 
-    def generate(self, prompt: list[int], params: SamplingParams | None = None, adapter: str | None = None) -> Answer:
+    def generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        cache_salt: bytes = b"",
+    ) -> Answer:
         """Ask for the continuation of a prompt; returns at once (it is not awaited).
 
         Args:
             prompt: token ids.
             params: how tokens are chosen; `max_tokens` is cut to the room that the prompt leaves.
             adapter: the name of one of `options.adapters`; None asks the model as it is.
+            cache_salt: requests of different salts, at most 64 bytes, share nothing that is stored of their prompts.
 
         Raises:
             UsageError: the prompt is empty or holds an id that is not in the vocabulary, or there is no such adapter.
@@ -203,7 +211,7 @@ class Service:
         inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)))
         self._inboxes[number] = inbox
         self._nothing_pending.clear()
-        outbox.put(Add(number, prompt, params, adapter))
+        outbox.put(Add(number, prompt, params, adapter, cache_salt))
         return Answer(inbox, partial(self._leave, number))
 
     async def stats(self) -> Stats:
@@ -390,7 +398,7 @@ class Service:
             match report:
                 case Step():
                     self._deal_out(when, report)
-                case Refused():
+                case RequestFailed():
                     inbox = self._drop(report.number)
                     if inbox is not None:
                         inbox.fail(report.failure.error("the engine"))

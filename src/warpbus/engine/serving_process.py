@@ -23,8 +23,8 @@ from warpbus.engine.messages import (
     Loading,
     MoveTo,
     Ready,
-    Refused,
     Reply,
+    RequestFailed,
     ServedEngine,
     Shrink,
     Step,
@@ -32,10 +32,10 @@ from warpbus.engine.messages import (
 )
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import Grammar
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.sequence import Piece, Sequence, request_fault
 from warpbus.engine.serving_move import PAUSE, ServedMove
 from warpbus.engine.stats import Stats
-from warpbus.errors import ContextLengthError, UsageError, WarpbusError
+from warpbus.errors import UsageError, WarpbusError
 from warpbus.models import Progress
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 
@@ -161,6 +161,7 @@ class _Requests:
             stream=StreamDecoder(self._tokenizer, keep_first_space=params.grammar is not None),
             matcher=None if params.grammar is None else self._matcher(params.grammar),
             adapter=command.adapter,
+            cache_salt=command.cache_salt,
         )
 
     def _matcher(self, grammar: Grammar) -> GrammarMatcher:
@@ -225,8 +226,10 @@ class _Turns:
         try:
             sequence = self._requests.sequence(command, self._engine.max_model_len)
             self._engine.add(sequence)
-        except (ContextLengthError, UsageError) as error:
-            self._said.append(Refused(command.number, Failure.of(error)))
+        except MemoryError:
+            raise
+        except Exception as error:
+            self._said.append(RequestFailed(command.number, Failure.of(request_fault(error, command.number))))
         else:
             self._sequences[command.number] = sequence
 
@@ -257,12 +260,13 @@ class _Turns:
 
     def _tell(self, came: list[tuple[Sequence, Piece]]) -> None:
         """Tell what steps brought."""
-        pieces = [(sequence.index, piece) for sequence, piece in came]
-        for number, piece in pieces:
-            if piece.finish_reason is not None:
-                self._sequences.pop(number, None)
-        if pieces:
-            self._said.append(Step(pieces))
+        if came:
+            self._said.append(Step([(sequence.index, piece) for sequence, piece in came]))
+        for sequence, _ in came:
+            if sequence.ended:
+                self._sequences.pop(sequence.index, None)
+            if sequence.error is not None:
+                self._said.append(RequestFailed(sequence.index, Failure.of(sequence.error)))
 
     def _reply(self, ask: Ask) -> None:
         answer: Stats | Failure | None = None

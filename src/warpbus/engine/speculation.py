@@ -48,7 +48,7 @@ class NgramIndex:
         return []
 
 
-def accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
+def accepted(drafts: Sequence[int], chosen: Sequence[int | None]) -> int:
     """How many drafts are kept: those before the first that differs from the token chosen in its place.
 
     The token chosen after the drafts kept is kept as well: a step yields `accepted + 1` tokens, which are those that
@@ -57,6 +57,7 @@ def accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     Args:
         drafts: the tokens that were supposed to follow.
         chosen: the tokens chosen after none, the first, the first two, ... of them: one more than there are drafts.
+            None where none could be chosen.
     """
     if len(chosen) != len(drafts) + 1:
         raise ValueError(f"{len(chosen)} tokens chosen for {len(drafts)} drafts: expected one more")

@@ -19,7 +19,7 @@ from warpbus.server import admin, failures
 from warpbus.server.chat import ChatForm, ToolUse, messages_of, tools_of
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
 from warpbus.server.generation import Job, unless_gone
-from warpbus.server.guard import AccessLog, Guard
+from warpbus.server.guard import AccessLog, Guard, cache_salt
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.page import page_router
@@ -96,6 +96,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         """Answer a conversation."""
         model = _named(models, body.model, request)
         service = model.awake()
+        salt = cache_salt(request.scope)
         count = answers_of(body, 1, options)
         tools = tools_of(body, model, options)
         grammar = _one_grammar(grammar_of(body, options), tools)
@@ -120,7 +121,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 logprobs=bool(body.logprobs),
                 grammar=grammar is not None,
             ),
-            [Job(prompt, for_answer(params, index)) for index in range(count)],
+            [Job(prompt, for_answer(params, index), salt) for index in range(count)],
             per_prompt=count,
             stream=bool(body.stream),
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -131,6 +132,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         """Continue texts."""
         model = _named(models, body.model, request)
         service = model.awake()
+        salt = cache_salt(request.scope)
         tokenizer = service.tokenizer
         grammar = grammar_of(body, options)
         prompts = await _in_thread(request, model, lambda: prompts_of(body, tokenizer))
@@ -148,7 +150,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 options=options,
                 grammar=grammar,
             )
-            jobs += [Job(prompt, for_answer(params, index)) for index in range(count)]
+            jobs += [Job(prompt, for_answer(params, index), salt) for index in range(count)]
         return await responder.respond(
             request,
             model,

@@ -29,6 +29,7 @@ class Job:
 
     prompt: list[int]
     params: SamplingParams
+    cache_salt: bytes = b""
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Generations:
     async def _follow(self, index: int, job: Job, queue: asyncio.Queue[tuple[int, Piece | Exception]]) -> None:
         watch = _Watch(self._model.name, job, self._metrics, self._record)
         try:
-            async with aclosing(self._model.generate(job.prompt, job.params)) as answer:
+            async with aclosing(self._model.generate(job.prompt, job.params, job.cache_salt)) as answer:
                 async for piece in answer:
                     watch.saw(piece)
                     if piece.finish_reason == "abort":

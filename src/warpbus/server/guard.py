@@ -27,6 +27,7 @@ _access = logging.getLogger("warpbus.access")
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_SALT = "cache_salt"  # of a scope's state
 
 
 class AccessLog:
@@ -93,6 +94,7 @@ class Guard:
         self._options = options
         self._is_open = is_open
         self._keys = [_digest(key) for key in options.api_keys]
+        self._apart = len(self._keys) > 1 and not options.share_prefixes
         names = {*LOOPBACK_NAMES, options.host, *options.allowed_hosts} if options.loopback else set()
         self._hosts: Collection[str] = {name.lower() for name in names}
 
@@ -153,19 +155,26 @@ class Guard:
                 kind="permission_error",
                 code="origin_not_allowed",
             )
-        if self._keys and not self._is_open(scope["path"]) and not self._has_key(headers):
+        if not self._keys or self._is_open(scope["path"]):
+            return
+        number = self._key_number(headers)
+        if number is None:
             raise RequestError(
                 401,
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
+        if self._apart:
+            scope.setdefault("state", {})[_SALT] = number.to_bytes(8)
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _key_number(self, headers: Headers) -> int | None:
+        """Which of the accepted keys a request has, from 0 on; None where it has none of them."""
         kind, _, given = headers.get("authorization", "").partition(" ")
         found = _digest(given.strip()) if kind.lower() == "bearer" else b""
         # All of them are compared, and digests of one length, so that the time tells nothing.
-        return sum([hmac.compare_digest(found, key) for key in self._keys]) > 0
+        same = [hmac.compare_digest(found, key) for key in self._keys]
+        return same.index(True) if any(same) else None
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         """The body, refused as soon as it is too long or too slow."""
@@ -190,6 +199,12 @@ class Guard:
         except TimeoutError:
             seconds = self._options.body_timeout
             raise RequestError(408, f"the body did not arrive in {seconds:g} s", code="body_timeout") from None
+
+
+def cache_salt(scope: Scope) -> bytes:
+    """What keeps the stored prompts of one API key apart from those of the others; empty where all share them."""
+    salt: bytes = scope["state"].get(_SALT, b"")
+    return salt
 
 
 def _digest(key: str) -> bytes:

@@ -19,6 +19,8 @@ class ServerOptions:
     Attributes:
         host, port: where it listens; port 0 takes a free one.
         api_keys: one of them is needed for every route but GET /health and the chat page's files; none asks for none.
+        share_prefixes: requests share what is stored of prompts that begin alike, whatever their key; else those with
+            different keys share nothing.
         ssl_certfile, ssl_keyfile: PEM files, with which it speaks TLS.
         insecure: listen beyond this machine also without a key or without TLS.
         allow_origins: web origins (`https://example.com`) whose pages may call the API; "*" is all.
@@ -40,6 +42,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    share_prefixes: bool = False
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     insecure: bool = False

@@ -54,7 +54,7 @@ class Service(Protocol):
     template: Template
     max_model_len: int
 
-    def generate(self, prompt: list[int], params: SamplingParams, adapter: str | None) -> Answer:
+    def generate(self, prompt: list[int], params: SamplingParams, adapter: str | None, *, cache_salt: bytes) -> Answer:
         """Begin a request. Raises WarpbusErrors, as iterating the answer does."""
 
     async def stats(self) -> Stats:
@@ -143,13 +143,18 @@ class Model:
         service = self.service
         if self.state == "asleep":
             raise RequestError(
-                503, f"the model {self.name} sleeps: POST /wake_up first", kind="service_unavailable", code="asleep"
+                503,
+                f"the model {self.name} sleeps: POST /wake_up first",
+                kind="service_unavailable",
+                code="asleep",
+                retry_after=RETRY_SECONDS,
             )
         return service
 
-    def generate(self, prompt: list[int], params: SamplingParams) -> Answer:
-        """Begin a request. Raises as `awake` and the service do."""
-        return self.awake().generate(prompt, params, None if self.base is None else self.name)
+    def generate(self, prompt: list[int], params: SamplingParams, cache_salt: bytes = b"") -> Answer:
+        """Begin a request, which shares what is stored of prompts with those of the same salt. Raises as `awake` and
+        the service do."""
+        return self.awake().generate(prompt, params, None if self.base is None else self.name, cache_salt=cache_salt)
 
     def loaded(self, service: Service) -> None:
         """The model, with its adapters, can answer from now on."""

@@ -14,6 +14,7 @@ from warpbus.cli.models import model_directory, model_name
 from warpbus.demo import model_path
 from warpbus.engine import SamplingParams
 from warpbus.errors import UnknownArchitectureError, UsageError
+from warpbus.formats.hub import find_model
 
 NAME = "someone/tiny"
 
@@ -111,7 +112,7 @@ def test_what_models_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "glm").mkdir()
     monkeypatch.chdir(tmp_path)
     assert model_name("demo") == "glm-poet"
-    assert model_directory("demo") == model_path()
+    assert model_directory("demo") == find_model("demo") == model_path()
     assert model_name("glm/.") == model_name(f"{tmp_path}/glm/") == "glm"
     assert model_name("modelscope:ZhipuAI/chatglm2-6b@v1") == "chatglm2-6b"
     assert model_name("no-such") == "no-such"

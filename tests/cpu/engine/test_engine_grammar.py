@@ -4,6 +4,8 @@ import importlib
 import json
 import random
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
@@ -349,3 +351,26 @@ def test_without_the_library(tokenizer, monkeypatch):
 def test_without_a_stop_token(tokenizer):
     with pytest.raises(UsageError, match="no stop token"):
         GrammarCompiler(tokenizer, vocab_size=VOCABULARY, stop_ids=())
+
+
+def test_threads_compile_one_after_the_other(compiler, monkeypatch):
+    """The library's objects and the cache of what is compiled are not made for several."""
+    inside, most, parse = [], [], GrammarCompiler._parse
+    second = threading.Event()
+
+    def parsed(self, grammar):
+        inside.append(grammar)
+        most.append(len(inside))
+        second.wait(0.2 if len(inside) == 1 else 0)
+        if len(inside) > 1:
+            second.set()
+        found = parse(self, grammar)
+        inside.remove(grammar)
+        return found
+
+    monkeypatch.setattr(GrammarCompiler, "_parse", parsed)
+    grammars = [Grammar("regex", f"[a-z]{{{count}}}") for count in range(21, 25)]
+    with ThreadPoolExecutor(4) as threads:
+        matchers = list(threads.map(compiler.compile, grammars))
+    assert most == [1] * 4
+    assert not any(matcher.finished for matcher in matchers)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from warpbus.engine import LLM, Chunk, Grammar, SamplingParams
+from warpbus.engine.grammar import GrammarMatcher
 from warpbus.engine.runner import Runner
-from warpbus.errors import CheckpointError, ContextLengthError, DeviceError, NumericError, UsageError
+from warpbus.errors import CheckpointError, ContextLengthError, DeviceError, NumericError, UsageError, WarpbusError
 from warpbus.models.templates import RoleTokenTemplate
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -339,6 +340,24 @@ def test_damaged_weights_are_a_numeric_error(tiny_glm):
     llm.model.final_norm.weight[3] = float("nan")
     with pytest.raises(NumericError, match="prompt 0"):
         llm.generate("1", GREEDY)
+
+
+def test_a_prompt_that_fails_ends_its_own_call_alone(llm, monkeypatch):
+    def failing(*_):
+        raise ValueError("no mask today")
+
+    expected = llm.generate(PROMPTS[1], GREEDY)[0]
+    stream = llm.generate(PROMPTS[1], GREEDY, stream=True)
+    chunks = [next(stream)]
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarMatcher, "fill", failing)
+        bound = replace(GREEDY, ignore_eos=False, grammar=Grammar("regex", "(ab){3}c?"))
+        with pytest.raises(WarpbusError, match=r"^prompt 1: the engine cannot handle .* \(ValueError: no mask today\)"):
+            llm.generate(PROMPTS[:2], [GREEDY, bound])
+    chunks += stream
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    assert chunks[-1].completion.token_ids == expected.token_ids
+    assert not llm.engine.has_work
 
 
 def test_a_grammar_and_logprobs(llm):

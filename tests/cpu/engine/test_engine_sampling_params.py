@@ -42,7 +42,14 @@ def test_params_at_the_edge_are_accepted():
 
 
 @pytest.mark.parametrize(
-    ("params", "greedy"), [({"temperature": 0}, True), ({"top_k": 1}, True), ({"top_k": 2}, False)]
+    ("params", "greedy"),
+    [
+        ({"temperature": 0}, True),
+        ({"temperature": 1e-40}, True),
+        ({"temperature": 1e-5}, False),
+        ({"top_k": 1}, True),
+        ({"top_k": 2}, False),
+    ],
 )
 def test_greedy(params, greedy):
     assert SamplingParams(**params).greedy is greedy

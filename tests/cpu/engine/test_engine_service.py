@@ -31,13 +31,14 @@ from warpbus.errors import (
     QueueFullError,
     UnavailableError,
     UsageError,
+    WarpbusError,
 )
 from warpbus.models import Progress
 
 POET = Path(warpbus.demo.__file__).parent / "glm-poet"
 CONTEXT = 1024
 # A prompt that begins with one of these does more than to be continued.
-REFUSED, FATAL, KILLED, SLOW = 3, 4, 5, 6
+REFUSED, FATAL, KILLED, SLOW, BROKEN, FAILING = 3, 4, 5, 6, 7, 8
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Counting:
         assert not self._asleep
         if sequence.prompt[0] == REFUSED:
             raise UsageError("this prompt is refused: give another")
+        if sequence.prompt[0] == BROKEN:
+            raise RuntimeError("a surprise")
         self._running.append(sequence)
         self._added += 1
 
@@ -90,10 +93,14 @@ class Counting:
                     time.sleep(0.002)
         for sequence, length in zip(self._running, self._lengths(), strict=True):
             before = len(sequence.text)
+            if sequence.prompt[0] == FAILING and len(sequence.token_ids) == 3:
+                sequence.fail(NumericError("the scores of this request are NaN: give another adapter"))
+                pieces.append((sequence, Piece("", (), None, None, 1)))
+                continue
             sequence.append(10 + length % 200)
             piece = Piece(sequence.text[before:], (sequence.token_ids[-1],), None, sequence.finish_reason, 1)
             pieces.append((sequence, piece))
-        self._running = [sequence for sequence in self._running if sequence.finish_reason is None]
+        self._running = [sequence for sequence in self._running if not sequence.ended]
         return pieces
 
     def _lengths(self) -> list[int]:
@@ -326,6 +333,34 @@ def test_a_request_that_is_refused_leaves_the_others_alone(lasting: tuple[asynci
     runner.run(run())
 
 
+def test_a_request_that_fails_midway_leaves_the_others_alone(lasting: tuple[asyncio.Runner, Service]) -> None:
+    runner, service = lasting
+
+    async def run() -> None:
+        process = (await service.stats()).process
+        others = [asyncio.ensure_future(collect(service, [SLOW], 300)) for _ in range(3)]
+        failing = service.generate([FAILING], params(30))
+        got: tuple[int, ...] = ()
+
+        async def read() -> None:
+            nonlocal got
+            async for piece in failing:
+                got += piece.token_ids
+
+        with pytest.raises(NumericError, match=r"^the scores of this request are NaN: give another adapter$"):
+            await read()
+        assert got == tokens(3, [FAILING])
+        with pytest.raises(StopAsyncIteration):
+            await anext(failing)
+        # What is nobody's error of ours: the engine's process logs where it came from.
+        with pytest.raises(WarpbusError, match=r"cannot handle this request \(RuntimeError: a surprise\)"):
+            await anext(service.generate([BROKEN], params(3)))
+        assert await asyncio.gather(*others) == [(tokens(300, [SLOW]), "length")] * 3
+        assert ((await service.stats()).process, service.health.restarts) == (process, 0)
+
+    runner.run(run())
+
+
 @pytest.mark.parametrize(
     ("prompt", "error", "message"),
     [
@@ -495,6 +530,7 @@ def test_what_keeps_an_engine_from_starting_is_raised(tmp_path: Path) -> None:
         {"max_queue": -1},
         {"tensor_parallel": 0},
         {"speculation": True},
+        {"speculation": 1025},
         {"dtype": "float12"},
         {"cache_tokens": 63},
         {"cache_tokens": 100, "max_model_len": 101},

@@ -19,7 +19,7 @@ from hub_standin import StandIn
 
 from warpbus.errors import CheckpointError, DownloadError, StorageError, UsageError
 from warpbus.formats import files as formats_files
-from warpbus.formats.hub import ModelName, Pulled, find_model, parse_name, pull
+from warpbus.formats.hub import ModelName, Pulled, find_model, finding, parse_name, pull
 
 NAME = "THUDM/small-glm"
 WEIGHTS = random.Random(1).randbytes(3_000_000)
@@ -464,3 +464,11 @@ def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert find_model(Path("not/there")) == Path("not/there")
     with pytest.raises(UsageError, match="is a path, or no name of a model"):
         pull("THUDM/chatglm2-6b")
+
+
+def test_the_packaged_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_model("demo").name == "glm-poet"
+    assert (find_model("demo") / "config.json").exists()
+    monkeypatch.setattr(finding, "_DEMO_DIRECTORY", tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="the packaged demo is incomplete: install warpbus again"):
+        find_model("demo")

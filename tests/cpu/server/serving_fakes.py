@@ -68,6 +68,7 @@ class FakeService:
         pause: seconds before each character; an Event instead is waited for before the second one.
         asked: the prompts and parameters of all requests.
         adapters: that they named.
+        cache_salts: that they had.
         running: requests that have begun and not ended.
         ended: how they ended, counted: "done" or "aborted".
         fails: raised by `generate`; or after so many characters: (count, error).
@@ -85,6 +86,7 @@ class FakeService:
         self.pause = 0.0
         self.asked = []
         self.adapters = []
+        self.cache_salts = []
         self.running = 0
         self.ended = Counter()
         self.fails = None
@@ -99,13 +101,14 @@ class FakeService:
     def alive(self):
         return self.state in ("ready", "asleep")
 
-    def generate(self, prompt, params, adapter=None):
+    def generate(self, prompt, params, adapter=None, *, cache_salt=b""):
         if isinstance(self.fails, Exception):
             raise self.fails
         if len(prompt) >= self.max_model_len:
             raise ContextLengthError("too long")
         self.asked.append((prompt, params))
         self.adapters.append(adapter)
+        self.cache_salts.append(cache_salt)
         return self._pieces(prompt, params)
 
     async def _pieces(self, prompt, params):

@@ -66,6 +66,7 @@ def test_sleeping_models_do_not_answer(http, served):
     assert http.get("/is_sleeping", params={"model": "glm-4"}).json() == {"is_sleeping": False}
     response = http.post("/v1/completions", json={"model": "parrot", "prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "asleep")
+    assert response.headers["retry-after"] == "5"
     assert http.get("/health").json() == {"status": "asleep"}
     assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
     assert http.post("/wake_up").json() == {"is_sleeping": False}

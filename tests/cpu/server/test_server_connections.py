@@ -18,7 +18,7 @@ import pytest
 import trustme
 from serving_fakes import FakeService, Running, until
 
-from warpbus.errors import EngineDiedError, QueueFullError, UnavailableError, UsageError
+from warpbus.errors import EngineDiedError, NumericError, QueueFullError, UnavailableError, UsageError
 from warpbus.server import Models, ServerOptions
 from warpbus.server.listening import bind
 
@@ -82,6 +82,7 @@ def test_an_engine_that_dies_amid_a_stream_ends_it_with_an_error(served):
         (EngineDiedError("it died"), 503, "engine_unavailable", "5"),
         (UnavailableError("closing"), 503, "engine_unavailable", "5"),
         (UsageError("the grammar is wrong"), 400, None, None),
+        (NumericError("the scores are NaN"), 500, None, None),
         (RuntimeError("secret"), 500, None, None),
     ],
 )

@@ -86,6 +86,32 @@ def test_health_and_the_page_need_no_key(http):
     assert http.get("/page/../v1/models").status_code in (401, 404)
 
 
+def salts_of(keys, asking, **options):
+    """What the engine is asked with by requests that have these keys, one after the other."""
+    models, service = Models(), FakeService()
+    models.add("parrot", service)
+    with Running(models, ServerOptions(api_keys=keys, **options)) as running, running.http() as http:
+        for each in asking:
+            for path, body in (("chat/completions", CHAT), ("completions", {"model": "parrot", "prompt": "a", "n": 2})):
+                http.post(f"/v1/{path}", json=body, headers=key(each)).raise_for_status()
+    return service.cache_salts
+
+
+def test_keys_share_no_stored_prompts():
+    first, *others = zip(*[iter(salts_of(KEYS, [*KEYS, *KEYS]))] * 3, strict=True)
+    assert len(set(first)) == 1
+    assert others[1] == first
+    assert others[0] == others[2] != first
+    assert b"" not in {*first, *others[0]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"), [(KEYS, {"share_prefixes": True}), (KEYS[:1], {}), ((), {})], ids=["shared", "one", "none"]
+)
+def test_stored_prompts_are_shared_where_it_is_wanted_or_there_is_one_client(keys, options):
+    assert set(salts_of(keys, keys or ("x",), **options)) == {b""}
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [

@@ -16,6 +16,11 @@ from warpbus.formats.hub.needed import CONFIG, MAX_SMALL_BYTES, is_index, shards
 from warpbus.formats.hub.repository import Repository, open_repository
 from warpbus.formats.hub.transfer import RemoteFile, Stopped, Transfer, partial_of
 
+DEMO = "demo"
+"""The name of the model that the package brings along."""
+
+_DEMO_DIRECTORY = Path(__file__).parents[2] / "demo" / "glm-poet"
+
 TOGETHER = 4
 """Files that are brought at the same time: one connection seldom fills a line."""
 
@@ -71,8 +76,9 @@ def find_model(
 ) -> Path:
     """The directory of a model.
 
-    A path is itself, whether or not there is something. A name on a hub is looked for on the disk; only if it is not
-    there, complete, the network is asked. So what a branch has become meanwhile is not noticed: `pull` asks.
+    `DEMO` is the packaged model. Another path is itself, whether or not there is something. A name on a hub is looked
+    for on the disk; only if it is not there, complete, the network is asked. So what a branch has become meanwhile is
+    not noticed: `pull` asks.
 
     Args:
         name: a path, or a name as `parse_name` understands it, such as `THUDM/chatglm2-6b`.
@@ -87,9 +93,13 @@ def find_model(
         WarpbusError: what `check` raises, with the model's name before it.
         UsageError: the name is none, or contradicts the other arguments.
         DownloadError: the model is not on the disk, and the hub does not give it.
-        CheckpointError: what the hub has is no model that Warpbus reads.
+        CheckpointError: what the hub has is no model that Warpbus reads, or the packaged model is missing.
         StorageError: the disk is full or cannot be written.
     """
+    if name == DEMO:
+        if not _DEMO_DIRECTORY.exists():
+            raise CheckpointError(f"{_DEMO_DIRECTORY}: the packaged demo is incomplete: install warpbus again")
+        return _DEMO_DIRECTORY
     named = None if isinstance(name, Path) else parse_name(name, revision=revision, source=source)
     if named is None:
         return Path(name)
