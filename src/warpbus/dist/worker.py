@@ -5,6 +5,7 @@ import os
 import select
 import sys
 import threading
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ import torch
 from warpbus.dist.group import join
 from warpbus.dist.interpreters import Place, load
 from warpbus.dist.outcome import Done, Failure, Job, Message
+from warpbus.dist.watchdog import Heartbeat, Pulse
 
 
 def main(connection: Connection, module: str) -> NoReturn:
@@ -23,9 +25,11 @@ def main(connection: Connection, module: str) -> NoReturn:
         module: what to load while the processes find each other, before the starting one says more. If it has a
             function `get_ready(device)`, that is called then, too.
     """
-    line = PipeLine(connection)
+    place: Place = _received(connection)
+    line = PipeLine(connection, on_cpu=place.device == "cpu")
     try:
-        _work(connection, line, module)
+        with line.pulse:
+            _work(connection, place, line, module)
     except BaseException as error:
         line.report(Failure.of(error))
     else:
@@ -37,10 +41,15 @@ def main(connection: Connection, module: str) -> NoReturn:
 
 
 class PipeLine:
-    """The `Line` of a job in this process. Any thread may speak, one may listen."""
+    """The `Line` of a job in this process. Any thread may speak, one may listen.
 
-    def __init__(self, connection: Connection) -> None:
+    Attributes:
+        pulse: sends its heartbeats.
+    """
+
+    def __init__(self, connection: Connection, *, on_cpu: bool) -> None:
         self._connection = connection
+        self.pulse = Pulse(self.report, on_cpu=on_cpu)
         self._sending = threading.Lock()
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
@@ -48,7 +57,10 @@ class PipeLine:
     def __call__(self, content: object, /) -> None:
         self.report(Message(content))
 
-    def report(self, what: Message | Done | Failure) -> None:
+    def step(self) -> AbstractContextManager[None]:
+        return self.pulse.step()
+
+    def report(self, what: Message | Done | Failure | Heartbeat) -> None:
         with self._sending:
             self._connection.send(what)
 
@@ -61,8 +73,7 @@ class PipeLine:
         return said
 
 
-def _work(connection: Connection, line: PipeLine, module: str) -> None:
-    place: Place = _received(connection)
+def _work(connection: Connection, place: Place, line: PipeLine, module: str) -> None:
     multiprocessing.current_process().authkey = place.key
     # To find each other is mostly to wait: the module is loaded meanwhile, and the job begins.
     group = join(place.meeting, place.rank, place.world, torch.device(place.device))
@@ -78,7 +89,7 @@ def _received(connection: Connection) -> Any:
     """The next that the starting process sends; once it has hung up, this process ends here."""
     try:
         return connection.recv()
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):  # OSError: amid a message
         _leave()
 
 
