@@ -59,6 +59,9 @@ def quantize(
     ] = None,
     damping: Annotated[float, typer.Option(min=0.0, help="share of the mean added to each Hessian's diagonal")] = 0.01,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
+    rank_timeout: Annotated[
+        float, typer.Option(help="seconds after which the run ends if one of its processes stands still")
+    ] = 300.0,
     evaluate: Annotated[
         str | None,
         typer.Option(metavar="DATA", help="compare with MODEL on this .jsonl or .txt afterwards, or on demo"),
@@ -148,6 +151,7 @@ def quantize(
             cluster=cluster,
             damping=damping,
             overwrite=overwrite,
+            rank_timeout=rank_timeout,
             remarks=chosen.remarks,
             progress=progress,
         )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from warpbus.dist.processes import Processes, launch
     from warpbus.dist.shares import SHARES
     from warpbus.dist.tree import TreeSum
-    from warpbus.dist.watchdog import Patience, ProcessDiedError
+    from warpbus.dist.watchdog import Patience, ProcessDiedError, ProcessStalledError
 
 __all__ = [
     "SHARES",
@@ -22,6 +22,7 @@ __all__ = [
     "Line",
     "Patience",
     "ProcessDiedError",
+    "ProcessStalledError",
     "Processes",
     "Receive",
     "Send",
@@ -38,6 +39,7 @@ _FILES = {
     "Line": "outcome",
     "Patience": "watchdog",
     "ProcessDiedError": "watchdog",
+    "ProcessStalledError": "watchdog",
     "Processes": "processes",
     "Receive": "outcome",
     "Send": "outcome",

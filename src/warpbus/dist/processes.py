@@ -73,7 +73,8 @@ class Processes:
     Raises:
         UsageError: no device, or devices that cannot work together.
         WarpbusError: from `run`: what one of the processes raised, with its class and message.
-        ProcessDiedError: from `run`: a process was killed, or left, or stood still for too long.
+        ProcessDiedError: from `run`: a process was killed, or left.
+        ProcessStalledError: from `run`: a process stood still for `patience.limit`.
         DeviceError: from `run`: a process stopped at an exception of another kind; or none can be started.
     """
 

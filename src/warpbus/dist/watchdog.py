@@ -25,11 +25,15 @@ _log = logging.getLogger("warpbus.dist")
 
 
 class ProcessDiedError(DeviceError):
-    """A process of a job has ended before the job, or had to be ended. `what` is the message without its advice."""
+    """A process of a job has ended before the job. `what` is the message without its advice."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(f"{what}: {advice}")
         self.what = what
+
+
+class ProcessStalledError(ProcessDiedError):
+    """A process of a job stood still for too long, and was ended."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Patience:
     """How long a job waits for a process that does not go on: that sends no heartbeat, or stays in one step.
 
     Attributes:
-        limit: after so many seconds the job ends with `ProcessDiedError`.
+        limit: after so many seconds the job ends with `ProcessStalledError`.
         report: after so many seconds, unless `limit` is shorter, a line in the log names the process.
         told: called with the same in words, and with "" when all go on again; in a thread of its own.
 
@@ -144,7 +148,7 @@ class Watchdog:
     """
 
     def __init__(self, names: Mapping[int, str], patience: Patience, kill: Callable[[], None]) -> None:
-        self.verdict: ProcessDiedError | None = None
+        self.verdict: ProcessStalledError | None = None
         self._names = names
         self._patience = patience
         self._limit = patience.limit
@@ -208,7 +212,7 @@ class Watchdog:
         limit = self._limit
         what, seconds = self._standing_still(min(limit, self._patience.report))
         if seconds >= limit:
-            self.verdict = ProcessDiedError(
+            self.verdict = ProcessStalledError(
                 f"{what}, and was ended", "see whether something stopped it (SIGSTOP) or its GPU hangs, and run it again"
             )
         if bool(what) != bool(self._told):
