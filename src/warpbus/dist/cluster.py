@@ -154,14 +154,15 @@ class _Actor:
         meeting, rank, world, device = place
         function, arguments = work
         line = _QueueLine(self._said, self._told, on_cpu=device == "cpu")
+        line.pulse.start()
         try:
-            with line.pulse:
-                group = join(meeting, rank, world, torch.device(device))
-                function(group, line, *arguments)
+            group = join(meeting, rank, world, torch.device(device))
+            function(group, line, *arguments)
         except BaseException as error:
             self._said.put(Failure.of(error))
         else:
             self._said.put(Done())
+        line.pulse.stop()
 
     def hear(self, what: object) -> None:
         self._told.put(what)

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
+from warpbus.dist.pipe_line import PipeLine
 from warpbus.errors import DeviceError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -200,7 +201,9 @@ def main(descriptor: int, parent: int, device: str, module: str) -> NoReturn:
     os.set_inheritable(descriptor, False)
     end_with(parent)
     open_device(device)
-    load("warpbus.dist.worker").main(Connection(descriptor), module)
+    line = PipeLine(Connection(descriptor), on_cpu=device == "cpu")
+    line.pulse.start()  # before torch is loaded, which may take long
+    load("warpbus.dist.worker").main(line, module)
     raise AssertionError("a worker ends by itself")
 
 

@@ -48,7 +48,7 @@ class Heartbeat:
 
 
 class Pulse:
-    """Sends heartbeats from a thread while a `with` block runs, and knows how long the job's step takes.
+    """Sends heartbeats from a thread, and knows how long the job's step takes.
 
     On a GPU no progress is seen within a step, so that its whole duration counts. On the CPU a step may honestly take
     minutes; there only time counts in which the process hardly uses a core.
@@ -64,13 +64,12 @@ class Pulse:
         self._ending = threading.Event()
         self._step: float | None = None  # when it began
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        """Send heartbeats from now on."""
         threading.Thread(target=self._run, name="warpbus-heartbeats", daemon=True).start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """Send no more of them."""
         self._ending.set()
 
     @contextmanager
