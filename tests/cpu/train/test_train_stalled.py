@@ -45,7 +45,9 @@ def test_a_stopped_process_is_given_up(
     blank_model: Path, tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     report = stop_one_after(3)
-    with pytest.raises(ProcessStalledError, match=r"^process 1 on cpu has sent no heartbeat for \d+ s, and was ended: see"):
+    with pytest.raises(
+        ProcessStalledError, match=r"^process 1 on cpu has sent no heartbeat for \d+ s, and was ended: see"
+    ):
         train(
             *(blank_model, tmp_path / "out"),
             data=data,
@@ -62,9 +64,7 @@ def test_a_stopped_process_is_given_up(
 def test_the_first_signal_ends_a_run_that_stands_still(blank_model: Path, tmp_path: Path, data: Path) -> None:
     report = stop_one_after(3, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(Stopped, match=r"^stopped by SIGINT: what was saved last is in .*state\.pt$") as raised:
-        train(
-            *(blank_model, tmp_path / "out"), data=data, settings=SETTINGS, device="cpu", processes=2, report=report
-        )
+        train(*(blank_model, tmp_path / "out"), data=data, settings=SETTINGS, device="cpu", processes=2, report=report)
     assert raised.value.signal == signal.SIGINT
     assert raised.value.step is None
 
