@@ -60,7 +60,7 @@ def quantize(
     damping: Annotated[float, typer.Option(min=0.0, help="share of the mean added to each Hessian's diagonal")] = 0.01,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
     rank_timeout: Annotated[
-        float, typer.Option(help="seconds after which the run ends if one of its processes stands still")
+        float, typer.Option(min=10, help="seconds after which the run ends if one of its processes is stopped")
     ] = 300.0,
     evaluate: Annotated[
         str | None,

@@ -69,7 +69,7 @@ def serve(
     request_timeout: Annotated[float, typer.Option(help="seconds that an answer may take")] = 3600.0,
     shutdown_timeout: Annotated[float, typer.Option(help="seconds that running answers get at the end")] = 30.0,
     watchdog_timeout: Annotated[
-        float, typer.Option(help="seconds after which an engine that stands still is started again")
+        float, typer.Option(min=10, help="seconds after which an engine that stands still is started again")
     ] = 300.0,
 ) -> None:
     """Serve MODELS behind an API in the form of OpenAI's, with a page to chat with them.

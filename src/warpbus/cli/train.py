@@ -73,7 +73,7 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="of fresh weights, of the shuffles and of dropout")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUTPUT if it exists")] = False,
     rank_timeout: Annotated[
-        float, typer.Option(help="seconds after which the run ends if one of its processes stands still")
+        float, typer.Option(min=10, help="seconds after which the run ends if one of its processes is stopped")
     ] = 300.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only reckon memory and time by number of GPUs")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,

@@ -104,21 +104,15 @@ class Patience:
         limit: after so many seconds the job ends with `ProcessStalledError`.
         report: after so many seconds, unless `limit` is shorter, a line in the log names the process.
         told: called with the same in words, and with "" when all go on again; in a thread of its own.
-
-    Raises:
-        UsageError: `limit` is shorter than `SHORTEST_LIMIT`.
     """
 
     limit: float = 300.0
     report: float = 30.0
     told: Callable[[str], None] = lambda what: None
 
-    def __post_init__(self) -> None:
-        check_limit("the limit for a process that stands still", self.limit)
-
 
 def check_limit(name: str, seconds: float) -> None:
-    """Raises UsageError where the limit of a watchdog, called `name`, is too short."""
+    """Raises UsageError where an option `name`, which becomes `Patience.limit`, is too short."""
     if not seconds >= SHORTEST_LIMIT:
         raise UsageError(f"{name} is {seconds:g} s: give {SHORTEST_LIMIT:g} or more, or inf for no limit")
 

@@ -4,6 +4,7 @@ All of it happens in a thread, which lives as long as they do: the kernel ends t
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +24,11 @@ _SECONDS_OF_GOOD_SERVICE = 60.0
 # The pause after the first death; it doubles with each further one in a row.
 _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 30.0
+_SECONDS_TO_SEND = 5.0
 # After so long an engine that stands still is reported; heartbeats come every second, so that ten seconds suffice.
 _SECONDS_UNTIL_REPORTED = 8.0
+
+_log = logging.getLogger("warpbus.engine")
 
 
 class Outbox:
@@ -47,9 +51,9 @@ class Outbox:
         self._commands.put(command)
 
     def close(self) -> None:
-        """Send what waits, and end."""
+        """Send what waits, and end; a pipe that takes nothing for seconds is given up."""
         self._commands.put(None)
-        self._thread.join()
+        self._thread.join(_SECONDS_TO_SEND)
 
     def _run(self) -> None:
         try:
@@ -273,6 +277,7 @@ def _explained(error: Exception) -> WarpbusError:
     """The same error, or one in words for one that nobody has foreseen."""
     if isinstance(error, WarpbusError):
         return error
+    _log.error("a fault of the engine's supervisor", exc_info=error)
     first = next(iter(str(error).splitlines()), "")
     found = EngineDiedError(f"{type(error).__name__}: {first}".removesuffix(": "))
     found.__cause__ = error

@@ -4,6 +4,7 @@ Knows nothing of tensors and of how tokens are computed: `serving_process` is th
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import deque
@@ -46,6 +47,8 @@ from warpbus.models.templates import Template, load_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
 State = Literal["ready", "unresponsive", "asleep", "restarting", "failed", "closing", "closed"]
+
+_log = logging.getLogger("warpbus.engine")
 
 # How long the engine may take to leave: for the step that it is in.
 _SECONDS_TO_LEAVE = 10.0
@@ -491,6 +494,7 @@ class Service:
         elif not death.again:
             then = f"it is given up after {self.options.max_restarts} restarts in a row: restart the server"
         message = f"the engine died: {death.what}; {then}"
+        _log.warning("%s", message)
         if self._state not in ("closing", "closed"):
             after: State = "asleep" if self._state == "asleep" else "restarting"
             self._state, self._reason = after if death.again else "failed", message

@@ -15,6 +15,7 @@ import warpbus
 from warpbus.cuda.devices import resolve_device
 from warpbus.dist import SHARES, Patience, Processes
 from warpbus.dist.cluster import launch_on_cluster
+from warpbus.dist.watchdog import check_limit
 from warpbus.errors import CheckpointError, DataError, StorageError, UsageError
 from warpbus.formats.hub import find_model
 from warpbus.models import check_loadable
@@ -116,6 +117,7 @@ def quantize(
     """
     started = time.time()
     progress = progress or Progress()
+    check_limit("rank_timeout", rank_timeout)
     patience = Patience(rank_timeout)
     schemes, devices = check_arguments(
         scheme=scheme,

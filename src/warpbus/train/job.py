@@ -11,6 +11,7 @@ import torch
 from warpbus.cuda.devices import resolve_device
 from warpbus.dist import Patience, Processes, ProcessStalledError, joined_group
 from warpbus.dist.cluster import ClusterProcesses
+from warpbus.dist.watchdog import check_limit
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import FileLock, check_target
 from warpbus.train.run import Begun, Finished, Halted, Progress, Task, work
@@ -79,6 +80,7 @@ def train(
         Stopped: a `KeyboardInterrupt`, after SIGINT and SIGTERM.
     """
     check_arguments(valid, settings, device, gpus, processes, cluster)
+    check_limit("rank_timeout", rank_timeout)
     patience = Patience(rank_timeout)
     state = StateFile(output)
     torchrun = "WORLD_SIZE" in os.environ

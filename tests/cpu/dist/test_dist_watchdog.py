@@ -18,7 +18,7 @@ from warpbus.dist import Group, Line, Patience, ProcessDiedError, Processes, Pro
 from warpbus.dist import watchdog as module
 from warpbus.dist import pipe_line
 from warpbus.dist.pipe_line import PipeLine
-from warpbus.dist.watchdog import Heartbeat, Pulse, Watchdog
+from warpbus.dist.watchdog import Heartbeat, Pulse, Watchdog, check_limit
 from warpbus.errors import DeviceError, UsageError
 
 CPU = torch.device("cpu")
@@ -27,12 +27,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def others() -> None:
     look()
-
-
-@pytest.fixture
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process; others send their heartbeats every second nevertheless."""
-    monkeypatch.setattr(module, "SHORTEST_LIMIT", 0.0)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -83,7 +77,7 @@ class Told:
 
 
 @pytest.fixture
-def quick(short_limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SECONDS_BETWEEN_HEARTBEATS", 0.02)
 
 
@@ -137,8 +131,8 @@ def test_who_hurries_waits_for_seconds_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("limit", [0.0, 9.9, float("nan"), -1.0])
 def test_a_limit_that_is_too_short(limit: float) -> None:
-    with pytest.raises(UsageError, match=r"^the limit for a process that stands still is .* s: give 10 or more"):
-        Patience(limit)
+    with pytest.raises(UsageError, match=r"^rank_timeout is .* s: give 10 or more"):
+        check_limit("rank_timeout", limit)
 
 
 def stop_second(group: Group, send: Send) -> None:

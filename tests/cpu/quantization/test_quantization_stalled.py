@@ -10,6 +10,7 @@ import pytest
 from quantization_models import write_model
 
 from warpbus.dist import ProcessStalledError, watchdog
+from warpbus.errors import UsageError
 from warpbus.quantization import Calibration, Progress, quantize
 
 DATA = Calibration(tuple(tuple((7 * i + 3 * j) % 400 for j in range(9)) for i in range(16)))
@@ -52,6 +53,11 @@ def test_a_stopped_process_is_given_up(model: Path, tmp_path: Path, monkeypatch:
     ):
         run(model, tmp_path / "out", stop_one(), rank_timeout=12.0)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_timeout_that_is_too_short(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^rank_timeout is 3 s: give 10 or more, or inf for no limit$"):
+        run(model, tmp_path / "out", Progress(), rank_timeout=3.0)
 
 
 def test_ctrl_c_ends_a_run_that_stands_still(model: Path, tmp_path: Path) -> None:

@@ -70,5 +70,5 @@ def test_the_first_signal_ends_a_run_that_stands_still(blank_model: Path, tmp_pa
 
 
 def test_a_timeout_that_is_too_short(blank_model: Path, tmp_path: Path, data: Path) -> None:
-    with pytest.raises(UsageError, match=r"^the limit for a process that stands still is 3 s: give 4 or more"):
+    with pytest.raises(UsageError, match=r"^rank_timeout is 3 s: give 4 or more"):
         train(blank_model, tmp_path / "out", data=data, settings=SETTINGS, device="cpu", rank_timeout=3.0)
