@@ -65,13 +65,14 @@ def test_a_kernel_that_never_ends_is_reported_and_the_engine_started_again(gpus:
         service = await Service.start(model_path(), options, load=hanging)
         assert await answer(service, 8) == 8
         waiting = asyncio.ensure_future(answer(service, FATAL))
-        end = time.monotonic() + 60
-        while service.health.state != "unresponsive":
-            assert time.monotonic() < end
-            await asyncio.sleep(0.05)
-        assert "in one step without progress" in service.health.reason
-        with pytest.raises(EngineDiedError, match="in one step without progress"):
-            await asyncio.wait_for(waiting, 60)
+        if gpus == 1:  # the other one of two may end first, as it waits in an exchange
+            end = time.monotonic() + 60
+            while service.health.state != "unresponsive":
+                assert time.monotonic() < end
+                await asyncio.sleep(0.05)
+            assert "in one step without progress" in service.health.reason
+        with pytest.raises(EngineDiedError, match="in one step without progress" if gpus == 1 else "the engine died"):
+            await asyncio.wait_for(waiting, 120)
         while service.health.state != "ready":
             assert service.health.state == "restarting"
             await asyncio.sleep(0.05)
