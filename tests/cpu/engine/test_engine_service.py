@@ -170,7 +170,7 @@ def with_service(test: Callable[[Service], Awaitable[None]], **options: object) 
         others = psutil.Process().children()
         service = await start(**options)
         try:
-            await asyncio.wait_for(test(service), 120)
+            await asyncio.wait_for(test(service), 300)
         finally:
             await service.close()
         assert service.pending == 0

@@ -22,7 +22,7 @@ from warpbus.engine.service import Health, Service
 from warpbus.errors import EngineDiedError, UnavailableError, UsageError
 from warpbus.models import Progress
 
-_SECONDS = 120.0
+_SECONDS = 300.0
 
 
 async def until(holds: Callable[[], bool]) -> None:
