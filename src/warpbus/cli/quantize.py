@@ -62,6 +62,9 @@ def quantize(
     restart: Annotated[
         bool, typer.Option("--restart", help="remove what an earlier run to OUTPUT has finished, and start anew")
     ] = False,
+    rank_timeout: Annotated[
+        float, typer.Option(min=10, help="seconds after which the run ends if one of its processes is stopped")
+    ] = 300.0,
     evaluate: Annotated[
         str | None,
         typer.Option(metavar="DATA", help="compare with MODEL on this .jsonl or .txt afterwards, or on demo"),
@@ -152,6 +155,7 @@ def quantize(
             damping=damping,
             overwrite=overwrite,
             restart=restart,
+            rank_timeout=rank_timeout,
             remarks=chosen.remarks,
             progress=progress,
         )

@@ -71,6 +71,9 @@ def serve(
     max_connections: Annotated[int, typer.Option(help="open at the same time")] = 1024,
     request_timeout: Annotated[float, typer.Option(help="seconds that an answer may take")] = 3600.0,
     shutdown_timeout: Annotated[float, typer.Option(help="seconds that running answers get at the end")] = 30.0,
+    watchdog_timeout: Annotated[
+        float, typer.Option(min=10, help="seconds after which an engine that stands still is started again")
+    ] = 300.0,
 ) -> None:
     """Serve MODELS behind an API in the form of OpenAI's, with a page to chat with them.
 
@@ -115,6 +118,7 @@ def serve(
         cache_tokens=kv_cache_tokens,
         prefix_caching=prefix_caching,
         speculation=speculation,
+        watchdog_timeout=watchdog_timeout,
         tensor_parallel=tensor_parallel_size,
     )
     service.devices()  # which are not there is said before anything is downloaded

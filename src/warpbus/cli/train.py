@@ -72,6 +72,9 @@ def train(
     workers: Annotated[int, typer.Option(min=1, help="processes to tokenize with")] = min(16, os.cpu_count() or 1),
     seed: Annotated[int, typer.Option(min=0, help="of fresh weights, of the shuffles and of dropout")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUTPUT if it exists")] = False,
+    rank_timeout: Annotated[
+        float, typer.Option(min=10, help="seconds after which the run ends if one of its processes is stopped")
+    ] = 300.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only reckon memory and time by number of GPUs")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
@@ -139,6 +142,7 @@ def train(
             cluster=cluster,
             workers=workers,
             overwrite=overwrite,
+            rank_timeout=rank_timeout,
             begun=begun,
             report=report,
         )

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpbus.dist.group import Group, joined_group
     from warpbus.dist.outcome import Job, Line, Receive, Send
-    from warpbus.dist.processes import ProcessDiedError, Processes, launch
+    from warpbus.dist.processes import Processes, launch
     from warpbus.dist.shares import SHARES
     from warpbus.dist.tree import TreeSum
+    from warpbus.dist.watchdog import Patience, ProcessDiedError, ProcessStalledError
 
 __all__ = [
     "SHARES",
     "Group",
     "Job",
     "Line",
+    "Patience",
     "ProcessDiedError",
+    "ProcessStalledError",
     "Processes",
     "Receive",
     "Send",
@@ -34,7 +37,9 @@ _FILES = {
     "Group": "group",
     "Job": "outcome",
     "Line": "outcome",
-    "ProcessDiedError": "processes",
+    "Patience": "watchdog",
+    "ProcessDiedError": "watchdog",
+    "ProcessStalledError": "watchdog",
     "Processes": "processes",
     "Receive": "outcome",
     "Send": "outcome",

@@ -4,6 +4,7 @@ import importlib
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -13,6 +14,7 @@ import torch
 from warpbus.dist.group import join
 from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
 from warpbus.dist.ray_cluster import connect, load_ray
+from warpbus.dist.watchdog import Heartbeat, Patience, Pulse, Watchdog
 from warpbus.errors import DeviceError, WarpbusError
 
 # How long the job may wait for its GPUs or cores to become free.
@@ -24,7 +26,14 @@ _SECONDS_OF_SILENCE = 5.0
 
 
 def launch_on_cluster(
-    function: Job, arguments: Sequence[object], *, processes: int, address: str, gpus: bool, receive: Receive
+    function: Job,
+    arguments: Sequence[object],
+    *,
+    processes: int,
+    address: str,
+    gpus: bool,
+    receive: Receive,
+    patience: Patience | None = None,
 ) -> None:
     """Run `function(group, send, *arguments)` in processes of a Ray cluster, and return when all have returned.
 
@@ -39,26 +48,38 @@ def launch_on_cluster(
         address: "auto", the cluster that this machine belongs to, or "ray://HOST:PORT".
         gpus: one GPU for each process, which is its `cuda:0`; else one CPU core.
         receive: see `Processes`.
+        patience: see `Processes`.
 
     Raises:
         UsageError: Ray is not installed, or there is no cluster at `address`.
         WarpbusError: what one of the processes raised, with its class and message.
-        DeviceError: the cluster has too few free GPUs or cores, a process or its machine died, or a process stopped at
-            an exception of another kind.
+        DeviceError: the cluster has too few free GPUs or cores, a process or its machine died or stood still for too
+            long, or a process stopped at an exception of another kind.
     """
-    with ClusterProcesses(function, processes=processes, address=address, gpus=gpus, receive=receive) as started:
+    with ClusterProcesses(
+        function, processes=processes, address=address, gpus=gpus, receive=receive, patience=patience
+    ) as started:
         started.run(*arguments)
 
 
 class ClusterProcesses:
     """Processes of a Ray cluster, used as `Processes`; arguments and errors as of `launch_on_cluster`."""
 
-    def __init__(self, function: Job, *, processes: int, address: str, gpus: bool, receive: Receive) -> None:
+    def __init__(
+        self,
+        function: Job,
+        *,
+        processes: int,
+        address: str,
+        gpus: bool,
+        receive: Receive,
+        patience: Patience | None = None,
+    ) -> None:
         self._function = function
         self._receive = receive
         self._address = address
         self._ray = load_ray()
-        self._crew = _Crew(self._ray, processes, address, gpus)
+        self._crew = _Crew(self._ray, processes, address, gpus, patience or Patience())
         self._connected_here = False
 
     def __enter__(self) -> Self:
@@ -72,6 +93,10 @@ class ClusterProcesses:
     def tell(self, what: object) -> None:
         """As `Processes.tell`, but it does not wait."""
         self._crew.tell(what)
+
+    def hurry(self) -> None:
+        """As `Processes.hurry`."""
+        self._crew.watchdog.hurry()
 
     def kill(self) -> None:
         """As `Processes.kill`."""
@@ -87,9 +112,12 @@ class ClusterProcesses:
 class _QueueLine:
     """The `Line` of a job in an actor."""
 
-    def __init__(self, said: "SimpleQueue[Message | Done | Failure]", told: "SimpleQueue[Any]") -> None:
+    def __init__(
+        self, said: "SimpleQueue[Message | Done | Failure | Heartbeat]", told: "SimpleQueue[Any]", *, on_cpu: bool
+    ) -> None:
         self._said = said
         self._told = told
+        self.pulse = Pulse(said.put, on_cpu=on_cpu)
 
     def __call__(self, content: object, /) -> None:
         self._said.put(Message(content))
@@ -103,12 +131,15 @@ class _QueueLine:
         except Empty:
             return told
 
+    def step(self) -> AbstractContextManager[None]:
+        return self.pulse.step()
+
 
 class _Actor:
     """A process of the job. `run` works in one thread of it while `messages` and `hear` are called in others."""
 
     def __init__(self) -> None:
-        self._said: SimpleQueue[Message | Done | Failure] = SimpleQueue()
+        self._said: SimpleQueue[Message | Done | Failure | Heartbeat] = SimpleQueue()
         self._told: SimpleQueue[Any] = SimpleQueue()
 
     def node(self) -> str:
@@ -122,18 +153,21 @@ class _Actor:
     def run(self, place: tuple[str, int, int, str], work: tuple[Job, tuple[object, ...]]) -> None:
         meeting, rank, world, device = place
         function, arguments = work
+        line = _QueueLine(self._said, self._told, on_cpu=device == "cpu")
+        line.pulse.start()
         try:
             group = join(meeting, rank, world, torch.device(device))
-            function(group, _QueueLine(self._said, self._told), *arguments)
+            function(group, line, *arguments)
         except BaseException as error:
             self._said.put(Failure.of(error))
         else:
             self._said.put(Done())
+        line.pulse.stop()
 
     def hear(self, what: object) -> None:
         self._told.put(what)
 
-    def messages(self) -> list[Message | Done | Failure]:
+    def messages(self) -> list[Message | Done | Failure | Heartbeat]:
         """What has been said since the last call; waits a while for it."""
         try:
             said = [self._said.get(timeout=_SECONDS_OF_SILENCE)]
@@ -147,7 +181,9 @@ class _Actor:
 class _Crew:
     """The actors of one job and what the cluster holds for them."""
 
-    def __init__(self, ray: Any, processes: int, address: str, gpus: bool) -> None:
+    def __init__(self, ray: Any, processes: int, address: str, gpus: bool, patience: Patience) -> None:
+        names = {rank: f"process {rank} of cluster {address}" for rank in range(processes)}
+        self.watchdog = Watchdog(names, patience, self.kill)
         self._ray = ray
         self._world = processes
         self._address = address
@@ -169,7 +205,8 @@ class _Crew:
                 actor.run.remote((meeting, rank, self._world, device), shared)
                 for rank, actor in enumerate(self._actors)
             ]
-            self._listen(receive, running)
+            with self.watchdog:
+                self._listen(receive, running)
         finally:
             self.kill()
             util.remove_placement_group(held)
@@ -207,11 +244,15 @@ class _Crew:
             if not said and self._ray.wait([running[rank]], timeout=0)[0]:
                 self._get(rank, running[rank])  # it did not begin: the function could not be loaded there
             for outcome in said:
+                self.watchdog.heard(rank, outcome)
                 if isinstance(outcome, Message):
-                    receive(outcome.content)
+                    with self.watchdog.busy():
+                        receive(outcome.content)
                 elif isinstance(outcome, Failure):
                     raise self._cause(rank, outcome, asked)
-            if not any(isinstance(outcome, Done) for outcome in said):
+            if any(isinstance(outcome, Done) for outcome in said):
+                self.watchdog.done(rank)
+            else:
                 asked[self._actors[rank].messages.remote()] = rank
 
     def _cause(self, rank: int, failure: Failure, asked: dict[Any, int]) -> WarpbusError:
@@ -228,7 +269,7 @@ class _Crew:
                 for outcome in said:
                     if isinstance(outcome, Failure) and outcome.kind is not None:
                         return outcome.error(self._name(other))
-                if all(isinstance(outcome, Message) for outcome in said):
+                if all(isinstance(outcome, Message | Heartbeat) for outcome in said):
                     asked[self._actors[other].messages.remote()] = other
         return failure.error(self._name(rank))
 
@@ -236,6 +277,8 @@ class _Crew:
         try:
             return self._ray.get(answer)
         except self._ray.exceptions.RayActorError as error:
+            if self.watchdog.verdict is not None:
+                raise self.watchdog.verdict from error
             raise DeviceError(
                 f"{self._name(rank)} died, or its machine did: see `ray status` and Ray's logs there, and run it again"
             ) from error

@@ -17,8 +17,8 @@ from warpbus.dist.peers import Peers
 from warpbus.dist.shares import SHARES
 from warpbus.errors import UsageError
 
-# How long a process waits for the others, at their start and in an exchange, before the job ends: longer than any
-# honest wait, as for the one that checks what an earlier run has written.
+# How long a process waits for the others, at their start and in an exchange by gloo or NCCL, before the job ends:
+# longer than any honest wait, as for the one that checks what an earlier run has written.
 _PATIENCE = timedelta(minutes=30)
 
 # torch 2.13 renamed it.
@@ -216,8 +216,10 @@ def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
     `Group.meet`). When they have met, all are there and have exchanged something, so that the job's first exchange is
     a quick one: a GPU has its context, and NCCL its communicator, which it makes at once because it is told the device.
 
-    A process that waits for another one for half an hour, here or in an exchange, gives up, and so ends the job: gloo
-    raises an exception, NCCL's watchdog kills the process. A process that dies ends the job at once, see `Processes`.
+    A process that waits half an hour for another one, here or in an exchange by gloo or NCCL, gives up and so ends the
+    job: gloo raises an exception, NCCL's watchdog kills the process. That limit does not hold for the exchanges of
+    `Peers`, which are kernels of ours. A process that dies ends the job at once, and one that stands still after
+    `Patience.limit`, see `Processes`.
 
     Args:
         meeting: where the processes find each other: `file:///PATH` of a new file, or `tcp://HOST:PORT`, free on the

@@ -28,6 +28,9 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
+from warpbus.dist.pipe_line import PipeLine
+from warpbus.errors import DeviceError
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DEVICE_FILES = Path("/dev")
 
@@ -80,13 +83,23 @@ class Crew:
 
     @classmethod
     def start(cls, devices: Sequence[str], module: str, environment: Mapping[str, str]) -> "Crew":
-        """Start one for each device; arguments as of `start_early`."""
-        crew = cls([], Path(tempfile.mkdtemp(prefix="warpbus-")))  # of this user alone
+        """Start one for each device; arguments as of `start_early`.
+
+        Raises:
+            DeviceError: the system refuses a folder for temporary files, a pipe or a process.
+        """
+        try:
+            crew = cls([], Path(tempfile.mkdtemp(prefix="warpbus-")))  # of this user alone
+        except OSError as error:
+            raise _cannot_start(error) from error
         try:
             key = bytes(multiprocessing.current_process().authkey)
             for rank, device in enumerate(devices):
                 place = Place(rank, len(devices), device, f"file://{crew.directory}/meeting", key)
                 crew.members.append(_start(place, module, environment))
+        except OSError as error:
+            crew.end()
+            raise _cannot_start(error) from error
         except BaseException:
             crew.end()
             raise
@@ -188,7 +201,9 @@ def main(descriptor: int, parent: int, device: str, module: str) -> NoReturn:
     os.set_inheritable(descriptor, False)
     end_with(parent)
     open_device(device)
-    load("warpbus.dist.worker").main(Connection(descriptor), module)
+    line = PipeLine(Connection(descriptor), on_cpu=device == "cpu")
+    line.pulse.start()  # before torch is loaded, which may take long
+    load("warpbus.dist.worker").main(line, module)
     raise AssertionError("a worker ends by itself")
 
 
@@ -212,6 +227,13 @@ def _start(place: Place, module: str, environment: Mapping[str, str]) -> Interpr
     with suppress(ConnectionError):  # it has died: who reads what it says finds out
         mine.send(place)
     return Interpreter(place, process, mine)
+
+
+def _cannot_start(error: OSError) -> DeviceError:
+    return DeviceError(
+        f"a process cannot be started ({error}): see that the folder for temporary files is there (TMPDIR) and has room, "
+        "and that memory, processes and open files are not used up"
+    )
 
 
 def _end_early() -> None:

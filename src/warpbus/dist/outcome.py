@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,10 @@ class Line(Protocol):
 
     def heard(self, timeout: float | None) -> list[Any]:
         """All that has been told since the last call; waits up to `timeout` seconds for something, for None forever."""
+        ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """A block that should not take long: heartbeats tell the starting process for how long it makes no progress."""
         ...
 
 

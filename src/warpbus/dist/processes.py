@@ -17,7 +17,8 @@ import torch
 from warpbus.dist.group import Group
 from warpbus.dist.interpreters import crew_of
 from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
-from warpbus.errors import DeviceError, UsageError, WarpbusError
+from warpbus.dist.watchdog import SECONDS_BETWEEN_HEARTBEATS, Heartbeat, Patience, ProcessDiedError, Watchdog
+from warpbus.errors import UsageError, WarpbusError
 
 # A process that lost another one may be heard of before the lost one, whose end says more.
 _SECONDS_FOR_THE_CAUSE = 1.0
@@ -34,18 +35,11 @@ def launch(function: Job, arguments: Sequence[object], *, devices: Sequence[torc
         processes.run(*arguments)
 
 
-class ProcessDiedError(DeviceError):
-    """A process of a job has ended before the job. `what` is the message without its advice."""
-
-    def __init__(self, what: str, advice: str) -> None:
-        super().__init__(f"{what}: {advice}")
-        self.what = what
-
-
 @dataclass
 class _Member:
     """One process as the starting one sees it."""
 
+    rank: int
     name: str
     process: subprocess.Popen[bytes]
     connection: Connection
@@ -74,12 +68,14 @@ class Processes:
         environment: variables of the processes, where this one has none of that name.
         parting: each leaves as soon as it is done. That is for functions that end after all have got what they need of
             each other; otherwise they stay until the last one is done.
+        patience: how long a process that stands still is waited for, see `Patience`.
 
     Raises:
         UsageError: no device, or devices that cannot work together.
         WarpbusError: from `run`: what one of the processes raised, with its class and message.
         ProcessDiedError: from `run`: a process was killed, or left.
-        DeviceError: from `run`: a process stopped at an exception of another kind.
+        ProcessStalledError: from `run`: a process stood still for `patience.limit`.
+        DeviceError: from `run`: a process stopped at an exception of another kind; or none can be started.
     """
 
     def __init__(
@@ -91,8 +87,11 @@ class Processes:
         apart: bool = False,
         environment: Mapping[str, str] = MappingProxyType({}),
         parting: bool = False,
+        patience: Patience | None = None,
     ) -> None:
         _check(devices)
+        names = {rank: f"process {rank} on {device}" for rank, device in enumerate(devices)}
+        self._watchdog = Watchdog(names, patience or Patience(), self.kill)
         self._parting = parting
         self._environment = environment
         self._apart = apart or len(devices) > 1
@@ -109,8 +108,9 @@ class Processes:
         crew = crew_of([str(device) for device in self._devices], self._function.__module__, self._environment)
         self._directory = crew.directory
         for each in crew.members:
-            name = f"process {each.place.rank} on {each.place.device}"
-            self._members.append(_Member(name, each.process, each.connection))
+            rank = each.place.rank
+            name = f"process {rank} on {each.place.device}"
+            self._members.append(_Member(rank, name, each.process, each.connection))
         try:
             for member in self._members:
                 _send(member, self._function)
@@ -127,23 +127,34 @@ class Processes:
                 torch.cuda.set_device(device)
             self._function(Group(0, 1, device), self._receive, *arguments)
             return
-        for member in self._members:
-            _send(member, arguments)
+        with self._watchdog:
+            for member in self._members:
+                _send(member, arguments)
+            self._listen()
+        self._finished = True
+
+    def _listen(self) -> None:
+        """Hand on messages until all are done."""
         working = {member.connection: member for member in self._members}
         while working:
-            for ready in wait(list(working)):
+            heard = wait(list(working), SECONDS_BETWEEN_HEARTBEATS)
+            if not heard and self._watchdog.verdict is not None:
+                raise self._watchdog.verdict  # it was killed, and has not ended yet
+            for ready in heard:
                 assert isinstance(ready, Connection)
                 member = working[ready]
                 outcome = _next(member)
+                self._watchdog.heard(member.rank, outcome)
                 if isinstance(outcome, Message):
-                    self._receive(outcome.content)
+                    with self._watchdog.busy():
+                        self._receive(outcome.content)
                 elif isinstance(outcome, Done):
                     del working[ready]
+                    self._watchdog.done(member.rank)
                     if self._parting:
                         member.connection.close()
-                else:
+                elif not isinstance(outcome, Heartbeat):
                     raise self._cause(member, outcome)
-        self._finished = True
 
     def tell(self, what: object) -> None:
         """Tell the first process something, where `Line.heard` has it. Another thread than that of `run` may call it.
@@ -152,6 +163,10 @@ class Processes:
         does not listen and its pipe is full.
         """
         _send(self._members[0], what)
+
+    def hurry(self) -> None:
+        """Wait only seconds from now on for a process that stands still; the thread of `run`, or another, may call it."""
+        self._watchdog.hurry()
 
     def kill(self) -> None:
         """Let `run` end with `ProcessDiedError` at once; another thread may call it."""
@@ -165,6 +180,8 @@ class Processes:
 
     def _cause(self, member: _Member, outcome: Failure | None) -> WarpbusError:
         """The exception to raise after the first process that failed, or died where `outcome` is None."""
+        if self._watchdog.verdict is not None:
+            return self._watchdog.verdict
         if outcome is None:
             return _death(member)
         if outcome.kind is None:
@@ -183,7 +200,7 @@ class Processes:
                         return _death(other)
                     if isinstance(said, Failure) and said.kind is not None:
                         return said.error(other.name)
-                    if not isinstance(said, Message):
+                    if not isinstance(said, Message | Heartbeat):
                         del others[connection]
         return outcome.error(member.name)
 
@@ -200,8 +217,10 @@ class Processes:
                 member.process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 member.process.kill()
+        end = time.monotonic() + _SECONDS_TO_TERMINATE
         for member in self._members:
-            member.process.wait()
+            with suppress(subprocess.TimeoutExpired):  # in a call of a driver not even SIGKILL ends it at once
+                member.process.wait(max(0.0, end - time.monotonic()))
             member.connection.close()
         self._members = []
         if self._directory != Path():
@@ -219,17 +238,17 @@ def _check(devices: Sequence[torch.device]) -> None:
 
 
 def _send(member: _Member, what: object) -> None:
-    with suppress(ConnectionError):  # it has died: what reads its messages finds out
+    with suppress(OSError):  # it has died: what reads its messages finds out
         member.connection.send(what)
 
 
-def _next(member: _Member) -> Message | Done | Failure | None:
+def _next(member: _Member) -> Message | Done | Failure | Heartbeat | None:
     """What a process says next; None once it has died."""
     try:
         said = member.connection.recv()
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):  # OSError: it died amid a message
         return None
-    assert isinstance(said, Message | Done | Failure)
+    assert isinstance(said, Message | Done | Failure | Heartbeat)
     return said
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from warpbus.cuda.devices import resolve_device, resolve_dtype
+from warpbus.dist.watchdog import check_limit
 from warpbus.engine.blocks import BLOCK
 from warpbus.errors import DeviceError, UsageError
 
@@ -33,6 +34,8 @@ class ServiceOptions:
             none.
         max_restarts: how often the processes are started again after deaths in a row, with less than a minute of
             service between them, before the service gives up.
+        watchdog_timeout: seconds after which an engine that stands still, though its processes live, is ended and
+            started again: a process sends no heartbeat, or a step makes no progress (on a GPU: takes so long).
         adapters: (name, directory) of each adapter that requests can name: LoRA of PEFT's format, or P-Tuning's
             prefixes.
         tensor_parallel: over how many GPUs (or processes on the CPU) the model is cut.
@@ -55,6 +58,7 @@ class ServiceOptions:
     prefix_caching: bool = True
     speculation: int = 0
     max_restarts: int = 5
+    watchdog_timeout: float = 300.0
     adapters: tuple[tuple[str, str], ...] = ()
     tensor_parallel: int = 1
     cluster: str | None = None
@@ -75,6 +79,7 @@ class ServiceOptions:
                 raise UsageError(f"{name} is {value!r}: give a whole number, {least} or more")
         if self.speculation > MOST_SPECULATION:
             raise UsageError(f"speculation is {self.speculation}: give a whole number, 0 to {MOST_SPECULATION:,}")
+        check_limit("watchdog_timeout", self.watchdog_timeout)
         names = [name for name, _ in self.adapters]
         if "" in names or len(set(names)) < len(names):
             raise UsageError(f"adapters are called {', '.join(map(repr, names))}: give each a name of its own")

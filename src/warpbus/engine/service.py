@@ -4,6 +4,7 @@ Knows nothing of tensors and of how tokens are computed: `serving_process` is th
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from warpbus.cuda.devices import resolve_device
 from warpbus.dist.outcome import Failure
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
-from warpbus.engine.keeper import Died, Ended, Keeper, Outbox, Report, Up
+from warpbus.engine.keeper import Died, Ended, Keeper, Outbox, Report, Stalled, Up
 from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import (
     Abort,
@@ -45,10 +46,14 @@ from warpbus.models import ModelConfig, Progress, check_loadable, read_config
 from warpbus.models.templates import Template, load_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
-State = Literal["ready", "asleep", "restarting", "failed", "closing", "closed"]
+State = Literal["ready", "unresponsive", "asleep", "restarting", "failed", "closing", "closed"]
+
+_log = logging.getLogger("warpbus.engine")
 
 # How long the engine may take to leave: for the step that it is in.
 _SECONDS_TO_LEAVE = 10.0
+# How long its processes may take to end once they are killed.
+_SECONDS_TO_DIE = 10.0
 # Of so many requests the ends are remembered, which tell how fast the queue moves.
 _ENDS_REMEMBERED = 256
 # What a client is told that cannot be told anything better, and the most it is told, in seconds.
@@ -61,8 +66,9 @@ class Health:
     """How the service is.
 
     Attributes:
-        state: "ready", "asleep" (see `Service.sleep`), "restarting" (the engine died), "failed" (it died too often and
-            is given up), "closing" (no new requests are taken) or "closed".
+        state: "ready", "unresponsive" (the engine lives but stands still; requests are taken and wait), "asleep" (see
+            `Service.sleep`), "restarting" (the engine died), "failed" (it died too often and is given up), "closing"
+            (no new requests are taken) or "closed".
         reason: why it is not ready; empty where it is.
         restarts: how often the engine has been started again.
     """
@@ -76,7 +82,9 @@ class Service:
     """A model that answers many requests at once, in processes of its own.
 
     If these die, their requests end with `EngineDiedError`, and they are started again, at growing intervals; after
-    several deaths in a row the service gives up, see `health`. They end with this process, however it ends.
+    several deaths in a row the service gives up, see `health`. If they stand still for `options.watchdog_timeout`, they
+    are ended, and so started again. If they die asleep, they are started by `wake`. They end with this process, however
+    it ends.
 
     Attributes:
         model: the model directory.
@@ -112,6 +120,7 @@ class Service:
         self._progress = progress
         self._state: State = "restarting"
         self._reason = "the engine is being started"
+        self._stall = ""
         self._restarts = -1
         self._numbers = count()
         self._inboxes: dict[int, Inbox] = {}
@@ -120,7 +129,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
         self._keeper: Keeper | None = None
-        self._first_start: asyncio.Future[None] = self._loop.create_future()
+        self._next_start: asyncio.Future[None] = self._loop.create_future()  # done where nobody waits
         self._ended = asyncio.Event()
         self._nothing_pending = asyncio.Event()
         self._nothing_pending.set()
@@ -160,12 +169,13 @@ class Service:
             devices=devices,
             cluster=options.cluster,
             max_restarts=options.max_restarts,
+            patience=options.watchdog_timeout,
             listen=service._hear,
         )
         try:
-            await service._first_start
+            await service._next_start
         except BaseException:
-            service._keeper.kill()
+            await service._kill(service._keeper)
             raise
         return service
 
@@ -194,9 +204,9 @@ class Service:
         """
         self._check(prompt)
         check_adapter(adapter, [name for name, _ in self.options.adapters])
-        outbox = self._reachable()
         if self._state == "asleep":
             raise UnavailableError("the model is asleep: wake it first")
+        outbox = self._reachable()
         most = self.options.max_num_seqs + self.options.max_queue
         if len(self._inboxes) >= most:
             seconds = self._seconds_of_queue()
@@ -236,10 +246,15 @@ class Service:
     @property
     def health(self) -> Health:
         """How the service is."""
-        return Health(self._state, self._reason, max(0, self._restarts))
+        restarts = max(0, self._restarts)
+        if self._state == "ready" and self._stall:
+            return Health("unresponsive", self._stall, restarts)
+        return Health(self._state, self._reason, restarts)
 
     async def sleep(self) -> None:
         """Give the GPUs' memory back, keeping the model in main memory. Nothing happens if it sleeps.
+
+        An engine that dies asleep is not started again before `wake`.
 
         Raises:
             UsageError: requests run or wait, or the engine cannot sleep, as one whose memory is planned.
@@ -249,7 +264,7 @@ class Service:
         await asyncio.shield(asyncio.ensure_future(self._sleep()))
 
     async def wake(self) -> None:
-        """Get the GPUs' memory back. Nothing happens if it is awake.
+        """Get the GPUs' memory back. Nothing happens if it is awake. An engine that died asleep is started again.
 
         Raises:
             DeviceError: somebody else has taken the memory; it sleeps on.
@@ -293,9 +308,14 @@ class Service:
         try:
             await asyncio.wait_for(self._ended.wait(), _SECONDS_TO_LEAVE)
         except TimeoutError:
-            self._keeper.kill()
-            await self._ended.wait()
+            await self._kill(self._keeper)
         self._state, self._reason = "closed", "the service is closed"
+
+    async def _kill(self, keeper: Keeper) -> None:
+        """End the processes; those that not even SIGKILL ends at once are left to the system."""
+        keeper.kill()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), _SECONDS_TO_DIE)
 
     def _check(self, prompt: list[int]) -> None:
         if not prompt:
@@ -314,6 +334,8 @@ class Service:
         """Where commands go, if they can."""
         if self._state in ("restarting", "failed"):
             raise EngineDiedError(self._reason, retry_after=_RETRY_AFTER if self._state == "restarting" else None)
+        if self._state == "asleep" and self._outbox is None:
+            raise EngineDiedError(self._reason)
         if self._outbox is None or self._state in ("closing", "closed"):
             raise UnavailableError(f"{self._reason}: it takes no more requests")
         return self._outbox
@@ -342,36 +364,56 @@ class Service:
 
     async def _sleep(self) -> None:
         async with self._one_at_a_time:
-            self._reachable()
             if self._state == "asleep":
                 return
+            outbox = self._reachable()
             if self._inboxes:
                 raise UsageError(f"sleep: {len(self._inboxes)} requests run or wait: try again when they have ended")
+            assert self._keeper is not None
+            self._keeper.hold()
             self._state, self._reason = "asleep", "the model is asleep"
             try:
                 await self._ask("sleep")
             except UnavailableError:
                 raise
             except BaseException:
-                self._state, self._reason = "ready", ""
+                self._awake(outbox)
                 raise
 
     async def _wake(self) -> None:
         async with self._one_at_a_time:
-            self._reachable()
+            if self._state == "asleep" and self._outbox is None:
+                await self._start_again()
+                return
+            outbox = self._reachable()
             if self._state == "asleep":
                 await self._ask("wake")
-                self._state, self._reason = "ready", ""
+                self._awake(outbox)
+
+    def _awake(self, outbox: Outbox) -> None:
+        """The engine that `outbox` leads to is awake, unless it has died since, or the service is being closed."""
+        if self._state == "asleep" and self._outbox is outbox:
+            self._state, self._reason = "ready", ""
+            assert self._keeper is not None
+            self._keeper.let_start()
+
+    async def _start_again(self) -> None:
+        """Have an engine that died asleep started, and wait until it is ready."""
+        assert self._keeper is not None
+        self._state, self._reason = "restarting", "the engine, which died asleep, is being started"
+        up = self._next_start = self._loop.create_future()
+        self._keeper.let_start()
+        await up
 
     async def _move(self, device: str) -> Moved:
         async with self._one_at_a_time:
+            if self._state == "asleep":
+                raise UsageError("move: the model sleeps: wake it first")
             self._reachable()
             if self.options.cluster is not None or self.options.tensor_parallel > 1:
                 raise UsageError(
                     "move: the engine is in several processes, or in a cluster: only one by itself can move"
                 )
-            if self._state == "asleep":
-                raise UsageError("move: the model sleeps: wake it first")
             target = resolve_device(device)
             moved: Moved = await self._answer_to(partial(MoveTo, device=str(target)))
             assert self._keeper is not None
@@ -411,8 +453,12 @@ class Service:
                     self._go_on(report)
                 case Died():
                     self._mourn(report)
+                case Stalled():
+                    self._stall = report.what
                 case Ended():
                     self._ended.set()
+                    if not self._next_start.done():
+                        self._next_start.set_exception(UnavailableError(f"{self._reason}: the engine was not started"))
 
     def _deal_out(self, when: float, step: Step) -> None:
         for number, piece in step.pieces:
@@ -436,22 +482,30 @@ class Service:
     def _go_on(self, up: Up) -> None:
         self._outbox, self.max_model_len = up.outbox, up.max_model_len
         self._restarts += 1
+        self._stall = ""
         if self._state == "restarting":
             self._state, self._reason = "ready", ""
-        if not self._first_start.done():
-            self._first_start.set_result(None)
+        elif self._state == "asleep":  # it was started before it was known that it should not be
+            up.outbox.put(Ask(next(self._numbers), "sleep"))
+        if not self._next_start.done():
+            self._next_start.set_result(None)
 
     def _mourn(self, death: Died) -> None:
-        self._outbox = None
-        if not self._first_start.done():
-            self._first_start.set_exception(death.error)
-            return
+        self._outbox, self._stall = None, ""
+        if not self._next_start.done():
+            self._next_start.set_exception(death.error)
+            if self._restarts < 0:  # it has never been up
+                return
         then = "it is being restarted: send the request again"
-        if not death.again:
+        if self._state == "asleep" and death.again:
+            then = "it sleeps until it is woken"
+        elif not death.again:
             then = f"it is given up after {self.options.max_restarts} restarts in a row: restart the server"
         message = f"the engine died: {death.what}; {then}"
+        _log.warning("%s", message)
         if self._state not in ("closing", "closed"):
-            self._state, self._reason = "restarting" if death.again else "failed", message
+            after: State = "asleep" if self._state == "asleep" else "restarting"
+            self._state, self._reason = after if death.again else "failed", message
         self._fail_all(EngineDiedError, message)
 
     def _fail_all(self, kind: type[UnavailableError], message: str) -> None:

@@ -77,8 +77,11 @@ def serve(
     if group.is_first:
         line([Ready(engine.max_model_len)])
     turns = _Turns(engine, group, line, requests)
-    while turns.turn(lockstep.share(line, turns.patience)):
-        pass
+    goes_on = True
+    while goes_on:
+        commands = lockstep.share(line, turns.patience)
+        with line.step():
+            goes_on = turns.turn(commands)
 
 
 def _teller(line: Line) -> Progress:

@@ -13,8 +13,9 @@ import torch
 
 import warpbus
 from warpbus.cuda.devices import resolve_device
-from warpbus.dist import SHARES, Processes
+from warpbus.dist import SHARES, Patience, Processes
 from warpbus.dist.cluster import launch_on_cluster
+from warpbus.dist.watchdog import check_limit
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import FinishedParts, discard_parts
 from warpbus.formats.hub import find_model
@@ -71,6 +72,7 @@ def quantize(
     damping: float = 0.01,
     overwrite: bool = False,
     restart: bool = False,
+    rank_timeout: float = 300.0,
     remarks: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -102,6 +104,8 @@ def quantize(
         damping: see `algorithms.factored`.
         overwrite: replace a model that is at `output`.
         restart: remove what an earlier run to the same output has finished, and start anew.
+        rank_timeout: seconds after which the run ends if one of its processes is stopped: sends no heartbeat any more.
+            It is reported in the log after 30 s.
         remarks: what the report's settings say besides, such as why scheme and algorithm were chosen.
         progress: see `Progress`.
 
@@ -115,11 +119,14 @@ def quantize(
         CheckpointError: if the model cannot be read, is not complete, or is quantized already.
         DataError: if the calibration data cannot be used.
         NumericError: if a matrix cannot be quantized; the message names it.
-        DeviceError: if a device is not there, has too little memory, or fails.
+        DeviceError: if a device is not there, has too little memory, or fails; if a process died, or stood still for
+            `rank_timeout`.
         StorageError: if the output exists, cannot be written, or does not fit on the disk.
     """
     started = time.time()
     progress = progress or Progress()
+    check_limit("rank_timeout", rank_timeout)
+    patience = Patience(rank_timeout)
     schemes, devices = check_arguments(
         scheme=scheme,
         algorithm=algorithm,
@@ -136,10 +143,10 @@ def quantize(
     state = _Told(progress)
     crew: AbstractContextManager[Callable[[Job], None]]
     if cluster is None:
-        crew = _here(devices, state)
+        crew = _here(devices, state, patience)
     else:
         model, output = Path(model).absolute(), Path(output).absolute()
-        crew = nullcontext(partial(_on_cluster, cluster, devices, state))
+        crew = nullcontext(partial(_on_cluster, cluster, devices, state, patience))
     # The other processes start while this one looks at the model.
     with crew as run:
         plan = prepare(Path(model), Path(output), schemes, layout)
@@ -294,13 +301,15 @@ def _leaving_nothing_useless(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _here(devices: Sequence[torch.device], state: _Told) -> Iterator[Callable[[Job], None]]:
+def _here(devices: Sequence[torch.device], state: _Told, patience: Patience) -> Iterator[Callable[[Job], None]]:
     """Runs a job on this machine, in processes that start at once."""
-    with Processes(run_job, devices=devices, receive=state.receive, environment=ENVIRONMENT, parting=True) as processes:
+    with Processes(
+        run_job, devices=devices, receive=state.receive, environment=ENVIRONMENT, parting=True, patience=patience
+    ) as processes:
         yield processes.run
 
 
-def _on_cluster(address: str, devices: Sequence[torch.device], state: _Told, job: Job) -> None:
+def _on_cluster(address: str, devices: Sequence[torch.device], state: _Told, patience: Patience, job: Job) -> None:
     """Run a job on a cluster; what it writes has to arrive here."""
     launch_on_cluster(
         run_job,
@@ -309,6 +318,7 @@ def _on_cluster(address: str, devices: Sequence[torch.device], state: _Told, job
         address=address,
         gpus=devices[0].type == "cuda",
         receive=state.receive,
+        patience=patience,
     )
     if not job.output.is_dir():
         raise StorageError(

@@ -75,12 +75,15 @@ def _add_text(app: FastAPI, models: Models) -> None:
 def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
     @app.get("/health", responses={503: {"description": "a model is not ready"}})
     async def health() -> Response:
-        """Whether all models answer: 200, or 503 while one starts, restarts or sleeps."""
+        """Whether all models answer: 200, or 503 while one starts, restarts, stands still or sleeps, and why."""
         states = {model.state for model in models.bases()}
         if states == {"ready"}:
             return JSONResponse({"status": "ready"})
-        status = ", ".join(sorted(states - {"ready"}))
-        return JSONResponse({"status": status}, 503, headers={"retry-after": str(RETRY_SECONDS)})
+        said = {"status": ", ".join(sorted(states - {"ready"}))}
+        reasons = [f"{model.name}: {model.reason}" for model in models.bases() if model.reason]
+        if reasons:
+            said["reason"] = "; ".join(reasons)
+        return JSONResponse(said, 503, headers={"retry-after": str(RETRY_SECONDS)})
 
     @app.get("/metrics")
     async def read_metrics() -> Response:

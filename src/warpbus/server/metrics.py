@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from warpbus.engine.stats import Stats
 from warpbus.errors import WarpbusError
-from warpbus.server.registry import Models
+from warpbus.server.registry import STATES, Models
 
 PREFIX = "warpbus:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -76,6 +76,7 @@ class Metrics:
         names = [model.name for model in models.bases()]
         found = await asyncio.gather(*[self._stats(models, name) for name in names])
         self._engine.stats = [(name, stats) for name, stats in zip(names, found, strict=True) if stats is not None]
+        self._engine.states = [(model.name, model.state) for model in models.bases()]
         return generate_latest(self._registry)
 
     async def _stats(self, models: Models, name: str) -> Stats | None:
@@ -93,10 +94,11 @@ class Metrics:
 
 
 class _EngineReadings:
-    """Turns the engines' last stats into metrics when Prometheus asks."""
+    """Turns the engines' last stats, and the models' states, into metrics when Prometheus asks."""
 
     def __init__(self) -> None:
         self.stats: Sequence[tuple[str, Stats]] = ()
+        self.states: Sequence[tuple[str, str]] = ()
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -114,3 +116,10 @@ class _EngineReadings:
         for name, stats in self.stats:
             usage.add_metric([name], stats.blocks_used / max(1, stats.blocks))
         yield usage
+        state = GaugeMetricFamily(
+            PREFIX + "model_state", "1 for the state that the model is in, else 0", labels=["model_name", "state"]
+        )
+        for name, current in self.states:
+            for each in STATES:
+                state.add_metric([name, each], float(each == current))
+        yield state

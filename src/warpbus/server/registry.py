@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, get_args
 
 from warpbus.engine import Piece, SamplingParams
 from warpbus.engine.moving import Moved
+from warpbus.engine.service import State
 from warpbus.engine.stats import Stats
 from warpbus.errors import RequestError, UsageError
 from warpbus.models.templates import Template
@@ -20,6 +21,9 @@ from warpbus.models.templates.tools import ToolDialect, find_dialect
 from warpbus.models.tokenizers import Tokenizer
 
 T = TypeVar("T")
+
+STATES = ("starting", *get_args(State))
+"""What a model can be in; "starting" until it is loaded for the first time."""
 
 RETRY_SECONDS = 5
 """What a client is told to wait while a model loads or its engine starts again."""
@@ -40,7 +44,7 @@ class Health(Protocol):
 
     @property
     def state(self) -> str:
-        """ "ready", "asleep", "restarting", "failed", "closing" or "closed"."""
+        """One of `warpbus.engine.service.State`."""
 
     @property
     def reason(self) -> str:
@@ -119,9 +123,15 @@ class Model:
 
     @property
     def state(self) -> str:
-        """ "starting", or that of `Health`: "ready", "asleep", "restarting", "failed", "closing" or "closed"."""
+        """One of `STATES`."""
         service = self._shared.service
         return "starting" if service is None else service.health.state
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready; empty where it is, and while it starts."""
+        service = self._shared.service
+        return "" if service is None else service.health.reason
 
     @property
     def service(self) -> Service:
@@ -129,10 +139,9 @@ class Model:
         service = self._shared.service
         if service is not None and service.alive:
             return service
-        reason = f": {service.health.reason}" if service is not None and service.health.reason else ""
         raise RequestError(
             503,
-            f"the model {self.name} is {self.state}{reason}",
+            f"the model {self.name} is {self.state}" + (f": {self.reason}" if self.reason else ""),
             kind="service_unavailable",
             code="model_not_ready",
             retry_after=RETRY_SECONDS,

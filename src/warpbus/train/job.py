@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from warpbus.cuda.devices import resolve_device
-from warpbus.dist import Processes, joined_group
+from warpbus.dist import Patience, Processes, ProcessStalledError, joined_group
 from warpbus.dist.cluster import ClusterProcesses
+from warpbus.dist.watchdog import check_limit
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import FileLock, check_target
 from warpbus.train.run import Begun, Finished, Halted, Progress, Task, work
@@ -32,6 +33,7 @@ def train(
     cluster: str | None = None,
     workers: int = 1,
     overwrite: bool = False,
+    rank_timeout: float = 300.0,
     begun: Callable[[Begun], None] = lambda begun: None,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, Any]:
@@ -58,6 +60,8 @@ def train(
             it, or with device "cpu" a core. Paths have to lead to the same files on all of its machines.
         workers: processes to tokenize with, shared by all that train.
         overwrite: replace what is in `output`.
+        rank_timeout: seconds after which the run ends if one of its processes is stopped: sends no heartbeat any more.
+            It is reported in the log after 30 s. Not under torchrun, which watches its processes itself.
         begun: called before the first step.
         report: called after each step.
 
@@ -66,16 +70,18 @@ def train(
 
     Raises:
         UsageError: if the settings do not fit the model, the processes or what is given, or an interrupted run there
-            had others.
+            had others; if `rank_timeout` is below 10 s.
         CheckpointError: if the model is not understood, or the state of an interrupted run is damaged.
         DataError: if a data file is missing or malformed.
-        DeviceError: if a device is not there, or a process died.
+        DeviceError: if a device is not there, or a process died or stood still for `rank_timeout`.
         NumericError: if the loss is not finite; the state of the last checkpoint is kept.
         StorageError: if the output exists, or another process trains to it; if a file cannot be written, in which case
             what was trained is kept where there is room for it.
         Stopped: a `KeyboardInterrupt`, after SIGINT and SIGTERM.
     """
     check_arguments(valid, settings, device, gpus, processes, cluster)
+    check_limit("rank_timeout", rank_timeout)
+    patience = Patience(rank_timeout)
     state = StateFile(output)
     torchrun = "WORLD_SIZE" in os.environ
     if not torchrun and (summary := state.finished(settings)) is not None:
@@ -99,12 +105,18 @@ def train(
                 work(group, receive, task)
         elif cluster is None:
             devices = devices_of(device, gpus, processes)
-            with Processes(work, devices=devices, receive=receive) as crew, _passing_signals(crew, said, len(devices)):
-                crew.run(task)
+            crew = Processes(work, devices=devices, receive=receive, patience=patience)
+            _run(crew, task, said, state) if len(devices) > 1 else _run_here(crew, task)
         else:
-            on = ClusterProcesses(work, processes=processes, address=cluster, gpus=device != "cpu", receive=receive)
-            with on, _passing_signals(on, said, 2):
-                on.run(task)
+            on_gpus = device != "cpu"
+            _run(
+                ClusterProcesses(
+                    work, processes=processes, address=cluster, gpus=on_gpus, receive=receive, patience=patience
+                ),
+                task,
+                said,
+                state,
+            )
     outcome = said[-1]
     if isinstance(outcome, Halted):
         raise Stopped(outcome.number, outcome.step, state.path)
@@ -169,12 +181,29 @@ def _alone(state: StateFile) -> Iterator[None]:
         lock.release()
 
 
-def _passing_signals(crew: Processes | ClusterProcesses, said: Sequence[object], count: int) -> Any:
-    """Tells the processes of signals that come here; one process alone is this one, which gets them itself."""
+def _run_here(process: Processes, task: Task) -> None:
+    """Train in this process, which gets signals itself."""
+    with process:
+        process.run(task)
+
+
+def _run(processes: Processes | ClusterProcesses, task: Task, said: Sequence[object], state: StateFile) -> None:
+    """Train in other processes, which are told of signals that come here.
+
+    Raises:
+        Stopped: a signal came, and one of them stands still, so that they cannot end the step: nothing more is saved.
+    """
 
     def tell(number: int) -> None:
         if not said:  # nothing is trained yet
             raise Stopped(number)
-        crew.tell(number)
+        processes.hurry()
+        processes.tell(number)
 
-    return Signals(tell) if count > 1 else nullcontext()
+    with processes, Signals(tell) as signals:
+        try:
+            processes.run(task)
+        except ProcessStalledError as error:
+            if not signals.caught:
+                raise
+            raise Stopped(signals.caught, None, state.path if state.exists() else None) from error

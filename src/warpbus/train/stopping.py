@@ -15,12 +15,15 @@ class Stopped(KeyboardInterrupt):
 
     Attributes:
         signal: its number.
-        step: how many steps are done.
+        step: how many steps are done; None where that is not known, and the state is an earlier one.
         state: where they are kept; None where there was nothing to keep yet.
     """
 
-    def __init__(self, number: int, step: int = 0, state: Path | None = None) -> None:
-        kept = "nothing was done yet" if state is None else f"{step:,} steps are kept in {state}"
+    def __init__(self, number: int, step: int | None = 0, state: Path | None = None) -> None:
+        if state is None:
+            kept = "nothing was done yet" if step == 0 else "nothing was saved yet"
+        else:
+            kept = f"what was saved last is in {state}" if step is None else f"{step:,} steps are kept in {state}"
         super().__init__(f"stopped by {signal.Signals(number).name}: {kept}")
         self.signal, self.step, self.state = number, step, state
 

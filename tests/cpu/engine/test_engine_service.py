@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,7 +177,7 @@ def with_service(test: Callable[[Service], Awaitable[None]], **options: object) 
         others = psutil.Process().children()
         service = await start(**options)
         try:
-            await asyncio.wait_for(test(service), 120)
+            await asyncio.wait_for(test(service), 300)
         finally:
             await service.close()
         assert service.pending == 0
@@ -270,6 +271,9 @@ class Scripted:
     def heard(self, timeout: float | None) -> list[list[Command]]:
         self.waits.append(timeout)
         return self._heard.pop(0)
+
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def test_an_engine_shrinks_where_nothing_is_heard_unless_it_sleeps() -> None:

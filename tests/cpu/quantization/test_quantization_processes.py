@@ -11,6 +11,7 @@ import torch
 from quantization_models import write_model
 from quantization_threads import together
 
+from warpbus.dist import Patience
 from warpbus.errors import DeviceError, NumericError, UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter, FinishedParts
 from warpbus.quantization import Calibration, Progress, Report, driver, job, quantize
@@ -33,8 +34,9 @@ class Threads:
         receive: Any,
         environment: Mapping[str, str],
         parting: bool,
+        patience: Patience,
     ) -> None:
-        del environment, parting
+        del environment, parting, patience
         self._function, self._world, self._receive = function, len(devices), receive
 
     def __enter__(self) -> Self:

@@ -91,15 +91,16 @@ class FakeService:
         self.ended = Counter()
         self.fails = None
         self.state = "ready"
+        self.reason = ""
         self.closed = False
 
     @property
     def health(self):
-        return SimpleNamespace(state=self.state, reason="")
+        return SimpleNamespace(state=self.state, reason=self.reason)
 
     @property
     def alive(self):
-        return self.state in ("ready", "asleep")
+        return self.state in ("ready", "unresponsive", "asleep")
 
     def generate(self, prompt, params, adapter=None, *, cache_salt=b""):
         if isinstance(self.fails, Exception):

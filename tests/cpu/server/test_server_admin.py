@@ -73,6 +73,32 @@ def test_sleeping_models_do_not_answer(http, served):
     assert http.post("/v1/completions", json={"model": "parrot", "prompt": "a"}).status_code == 200
 
 
+def test_a_model_that_stands_still_is_reported_and_takes_requests():
+    models = Models()
+    service = FakeService()
+    models.add("parrot", service)
+    models.add("other", FakeService())
+    models.add("slow")
+    with Running(models, ServerOptions()) as running, running.http() as http:
+        service.state, service.reason = "unresponsive", "process 1 on cuda:1 has sent no heartbeat for 9 s"
+        response = http.get("/health")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert response.json() == {"status": "starting, unresponsive", "reason": f"parrot: {service.reason}"}
+        states = {
+            (sample.labels["model_name"], sample.labels["state"]): sample.value
+            for family in text_string_to_metric_families(http.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == "warpbus:model_state"
+        }
+        assert {names for names, value in states.items() if value} == {
+            ("parrot", "unresponsive"),
+            ("other", "ready"),
+            ("slow", "starting"),
+        }
+        assert set(states.values()) == {0.0, 1.0}
+        assert http.post("/v1/completions", json={"model": "parrot", "prompt": "a"}).status_code == 200
+
+
 def test_a_model_moves_to_another_gpu(http):
     moved = http.post("/move", params={"device": "cuda:1", "model": "parrot"}).json()
     assert moved == {"parrot": {"weights": 1000, "ahead": 200, "paused": 10, "preparing": 3.5, "pause": 0.02}}
