@@ -228,8 +228,9 @@ __device__ __forceinline__ void wait_for_scores() {
 #endif
 }
 
+// The kernels ahead may write scores and controls: not __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kBlock)
-    argmax(const ELEMENT* __restrict__ logits, long long* __restrict__ tokens, float* __restrict__ best, int width,
+    argmax(const ELEMENT* logits, long long* __restrict__ tokens, float* __restrict__ best, int width,
            int blocks, int vectorised) {
     __shared__ step::BestShared shared;
     wait_for_scores();
@@ -247,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(kBlock)
 
 // One block a multiprocessor is enough: without the 1 the assembler spills registers to make room for two.
 extern "C" __global__ void __launch_bounds__(kBlock, 1)
-    sample(const ELEMENT* __restrict__ logits, const float* __restrict__ temperature, const int* __restrict__ top_k,
-           const float* __restrict__ top_p, const float* __restrict__ min_p, const float* __restrict__ uniform,
+    sample(const ELEMENT* logits, const float* temperature, const int* top_k, const float* top_p, const float* min_p,
+           const float* uniform,
            long long* __restrict__ tokens, float* __restrict__ best, int width, int blocks, int vectorised) {
     __shared__ Shared shared;
     wait_for_scores();
