@@ -110,7 +110,6 @@ def _launch(
         if norm is not None and not wna16_decode.norms(x, weight):
             x, norm = rms_norm(x, norm, eps), None
         out = x.new_empty(m, n // 2 if gated else n)
-        norm = None if norm is None else norm.contiguous()
         residual = None if residual is None else residual.contiguous()
         wna16_decode.multiply(x, weight, bias, norm, eps, residual, gated, out)
         return out
