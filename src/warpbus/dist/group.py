@@ -217,7 +217,8 @@ def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
     a quick one: a GPU has its context, and NCCL its communicator, which it makes at once because it is told the device.
 
     A process that waits for another one for half an hour, here or in an exchange, gives up, and so ends the job: gloo
-    raises an exception, NCCL's watchdog kills the process. A process that dies ends the job at once, see `Processes`.
+    raises an exception, NCCL's watchdog kills the process, and a GPU that waits in an exchange of `Peers` stops with an
+    error that names the other (`lost_peer`). A process that dies ends the job at once, see `Processes`.
 
     Args:
         meeting: where the processes find each other: `file:///PATH` of a new file, or `tcp://HOST:PORT`, free on the

@@ -13,6 +13,7 @@ import torch
 from warpbus.dist.group import join
 from warpbus.dist.interpreters import Place, load
 from warpbus.dist.outcome import Done, Failure, Job, Message
+from warpbus.dist.peers import lost_peer
 
 
 def main(connection: Connection, module: str) -> NoReturn:
@@ -27,7 +28,8 @@ def main(connection: Connection, module: str) -> NoReturn:
     try:
         _work(connection, line, module)
     except BaseException as error:
-        line.report(Failure.of(error))
+        # Of an exchange that nobody came to, CUDA says only that a launch failed.
+        line.report(Failure.of(lost_peer() or error))
     else:
         line.report(Done())
     # It stays until it is told to go: the others may still read from its memory and sockets, and what they would say of
