@@ -15,6 +15,14 @@ _PARAMETER = re.compile(r"(%rd\d+), \[\w+_param_(\d+)\]")
 _ADDRESS = re.compile(r"\[(%rd\d+)")
 
 
+def representatives(units: list[Unit]) -> list[Unit]:
+    """The first and the last unit of each source: they differ in every macro that chooses another path."""
+    of_source = defaultdict(list)
+    for unit in units:
+        of_source[unit.source].append(unit)
+    return [unit for found in of_source.values() for unit in dict.fromkeys((found[0], found[-1]))]
+
+
 def compile_ptx(unit: Unit, arch: str) -> str:
     """The PTX of a unit for an architecture such as "sm_90a"."""
     status, program = nvrtc.nvrtcCreateProgram(unit.source.read_bytes(), unit.source.name.encode(), 0, None, None)

@@ -1,7 +1,6 @@
 """No kernel that starts early loads by the read-only path what the kernels ahead of it may still write."""
 
 import re
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from warpbus.kernels.units import all_units
 
 pytest.importorskip("cuda.bindings", reason="the compiler comes with the extra cuda")
 
-from ptx_loads import compile_ptx, kernels_of, read_only_parameters
+from ptx_loads import compile_ptx, kernels_of, read_only_parameters, representatives
 
 # The parameters that a kernel may load so: weights, which no kernel of a step writes.
 WEIGHTS = {"hgemv": {"weight"}}
@@ -24,14 +23,6 @@ def starts_early(unit):
     """Whether a kernel of the unit waits for the kernels ahead by itself."""
     texts = (path.read_text() for path in jit._closure(unit.source, unit.root) if path.name != "ptx.cuh")
     return unit.runs_on("sm_90a") and any("griddepcontrol_wait()" in text for text in texts)
-
-
-def representatives(units):
-    """The first and the last unit of each source: they differ in every macro that chooses another path."""
-    of_source = defaultdict(list)
-    for unit in units:
-        of_source[unit.source].append(unit)
-    return [unit for found in of_source.values() for unit in dict.fromkeys((found[0], found[-1]))]
 
 
 def parameter_names(source: Path, kernel: str) -> list[str]:
