@@ -59,7 +59,5 @@ def test_attention_takes_no_copy_as_settled(launches, monkeypatch):
     positions = torch.zeros(2, dtype=torch.int32)
     strided = torch.zeros(4, dtype=torch.int32)[::2]
     for settled, each in ((True, positions), (False, positions), (True, strided)):
-        attention._launch(
-            qkv, table, each, blocks, cache[0], cache[1], None, None, 8, False, 64, True, settled
-        )
+        attention._launch(qkv, table, each, blocks, cache[0], cache[1], None, None, 8, False, 64, True, settled)
     assert [arguments[-2] for arguments, _ in launches] == [1, 0, 0]

@@ -157,9 +157,7 @@ def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory:
     return tiling, part
 
 
-def _clocks(
-    m: int, n: int, k: int, bits: int, multiprocessors: int, tiling: Tiling, resident: int, part: int
-) -> float:
+def _clocks(m: int, n: int, k: int, bits: int, multiprocessors: int, tiling: Tiling, resident: int, part: int) -> float:
     """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
     splits = blocks((max(k, 1), part))
     share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
