@@ -199,8 +199,8 @@ def test_a_chain_of_dependent_launches(codes):
             found.append(w8a8_linear(found[-1], weight, scale))
         first = first or found
         assert all(map(torch.equal, found, first))
-    # Each layer by itself, of what the chain gave to it: reading too early shows in one of them. Over all layers a sum that
-    # differs in its last bit would move codes, and hide what a few rows lose.
+    # Each layer by itself, of what the chain gave to it: reading too early shows in one of them. Over all layers a sum
+    # that differs in its last bit would move codes, and hide what a few rows lose.
     for before, after, (weight, scale) in zip(first[:-1], first[1:], layers, strict=True):
         codes_of, scales = reference.quantize(before, codes)
         product = codes_of.float().double() @ weight.float().double().T

@@ -53,9 +53,9 @@ def peer_sum(
         buffers: int64 `[world]`: the addresses of all GPUs' buffers of `buffer_bytes`, as this GPU sees them.
         epochs: this GPU's, from `new_epochs`; changed.
         rank: of this GPU among `world`, at most `MOST_RANKS`.
-        missing: int32 `[1]` in pinned memory of the host, 0. The kernel writes a rank + 1 there where that rank does not
-            come within `patience` seconds, and ends all work of the process on this GPU: CUDA then reports "unspecified
-            launch failure" for every call.
+        missing: int32 `[1]` in pinned memory of the host, 0. The kernel writes a rank + 1 there where that rank does
+            not come within `patience` seconds, and ends all work of the process on this GPU: CUDA then reports
+            "unspecified launch failure" for every call.
 
     Returns:
         like x: added in float32 in the order of ranks and rounded once, the same bits on all GPUs.

@@ -42,8 +42,8 @@ def wna16_linear(
     product.
 
     Args:
-        x: `[..., k]`, finite: of an infinite element the result is NaN or infinite. With a `PackedWeight` in its dtype, float16 or bfloat16; with a `QTensor` any floating dtype, and
-            the weight is dequantized at every call.
+        x: `[..., k]`, finite: an infinite element makes results NaN or infinite. With a `PackedWeight` in its dtype,
+            float16 or bfloat16; with a `QTensor` any floating dtype, and the weight is dequantized at every call.
         weight: `[n, k]`, on the same device.
         bias: `[n]`.
         norm: weight `[k]` of an RMSNorm that x goes through first, with `eps`.
