@@ -13,8 +13,8 @@ def assert_close_everywhere(found: Tensor, expected: Tensor, tolerance: float) -
     """No tile of 16 x 16 elements and no element is further off than rounding explains.
 
     The sum of k products x w in float32, of factors with random signs, has an error of about eps sqrt(k) |x| |w|, and
-    is itself about sqrt(k) |x| |w|: errors are proportional to the size of the row, not of the element. So the bounds are
-    multiples of `tolerance` times the root mean square of the row; rounding the result adds eps of the element.
+    is itself about sqrt(k) |x| |w|: errors are proportional to the size of the row, not of the element. So the bounds
+    are multiples of `tolerance` times the root mean square of the row; rounding the result adds eps of the element.
 
     Args:
         found: `[..., n]`; rows of fewer than 16 elements are measured by all rows together.
