@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -18,6 +19,20 @@ hypothesis.settings.load_profile("any machine")
 
 # As the command does: torch's CPU threads sleep while they wait, whatever else runs on the machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, help="of the fixture `seed`: repeats a test that failed with it")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Another seed at each run, which torch's random numbers begin with. A test that fails shows it."""
+    given = request.config.getoption("--seed")
+    drawn = int.from_bytes(os.urandom(4)) if given is None else given
+    print(f"random numbers of this test: repeat them with --seed {drawn}")
+    torch.manual_seed(drawn)
+    return drawn
 
 
 @pytest.fixture(scope="module")

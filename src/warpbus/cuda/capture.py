@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from warpbus.cuda import driver
+from warpbus.cuda import driver, green
+from warpbus.cuda.green import GreenContext
 
 # Held by whoever captures, and by whoever waits for a whole GPU.
 _alone = threading.RLock()
@@ -24,13 +25,21 @@ _alone = threading.RLock()
 
 @dataclass(frozen=True)
 class _Lane:
-    """A stream of ours, and memory for a workspace of cuBLAS on it. Both last as long as the process."""
+    """What graphs that share memory are captured on. It lasts as long as the process.
+
+    Attributes:
+        stream: ours, in torch's context or in a green one, with which it ends.
+        workspace: memory for a workspace of cuBLAS on it.
+        replayed: recorded behind each replay of these graphs.
+    """
 
     stream: torch.cuda.Stream
     workspace: torch.cuda.MemPool
+    replayed: torch.cuda.Event
 
 
-_idle: defaultdict[torch.device, list[_Lane]] = defaultdict(list)
+# Lanes that nobody has, by the GPU and, within a green context, by that context.
+_idle: defaultdict[tuple[torch.device, GreenContext | None], list[_Lane]] = defaultdict(list)
 
 
 class GraphMemory:
@@ -39,21 +48,29 @@ class GraphMemory:
     PyTorch has a workspace for each stream, which graphs keep the address of. It frees it nevertheless when
     `torch.compile` captures graphs, and later versions whenever a graph ends that was captured on the stream
     (pytorch/pytorch#193402). So these graphs have a stream to themselves, and their workspace a pool from which nothing
-    else comes: free or not, that memory stays where it is, and is nobody else's for as long as they live.
+    else comes: free or not, that memory stays where it is, and is nobody else's for as long as they live, nor before
+    their last replay has ended.
+
+    Within `GreenContext.running()` the stream belongs to that green context: the kernels of the graphs run on its
+    multiprocessors wherever they are replayed, and count on no more.
 
     Attributes:
         between: the handle of the memory for what lies between.
         stream: what they are captured on; a first run on it allocates what they allocate once.
+        replayed: an event behind the last replay.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.between = torch.cuda.graph_pool_handle()
+        context = green.current(device)
+        idle = _idle[device, context]
         try:
-            lane = _idle[device].pop()
+            lane = idle.pop()
         except IndexError:
-            lane = _new_lane(device)
-        weakref.finalize(self, _idle[device].append, lane).atexit = False
-        self.stream, self._workspace = lane.stream, lane.workspace
+            lane = _new_lane(device, context)
+        lane.replayed.synchronize()  # graphs that are gone may still run, and use the workspace
+        weakref.finalize(self, idle.append, lane).atexit = False
+        self.stream, self._workspace, self.replayed = lane.stream, lane.workspace, lane.replayed
         self.take_workspace()
 
     def take_workspace(self) -> None:
@@ -66,6 +83,11 @@ class Graph(torch.cuda.CUDAGraph):
     """A CUDA graph with what it shares."""
 
     memory: GraphMemory
+
+    def replay(self) -> None:
+        """Launch it on the current stream of its GPU."""
+        super().replay()
+        self.memory.replayed.record(torch.cuda.current_stream(self.memory.stream.device))
 
 
 @contextmanager
@@ -110,11 +132,12 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _new_lane(device: torch.device) -> _Lane:
+def _new_lane(device: torch.device, context: GreenContext | None) -> _Lane:
     synchronize(device)  # makes torch's context, if need be
     with torch.cuda.device(device):
         workspace = torch.cuda.MemPool()
-        stream = torch.cuda.ExternalStream(driver.create_stream(), device)
+        handle = driver.create_stream() if context is None else context.create_stream()
+        stream = torch.cuda.ExternalStream(handle, device)
     # Never destroyed, not even when Python ends: that would end the process at once if a capture has failed before.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(workspace))
-    return _Lane(stream, workspace)
+    return _Lane(stream, workspace, torch.cuda.Event())

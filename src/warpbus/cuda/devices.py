@@ -1,5 +1,6 @@
 """What the flags `--device` and `--dtype` mean, and the context that the driver wants of each thread."""
 
+import functools
 import threading
 from pathlib import Path
 
@@ -113,6 +114,12 @@ def _left_in_cgroups(root: Path, membership: Path) -> list[int]:
             files = sum(int(counts.get(f"{kind}_file", 0)) for kind in ("active", "inactive"))
             left.append(max(0, int(limit) - int(used) + files))
     return left
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a multiprocessor of a GPU, which the blocks that it runs at a time share."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 def enter_context() -> None:

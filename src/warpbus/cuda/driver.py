@@ -7,6 +7,8 @@ library management and execution control.
 
 import ctypes
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from warpbus.errors import DeviceError
@@ -20,6 +22,7 @@ MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 
 _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 NON_BLOCKING = 1  # CUstream_flags
+_RELAXED = 2  # CUstreamCaptureMode
 _INVALID_CONTEXT = 201  # CUresult
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -91,6 +94,18 @@ def create_stream() -> int:
     return handle.value
 
 
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow this thread the calls that a stream capture forbids, such as loading code, while it captures."""
+    mode = ctypes.c_int(_RELAXED)
+    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "relaxing the capture mode")
+    try:
+        yield
+    finally:
+        status = library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # back to what it was
+    check(status, "restoring the capture mode")
+
+
 def load(code: bytes, label: str) -> ctypes.c_void_p:
     """Load a cubin into this process, for every device that it fits. It stays until the process ends."""
     handle = ctypes.c_void_p()
@@ -100,9 +115,10 @@ def load(code: bytes, label: str) -> ctypes.c_void_p:
 
 
 def kernel(loaded: ctypes.c_void_p, name: str, label: str) -> ctypes.c_void_p:
-    """A kernel of a loaded cubin by its name."""
-    handle = ctypes.c_void_p()
+    """A kernel of a loaded cubin by its name, loaded into the current context: the driver would do so at its launch."""
+    handle, function = ctypes.c_void_p(), ctypes.c_void_p()
     check(library().cuLibraryGetKernel(ctypes.byref(handle), loaded, name.encode()), f"{label}: kernel {name}")
+    check(library().cuKernelGetFunction(ctypes.byref(function), handle), f"{label}: loading kernel {name}")
     return handle
 
 

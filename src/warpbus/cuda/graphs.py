@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from warpbus.cuda import green
 from warpbus.cuda.capture import Graph, GraphMemory, capture
+from warpbus.cuda.green import GreenContext
 
 Function = Callable[..., tuple[Tensor, ...]]
 """Of tensors on one device and of constants; it does not wait for the GPU, and changes none of its arguments."""
@@ -22,9 +24,15 @@ class Call:
 
     @property
     def key(self) -> object:
-        """The same for calls that launch the same."""
+        """The same for calls that launch the same, on the same GPU and in the same green context."""
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in self.tensors)
-        return self.function, shapes, tuple(sorted(self.constants.items(), key=lambda item: item[0]))
+        return self.function, shapes, self.place, tuple(sorted(self.constants.items(), key=lambda item: item[0]))
+
+    @property
+    def place(self) -> tuple[torch.device, GreenContext | None]:
+        """Where it runs: the GPU of its tensors, and the green context that is current there."""
+        device = self.tensors[0].device
+        return device, green.current(device)
 
     def __call__(self) -> tuple[Tensor, ...]:
         return self.function(*self.tensors, **self.constants)
@@ -49,25 +57,26 @@ class Replayed:
 
     The first call is an ordinary one, unless it was prepared: what is compiled or allocated on first use is so then. On
     the CPU all are. Results of a replayed call are overwritten by the next call of any function of this `Replayed`: use
-    them before.
+    them before. Calls on several GPUs or in several green contexts have graphs of their own.
     """
 
     def __init__(self) -> None:
         self._captured: dict[object, _Captured | None] = {}
-        self._memory: GraphMemory | None = None
+        self._memories: dict[tuple[torch.device, GreenContext | None], GraphMemory] = {}
 
     def __call__(self, function: Function, *tensors: Tensor, **constants: object) -> tuple[Tensor, ...]:
         """`function(*tensors, **constants)`; the constants have to be hashable."""
         call = Call(function, tensors, constants)
         if tensors[0].device.type != "cuda":
             return call()
-        if call.key not in self._captured:
-            self._captured[call.key] = None
+        key = call.key
+        if key not in self._captured:
+            self._captured[key] = None
             return call()
-        captured = self._captured[call.key]
+        captured = self._captured[key]
         if captured is None:
             own = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
-            captured = self._captured[call.key] = self._capture(Call(function, own, constants))
+            captured = self._captured[key] = self._capture(Call(function, own, constants))
         for argument, given in zip(captured.arguments, tensors, strict=True):
             argument.copy_(given)
         captured.graph.replay()
@@ -76,8 +85,9 @@ class Replayed:
     def prepare(self, call: Call) -> None:
         """Capture a call before it comes; nothing is launched.
 
-        What it compiles or loads on first use has to be: a call for smaller shapes does that. Other threads may use the
-        GPU meanwhile, but not its random numbers.
+        Our kernels may be compiled and loaded meanwhile; what torch and its libraries set up on first use has to be
+        ready, by an ordinary call that uses the same operators. Other threads may use the GPU meanwhile, but not its
+        random numbers.
 
         Args:
             call: on a GPU, with tensors of any content, which are this object's from now on.
@@ -86,11 +96,13 @@ class Replayed:
             self._captured[call.key] = self._capture(call)
 
     def _capture(self, call: Call) -> _Captured:
-        self._memory = self._memory or GraphMemory(call.tensors[0].device)
+        place = call.place
+        if place not in self._memories:
+            self._memories[place] = GraphMemory(place[0])
         try:
-            with torch.no_grad(), capture(self._memory) as graph:
+            with torch.no_grad(), torch.cuda.device(place[0]), capture(self._memories[place]) as graph:
                 results = call()
         except BaseException:
-            self._memory = None  # torch takes it for one that is still captured into
+            del self._memories[place]  # torch takes it for one that is still captured into
             raise
         return _Captured(graph, call.tensors, results)

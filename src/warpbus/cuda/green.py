@@ -23,7 +23,7 @@ from warpbus.errors import DeviceError, UsageError
 _SM = 1  # CUdevResourceType
 _DEFAULT_STREAM = 1  # CUgreenCtxCreate_flags
 
-_of_streams: dict[int, int] = {}  # how many multiprocessors green contexts have, by the handles of their streams
+_of_streams: dict[int, "GreenContext"] = {}  # by the handles of their streams, those that graphs are captured on too
 
 
 class Resource(ctypes.Structure):
@@ -88,6 +88,8 @@ class GreenContext:
     Args:
         share: above 0 and at most 1; rounded to whole groups.
 
+    A CUDA graph that is captured there (`warpbus.cuda.capture`) runs on this share wherever it is replayed.
+
     Attributes:
         multiprocessors: how many it got; `total`: how many the GPU has.
         stream: its stream, which does not wait for others by itself.
@@ -102,18 +104,17 @@ class GreenContext:
         self._driver = driver.library()
         torch.cuda.synchronize(self.device)  # makes torch's context, which this one shares memory with
         groups = _groups(self._driver, self.device.index)
-        self._context, self._stream = ctypes.c_void_p(), ctypes.c_void_p()
+        self._context = ctypes.c_void_p()
+        self._streams: list[int] = []
         self._groups: list[Resource] = groups.take(share)
         self.total = groups.total
         self.multiprocessors = sum(group.count for group in self._groups)
         try:
             self._create()
+            self.stream = torch.cuda.ExternalStream(self.create_stream(), self.device)
         except BaseException:
             self.close()
             raise
-        assert self._stream.value
-        self.stream = torch.cuda.ExternalStream(self._stream.value, self.device)
-        _of_streams[self._stream.value] = self.multiprocessors
 
     @contextmanager
     def running(self) -> Iterator[torch.cuda.Stream]:
@@ -121,16 +122,30 @@ class GreenContext:
         with running_on(self.stream):
             yield self.stream
 
+    def create_stream(self) -> int:
+        """The handle of a new stream of this context, which does not wait for others by itself and ends with it."""
+        stream = ctypes.c_void_p()
+        status = self._driver.cuGreenCtxStreamCreate(
+            ctypes.byref(stream), self._context, ctypes.c_uint(driver.NON_BLOCKING), ctypes.c_int(0)
+        )
+        driver.check(status, f"{self.device}: making a stream in a green context")
+        assert stream.value
+        self._streams.append(stream.value)
+        _of_streams[stream.value] = self
+        return stream.value
+
     def close(self) -> None:
         """Wait for what runs here and give the multiprocessors back. It may be called again.
 
-        Memory that torch keeps for the stream goes back to the driver by `torch.cuda.empty_cache()`.
+        Memory that torch keeps for the stream goes back to the driver by `torch.cuda.empty_cache()`. Graphs that were
+        captured here must not be replayed afterwards.
         """
-        if self._stream.value:
-            _of_streams.pop(self._stream.value, None)
-            driver.check(self._driver.cuStreamSynchronize(self._stream), f"{self.device}: waiting for a green context")
-            driver.check(self._driver.cuStreamDestroy_v2(self._stream), f"{self.device}: ending its stream")
-            self._stream = ctypes.c_void_p()
+        while self._streams:
+            handle = self._streams.pop()
+            _of_streams.pop(handle, None)
+            stream = ctypes.c_void_p(handle)
+            driver.check(self._driver.cuStreamSynchronize(stream), f"{self.device}: waiting for a green context")
+            driver.check(self._driver.cuStreamDestroy_v2(stream), f"{self.device}: ending its stream")
         if self._context:
             driver.check(self._driver.cuGreenCtxDestroy(self._context), f"{self.device}: ending a green context")
             self._context = ctypes.c_void_p()
@@ -157,10 +172,11 @@ class GreenContext:
             ctypes.byref(self._context), description, ctypes.c_int(self.device.index), ctypes.c_uint(_DEFAULT_STREAM)
         )
         driver.check(status, f"{self.device}: making a green context")
-        status = self._driver.cuGreenCtxStreamCreate(
-            ctypes.byref(self._stream), self._context, ctypes.c_uint(driver.NON_BLOCKING), ctypes.c_int(0)
-        )
-        driver.check(status, f"{self.device}: making a stream in a green context")
+
+
+def current(device: torch.device) -> GreenContext | None:
+    """The green context that this thread's current stream of a GPU belongs to, or `None`."""
+    return _of_streams.get(torch.cuda.current_stream(device).cuda_stream) if _of_streams else None
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -168,11 +184,8 @@ def multiprocessors(device: torch.device) -> int:
 
     Kernels whose blocks wait for each other may have no more of them than fit there.
     """
-    if _of_streams:
-        count = _of_streams.get(torch.cuda.current_stream(device).cuda_stream)
-        if count is not None:
-            return count
-    return _multiprocessors(device)
+    context = current(device)
+    return _multiprocessors(device) if context is None else context.multiprocessors
 
 
 @functools.cache

@@ -23,13 +23,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from warpbus.cuda.lent import lent
 from warpbus.errors import DeviceError
 
-# Every unit compiles for these in the tests, on machines without a GPU too.
+# The tests compile for these, on machines without a GPU too.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 _importing = threading.Lock()
@@ -39,6 +40,10 @@ _FUNCTION = re.compile(r"Compiling entry function '([^']+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
+# What decides about machine code beside the architecture and the macros.
+_OPTIONS: dict[str, Any] = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
+# Of CUDA's headers, those that kernels include: where no wheel tells the version, their content does.
+_INCLUDED = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp8.h", "cuda_fp8.hpp", "mma.h")
 _INSTALL = "install it with: pip install 'warpbus[cuda]'"
 
 
@@ -126,11 +131,13 @@ def cache_directory() -> Path:
 def compiler_version() -> str:
     """The versions of NVRTC and of CUDA's headers, "13.0.88, headers 13.0.96".
 
+    Of a system's toolkit, the library's file name and a hash of the headers: NVRTC itself tells no third number.
+
     Raises:
         DeviceError: NVRTC is not installed.
     """
     nvrtc = _distribution("nvidia-cuda-nvrtc") or _nvrtc_version()
-    return f"{nvrtc}, headers {_distribution('nvidia-cuda-runtime') or 'of the system'}"
+    return f"{nvrtc}, headers {_distribution('nvidia-cuda-runtime') or _header_version()}"
 
 
 def _distribution(name: str) -> str | None:
@@ -144,17 +151,28 @@ def _distribution(name: str) -> str | None:
 def _nvrtc_version() -> str:
     try:
         from cuda.bindings import nvrtc  # heavy, and absent on machines that only run on the CPU
+        from cuda.pathfinder import load_nvidia_dynamic_lib
     except ImportError:
         raise DeviceError(f"no CUDA compiler (NVRTC) is installed: {_INSTALL}") from None
     try:
         _, major, minor = nvrtc.nvrtcVersion()
     except Exception as error:  # cuda.pathfinder raises its own types where the library is missing
         raise DeviceError(f"no CUDA compiler (NVRTC) was found ({error}): {_INSTALL}") from None
-    return f"{major}.{minor}"
+    return f"{major}.{minor} {Path(load_nvidia_dynamic_lib('nvrtc').abs_path or '').resolve().name}"
+
+
+def _header_version() -> str:
+    digest = hashlib.sha256()
+    for name in _INCLUDED:
+        path = next((Path(folder, name) for folder in _headers() if Path(folder, name).is_file()), None)
+        if path is not None:
+            digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return f"of the system {digest.hexdigest()[:16]}"
 
 
 def _key(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: str) -> str:
-    digest = hashlib.sha256(f"{_FORMAT}\n{compiler_version()}\n{arch}\n{macros}\n".encode())
+    deciding = _FORMAT, compiler_version(), arch, macros, json.dumps(_OPTIONS, sort_keys=True)
+    digest = hashlib.sha256("".join(f"{each}\n" for each in deciding).encode())
     for path in _closure(source, root):
         text = path.read_bytes()
         digest.update(f"{path.relative_to(root)} {len(text)}\n".encode())
@@ -192,12 +210,15 @@ def _read(entry: Path) -> Cubin | None:
 
 
 def _write(entry: Path, cubin: Cubin) -> None:
+    """Write an entry, within `_alone`; what processes left behind that were killed at it is removed."""
+    for abandoned in entry.parent.glob(f"*{_lock_name(entry)}.*.part"):  # who writes there has the lock, and we have it
+        abandoned.unlink(missing_ok=True)
     facts = {
         "sha256": hashlib.sha256(cubin.code).hexdigest(),
         "resources": {name: asdict(values) for name, values in cubin.resources.items()},
         "remarks": cubin.remarks,
     }
-    handle, temporary = tempfile.mkstemp(dir=entry.parent, prefix=entry.stem, suffix=".part")
+    handle, temporary = tempfile.mkstemp(dir=entry.parent, prefix=f"{entry.stem}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(json.dumps(facts).encode() + b"\n" + cubin.code)
@@ -213,9 +234,14 @@ def _alone(entry: Path) -> Iterator[None]:
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     locks = entry.parent / "locks"
     locks.mkdir(exist_ok=True)
-    with open(locks / entry.stem[-2:], "w") as file:
+    with open(locks / _lock_name(entry), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _lock_name(entry: Path) -> str:
+    """The end of an entry's hash: entries that share it are compiled one after another."""
+    return entry.stem[-2:]
 
 
 def _compile(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch: str) -> Cubin:
@@ -223,11 +249,9 @@ def _compile(source: Path, root: Path, macros: tuple[tuple[str, str], ...], arch
     options = core.ProgramOptions(
         name=str(source.relative_to(root)),
         arch=arch,
-        std="c++17",
         define_macro=list(macros) or None,
         include_path=[str(root), *_headers()],
-        lineinfo=True,
-        ptxas_options=["-v"],
+        **_OPTIONS,
     )
     log = io.StringIO()
     try:

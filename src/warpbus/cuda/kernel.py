@@ -92,6 +92,7 @@ class Kernel:
         self._offsets = tuple(end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
         self._handles: dict[int, ctypes.c_void_p] = {}
         self._shared: dict[int, int] = {}
+        self._allowing = threading.Lock()
         self._resident: dict[tuple[int, ...], int] = {}
 
     def __call__(
@@ -105,13 +106,16 @@ class Kernel:
     ) -> None:
         """Launch on torch's current stream of the device of the first tensor among the arguments.
 
+        The first launch on a device compiles and loads the kernel, also while this thread captures a CUDA graph.
+
         Args:
             grid, block: one to three sides.
             arguments: one for each parameter; tensors have to be on one device.
             shared: bytes of dynamic shared memory a block.
             cluster: blocks in a cluster along x.
             dependent: start early and wait inside (programmatic dependent launch); before Hopper, which has no such
-                thing, it changes nothing.
+                thing, it changes nothing. False where the host has just copied something that the kernel reads before
+                it waits, or by the read-only path.
 
         Raises:
             DeviceError: the launch failed, with the limits of the device; or the kernel could not be compiled.
@@ -179,12 +183,19 @@ class Kernel:
         enter_context()
         handle = self._handles.get(index)
         if handle is None:
-            handle = driver.kernel(self.unit.load(architecture(index)), self.name, self.unit.label)
+            with driver.relaxed_capture():
+                handle = driver.kernel(self.unit.load(architecture(index)), self.name, self.unit.label)
             self._handles[index] = handle
-        if shared > self._shared.get(index, _LARGEST_WITHOUT_ASKING):
-            driver.allow_shared_memory(handle, shared, index, self.label)
-            self._shared[index] = shared
+        if shared > self._allowed(index):
+            with self._allowing:  # a thread that asks for less must not come after one that asks for more
+                if shared > self._allowed(index):
+                    driver.allow_shared_memory(handle, shared, index, self.label)
+                    self._shared[index] = shared
         return handle
+
+    def _allowed(self, index: int) -> int:
+        """Bytes of dynamic shared memory with which a GPU lets the kernel be launched."""
+        return self._shared.get(index, _LARGEST_WITHOUT_ASKING)
 
 
 def _value(argument: object) -> object:

@@ -216,9 +216,9 @@ def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
     `Group.meet`). When they have met, all are there and have exchanged something, so that the job's first exchange is
     a quick one: a GPU has its context, and NCCL its communicator, which it makes at once because it is told the device.
 
-    A process that waits half an hour for another one, here or in an exchange by gloo or NCCL, gives up and so ends the
-    job: gloo raises an exception, NCCL's watchdog kills the process. That limit does not hold for the exchanges of
-    `Peers`, which are kernels of ours. A process that dies ends the job at once, and one that stands still after
+    A process that waits for another one for half an hour, here or in an exchange, gives up, and so ends the job: gloo
+    raises an exception, NCCL's watchdog kills the process, and a GPU that waits in an exchange of `Peers` stops with an
+    error that names the other (`lost_peer`). A process that dies ends the job at once, and one that stands still after
     `Patience.limit`, see `Processes`.
 
     Args:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import weakref
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch.distributed
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from warpbus.errors import DeviceError
 from warpbus.kernels.ops.peers import (
     MOST_BYTES,
     MOST_RANKS,
+    PATIENCE,
     buffer_bytes,
     fits,
     new_epochs,
@@ -38,6 +41,8 @@ class Peers:
 
     Exchanges of one group come in the same order on all GPUs, one after the other: on one stream, or streams that wait
     for each other. They can be captured in CUDA graphs.
+
+    A GPU that another one leaves waiting for `PATIENCE` seconds stops: CUDA's next call fails, and `lost_peer` says why.
     """
 
     most_bytes = MOST_BYTES
@@ -47,6 +52,8 @@ class Peers:
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
         self._epochs = new_epochs(memory.device)
         self._rank = rank
+        self._missing = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
+        _opened.add(self)
 
     @classmethod
     def open(cls, rank: int, world: int, device: torch.device) -> "Peers | str":
@@ -78,12 +85,44 @@ class Peers:
         return fits(tensor)
 
     def sum(self, tensor: Tensor, residual: Tensor | None) -> Tensor:
-        """See `peer_sum`."""
-        return peer_sum(tensor, residual, self._addresses, self._epochs, self._rank)
+        """See `peer_sum`.
+
+        Raises:
+            DeviceError: another GPU did not come to an exchange before.
+        """
+        self._check()
+        return peer_sum(tensor, residual, self._addresses, self._epochs, self._rank, self._missing)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """See `peer_gather`."""
-        return peer_gather(tensor, self._addresses, self._epochs, self._rank)
+        """See `peer_gather`.
+
+        Raises:
+            DeviceError: another GPU did not come to an exchange before.
+        """
+        self._check()
+        return peer_gather(tensor, self._addresses, self._epochs, self._rank, self._missing)
+
+    def failure(self) -> DeviceError | None:
+        """The error of an exchange to which another GPU did not come, or `None`. It reads the host's memory alone."""
+        missing = int(self._missing)
+        if not missing:
+            return None
+        return DeviceError(
+            f"GPU {self._rank} waited {PATIENCE:g} s for GPU {missing - 1} in an exchange: the process of GPU "
+            f"{missing - 1} is stuck or computes something else; see what it printed, and start the job again"
+        )
+
+    def _check(self) -> None:
+        if error := self.failure():
+            raise error
+
+
+_opened: weakref.WeakSet[Peers] = weakref.WeakSet()
+
+
+def lost_peer() -> DeviceError | None:
+    """The first `Peers.failure` of this process: the reason for CUDA's "unspecified launch failure", if there is one."""
+    return next((error for peers in _opened if (error := peers.failure())), None)
 
 
 def _obstacle(rank: int, world: int, device: torch.device) -> int:

@@ -8,6 +8,7 @@ import torch
 from warpbus.dist.group import join
 from warpbus.dist.interpreters import Place, load
 from warpbus.dist.outcome import Done, Failure, Job
+from warpbus.dist.peers import lost_peer
 from warpbus.dist.pipe_line import PipeLine
 
 
@@ -22,7 +23,8 @@ def main(line: PipeLine, module: str) -> NoReturn:
     try:
         _work(line, module)
     except BaseException as error:
-        line.report(Failure.of(error))
+        # Of an exchange that nobody came to, CUDA says only that a launch failed.
+        line.report(Failure.of(lost_peer() or error))
     else:
         line.report(Done())
     line.pulse.stop()

@@ -139,17 +139,44 @@ def test_captures_of_two_threads_come_one_after_the_other(gpu):
     module._alone.release()
 
 
-def test_what_a_graph_was_captured_on_is_used_again_when_nobody_needs_it(monkeypatch):
-    made = []
-    monkeypatch.setattr(module, "_new_lane", lambda device: made.append(device) or module._Lane(len(made), None))
+@pytest.fixture
+def lanes(monkeypatch):
+    """The places that lanes were made for, the numbers of those that were waited for, and a green context."""
+    made, waited = [], []
+
+    def new_lane(device, context):
+        made.append((device, context))
+        number = len(made)
+        return module._Lane(number, None, SimpleNamespace(synchronize=lambda: waited.append(number)))
+
+    monkeypatch.setattr(module, "_new_lane", new_lane)
     monkeypatch.setattr(module, "_idle", defaultdict(list))
     monkeypatch.setattr(module.GraphMemory, "take_workspace", lambda memory: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 3)
+    return made, waited, object()
+
+
+def test_what_a_graph_was_captured_on_is_used_again_when_nobody_needs_it(lanes):
+    made, waited, _ = lanes
     one, other = torch.device("cuda", 0), torch.device("cuda", 1)
     first, second = GraphMemory(one), GraphMemory(one)
     assert (first.stream, second.stream) == (1, 2)
     del first
     gc.collect()
     assert GraphMemory(other).stream == 3  # another GPU's
+    waited.clear()
     assert GraphMemory(one).stream == 1
-    assert made == [one, one, other]
+    assert waited == [1]  # a graph that is gone may still run
+    assert made == [(one, None), (one, None), (other, None)]
+
+
+def test_graphs_of_a_green_context_are_captured_on_a_stream_of_it(lanes, monkeypatch):
+    made, _, share = lanes
+    gpu = torch.device("cuda", 0)
+    assert GraphMemory(gpu).stream == 1
+    gc.collect()
+    monkeypatch.setattr(module.green, "current", lambda device: share)
+    assert GraphMemory(gpu).stream == 2
+    gc.collect()
+    assert GraphMemory(gpu).stream == 2
+    assert made == [(gpu, None), (gpu, share)]

@@ -46,7 +46,10 @@ def test_a_kernel_has_those_of_its_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     assert green.multiprocessors(gpu) == 132
-    monkeypatch.setitem(green._of_streams, 7, 8)
+    share = SimpleNamespace(multiprocessors=8)
+    monkeypatch.setitem(green._of_streams, 7, share)
     assert green.multiprocessors(gpu) == 8
+    assert green.current(gpu) is share
     current.cuda_stream = 9
     assert green.multiprocessors(gpu) == 132
+    assert green.current(gpu) is None

@@ -55,6 +55,34 @@ def test_what_decides_about_an_entry(unit, tmp_path, monkeypatch):
     monkeypatch.setattr(jit, "compiler_version", lambda: "another")
     unit.compile("sm_80")
     assert len(entries()) == 5
+    monkeypatch.setitem(jit._OPTIONS, "lineinfo", False)
+    unit.compile("sm_80")
+    assert len(entries()) == 6
+
+
+def test_what_killed_processes_left_is_removed(unit):
+    unit.compile("sm_80")
+    (entry,) = entries()
+    abandoned = entry.with_name(f"{entry.stem}.abandoned.part")
+    elsewhere = entry.with_name(f"{entry.stem[:-1]}{'0' if entry.stem[-1] != '0' else '1'}.current.part")
+    for part in (abandoned, elsewhere):
+        part.write_bytes(b"half")
+    entry.unlink()
+    unit.compile("sm_80")
+    assert entry.exists()
+    assert not abandoned.exists()
+    assert elsewhere.exists()  # of another lock: somebody may be writing it
+
+
+def test_a_toolkit_of_the_system_is_told_by_its_files(monkeypatch, tmp_path):
+    monkeypatch.setattr(jit, "_distribution", lambda name: None)
+    monkeypatch.setattr(jit, "_headers", lambda: (str(tmp_path),))
+    (tmp_path / "cuda_fp16.h").write_text("one")
+    versions = [jit.compiler_version.__wrapped__()]
+    (tmp_path / "cuda_fp16.h").write_text("two")
+    versions.append(jit.compiler_version.__wrapped__())
+    assert versions[0] != versions[1]
+    assert all("libnvrtc.so" in version for version in versions)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Which exchanges go through the GPUs' memory, and why not."""
 
+import gc
+
 import pytest
 import torch
 
 from warpbus.dist import Group
-from warpbus.dist.peers import Peers
-from warpbus.errors import TensorError
+from warpbus.dist.peers import Peers, lost_peer
+from warpbus.errors import DeviceError, TensorError
 from warpbus.kernels.ops.peers import MOST_BYTES, buffer_bytes, fits, new_epochs, peer_gather, peer_sum
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -59,3 +61,17 @@ def test_other_arguments_are_refused() -> None:
         peer_gather(torch.zeros(8), buffers, epochs, 2)
     with pytest.raises(TensorError, match=r"^peer_sum: residual has shape \[4\], expected \[8\]"):
         peer_sum(torch.zeros(8), torch.zeros(4), buffers, epochs, 0)
+
+
+def test_a_gpu_that_did_not_come_is_named() -> None:
+    peers = Peers(torch.zeros(16), [0, 0, 0], 1)
+    assert peers.failure() is lost_peer() is None
+    peers._missing.fill_(3)  # what the kernel leaves
+    said = r"^GPU 1 waited 1800 s for GPU 2 in an exchange: .* start the job again$"
+    for exchange in (lambda: peers.sum(torch.zeros(8), None), lambda: peers.gather(torch.zeros(8))):
+        with pytest.raises(DeviceError, match=said):
+            exchange()
+    assert str(lost_peer()) == str(peers.failure())
+    del peers, exchange
+    gc.collect()
+    assert lost_peer() is None

@@ -1,21 +1,28 @@
-"""Every kernel compiles, without a GPU, for an architecture of each generation, and keeps its registers."""
+"""Every kernel compiles, without a GPU, for every architecture that is known, and keeps its registers."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from warpbus.cuda.jit import ARCHITECTURES
 from warpbus.kernels.units import CSRC, all_units
 
 pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda")
 
-# Ampere, Ada, Hopper, Blackwell. What is left out, sm_86 and sm_100a, takes the instructions of sm_80 and sm_120a;
-# `warpbus doctor --compile --arch` compiles for any. Together they would be a third of the time of all tests.
-GENERATIONS = ("sm_80", "sm_89", "sm_90a", "sm_120a")
+from ptx_loads import representatives
+
+# They take the instructions of sm_80 and sm_120a: of each source two units stand for the others. All of them would be a
+# third of the time of all tests; `warpbus doctor --compile --arch` compiles them.
+SIBLINGS = ("sm_86", "sm_100a")
+# Bytes of spilled registers a thread that are known: NVRTC 13 gives fit_scales no more than its 96 registers there.
+MOST_SPILLED = {("sm_100a", "fit_scales"): 20}
 
 
-@pytest.mark.parametrize("arch", GENERATIONS)
-def test_all_units_compile_without_spills(arch):
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_units_compile_without_spills(arch):
     units = [unit for unit in all_units() if unit.runs_on(arch)]
+    if arch in SIBLINGS:
+        units = representatives(units)
     if arch == "sm_89":  # the others are compiled for sm_80
         units = [unit for unit in units if not unit.runs_on("sm_80")]
     with ThreadPoolExecutor() as pool:
@@ -26,7 +33,8 @@ def test_all_units_compile_without_spills(arch):
         assert cubin.resources, unit.label
         assert not cubin.remarks, (unit.label, cubin.remarks)
         for name, taken in cubin.resources.items():
-            assert taken.spill_stores == taken.spill_loads == 0, (unit.label, name, taken)
+            spilled = max(taken.spill_stores, taken.spill_loads)
+            assert spilled <= MOST_SPILLED.get((arch, name), 0), (unit.label, name, taken)
             assert 0 < taken.registers <= 255, (unit.label, name, taken)
 
 

@@ -80,6 +80,20 @@ def test_min_p(min_p, kept):
     assert set(sample(LOGITS.expand(draws, 4), *controls, torch.arange(draws) / draws)[0].tolist()) == kept
 
 
+def test_min_p_above_1_is_1():
+    draws = 100
+    controls = columns(draws, min_p=1.5)[:4]
+    assert set(sample(LOGITS.expand(draws, 4), *controls, torch.arange(draws) / draws)[0].tolist()) == {1}
+
+
+@pytest.mark.parametrize("temperature", [torch.inf, torch.nan])
+def test_an_infinite_temperature_makes_all_equal_but_those_of_minus_infinity(temperature):
+    logits = torch.tensor([[2.0, -torch.inf, 1e4, -1e4, -torch.inf]]).expand(6, 5)
+    tokens, best = sample(logits, *columns(6, temperature=temperature)[:4], (torch.arange(6) + 0.5) / 6)
+    assert tokens.tolist() == [2, 2, 0, 0, 3, 3]  # the likeliest first
+    assert (best == 1e4).all()
+
+
 def test_min_p_counts_after_the_temperature_and_before_top_p():
     draws = 1000
     # At temperature 2 the weights are 0.47, 1, 0.22, 0.61: with min_p 0.4 three are left, the best has 0.48 of them.

@@ -2,6 +2,9 @@
 
 import itertools
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +23,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(workspace, "_of_stream", {})
     monkeypatch.setattr(workspace, "_reserves", {})
     monkeypatch.setattr(workspace, "_used_up", [])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(workspace, "_captures", lambda device: state.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=state.stream))
     return state
 
@@ -78,6 +81,39 @@ def test_a_reserve_is_renewed_between_captures(gpu):
         counters(CPU, 1)
     places.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+
+
+def test_threads_that_capture_at_once_share_no_counters(gpu, monkeypatch):
+    """The reserve is divided while another thread has read it and not yet taken its part."""
+
+    class Slow(dict):
+        def get(self, device):
+            found = super().get(device)
+            time.sleep(0.01)
+            return found
+
+    counters(CPU, 1)
+    monkeypatch.setattr(workspace, "_reserves", Slow(workspace._reserves))
+    gpu.capturing = True
+    with ThreadPoolExecutor(4) as pool:
+        taken = list(pool.map(lambda _: counters(CPU, 100), range(8)))
+    assert not any(overlap(a, b) for i, a in enumerate(taken) for b in taken[:i])
+
+
+def test_the_stream_that_is_asked_about_is_that_of_the_tensors_gpu(monkeypatch):
+    on, capturing = [0], {0: False, 1: True}
+
+    @contextmanager
+    def device(chosen):
+        before, on[0] = on[0], chosen.index
+        yield
+        on[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: on[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[on[0]])
+    assert workspace._captures(torch.device("cuda", 1))
+    assert not workspace._captures(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from warpbus.cuda.capture import GraphMemory, capture
+from warpbus.cuda.graphs import Replayed
 from warpbus.cuda.green import GreenContext, multiprocessors
 from warpbus.cuda.kernel import Unit
 from warpbus.errors import DeviceError
@@ -120,3 +122,56 @@ def test_attention_waits_for_no_block_without_room(context):
     with GreenContext(GPU, 0.01) as green, green.running():
         found = attended()
     assert torch.equal(found, expected)
+
+
+def test_a_graph_that_is_captured_here_stays_here(tmp_path, monkeypatch):
+    """Wherever it is replayed; and what is captured elsewhere stays elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "mark.cu").write_text(SOURCE)
+    mark = Unit(tmp_path / "mark.cu", tmp_path).kernel("mark", "P")
+    seen = torch.zeros(1024, dtype=torch.int32, device=GPU)
+    counted = []
+
+    def captured(blocks):
+        memory = GraphMemory(GPU)
+        with capture(memory) as graph:  # the kernel is loaded meanwhile
+            counted.append(multiprocessors(GPU))
+            mark(blocks, 128, seen)
+        return graph
+
+    def used(graph):
+        seen.zero_()
+        graph.replay()
+        return set(torch.nonzero(seen).flatten().tolist())
+
+    total = torch.cuda.get_device_properties(GPU).multi_processor_count
+    with GreenContext(GPU, 0.25) as green:
+        with green.running():
+            inside = captured(16 * total)
+            within = used(inside)
+        outside = captured(16 * total)
+        assert counted == [green.multiprocessors, total]
+        assert 0 < len(within) <= green.multiprocessors
+        assert used(inside) == within
+        assert len(used(outside)) > green.multiprocessors
+        torch.cuda.synchronize(GPU)
+        del inside
+
+
+def test_calls_that_become_graphs_have_one_in_each_context():
+    run, x = Replayed(), torch.randn(64, 64, device=GPU)
+
+    def doubled(x):
+        seen.append(multiprocessors(GPU))
+        return (2 * x,)
+
+    seen = []
+    with GreenContext(GPU, 0.25) as green:
+        for _ in range(3):
+            assert torch.equal(run(doubled, x)[0], 2 * x)
+            with green.running():
+                found = run(doubled, x)[0].clone()
+            assert torch.equal(found, 2 * x)
+        assert sorted(seen) == sorted([green.multiprocessors, green.total] * 2)  # an ordinary call and a capture each
+        torch.cuda.synchronize(GPU)
+        del run

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tile_errors import assert_close_everywhere
 
 from warpbus.errors import TensorError
 from warpbus.kernels.ops import attention
@@ -26,8 +27,8 @@ NOWHERE = 2**31 - 1  # an entry of a block table that may not be used
 
 
 @pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(torch.seed() % 2**31)
+def _seed(seed):
+    """Each test has random numbers of its own."""
 
 
 def poisoned(*shape, dtype):
@@ -141,7 +142,9 @@ def assert_near(found, wanted):
     """Query, weights and output are each rounded once to the dtype: eps / 2 each at most, and less in the norm."""
     assert found.isfinite().all()
     error = ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
-    assert error < max(torch.finfo(found.dtype).eps, 1e-6), error
+    tolerance = max(torch.finfo(found.dtype).eps, 1e-6)
+    assert error < tolerance, error
+    assert_close_everywhere(found, wanted, tolerance)
 
 
 def check(given):

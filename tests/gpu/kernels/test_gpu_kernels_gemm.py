@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from tile_errors import assert_close_everywhere
 
 from warpbus.cuda.jit import architecture
 from warpbus.kernels.ops import wgmma
@@ -49,8 +50,8 @@ GLM = [
 
 
 @pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(torch.seed() % 2**31)
+def _seed(seed):
+    """Each test has random numbers of its own."""
 
 
 def random(*shape, dtype):
@@ -61,6 +62,7 @@ def check(found, expected):
     assert found.isfinite().all()
     error = ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
     assert error < torch.finfo(found.dtype).eps, error
+    assert_close_everywhere(found, expected, torch.finfo(found.dtype).eps)
 
 
 @needs_hopper

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from tile_errors import assert_close_everywhere
 
 from warpbus.kernels.ops import mma
 
@@ -61,7 +62,9 @@ def check(out, expected, k):
     """Rounding the result once, and the errors of k additions in float32, which mostly cancel."""
     assert torch.isfinite(out).all()
     error = (out.double() - expected).norm() / expected.norm()
-    assert error.item() < torch.finfo(out.dtype).eps / 2 + 4 * k**0.5 * 2**-23
+    tolerance = torch.finfo(out.dtype).eps / 2 + 4 * k**0.5 * 2**-23
+    assert error.item() < tolerance
+    assert_close_everywhere(out, expected, tolerance)
 
 
 def force(monkeypatch, tiling, part=None):

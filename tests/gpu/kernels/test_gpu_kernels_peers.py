@@ -1,5 +1,8 @@
 """Exchanges between GPUs, as two ranks on one GPU: each on a stream of its own, with a buffer of its own."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,3 +68,26 @@ def test_gathered(dtype: torch.dtype) -> None:
         parts = [torch.randint(0, 100, shape, device=DEVICE).to(dtype) for _ in range(2)]
         for gathered in ranks.gather(parts):
             assert torch.equal(gathered, torch.stack(parts))
+
+
+ALONE = """
+import torch
+from warpbus.kernels.ops.peers import buffer_bytes, new_epochs, peer_sum
+memory = [torch.zeros(buffer_bytes(2), dtype=torch.uint8, device="cuda") for _ in range(2)]
+buffers = torch.tensor([each.data_ptr() for each in memory], device="cuda")
+missing = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+peer_sum(torch.ones(4096, device="cuda"), None, buffers, new_epochs(buffers.device), 0, missing, 0.2)
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    assert "launch failure" in str(error), error
+    print("rank", missing.item() - 1)
+else:
+    print("went on")
+"""
+
+
+def test_a_rank_that_does_not_come_ends_the_wait() -> None:
+    """In a process of its own: the GPU is of no more use to it."""
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "rank 1", done.stderr

@@ -144,6 +144,19 @@ def test_controls_of_each_row():
         assert torch.equal(sample(logits[here], *(column[here] for column in controls))[0], together[here])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_controls_beyond_their_ranges(dtype):
+    logits = random(1000, 500, dtype=dtype) * 4
+    logits[:, ::3] = float("-inf")
+    for temperature, min_p in ((float("inf"), 0.0), (float("nan"), 0.0), (1.0, 1.5), (float("inf"), 7.0)):
+        controls = columns(1000, temperature, 0, 1.0, min_p)
+        expected, _ = reference.sample(logits.cpu(), *(column.cpu() for column in controls))
+        poison(1000)
+        tokens = sample(logits, *controls)[0].cpu()
+        assert ((tokens >= 0) & (tokens < 500) & (tokens % 3 > 0)).all()
+        assert (tokens != expected).sum() <= 3
+
+
 def test_the_same_at_every_run():
     logits = scores("normal", 64, 152_064, torch.float16)
     controls = columns(64, 1.0, 0, 0.95)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tile_errors import assert_close_everywhere
 from torch.nn import functional as F
 
 from warpbus.cuda.jit import architecture
@@ -76,6 +77,7 @@ def check(out, expected):
     error = (out.double() - expected).norm() / expected.norm()
     assert torch.isfinite(out).all()
     assert error.item() <= torch.finfo(out.dtype).eps
+    assert_close_everywhere(out, expected, torch.finfo(out.dtype).eps)
 
 
 def decode(x, packed, bias=None, norm=None, residual=None, gated=False):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.devices import shared_memory
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import Kernel, runs_on
@@ -297,12 +298,7 @@ def _keys(head_dim: int) -> int:
 
 
 def _device(device: torch.device) -> Device:
-    return Device(multiprocessors(device), _shared_memory(device))
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+    return Device(multiprocessors(device), shared_memory(device))
 
 
 @functools.cache
@@ -342,6 +338,8 @@ def _launch(
                 f"decode_attention: {of} begin at {tensor.data_ptr():#x} and have strides {tensor.stride()}: give a "
                 "cache whose heads begin at multiples of 16 bytes"
             )
+    # A copy is the kernel just ahead: what it writes is not settled.
+    settled = settled and table.is_contiguous() and positions.is_contiguous()
     qkv, table, positions = qkv.contiguous(), table.contiguous(), positions.contiguous()
     if not aligned(qkv):
         qkv = qkv.clone()

@@ -74,13 +74,15 @@ def launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> T
         return reference.gemv(weight, x, bias, activation)
     out = weight.new_empty(weight.shape[0])
     bias = None if bias is None else bias.contiguous()
-    weight, x = weight.contiguous(), x.contiguous()
+    given, weight, x = weight, weight.contiguous(), x.contiguous()
     vector = 8 if aligned(weight, x) else 1
     n, k = weight.shape
     warps, split = _SHORT_ROWS if k <= _SHORT else _LONG_ROWS
     grid = blocks((n, warps // split))
     arguments = weight, x, bias, out, n, k, ACTIVATIONS[activation]
-    _kernel(weight.dtype, warps, split, vector)(grid, 32 * warps, *arguments, dependent=True)
+    # The read-only path may not load what a copy just ahead still writes.
+    dependent = weight is given
+    _kernel(weight.dtype, warps, split, vector)(grid, 32 * warps, *arguments, dependent=dependent)
     return out
 
 

@@ -10,12 +10,15 @@ MOST_RANKS = 8
 MOST_BYTES = 512 * 1024
 """The largest tensor: beyond, a ring that sends each GPU only a share of the others' tensors is quicker."""
 
+PATIENCE = 1800.0
+"""Seconds that a GPU waits for another one, as NCCL's watchdog does."""
+
 _THREADS = 256
 _BLOCK_BYTES = 16 * _THREADS
 _MOST_BLOCKS = MOST_BYTES // _BLOCK_BYTES
 
-_SUM = per_dtype("peers/exchange.cu", "peer_sum", "PPPPPiiii")
-_GATHER = per_dtype("peers/exchange.cu", "peer_gather", "PPPPiiii", (torch.float32,))[torch.float32]
+_SUM = per_dtype("peers/exchange.cu", "peer_sum", "PPPPPPiiiiq")
+_GATHER = per_dtype("peers/exchange.cu", "peer_gather", "PPPPPiiiiq", (torch.float32,))[torch.float32]
 
 
 def buffer_bytes(world: int) -> int:
@@ -33,7 +36,15 @@ def fits(x: Tensor) -> bool:
     return 0 < x.nbytes <= MOST_BYTES and x.nbytes % 16 == 0
 
 
-def peer_sum(x: Tensor, residual: Tensor | None, buffers: Tensor, epochs: Tensor, rank: int) -> Tensor:
+def peer_sum(
+    x: Tensor,
+    residual: Tensor | None,
+    buffers: Tensor,
+    epochs: Tensor,
+    rank: int,
+    missing: Tensor | None = None,
+    patience: float = PATIENCE,
+) -> Tensor:
     """The sum over the GPUs of x, plus `residual`, on each of them; each calls it as often, with the same shapes.
 
     Args:
@@ -42,6 +53,9 @@ def peer_sum(x: Tensor, residual: Tensor | None, buffers: Tensor, epochs: Tensor
         buffers: int64 `[world]`: the addresses of all GPUs' buffers of `buffer_bytes`, as this GPU sees them.
         epochs: this GPU's, from `new_epochs`; changed.
         rank: of this GPU among `world`, at most `MOST_RANKS`.
+        missing: int32 `[1]` in pinned memory of the host, 0. The kernel writes a rank + 1 there where that rank does
+            not come within `patience` seconds, and ends all work of the process on this GPU: CUDA then reports
+            "unspecified launch failure" for every call.
 
     Returns:
         like x: added in float32 in the order of ranks and rounded once, the same bits on all GPUs.
@@ -55,11 +69,19 @@ def peer_sum(x: Tensor, residual: Tensor | None, buffers: Tensor, epochs: Tensor
     _check("peer_sum", x, rank, buffers)
     x, out = _aligned(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     residual = None if residual is None else _aligned(residual)
-    _SUM[x.dtype](*_grid(x), x, residual, out, buffers, epochs, *_sizes(x, rank, buffers), dependent=True)
+    sizes = _sizes(x, rank, buffers, patience)
+    _SUM[x.dtype](*_grid(x), x, residual, out, buffers, epochs, missing, *sizes, dependent=True)
     return out
 
 
-def peer_gather(x: Tensor, buffers: Tensor, epochs: Tensor, rank: int) -> Tensor:
+def peer_gather(
+    x: Tensor,
+    buffers: Tensor,
+    epochs: Tensor,
+    rank: int,
+    missing: Tensor | None = None,
+    patience: float = PATIENCE,
+) -> Tensor:
     """The tensors of all GPUs, `[world, *x.shape]` in the order of ranks, on each of them; as `peer_sum`, of any dtype.
 
     Raises:
@@ -67,7 +89,7 @@ def peer_gather(x: Tensor, buffers: Tensor, epochs: Tensor, rank: int) -> Tensor
     """
     _check("peer_gather", x, rank, buffers)
     x, out = _aligned(x), torch.empty(len(buffers), *x.shape, dtype=x.dtype, device=x.device)
-    _GATHER(*_grid(x), x, out, buffers, epochs, *_sizes(x, rank, buffers), dependent=True)
+    _GATHER(*_grid(x), x, out, buffers, epochs, missing, *_sizes(x, rank, buffers, patience), dependent=True)
     return out
 
 
@@ -83,8 +105,8 @@ def _grid(x: Tensor) -> tuple[int, int]:
     return blocks((x.nbytes, _BLOCK_BYTES)), _THREADS
 
 
-def _sizes(x: Tensor, rank: int, buffers: Tensor) -> tuple[int, int, int, int]:
-    return x.nbytes // 16, rank, len(buffers), _MOST_BLOCKS
+def _sizes(x: Tensor, rank: int, buffers: Tensor, patience: float) -> tuple[int, int, int, int, int]:
+    return x.nbytes // 16, rank, len(buffers), _MOST_BLOCKS, int(patience * 1e9)
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -48,10 +48,10 @@ def sample(
 
     Args:
         logits: `[b, v]`, float32, float16 or bfloat16, v from 1 to 2^19; copied where not contiguous.
-        temperature: float32 `[b]`, above 0.
+        temperature: float32 `[b]`, above 0; infinity or NaN makes all tokens but those of score -inf equally likely.
         top_k: int32 `[b]`; 0 allows all tokens, 1 is greedy.
         top_p: float32 `[b]`, above 0; 1 allows all tokens.
-        min_p: float32 `[b]`, from 0 to 1; 0 allows all tokens.
+        min_p: float32 `[b]`, from 0 to 1, above counts as 1; 0 allows all tokens.
         uniform: float32 `[b]`, random numbers from 0 to 1.
 
     Returns:

@@ -42,8 +42,8 @@ def wna16_linear(
     product.
 
     Args:
-        x: `[..., k]`. With a `PackedWeight` in its dtype, float16 or bfloat16; with a `QTensor` any floating dtype, and
-            the weight is dequantized at every call.
+        x: `[..., k]`, finite: an infinite element makes results NaN or infinite. With a `PackedWeight` in its dtype,
+            float16 or bfloat16; with a `QTensor` any floating dtype, and the weight is dequantized at every call.
         weight: `[n, k]`, on the same device.
         bias: `[n]`.
         norm: weight `[k]` of an RMSNorm that x goes through first, with `eps`.
@@ -110,7 +110,6 @@ def _launch(
         if norm is not None and not wna16_decode.norms(x, weight):
             x, norm = rms_norm(x, norm, eps), None
         out = x.new_empty(m, n // 2 if gated else n)
-        norm = None if norm is None else norm.contiguous()
         residual = None if residual is None else residual.contiguous()
         wna16_decode.multiply(x, weight, bias, norm, eps, residual, gated, out)
         return out

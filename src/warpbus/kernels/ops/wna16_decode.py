@@ -45,7 +45,8 @@ def multiply(
 
     Args:
         x: `[m, k]`, contiguous; it `fits`.
-        bias, norm, residual: `[n]`, `[k]` and the shape of `out`, contiguous, or `None`; `norm` where it `norms`.
+        bias, residual: `[n]` and the shape of `out`, contiguous, or `None`.
+        norm: `[k]`, or `None`; only where it `norms`. Copied where it is not contiguous and aligned.
         gated: the result is `silu(gate) * up`; n / 2 is a multiple of 16.
         out: `[m, n]`, or `[m, n / 2]` where gated, contiguous.
     """
@@ -54,8 +55,11 @@ def multiply(
     pairs = n // 2 // TILE_ROWS if gated else blocks((n, 2 * TILE_ROWS))
     once = pairs <= multiprocessors(x.device)  # a block needs x once, and stages have room for more of it
     streamed = norm is None and (once or _stages(x, weight, streamed=False) < _FEWEST_STAGES)
+    copied = False
     if norm is not None:
-        x, norm = (tensor if aligned(tensor) else tensor.clone() for tensor in (x, norm))
+        x = x if aligned(x) else x.clone()
+        if not (norm.is_contiguous() and aligned(norm)):
+            norm, copied = norm.clone(memory_format=torch.contiguous_format), True
     elif not copyable(x) or k % TILE_COLUMNS:
         x = _padded(x)
     size = weight.scheme.group_size
@@ -70,7 +74,7 @@ def multiply(
         *(m, n, k, blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
         *(pairs if gated else 0, stages, int(streamed), eps),
         shared=stages * stage + others,
-        dependent=True,
+        dependent=not copied,  # the norm's weight is loaded before the kernels ahead have ended
     )
 
 

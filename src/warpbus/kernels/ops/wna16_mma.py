@@ -10,6 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from warpbus.cuda.devices import shared_memory
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, per_dtype
@@ -21,6 +22,7 @@ _PARAMETERS = "PPPPPPPiiiiiiiqi"  # of sm80_wna16
 _STAGES = 3  # kStages in sm80_wna16.cu
 _REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
 _CHUNK = 8  # elements in 16 bytes
+_RESERVED = 1024  # bytes of shared memory that the system takes of each block
 _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row
 
 
@@ -31,7 +33,7 @@ class Tiling:
     Attributes:
         tile_m, tile_n: rows of x, and rows of the weight, that a block multiplies.
         warp_m, warp_n: what a warp does of it.
-        resident: blocks that a multiprocessor holds at a time.
+        resident: blocks that a multiprocessor holds at a time as far as registers go.
         efficiency: the part of the tensor cores' rate that a full multiprocessor reaches, as expected.
     """
 
@@ -50,6 +52,10 @@ class Tiling:
     def shared(self, bits: int) -> int:
         """Bytes of shared memory a block: of each stage x, codes, and two scales and zero points a row."""
         return _STAGES * (self.tile_m * TILE_COLUMNS * 2 + self.tile_n * (TILE_COLUMNS * bits // 8 + 2 * 2 * 2))
+
+    def resident_within(self, bits: int, shared_memory: int) -> int:
+        """Blocks that a multiprocessor with so many bytes of shared memory holds at a time."""
+        return max(1, min(self.resident, shared_memory // (self.shared(bits) + _RESERVED)))
 
     def tiles(self, m: int, n: int) -> int:
         """How many tiles cover a product."""
@@ -96,7 +102,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) 
     if m == 0 or n == 0:
         return
     x = addressable(x)
-    tiling, part = plan(m, n, k, weight.bits, multiprocessors(x.device))
+    tiling, part = plan(m, n, k, weight.bits, multiprocessors(x.device), shared_memory(x.device))
     splits = blocks((max(k, 1), part))
     columns = blocks((n, _CHUNK)) * _CHUNK
     partial = torch.empty(splits, m, columns, dtype=torch.float32, device=x.device) if splits > 1 else None
@@ -129,11 +135,14 @@ _MOST_SPLITS = 32
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, bits: int, multiprocessors: int) -> tuple[Tiling, int]:
+def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory: int) -> tuple[Tiling, int]:
     """The tiling of least expected time, and how much of k a block sums.
 
     Splitting k gives work to multiprocessors that would have none, where the product has few tiles; it costs a second
     kernel, which reads all partial sums.
+
+    Args:
+        shared_memory: bytes of a multiprocessor.
 
     Returns:
         A tiling of `TILINGS`, and a multiple of 64.
@@ -142,16 +151,17 @@ def plan(m: int, n: int, k: int, bits: int, multiprocessors: int) -> tuple[Tilin
     for tiling in TILINGS:
         for splits in range(1, max(1, min(_MOST_SPLITS, k // _LEAST_PART)) + 1):
             part = blocks((max(k, 1), splits * TILE_COLUMNS)) * TILE_COLUMNS
-            choices.append((_clocks(m, n, k, bits, multiprocessors, tiling, part), tiling, part))
+            resident = tiling.resident_within(bits, shared_memory)
+            choices.append((_clocks(m, n, k, bits, multiprocessors, tiling, resident, part), tiling, part))
     _, tiling, part = min(choices, key=lambda choice: choice[0])
     return tiling, part
 
 
-def _clocks(m: int, n: int, k: int, bits: int, multiprocessors: int, tiling: Tiling, part: int) -> float:
+def _clocks(m: int, n: int, k: int, bits: int, multiprocessors: int, tiling: Tiling, resident: int, part: int) -> float:
     """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
     splits = blocks((max(k, 1), part))
     share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
-    rounds = blocks((share, tiling.resident))
+    rounds = blocks((share, resident))
     computing = share * part * tiling.tile_m * tiling.tile_n / (_PRODUCTS * tiling.efficiency)
     reading = share * part * (2 * min(m, tiling.tile_m) + min(n, tiling.tile_n) * bits / 8) / _BYTES
     loading = n * k * bits / 8 / (_MEMORY * multiprocessors)

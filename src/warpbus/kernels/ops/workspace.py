@@ -23,6 +23,7 @@ _of_stream: dict[tuple[torch.device, int], Tensor] = {}
 _reserves: dict[torch.device, Tensor] = {}
 _used_up: list[Tensor] = []  # reserves that graphs count in, which may be replayed as long as the process lives
 _of_thread = threading.local()
+_dividing = threading.Lock()  # of the reserves
 
 
 @contextmanager
@@ -46,13 +47,14 @@ def counters(device: torch.device, count: int) -> Tensor:
     buffer: Tensor | None = getattr(_of_thread, "lent", None)
     if buffer is not None and buffer.device == device and buffer.numel() >= count:
         return buffer
-    if torch.cuda.is_current_stream_capturing():
+    if _captures(device):
         return _captured(device, count)
-    reserve = _reserves.get(device)
-    if reserve is None or reserve.numel() < _RESERVE // 2:  # for some five hundred kernels of the next graphs
-        if reserve is not None:
-            _used_up.append(reserve)
-        _reserves[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
+    with _dividing:
+        reserve = _reserves.get(device)
+        if reserve is None or reserve.numel() < _RESERVE // 2:  # for some five hundred kernels of the next graphs
+            if reserve is not None:
+                _used_up.append(reserve)
+            _reserves[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     held = _of_stream.get(key)
     if held is None or held.numel() < count:
@@ -60,10 +62,19 @@ def counters(device: torch.device, count: int) -> Tensor:
     return held
 
 
+def _captures(device: torch.device) -> bool:
+    """Whether this thread captures on its current stream of a GPU, which need not be the current GPU."""
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def _captured(device: torch.device, count: int) -> Tensor:
-    reserve = _reserves.get(device)
-    if reserve is None or reserve.numel() < count:
-        # Right, but zeroed by a node of the graph's own at every replay.
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    taken, _reserves[device] = reserve[:count], reserve[count:]
-    return taken
+    with _dividing:
+        reserve = _reserves.get(device)
+        if reserve is not None and reserve.numel() >= count:
+            taken, _reserves[device] = reserve[:count], reserve[count:]
+            return taken
+    # Right, but zeroed by a node of the graph's own at every replay.
+    return torch.zeros(count, dtype=torch.int32, device=device)

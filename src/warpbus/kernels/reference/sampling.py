@@ -18,9 +18,11 @@ def sample(
     vocabulary = ordered.shape[-1]
     kept = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary)
     outside = torch.arange(vocabulary, device=logits.device) >= kept[:, None]
-    scaled = (ordered / temperature[:, None]).masked_fill_(outside, -torch.inf)
+    # At an infinite temperature all scores are 0 but those of -inf.
+    scaled = ordered / temperature.nan_to_num(nan=torch.inf, posinf=torch.inf)[:, None]
+    scaled.masked_fill_(outside | (ordered == -torch.inf), -torch.inf)
     # The first has the largest, which makes them weights of 1 and less.
-    scaled.masked_fill_((scaled - scaled[:, :1]).exp() < min_p[:, None], -torch.inf)
+    scaled.masked_fill_((scaled - scaled[:, :1]).exp() < min_p[:, None].clamp(max=1), -torch.inf)
     probabilities = scaled.softmax(-1)
     cumulated = probabilities.cumsum(-1)
     # A token stays while those before it have not yet reached top_p: the first always does.

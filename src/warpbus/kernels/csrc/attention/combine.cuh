@@ -172,7 +172,8 @@ __device__ __forceinline__ void combine(const Parts& parts, int count, int in_gr
 
 // One thread of a block calls it when the block's part is written: the last `combiners` of `blocks` blocks get numbers
 // from 0 on as soon as all parts are there, the others -1. With more than one combiner they wait for the blocks still
-// at work, so that is for grids which the GPU holds whole.
+// at work, so that is for grids which the GPU holds whole; beside other streams it relies on blocks starting in the order of
+// their numbers, as GPUs do though CUDA does not promise it.
 __device__ __forceinline__ int arrive(int* counter, int blocks, int combiners) {
     const int left = blocks - 1 - ptx::add_acquire_release(counter, 1);
     if (left >= combiners) return -1;

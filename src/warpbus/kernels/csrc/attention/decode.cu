@@ -92,10 +92,9 @@ __device__ __forceinline__ void store_part(const attention::Parts& parts, int pa
     }
 }
 
-// What the kernel ahead may have written, qkv and positions, is not __restrict__: loads of what nobody writes in this
-// kernel could move ahead of griddepcontrol_wait.
+// The kernel ahead may write qkv, table and positions: not __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-    decode_attention(const ELEMENT* qkv, const float* __restrict__ table, const int* positions,
+    decode_attention(const ELEMENT* qkv, const float* table, const int* positions,
                      const int* block_table, Cache* keys, Cache* values, float* key_scales, float* value_scales,
                      ELEMENT* __restrict__ out, float* part_values, float2* part_weights, int* counters,
                      long long block_table_stride,

@@ -154,7 +154,17 @@ __device__ __forceinline__ signed char round_s8(float x) {
     return static_cast<signed char>(rounded);
 }
 
-// ---- Global loads past L1 (sm_80) ----
+// ---- Global loads of 16 bytes ----
+
+// Load 16 bytes that another kernel may have written, by way of L1. The compiler keeps the order of these loads and of
+// load_streaming: free to move them, it takes more registers for more of them in flight.
+__device__ __forceinline__ uint4 load_in_order(const void* global) {
+    uint4 value;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(global));
+    return value;
+}
 
 // Load 16 bytes that are read once and not written while the kernel runs: not kept in L1, 256 bytes at a time into L2.
 __device__ __forceinline__ uint4 load_streaming(const void* global) {
@@ -365,6 +375,12 @@ __device__ __forceinline__ void setmaxnreg_increase() {
 }
 
 // Wait until the kernels ahead in the stream have ended and their writes are visible (programmatic dependent launch).
+//
+// A parameter that points to what those kernels may write must not be `const __restrict__`: that promises memory which
+// nobody writes while this kernel runs, this kernel runs while they write, and the compiler loads such memory through the
+// read-only path (ld.global.nc), which may hold the old values. A weight may be loaded so, or ahead of this wait: no kernel of
+// a step writes it. Where the host has just copied it, it launches with dependent=False.
+// tests/cpu/kernels/test_kernels_read_only_loads.py checks the loads.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Let a dependent kernel start once all blocks have called this or ended.

@@ -18,7 +18,7 @@ constexpr int kWarps = kBlock / 32;
 constexpr float kLargest = E4M3 ? 448.0f : 57344.0f;
 constexpr float kSmallest = 1e-12f;  // a largest magnitude below is taken for this: zeros have a scale too
 
-// What they write, x and the scale, is not __restrict__: loads of what nobody writes in a kernel could move ahead of it.
+// The kernels ahead may write x and the scale: not __restrict__ (see ptx::griddepcontrol_wait).
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();

@@ -40,7 +40,7 @@ __device__ __forceinline__ Chunk load_weight(const ELEMENT* row, int chunk, int 
 __device__ __forceinline__ Chunk load_x(const ELEMENT* x, int chunk, int k) {
     if constexpr (VECTOR == 8) {
         Chunk value;
-        *reinterpret_cast<uint4*>(&value) = __ldg(reinterpret_cast<const uint4*>(x + 8 * chunk));
+        *reinterpret_cast<uint4*>(&value) = ptx::load_in_order(x + 8 * chunk);
         return value;
     } else {
         return load_weight(x, chunk, k);
@@ -57,8 +57,9 @@ __device__ __forceinline__ void accumulate(float2& sum, const Chunk& weight, con
     }
 }
 
+// The kernel ahead may write x and bias: not __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    hgemv(const ELEMENT* __restrict__ weight, const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ bias,
+    hgemv(const ELEMENT* __restrict__ weight, const ELEMENT* x, const ELEMENT* bias,
           ELEMENT* __restrict__ y, int n, int k, int activation) {
 #if __CUDA_ARCH__ >= 900
     // The kernel after this one may start where this one has left room; this one waits for what the one before it wrote.

@@ -13,6 +13,8 @@
 //   data   [2][world][most_blocks * kThreads][16 bytes]    by parity of the round, and the rank that wrote it
 //
 // all zero before the first call. epochs[block], in memory of this GPU alone: how many rounds the block has done.
+// A block that waits `limit` nanoseconds for another rank's flag leaves that rank + 1 in `missing`, an int in memory of the
+// host that may be null, and traps: its GPU computes nothing further, so that nobody takes the result for a sum.
 // Launch: ceil(chunks / kThreads) blocks, at most most_blocks; on every rank the same, in the same order of launches.
 //
 // A block depends on its namesakes alone and keeps to its own part of the buffers. Two halves are enough: the others write
@@ -43,9 +45,9 @@ struct Round {
 
 // Hand this thread's chunk to all others and wait for theirs. All threads of the block call it.
 __device__ __forceinline__ Round exchange(const ELEMENT* x, const unsigned long long* buffers, unsigned int* epochs,
-                                          int chunks, int rank, int world, int most_blocks) {
+                                          int* missing, int chunks, int rank, int world, int most_blocks,
+                                          unsigned long long limit) {
 #if __CUDA_ARCH__ >= 900
-    ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
 #endif
     const int thread = threadIdx.x;
@@ -70,17 +72,22 @@ __device__ __forceinline__ Round exchange(const ELEMENT* x, const unsigned long 
         auto* theirs = reinterpret_cast<unsigned int*>(buffers[thread]);
         auto* ours = reinterpret_cast<const unsigned int*>(buffers[rank]);
         peers::raise(theirs + rank * most_blocks + blockIdx.x, epoch);
-        peers::wait(ours + thread * most_blocks + blockIdx.x, epoch);
+        if (!peers::wait(ours + thread * most_blocks + blockIdx.x, epoch, limit)) peers::give_up(missing, thread + 1);
     }
     __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    // Not before: the next kernel's blocks would take multiprocessors while this one waits, from other streams' work too,
+    // which the other ranks may wait for.
+    ptx::griddepcontrol_launch_dependents();
+#endif
     if (thread == 0) epochs[blockIdx.x] = epoch;
     return round;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     peer_sum(const ELEMENT* x, const ELEMENT* residual, ELEMENT* out, const unsigned long long* buffers,
-             unsigned int* epochs, int chunks, int rank, int world, int most_blocks) {
-    const Round round = exchange(x, buffers, epochs, chunks, rank, world, most_blocks);
+             unsigned int* epochs, int* missing, int chunks, int rank, int world, int most_blocks, long long limit) {
+    const Round round = exchange(x, buffers, epochs, missing, chunks, rank, world, most_blocks, limit);
     if (!round.holds) return;
     Vector values[kMostRanks];
 #pragma unroll
@@ -101,9 +108,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    peer_gather(const ELEMENT* x, ELEMENT* out, const unsigned long long* buffers, unsigned int* epochs, int chunks,
-                int rank, int world, int most_blocks) {
-    const Round round = exchange(x, buffers, epochs, chunks, rank, world, most_blocks);
+    peer_gather(const ELEMENT* x, ELEMENT* out, const unsigned long long* buffers, unsigned int* epochs, int* missing,
+                int chunks, int rank, int world, int most_blocks, long long limit) {
+    const Round round = exchange(x, buffers, epochs, missing, chunks, rank, world, most_blocks, limit);
     if (!round.holds) return;
     for (int from = 0; from < world; ++from) {
         Vector value = round.own;

@@ -50,19 +50,20 @@ __device__ __forceinline__ void apply(const ELEMENT* x, ELEMENT* out, long long 
     }
 }
 
+// The kernel ahead may write x and gradient: not __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kBlock)
-    swiglu(const ELEMENT* __restrict__ x, ELEMENT* __restrict__ out, long long chunks, int width, int vectorised) {
+    swiglu(const ELEMENT* x, ELEMENT* __restrict__ out, long long chunks, int width, int vectorised) {
     apply<true>(x, out, chunks, width, vectorised);
 }
 
 extern "C" __global__ void __launch_bounds__(kBlock)
-    gelu(const ELEMENT* __restrict__ x, ELEMENT* __restrict__ out, long long chunks, int width, int vectorised) {
+    gelu(const ELEMENT* x, ELEMENT* __restrict__ out, long long chunks, int width, int vectorised) {
     apply<false>(x, out, chunks, width, vectorised);
 }
 
 extern "C" __global__ void __launch_bounds__(kBlock)
-    swiglu_backward(const ELEMENT* __restrict__ gradient, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ out,
-                    long long chunks, int width, int vectorised) {
+    swiglu_backward(const ELEMENT* gradient, const ELEMENT* x, ELEMENT* __restrict__ out, long long chunks, int width,
+                    int vectorised) {
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();

@@ -129,16 +129,16 @@ __device__ __forceinline__ void normalize(const ELEMENT* x, const ELEMENT* resid
     }
 }
 
+// The kernels ahead may write what these read: not __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(1024)
-    rms_norm(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ residual, const ELEMENT* __restrict__ weight,
-             ELEMENT* __restrict__ out, ELEMENT* __restrict__ total, long long rows, int width, int warps, float eps,
-             int vectorised) {
+    rms_norm(const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight, ELEMENT* __restrict__ out,
+             ELEMENT* __restrict__ total, long long rows, int width, int warps, float eps, int vectorised) {
     normalize<false>(x, residual, weight, nullptr, out, total, rows, width, warps, eps, vectorised);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-    layer_norm(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ residual, const ELEMENT* __restrict__ weight,
-               const ELEMENT* __restrict__ bias, ELEMENT* __restrict__ out, ELEMENT* __restrict__ total, long long rows,
-               int width, int warps, float eps, int vectorised) {
+    layer_norm(const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight, const ELEMENT* bias,
+               ELEMENT* __restrict__ out, ELEMENT* __restrict__ total, long long rows, int width, int warps, float eps,
+               int vectorised) {
     normalize<true>(x, residual, weight, bias, out, total, rows, width, warps, eps, vectorised);
 }

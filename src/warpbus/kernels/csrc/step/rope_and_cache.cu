@@ -28,7 +28,6 @@ using step::kChunk;
 
 constexpr int kBlock = 128;
 
-
 struct alignas(8) Codes {
     unsigned char code[kChunk];
 };
@@ -109,9 +108,10 @@ __device__ __forceinline__ void store_codes(unsigned char* row, float* scale_of_
     if (chunk == 0) *scale_of_row = scale;
 }
 
+// The kernel ahead may write qkv, table, positions and slots: not __restrict__ (see ptx::griddepcontrol_wait).
 // Four blocks a multiprocessor are enough: without the 4 the assembler spills registers to make room for more.
 extern "C" __global__ void __launch_bounds__(kBlock, 4)
-    rope_and_cache(const ELEMENT* __restrict__ qkv, const float* __restrict__ table, const int* positions,
+    rope_and_cache(const ELEMENT* qkv, const float* table, const int* positions,
                    const long long* slots, ELEMENT* __restrict__ q, ELEMENT* __restrict__ k, void* __restrict__ keys,
                    void* __restrict__ values, float* __restrict__ key_scales, float* __restrict__ value_scales,
                    long long key_block_stride, long long key_head_stride, long long key_token_stride,

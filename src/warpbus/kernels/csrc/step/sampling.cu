@@ -12,7 +12,7 @@
 // first stay, of these the ones whose probabilities (softmax of score / temperature) are at least `min_p` times the
 // best token's, of these the fewest first that together reach `top_p` of what is left, and the token is the first whose
 // cumulated probability exceeds `uniform` times that of all that stay. If the best score is NaN or infinite the token is
-// its index.
+// its index. An infinite temperature, or NaN, makes all scores but -infinity equally likely; a min_p above 1 counts as 1.
 //
 // Nothing is sorted. Scores become integers of the same order (keys), and the key at which a sum over the better ones
 // passes a target is found eight bits at a time: a histogram of the keys that agree with the bits found so far, in
@@ -61,7 +61,7 @@ struct Row {
     step::Scores<ELEMENT> scores;
     int rank, blocks;
     float best;
-    float factor;        // log2(e) / temperature
+    float factor;        // log2(e) / temperature, above 0: -infinity then keeps weight 0 at an infinite temperature
     unsigned int least;  // of the weights that count
 
     __device__ __forceinline__ unsigned int weight(float score) const {
@@ -228,8 +228,9 @@ __device__ __forceinline__ void wait_for_scores() {
 #endif
 }
 
+// The kernels ahead may write scores and controls: not __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kBlock)
-    argmax(const ELEMENT* __restrict__ logits, long long* __restrict__ tokens, float* __restrict__ best, int width,
+    argmax(const ELEMENT* logits, long long* __restrict__ tokens, float* __restrict__ best, int width,
            int blocks, int vectorised) {
     __shared__ step::BestShared shared;
     wait_for_scores();
@@ -247,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(kBlock)
 
 // One block a multiprocessor is enough: without the 1 the assembler spills registers to make room for two.
 extern "C" __global__ void __launch_bounds__(kBlock, 1)
-    sample(const ELEMENT* __restrict__ logits, const float* __restrict__ temperature, const int* __restrict__ top_k,
-           const float* __restrict__ top_p, const float* __restrict__ min_p, const float* __restrict__ uniform,
+    sample(const ELEMENT* logits, const float* temperature, const int* top_k, const float* top_p, const float* min_p,
+           const float* uniform,
            long long* __restrict__ tokens, float* __restrict__ best, int width, int blocks, int vectorised) {
     __shared__ Shared shared;
     wait_for_scores();
@@ -265,8 +266,10 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
         if (!draws) tokens[index] = step::index_of_ranked(found);
     }
     if (draws) {
-        const unsigned int least = __float2uint_ru(min_p[index] * 0x1p31f);
-        const Row row = {scores, rank, blocks, score, 1.4426950409f / temperature[index], least};
+        // The best token's weight, 2^31, always counts. NaN gives 0.
+        const unsigned int least = min(__float2uint_ru(min_p[index] * 0x1p31f), 1u << 31);
+        const float factor = fmaxf(1.4426950409f / temperature[index], __uint_as_float(1));  // of NaN the smallest, too
+        const Row row = {scores, rank, blocks, score, factor, least};
         const bool cuts = most > 0 && most < width;
         Cut cut = {0, 0};
         uint64 kept = 0;       // the weight of all tokens that stay

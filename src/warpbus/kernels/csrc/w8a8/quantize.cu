@@ -104,8 +104,9 @@ __device__ __forceinline__ void quantize_elements(const unsigned short* row, uns
     }
 }
 
+// The kernel ahead may write x: not __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kMostThreads, 4)
-    quantize(const unsigned short* __restrict__ x, unsigned char* __restrict__ codes, float* __restrict__ scales, int k,
+    quantize(const unsigned short* x, unsigned char* __restrict__ codes, float* __restrict__ scales, int k,
              int whole) {
 #if __CUDA_ARCH__ >= 900
     // Where more rows wait for their turn, the product behind this would take whole multiprocessors from them.

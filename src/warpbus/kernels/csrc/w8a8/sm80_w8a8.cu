@@ -117,11 +117,11 @@ __device__ __forceinline__ void store_pair(ELEMENT* row, int column, int n, floa
     }
 }
 
+// The kernel ahead may write the operands, scales and bias: not __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads, kRounds ? 1 : 2)
-    sm80_w8a8(const unsigned char* __restrict__ a, const unsigned char* __restrict__ b,
-              const float* __restrict__ a_scale, const float* __restrict__ b_scale, const ELEMENT* __restrict__ bias,
-              ELEMENT* __restrict__ out, float* __restrict__ partial, int m, int n, int k, long long a_stride,
-              long long b_stride, int k_per_split) {
+    sm80_w8a8(const unsigned char* a, const unsigned char* b, const float* a_scale, const float* b_scale,
+              const ELEMENT* bias, ELEMENT* __restrict__ out, float* __restrict__ partial, int m, int n, int k,
+              long long a_stride, long long b_stride, int k_per_split) {
 #if __CUDA_ARCH__ >= 900
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();

@@ -9,6 +9,9 @@
 //   FINISHERS  warps that add up their sums; with the one that loads, five warps for each part of a multiprocessor have 96
 //              registers a thread, a sixth would leave 80
 //
+// Values are finite: the product separates x * code from x * zero point, so that an infinite x gives NaN where the reference
+// may give infinity.
+//
 // Prologue: with `norm`, RMSNorm of x. Epilogue: bias, then silu(gate) * up where the upper half of the weight's rows is the
 // gate and the lower half goes up (`gate_tiles` > 0, n / 2 columns in out), then the sum with `residual`, all in fp32.
 //

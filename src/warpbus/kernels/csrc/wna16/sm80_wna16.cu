@@ -237,9 +237,10 @@ __device__ __forceinline__ void finish_rows(const Sums& sums, float* patch, Fini
     }
 }
 
+// The kernel ahead may write x and bias: not __restrict__ (see ptx::griddepcontrol_wait).
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT) sm80_wna16(
-    const ELEMENT* __restrict__ x, const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
-    const ELEMENT* __restrict__ zeros, const ELEMENT* __restrict__ bias, ELEMENT* __restrict__ out,
+    const ELEMENT* x, const uint4* __restrict__ codes, const ELEMENT* __restrict__ scales,
+    const ELEMENT* __restrict__ zeros, const ELEMENT* bias, ELEMENT* __restrict__ out,
     float* __restrict__ partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride,
     long long out_stride, int k_per_split) {
     alignas(128) extern __shared__ unsigned char shared[];

@@ -16,8 +16,10 @@
 //
 // How the work is shared: up to `waves` whole tiles for each block, then what is left, tiles by blocks of k, in equal runs. Where
 // a run ends inside a tile, the block that has the beginning of the tile adds up what the others have left in `partials`, in
-// their order, and writes it. All blocks are resident, so it can wait for them by a flag, which it takes back. Where there are
-// at most half as many tiles as multiprocessors, a cluster of `splits` blocks may have one: each multiplies its part of k, and
+// their order, and writes it. It waits for them by a flag, which it takes back. A grid has no more blocks than the GPU, or the
+// green context, has multiprocessors, but beside other streams or processes not all need be resident: a block waits only for
+// blocks of higher numbers, which wait for no lower ones before they have left their part, so that blocks of a grid which start
+// in the order of their numbers, as GPUs do though CUDA does not promise it, always end. Where there are at most half as many tiles as multiprocessors, a cluster of `splits` blocks may have one: each multiplies its part of k, and
 // adds up what all of them have, in their order, of every splits-th 16 tokens, which it reads from their shared memory.
 #include "common/numeric.cuh"
 #include "common/schedule.cuh"

@@ -1,0 +1,63 @@
+"""A kernel does not start early where the host has just copied what it reads before it waits for the copy."""
+
+import pytest
+import torch
+
+from warpbus.cuda import driver
+from warpbus.kernels.ops import attention, gemv, wna16_decode
+from warpbus.kernels.ops.packed import pack
+from warpbus.qtensor import QTensor, Scheme
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The options and arguments of what is launched."""
+    made = []
+
+    def kernel(grid, block, *arguments, **options):
+        made.append((arguments, options))
+
+    for module in (gemv, wna16_decode, attention):
+        monkeypatch.setattr(module, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(wna16_decode, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(driver, "attribute", lambda which, device: 227 * 1024)
+    return made
+
+
+def unaligned(tensor):
+    """The same numbers at an address that is no multiple of 16 bytes."""
+    room = tensor.new_empty(tensor.numel() + 1)
+    return room[1:].copy_(tensor.flatten()).view(tensor.shape)
+
+
+def test_gemv(launches):
+    weight, x = torch.zeros(8, 64, dtype=torch.float16), torch.zeros(64, dtype=torch.float16)
+    gemv.launch(weight, x, None, "none")
+    gemv.launch(weight.T.contiguous().T, x, None, "none")
+    gemv.launch(weight, torch.zeros(128, dtype=torch.float16)[::2], None, "none")  # read after the wait
+    assert [options["dependent"] for _, options in launches] == [True, False, True]
+
+
+def test_wna16_decode(launches):
+    codes = torch.zeros(32, 128, dtype=torch.uint8)
+    weight = pack(QTensor.from_codes(Scheme.parse("w4a16-g128"), codes, torch.ones(32, 1).half(), None), torch.float16)
+    x, norm = torch.zeros(2, 128, dtype=torch.float16), torch.ones(128, dtype=torch.float16)
+    for each in (norm, unaligned(norm), torch.ones(256, dtype=torch.float16)[::2]):
+        wna16_decode.multiply(x, weight, None, each, 1e-5, None, False, x.new_empty(2, 32))
+    wna16_decode.multiply(unaligned(x), weight, None, norm, 1e-5, None, False, x.new_empty(2, 32))
+    assert [options["dependent"] for _, options in launches] == [True, False, False, True]
+    copied = [arguments[5] for arguments, _ in launches[1:3]]
+    assert all(each.data_ptr() % 16 == 0 and each.is_contiguous() and torch.equal(each, norm) for each in copied)
+
+
+def test_attention_takes_no_copy_as_settled(launches, monkeypatch):
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "_device", lambda device: attention.Device(132, 228 * 1024))
+    qkv = torch.zeros(2, (8 + 2 * 2) * 64, dtype=torch.float16)
+    cache = torch.zeros(2, 4, 2, 32, 64, dtype=torch.float16)
+    table, blocks = torch.zeros(64, 64), torch.zeros(2, 2, dtype=torch.int32)
+    positions = torch.zeros(2, dtype=torch.int32)
+    strided = torch.zeros(4, dtype=torch.int32)[::2]
+    for settled, each in ((True, positions), (False, positions), (True, strided)):
+        attention._launch(qkv, table, each, blocks, cache[0], cache[1], None, None, 8, False, 64, True, settled)
+    assert [arguments[-2] for arguments, _ in launches] == [1, 0, 0]
