@@ -41,6 +41,7 @@ def serve(
     audit_log: Annotated[Path | None, typer.Option(help="file; else audit.jsonl in --directory")] = None,
     max_connections: Annotated[int, typer.Option(help="open at the same time")] = 1024,
     max_queued: Annotated[int, typer.Option(help="the most leases that wait for a GPU")] = 256,
+    max_lease_rate: Annotated[float, typer.Option(help="leases that one tenant may ask for in a minute")] = 60.0,
 ) -> None:
     """Offer this machine's GPUs, or its CPU, to a pool.
 
@@ -73,6 +74,7 @@ def serve(
         audit=audit_log,
         max_connections=max_connections,
         max_queued=max_queued,
+        max_lease_rate=max_lease_rate,
         **{option: value for option, value in given.items() if value is not None},
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")

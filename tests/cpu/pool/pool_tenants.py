@@ -30,8 +30,6 @@ SETUP = {
     "turns": None,
     "threads": 1,
     "environment": {},
-    "certificate": None,
-    "private_key": None,
     "ticket": None,
     "saved": None,
     "content": None,
@@ -67,7 +65,7 @@ class Daemon:
         """A connection that the process has got."""
         mine, other = socket.socketpair()
         with other:
-            control.send(self.end, {"do": "client", "tls": False}, other)
+            control.send(self.end, {"do": "client"}, other)
         return mine
 
     def client(self, **changes):

@@ -23,8 +23,13 @@ from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.tenant_processes import Spares, TenantProcess
+from warpbus.pool.daemon.tls_relay import relay
 from warpbus.pool.protocol import wire
+from warpbus.pool.protocol.address import address as read_address
+from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, pool_at
 from warpbus.pool.protocol.failures import sent_error
+from warpbus.pool.protocol.preamble import Proof
+from warpbus.pool.protocol.sockets import connected
 from warpbus.pool.protocol.steering import Tell, need
 
 # Loading torch and opening a GPU on a busy machine.
@@ -239,7 +244,10 @@ class Host:
             "ticket": ticket,
             "door": door(ticket),
         }
-        done = await self._work(tenancy, question, "moved", tell)
+        where = read_address(to)
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        with await asyncio.to_thread(connected, where, pool_at(where), deadline) as sock:
+            done = await self._work(tenancy, question, "moved", tell, sock.fileno())
         if self.tenancies.get(lease) is tenancy:  # it is not on another GPU of this machine
             self._remember(lease, Gone(time.monotonic(), tenancy.order.key, address=to))
         ending = self._spawn(self._end(tenancy, f"it has moved to {to}"))
@@ -277,28 +285,44 @@ class Host:
         """Remove what was saved of a lease."""
         await asyncio.to_thread(shutil.rmtree, self._saved(lease), ignore_errors=True)
 
-    async def hand_over(self, door: bytes, sock: socket.socket, *, tls: bool) -> str | None:
-        """Give a socket to the process that it asks for. Returns the lease; None if there is no such process.
+    def asked_for(self, proof: Proof) -> Tenancy | None:
+        """The tenancy that a connection wants and whose key it has; None if there is none.
+
+        It begins with the 16 bytes of the lease; or with those of `door`, where the lease comes from another process.
+        """
+        lease = proof.door.hex()
+        found = [(each, each.order.ticket) for each in self._arriving.values() if _is_door(each.order, proof.door)]
+        # A client that lost the process that the lease moves from may claim it at the other one.
+        at_lease = (self.tenancies.get(lease), self._arriving.get(lease))
+        found += [(each, each.order.key) for each in at_lease if each is not None]
+        for each, key in found:
+            if each.ending is None and key is not None and proof.shows(key):
+                return each
+        return None
+
+    async def hand_over(self, tenancy: Tenancy, sock: socket.socket, *, tls: bool) -> bool:
+        """Give a socket to a process. False if the process does not take it.
 
         Args:
-            door: the 16 bytes of a lease; or of `door`, where the lease comes from another process.
             sock: closed here when it was given.
-            tls: the process has to do TLS on it first.
+            tls: the client speaks TLS on it, which is done here.
         """
-        lease = door.hex()
-        visited = [each for each in self._arriving.values() if _is_door(each.order, door)]
-        # A client that lost the process that the lease moves from may claim it at the other one.
-        found = [*visited, self.tenancies.get(lease), self._arriving.get(lease)]
-        tenancy = next((each for each in found if each is not None and each.ending is None), None)
-        if tenancy is None:
-            return None
+        certificate, key = self._options.certificate, self._options.key
+        given, inner = sock, None
         try:
             await asyncio.shield(tenancy.ready)
-            await tenancy.process.tell({"do": "client", "tls": tls}, sock.fileno())
+            if tls:
+                given, inner = socket.socketpair()
+            await tenancy.process.tell({"do": "client"}, given.fileno())
         except DeviceError:
-            return None
-        sock.close()
-        return tenancy.order.lease
+            if inner is not None:
+                given.close()
+                inner.close()
+            return False
+        if inner is not None and certificate is not None and key is not None:
+            relay(socket.socket(fileno=sock.detach()), inner, certificate, key)
+        given.close()
+        return True
 
     def gone(self, lease: str) -> Gone | None:
         """What became of a lease that was here; None if nothing is known of it."""
@@ -320,7 +344,6 @@ class Host:
         await tenancy.ended.wait()
 
     def _setup(self, order: Order, model: str) -> dict[str, Any]:
-        certificate, key = self._options.certificate, self._options.key
         return {
             "do": "setup",
             "lease": order.lease,
@@ -334,8 +357,6 @@ class Host:
             "turns": self._gpus.turns(order.gpu),
             "threads": self._gpus.threads(order.share),
             "environment": self._gpus.environment(order.gpu, order.memory, order.share),
-            "certificate": None if certificate is None else str(certificate),
-            "private_key": None if key is None else str(key),
             "ticket": order.ticket,
             "saved": str(self._saved(order.lease) / "state") if order.saved else None,
             # Each tenant has its own: who knows a hash must not learn that somebody else has these bytes.
@@ -405,7 +426,9 @@ class Host:
             raise UsageError(f"lease {lease} is not on {self.name}: see warpbus pool status")
         return tenancy
 
-    async def _work(self, tenancy: Tenancy, order: Mapping[str, Any], end: str, tell: Tell) -> dict[str, Any]:
+    async def _work(
+        self, tenancy: Tenancy, order: Mapping[str, Any], end: str, tell: Tell, *descriptors: int
+    ) -> dict[str, Any]:
         """Let a process do something, and return what it says at the end of it."""
         lease = tenancy.order.lease
         if tenancy.work is not None:
@@ -413,7 +436,7 @@ class Host:
         tenancy.work = asyncio.Queue()
         told: dict[str, Any] = {}
         try:
-            await tenancy.process.tell(order)
+            await tenancy.process.tell(order, *descriptors)
             while True:
                 async with asyncio.timeout(_SECONDS_OF_SILENCE):
                     said = await tenancy.work.get()

@@ -8,9 +8,9 @@ The daemon says:
 
     {"do": "setup", ...}                                once, see `Host`; "ticket" if the lease moves here, "saved" if
                                                         it goes on from a file
-    {"do": "client", "tls": bool}                       and a socket whose preamble was read
+    {"do": "client"}                                    and a socket: preamble and TLS are done
     {"do": "migrate", "to": address for clients, too, "ca": file to check its certificate with | None,
-     "ticket": bytes, "door": 16 bytes for the preamble}
+     "ticket": bytes, "door": 16 bytes for the preamble}    and a socket that is connected to it
     {"do": "suspend", "path": str}
     {"do": "neighbours", "count": int}                  other leases on its GPU, where time is shared in slices
     {"do": "end", "reason": str}                        for the clients; the process is to end

@@ -73,9 +73,8 @@ class Tenant:
         self.over: DeviceError | None = None
         self._end = end
         self._setup = setup
-        certificate, key = setup["certificate"], setup["private_key"]
         self._on_gpu = executor.device.type == "cuda"
-        self._greeter = Greeter(certificate and Path(certificate), key and Path(key))
+        self._greeter = Greeter()
         self._work: Iterator[None] | None = None
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
         self._destination: Destination | None = None
@@ -179,10 +178,11 @@ class Tenant:
         """Do what the daemon says. False if that is to end."""
         message, sockets = control.receive(self._end)
         match message:
-            case {"do": "client", "tls": bool(tls)} if len(sockets) == 1:
-                self._greeter.greet(sockets[0], tls=tls)
-            case {"do": "migrate", "to": str(to), "ca": ca, "ticket": bytes(ticket), "door": bytes(door)}:
-                self._begin(migrate(self, to, None if ca is None else Tls(Path(ca)), ticket, door))
+            case {"do": "client"} if len(sockets) == 1:
+                self._greeter.greet(sockets[0])
+            case {"do": "migrate", "to": str(to), "ca": ca, "ticket": bytes(ticket), "door": bytes(door)} if sockets:
+                tls = None if ca is None else Tls(Path(ca))
+                self._begin(migrate(self, to, sockets[0], tls, ticket, door))
             case {"do": "suspend", "path": str(path)}:
                 self._begin(save(self, Path(path)))
             case {"do": "neighbours", "count": int(count)}:
