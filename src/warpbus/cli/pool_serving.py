@@ -33,6 +33,9 @@ def serve(
     cpu_memory: Annotated[str, typer.Option(help="what leases may have where there is no GPU: 8GB, 50%")] = "50%",
     gpu_memory_reserve: Annotated[str, typer.Option(help="of each GPU that leases may not have: 4GB, 10%")] = "10%",
     sharing: Annotated[str, typer.Option(help="how GPUs are shared: auto, mps or slices (of time)")] = "auto",
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox/--no-sandbox", help="confine tenants' processes: files, network, programs")
+    ] = True,
     spare: Annotated[int, typer.Option(help="processes that wait, with torch loaded, for a lease")] = 1,
     grace: Annotated[float, typer.Option(help="seconds without its client until a lease is reclaimed")] = 60.0,
     directory: Annotated[
@@ -68,6 +71,7 @@ def serve(
         cpu_memory=cpu_memory,
         gpu_memory_reserve=gpu_memory_reserve,
         sharing=sharing,  # type: ignore[arg-type]  # it is checked
+        sandbox=sandbox,
         spare=spare,
         grace=grace,
         directory=directory,

@@ -33,6 +33,7 @@ SETUP = {
     "ticket": None,
     "saved": None,
     "content": None,
+    "sandbox": True,
 }
 
 

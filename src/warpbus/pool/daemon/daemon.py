@@ -104,6 +104,10 @@ class Daemon:
         self.address = str(options.address(tcp.getsockname()[1]))
         self.host = Host(options, self._gpus, self._audit, self.address, self, self._program)
         self._serving = True
+        if not self._tokens:
+            _log.warning("there are no --tokens: every user and program of this machine is an admin of the pool")
+        for line in self.host.exposed():
+            _log.warning("tenants' processes: %s", line)
         self._audit.note("started", address=self.address, host=options.name)
         for listening in self._listening:
             self._spawn(self._accept(listening))

@@ -7,6 +7,7 @@ happened (`Reports`). A process that dies takes its own lease with it and no oth
 import asyncio
 import hashlib
 import hmac
+import importlib.util
 import os
 import secrets
 import shutil
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from warpbus.cuda.jit import cache_directory
 from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, StorageError, UsageError, WarpbusError
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.options import PoolOptions
@@ -31,6 +33,7 @@ from warpbus.pool.protocol.failures import sent_error
 from warpbus.pool.protocol.preamble import Proof
 from warpbus.pool.protocol.sockets import connected
 from warpbus.pool.protocol.steering import Tell, need
+from warpbus.pool.tenant.sandbox import Confinement, missing
 
 # Loading torch and opening a GPU on a busy machine.
 _SECONDS_TO_START = 180.0
@@ -162,7 +165,11 @@ class Host:
         self._gpus = gpus
         self._audit = audit
         self._gone: dict[str, Gone] = {}
-        self._spares = Spares(options.spare, program)
+        processes = options.home / "processes"
+        shutil.rmtree(processes, ignore_errors=True)  # of a daemon that was killed
+        processes.mkdir(mode=0o700)
+        self._program = program
+        self._spares = Spares(options.spare, program, processes, self._confinement)
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._spares.fill()
@@ -188,14 +195,18 @@ class Host:
         tenancy = places[order.lease] = Tenancy(order, process, asyncio.get_running_loop().create_future())
         self._spawn(self._listen(tenancy))
         try:
-            await process.tell(self._setup(order, gpu.model))
+            if order.saved:
+                os.link(self._saved(order.lease) / "state", process.directory / "state")
+            await process.tell(self._setup(order, gpu.model, process.directory))
             async with asyncio.timeout(_SECONDS_TO_START):
                 await asyncio.shield(tenancy.ready)
-        except (TimeoutError, WarpbusError, asyncio.CancelledError) as error:
+        except (OSError, WarpbusError, asyncio.CancelledError) as error:
             await self._end(tenancy, "it did not start")
             if isinstance(error, TimeoutError):
                 late = f"its process was not ready after {_SECONDS_TO_START:g} s"
                 raise DeviceError(f"lease {order.lease}: {late}: is {self.name} busy?") from None
+            if isinstance(error, OSError) and not isinstance(error, WarpbusError):
+                raise StorageError(f"lease {order.lease}: what was saved of it cannot be read ({error})") from None
             raise
         finally:
             self._spares.fill()
@@ -273,8 +284,10 @@ class Host:
                 file.write(wire.encode(tenancy.order.question()))
         except OSError as error:
             raise StorageError(f"{place}: cannot be written ({error}): make room there") from None
+        written = tenancy.process.directory / "state"
         try:
-            done = await self._work(tenancy, {"do": "suspend", "path": str(place / "state")}, "suspended", tell)
+            done = await self._work(tenancy, {"do": "suspend", "path": str(written)}, "suspended", tell)
+            await asyncio.to_thread(_move_durably, written, place / "state")
         except BaseException:
             await self.forget(lease)
             raise
@@ -343,7 +356,27 @@ class Host:
             await tenancy.process.end()
         await tenancy.ended.wait()
 
-    def _setup(self, order: Order, model: str) -> dict[str, Any]:
+    def _confinement(self, directory: Path) -> Confinement | None:
+        """What a process may use whose own directory that is."""
+        if not self._options.sandbox:
+            return None
+        program = importlib.util.find_spec(self._program)
+        read = [cache_directory(), *(Path(each).parent for each in (program and program.origin,) if each)]
+        if self._options.authority is not None:
+            read.append(self._options.authority)
+        return Confinement.of(read, [directory, *self._gpus.directories()], gpu=self._gpus.device != "cpu")
+
+    def exposed(self) -> list[str]:
+        """What tenants' processes can read or do on this machine and should not: a line for each, with the reason."""
+        options = self._options
+        confinement = self._confinement(options.home / "processes")
+        if confinement is None:
+            return ["they are not confined at all: --no-sandbox"]
+        secrets = [path for path in (options.tokens, options.key, options.home / "pool.json") if path is not None]
+        readable = [path for path in secrets if confinement.exposes(path)]
+        return [*missing(), *(f"{path} can be read: it lies where Python or its packages are" for path in readable)]
+
+    def _setup(self, order: Order, model: str, directory: Path) -> dict[str, Any]:
         return {
             "do": "setup",
             "lease": order.lease,
@@ -358,9 +391,10 @@ class Host:
             "threads": self._gpus.threads(order.share),
             "environment": self._gpus.environment(order.gpu, order.memory, order.share),
             "ticket": order.ticket,
-            "saved": str(self._saved(order.lease) / "state") if order.saved else None,
-            # Each tenant has its own: who knows a hash must not learn that somebody else has these bytes.
-            "content": str(self._options.home / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()),
+            "saved": str(directory / "state") if order.saved else None,
+            # Each lease has its own: who knows a hash must not learn that somebody else has these bytes.
+            "content": str(directory / "content"),
+            "sandbox": self._options.sandbox,
         }
 
     async def _listen(self, tenancy: Tenancy) -> None:
@@ -473,6 +507,19 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _move_durably(source: Path, target: Path) -> None:
+    """Rename a file that is on the disk already, so that a crash of the machine does not undo it."""
+    try:
+        source.rename(target)
+        directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise StorageError(f"{target}: cannot be written ({error})") from None
 
 
 def door(ticket: bytes) -> bytes:

@@ -40,6 +40,7 @@ class PoolOptions:
         cluster: Ray's address, "auto" or ray://HOST:PORT, if Ray knows the machines of the pool and keeps its broker.
         spare: processes that have loaded torch and wait for a lease.
         grace: seconds without its client after which a lease is reclaimed.
+        sandbox: tenants' processes are confined, see `warpbus.pool.tenant.sandbox`.
         sharing: how a GPU is shared: "mps", "slices" of time, or "auto": MPS where there is one.
         cpu_memory: what leases may have where there is no GPU, such as 8GB or 50%.
         gpu_memory_reserve: of each GPU, not for leases: contexts and workspaces of their processes go there.
@@ -72,6 +73,7 @@ class PoolOptions:
     cluster: str | None = None
     spare: int = 1
     grace: float = 60.0
+    sandbox: bool = True
     sharing: Sharing = "auto"
     cpu_memory: str = "50%"
     gpu_memory_reserve: str = "10%"

@@ -39,6 +39,7 @@ from warpbus.pool.tenant.greeting import Greeter, refuse
 from warpbus.pool.tenant.meter import Meter
 from warpbus.pool.tenant.migration import Destination, DestinationState
 from warpbus.pool.tenant.moving_out import migrate, save
+from warpbus.pool.tenant.sandbox import seal
 from warpbus.pool.tenant.staging import Leaving
 from warpbus.pool.tenant.storages import allowance
 from warpbus.pool.tenant.suspension import resume
@@ -438,10 +439,12 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> Tenant | None:
             _limit_memory(setup["memory"] + allowance(setup["memory"]))
         else:
             _check_gpu(device, setup["environment"].get("CUDA_VISIBLE_DEVICES", ""))
-        content = None if setup.get("content") is None else ContentStore(Path(setup["content"]))
+        content = None if setup.get("content") is None else ContentStore(Path(setup["content"]), setup["memory"])
         executor = Executor(device, Quota(setup["memory"], setup["share"]), content)
         if setup["saved"] is not None:
             resume(Path(setup["saved"]), executor)
+        if setup["sandbox"]:
+            seal(gpu=device.type == "cuda")
         return Tenant(end, setup, executor)
     except (WarpbusError, RuntimeError, KeyError) as error:  # torch's are RuntimeErrors
         kind = type(error).__name__ if isinstance(error, WarpbusError) else "DeviceError"
