@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,9 @@ import warpbus
 from warpbus.errors import LeaseLostError
 from warpbus.pool import Gpu
 from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.preamble import MAGIC
 from warpbus.pool.protocol.steering import Steering
+from warpbus.pool.tenant.sandbox import missing
 
 STEPS = 50
 
@@ -184,6 +187,37 @@ def test_memory_is_the_quota_to_the_byte(connect):
     assert gpu.usage()["used"] == 1_000_000
     del rest
     assert kept[:100].sum().item() == 0  # what was let go of is free at once
+
+
+def test_idle_connections_of_others_do_not_end_a_lease(home, connect):
+    """Whoever knows a lease's id holds no place that its client needs to come back."""
+    gpu = connect("home")
+    gpu.patience = 5.0  # less than idle connections are kept
+    x = torch.arange(4.0, device=gpu.device)
+    gpu.synchronize()
+    where = address(home.address)
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            idle = stack.enter_context(socket.create_connection((where.host, where.port)))
+            idle.sendall(MAGIC + bytes.fromhex(gpu.lease))
+        gpu._connection._channel.close()
+        assert (x + 1).cpu().tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert gpu.reconnections == 1
+
+
+@pytest.mark.skipif(bool(missing()), reason="; ".join(missing()))
+def test_a_leases_process_is_confined(home, connect):
+    gpu = connect("home")
+    (torch.ones(4, device=gpu.device) + 1).cpu()
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            text = status.read_text()
+            if f"\nPPid:\t{home.process.pid}\n" in text:
+                lines = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+                found[status.parent.name] = lines["Seccomp"], lines["NoNewPrivs"], int(lines["CapEff"], 16)
+    assert ("2", "1", 0) in found.values()  # that which has the lease
+    assert {each[1:] for each in found.values()} == {("1", 0)}  # and those that wait for one
 
 
 def test_a_machine_that_dies_takes_its_leases_along_and_says_so(doomed, connect):

@@ -24,9 +24,7 @@ def pool(**hosts: tuple[int, ...]) -> Broker:
     return broker
 
 
-def ask(
-    broker: Broker, memory: int, share: float = 0.1, now: float = 0, tenant: str = "ann", **wishes: Any
-) -> Lease:
+def ask(broker: Broker, memory: int, share: float = 0.1, now: float = 0, tenant: str = "ann", **wishes: Any) -> Lease:
     return broker.request(tenant, Quota(memory * GB, share), now=now, **wishes)
 
 

@@ -1,79 +1,29 @@
 """A machine's daemon, with tenants' processes that hold nothing: connections, leases, their ends, and two daemons."""
 
-import asyncio
-import json
 import os
 import random
 import signal
 import socket
 import threading
-import time
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pool_fake_tenant as fake
 import pytest
 import trustme
+from pool_daemons import MEMORY, entry, greet, lease, serving, until
 
 from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UnavailableError, UsageError
 from warpbus.pool.daemon.daemon import Daemon
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.protocol.address import address
-from warpbus.pool.protocol.channel import Channel, connect
 from warpbus.pool.protocol.failures import sent_error
 from warpbus.pool.protocol.frames import MAX_HELLO, Kind, pack_header
 from warpbus.pool.protocol.preamble import MAGIC
 from warpbus.pool.protocol.steering import Steering
-from warpbus.pool.protocol.wire import decode, encode
+from warpbus.pool.protocol.wire import encode
 
-MEMORY = 10_000_000
 ADMIN, ANN, BOB, EVE = "admin-token-0123456", "ann-token-01234567", "bob-token-01234567", "eve-token-01234567"
-
-
-class Served:
-    """A daemon that runs in a thread of its own."""
-
-    def __init__(self, options: PoolOptions, gpus: int) -> None:
-        self.options = options
-        self._gpus = gpus
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self.daemon = self.run(self._start())
-        self.address = address(self.daemon.address)
-
-    async def _start(self) -> Daemon:
-        daemon = Daemon(self.options, program="pool_fake_tenant")
-        first = daemon._gpus.gpus[0]  # a machine without GPUs has one
-        daemon._gpus.gpus = [replace(first, name=f"{first.host}/{index}", index=index) for index in range(self._gpus)]
-        await daemon.start()
-        return daemon
-
-    def run(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
-
-    def close(self) -> None:
-        self.run(self.daemon.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def steering(self, token: str | None = None) -> Steering:
-        return Steering(self.address, token)
-
-    def audit(self) -> list[dict]:
-        return [json.loads(line) for line in (self.options.directory / "audit.jsonl").read_text().splitlines()]
-
-
-@contextmanager
-def serving(directory: Path, gpus: int = 1, **options):
-    given = {"name": "mill", "port": 0, "cpu_memory": "1GB", "spare": 2, "directory": directory, "max_lease_rate": 6e4}
-    given |= options
-    served = Served(PoolOptions(**given), gpus)
-    try:
-        yield served
-    finally:
-        served.close()
 
 
 @pytest.fixture(scope="module")
@@ -93,30 +43,6 @@ def peers(served, tmp_path_factory):
 def steering(served):
     with served.steering() as found:
         yield found
-
-
-def lease(steering: Steering, wrong: int = 0, **options) -> dict:
-    return steering.ask({"do": "lease", "memory": MEMORY + wrong, "share": 0.1, **options}, timeout=60)
-
-
-def greet(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
-    channel = connect(where, bytes.fromhex(granted["lease"]), granted["key"])
-    channel.send(Kind.HELLO, 0, encode({"protocol": 1, "key": granted["key"], **hello}))
-    frame = channel.receive(90)
-    return channel, frame.kind, decode(frame.payload)
-
-
-def entry(steering: Steering, granted: dict) -> dict | None:
-    leases = steering.ask({"do": "status"})["leases"]
-    return next((each for each in leases if each["id"] == granted["lease"]), None)
-
-
-def until(condition, seconds: float = 90.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 def test_a_client_gets_a_lease_and_reaches_its_process(served, steering):

@@ -11,9 +11,9 @@ def test_a_burst_and_then_as_often_as_it_refills():
     limit = RateLimit(6.0, "leases", lambda: now)
     for _ in range(6):
         limit.check("tenant ann")
-    with pytest.raises(UnavailableError, match=r"tenant ann asks for leases too often: at most 6 a minute.*10\.0 s") as e:
+    with pytest.raises(UnavailableError, match=r"tenant ann asks for leases too often.*10\.0 s") as caught:
         limit.check("tenant ann")
-    assert e.value.retry_after == pytest.approx(10.0)
+    assert caught.value.retry_after == pytest.approx(10.0)
     limit.check("tenant bob")  # another one is not concerned
     now += 9.0
     with pytest.raises(UnavailableError, match=r"in 1\.0 s"):  # those that were refused did not count

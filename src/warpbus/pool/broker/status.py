@@ -39,7 +39,6 @@ from warpbus.pool.broker.leases import Lease
 from warpbus.pool.broker.ledger import Ledger
 from warpbus.pool.broker.placement import outlook
 
-
 _LEASE = re.compile(r"[0-9a-f]{32}")
 _OTHER = "(other)"  # no tenant can have this name
 

@@ -126,8 +126,11 @@ class TenantProcess:
         raise DeviceError(f"the tenant's process {self.pid} is gone")
 
     async def end(self) -> str:
-        """Let it go: it ends when its socket closes, or is killed, and its directory is removed. Returns how it ended, in
-        words."""
+        """Let it go: it ends when its socket closes, or is killed. Its directory is removed.
+
+        Returns:
+            How it ended, in words.
+        """
         self._hang_up()
         for _ in range(round(_SECONDS_TO_LEAVE / 0.02)):
             if self._process.poll() is not None:

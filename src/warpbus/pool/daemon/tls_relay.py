@@ -15,7 +15,6 @@ from warpbus.errors import UsageError
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS
 from warpbus.pool.protocol.sockets import server_context, tune
 
-
 _BUFFER = 2**18
 
 
@@ -63,7 +62,8 @@ def _carry(outer: ssl.SSLSocket, inner: socket.socket) -> None:
     """Carry bytes both ways until one side has ended and the other has got all of them. Raises OSError."""
     ways = _Way(outer, inner), _Way(inner, outer)
     while not any(way.ended for way in ways):
-        if any([way.step() for way in ways]):
+        moved = [way.step() for way in ways]
+        if any(moved):
             continue
         wanted: dict[int, int] = {}
         for way in ways:

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
 _FORM = "give: token tenant [admin|viewer] [memory=16GB] [share=0.5] [leases=4]"
 
 Role = Literal["tenant", "admin", "viewer"]
-"""What a token is good for: its tenant's own leases; everything, with every lease; or to see everything (a dashboard)."""
+"""What a token allows: to use the tenant's own leases; everything, with every lease; or to see everything."""
 
 
 @dataclass(frozen=True)

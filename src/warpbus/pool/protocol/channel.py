@@ -1,7 +1,7 @@
 """A channel: a connected socket (TCP, TLS or Unix) that carries frames, and how both sides come to have one.
 
-A connection opens with a `preamble` in plain text. The daemon reads it and does TLS; where a lease is wanted, the frames
-go to that lease's process.
+A connection opens with a `preamble` in plain text. The daemon reads it and does TLS; where a lease is wanted, frames go
+on to that lease's process.
 
 A channel blocks, and may have one thread that sends and one that receives at the same time. It knows nothing of what
 frames mean.

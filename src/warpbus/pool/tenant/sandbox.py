@@ -86,9 +86,7 @@ def enter(confinement: Confinement) -> None:
     _no_new_privileges()
     _drop_capabilities()
     if landlock.version():
-        landlock.restrict(
-            map(Path, confinement.read), map(Path, confinement.write), unix_sockets=confinement.gpu
-        )
+        landlock.restrict(map(Path, confinement.read), map(Path, confinement.write), unix_sockets=confinement.gpu)
 
 
 def seal(*, gpu: bool) -> None:
