@@ -49,7 +49,8 @@ class FakeDaemon:
         self.connections.append(channel)
         hello = wire.decode(channel.receive(10).payload)
         self.tokens.append(hello["token"])
-        channel.send(Kind.WELCOME, 0, wire.encode({"tenant": "local", "role": "admin", "tokens": False, "host": "mill"}))
+        welcome = {"tenant": "local", "role": "admin", "tokens": False, "host": "mill"}
+        channel.send(Kind.WELCOME, 0, wire.encode(welcome))
         with suppress(ConnectionLost):
             while (frame := channel.receive(60)) is not None:
                 assert wire.decode(frame.payload) == {"do": "status"}

@@ -33,6 +33,14 @@ def _fork() -> None:
     os.waitpid(pid, 0)
 
 
+def _control_the_pool(path: str) -> None:
+    """Ask the daemon at the socket that this user can open."""
+    from warpbus.pool.protocol.address import address
+    from warpbus.pool.protocol.steering import Steering
+
+    Steering(address(f"warpbus+unix://{path}"), None).close()
+
+
 def _tries(facts: dict) -> dict:
     parent, port = os.getppid(), facts["port"]
     memory = (ctypes.c_uint64 * 2)()
@@ -44,6 +52,7 @@ def _tries(facts: dict) -> dict:
         "listen at TCP": lambda: socket.create_server(("127.0.0.1", 0)).close(),
         "make a UDP socket": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close(),
         "make a Unix socket": lambda: socket.socket(socket.AF_UNIX).close(),
+        "control the pool": lambda: _control_the_pool(facts["unix"]),
         "start a program": _spawn,
         "fork": _fork,
         "signal the daemon": lambda: os.kill(parent, 0),
@@ -67,8 +76,10 @@ def _tries(facts: dict) -> dict:
 def _outcome(attempt: object) -> str:
     try:
         attempt()
-    except OSError as error:
-        return type(error).__name__ if isinstance(error, PermissionError) else f"{type(error).__name__}: {error}"
+    except PermissionError:
+        return "PermissionError"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return "done"
 
 

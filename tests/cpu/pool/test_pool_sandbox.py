@@ -25,9 +25,13 @@ def intrusion(tmp_path, monkeypatch):
 
     def run(**options):
         facts = {"secrets": [*map(str, secrets)], "directories": [*map(str, directories)], "port": 0, "all": False}
+        facts |= {"unix": str(tmp_path / "pool.sock")}
         facts |= {"all": options.get("sandbox", True)}
         monkeypatch.setenv("INTRUDER", json.dumps(facts))
-        with serving(tmp_path, program="pool_intruder", spare=1, **options) as served, served.steering() as steering:
+        with (
+            serving(tmp_path, program="pool_intruder", spare=1, unix=tmp_path / "pool.sock", **options) as served,
+            served.steering() as steering,
+        ):
             facts["port"] = served.address.port
             monkeypatch.setenv("INTRUDER", json.dumps(facts))
             lease(steering)  # takes the spare one, which was started before the port was known
@@ -49,6 +53,7 @@ def test_an_intruder_reaches_nothing(intrusion):
 def test_without_the_sandbox_it_reaches_all_of_it(intrusion):
     """The attempts themselves work: what stops them above is the sandbox."""
     said = intrusion(sandbox=False)
+    assert "ConnectionLost" in said.pop("control the pool")  # the daemon knows its own processes
     assert {name: outcome for name, outcome in said.items() if outcome != "done"} == {}
 
 

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import stat
+import struct
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from ipaddress import IPv6Address, IPv6Network, ip_address
@@ -193,7 +194,10 @@ class Daemon:
                 _log.warning("a connection cannot be taken: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._tasks) - len(self._unfinished) > self._options.max_connections:
+            # On a GPU a lease's process can make Unix sockets. It is no user of this machine.
+            if len(self._tasks) - len(self._unfinished) > self._options.max_connections or (
+                unix and self.host.runs(_process_of(sock))
+            ):
                 sock.close()
                 continue
             sock.setblocking(False)
@@ -466,6 +470,12 @@ async def _exactly(sock: socket.socket, nbytes: int, begins: bytes = b"") -> byt
         if not data or not begins.startswith(found[: len(begins)]):
             raise ConnectionLost("a client did not begin as one of Warpbus does")
     return found
+
+
+def _process_of(sock: socket.socket) -> int:
+    """The process that has connected to a Unix socket."""
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid)
 
 
 def _source(came: Any) -> str:

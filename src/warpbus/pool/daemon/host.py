@@ -167,7 +167,9 @@ class Host:
         self._gone: dict[str, Gone] = {}
         processes = options.home / "processes"
         shutil.rmtree(processes, ignore_errors=True)  # of a daemon that was killed
-        processes.mkdir(mode=0o700)
+        processes.mkdir(mode=0o700, exist_ok=True)
+        with suppress(OSError):  # there is no cache then, see `warpbus.cuda.jit`
+            cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # what is not there cannot be allowed
         self._program = program
         self._spares = Spares(options.spare, program, processes, self._confinement)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -336,6 +338,10 @@ class Host:
             relay(socket.socket(fileno=sock.detach()), inner, certificate, key)
         given.close()
         return True
+
+    def runs(self, pid: int) -> bool:
+        """Whether that is the process of a lease here."""
+        return any(each.process.pid == pid for each in (*self.tenancies.values(), *self._arriving.values()))
 
     def gone(self, lease: str) -> Gone | None:
         """What became of a lease that was here; None if nothing is known of it."""
