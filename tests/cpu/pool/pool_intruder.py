@@ -35,10 +35,18 @@ def _fork() -> None:
 
 def _control_the_pool(path: str) -> None:
     """Ask the daemon at the socket that this user can open."""
-    from warpbus.pool.protocol.address import address
-    from warpbus.pool.protocol.steering import Steering
+    from warpbus.pool.protocol.channel import Channel
+    from warpbus.pool.protocol.frames import Kind
+    from warpbus.pool.protocol.preamble import CONTROL, MAGIC
+    from warpbus.pool.protocol.wire import encode
 
-    Steering(address(f"warpbus+unix://{path}"), None).close()
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    sock.sendall(MAGIC + CONTROL)
+    channel = Channel(sock)
+    channel.send(Kind.HELLO, 0, encode({"protocol": 1, "token": None}))
+    assert channel.receive(90).kind is Kind.WELCOME
+    channel.close()
 
 
 def _tries(facts: dict) -> dict:
