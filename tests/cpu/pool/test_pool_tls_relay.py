@@ -1,4 +1,4 @@
-"""The relay that does TLS for leases' processes: all bytes come over, both ways at once, and either end ends the other."""
+"""The relay that does TLS for leases: all bytes come over, both ways at once, and either end ends the other."""
 
 import os
 import socket
