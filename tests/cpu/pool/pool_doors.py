@@ -18,7 +18,7 @@ def exactly(sock, nbytes):
 
 
 def read_preamble(sock, key=b""):
-    """The lease that is asked for, by a client that has `key`; or None for the daemon."""
+    """The lease that is asked for, by a client that has `key`; or None for the daemon. ConnectionLost without it."""
     begun = exactly(sock, len(MAGIC) + LEASE_BYTES)
     assert begun.startswith(MAGIC)
     door = begun[len(MAGIC) :]
@@ -26,7 +26,8 @@ def read_preamble(sock, key=b""):
         return None
     nonce = secrets.token_bytes(NONCE_BYTES)
     sock.sendall(nonce)
-    assert Proof(door, nonce, exactly(sock, MAC_BYTES)).shows(key)
+    if not Proof(door, nonce, exactly(sock, MAC_BYTES)).shows(key):
+        raise ConnectionLost("this is another key")
     return door
 
 

@@ -48,10 +48,10 @@ def door(path, daemon):
         try:
             while True:
                 sock, _ = listener.accept()
-                asked.append(read_preamble(sock, TICKET))
-                control.send(daemon.end, {"do": "client"}, sock)
-                sock.close()
-        except (OSError, ConnectionLost):
+                with sock, suppress(ConnectionLost):  # it has another ticket
+                    asked.append(read_preamble(sock, TICKET))
+                    control.send(daemon.end, {"do": "client"}, sock)
+        except OSError:
             pass
 
     thread = threading.Thread(target=hand_over)
