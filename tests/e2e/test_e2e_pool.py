@@ -1,9 +1,11 @@
 """A pool of two machines that are processes here: programs train on it, move, lose connections, and lose machines."""
 
 import contextlib
+import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +20,9 @@ import warpbus
 from warpbus.errors import LeaseLostError
 from warpbus.pool import Gpu
 from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.preamble import MAGIC
 from warpbus.pool.protocol.steering import Steering
+from warpbus.pool.tenant.sandbox import missing
 
 STEPS = 50
 
@@ -145,6 +149,46 @@ def test_memory_is_the_quota_to_the_byte(connect):
     assert gpu.usage()["used"] == 1_000_000
     del rest
     assert kept[:100].sum().item() == 0  # what was let go of is free at once
+
+
+def test_idle_connections_of_others_do_not_end_a_lease(home, connect):
+    """Whoever knows a lease's id holds no place that its client needs to come back."""
+    gpu = connect("home")
+    gpu.patience = 5.0  # less than idle connections are kept
+    x = torch.arange(4.0, device=gpu.device)
+    gpu.synchronize()
+    where = address(home.address)
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            idle = stack.enter_context(socket.create_connection((where.host, where.port)))
+            idle.sendall(MAGIC + bytes.fromhex(gpu.lease))
+        gpu._connection._channel.close()
+        assert (x + 1).cpu().tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert gpu.reconnections == 1
+
+
+@pytest.mark.skipif(bool(missing()), reason="; ".join(missing()))
+def test_a_leases_process_is_confined(home, connect):
+    gpu = connect("home")
+    (torch.ones(4, device=gpu.device) + 1).cpu()
+    until = time.monotonic() + 90
+    found = _rights(home.process.pid)
+    assert ("2", "1", 0) in found  # of the process that has the lease
+    while {each[1:] for each in found} != {("1", 0)}:  # those that wait for a lease have begun by now, or soon will
+        assert time.monotonic() < until, found
+        time.sleep(0.5)
+        found = _rights(home.process.pid)
+
+
+def _rights(parent: int) -> list[tuple[str, str, int]]:
+    """Of each child of a process how its system calls are filtered, no_new_privs, and its capabilities."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            lines = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            if lines["PPid"] == str(parent):
+                found.append((lines["Seccomp"], lines["NoNewPrivs"], int(lines["CapEff"], 16)))
+    return found
 
 
 def test_a_machine_that_dies_takes_its_leases_along_and_says_so(doomed, connect):

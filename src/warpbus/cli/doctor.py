@@ -19,6 +19,7 @@ from rich.table import Table
 import warpbus
 from warpbus.cli.compile import compile_all
 from warpbus.errors import DeviceError, UsageError
+from warpbus.pool.tenant import sandbox
 
 # What each extra that this version uses is for, and what it installs.
 EXTRAS = {
@@ -120,6 +121,7 @@ def _examine(torch: Any) -> dict[str, Any]:
         "driver": driver and {"cuda": driver},
         "compiler": _compiler(),
         "kernel_cache": _kernel_cache(),
+        "sandbox": {"missing": sandbox.missing()},
         "gpus": gpus,
         "missing": extras,
     }
@@ -262,6 +264,7 @@ def _advice(found: dict[str, Any]) -> list[str]:
         if missing and (name != "cuda" or found["gpus"]):
             purpose = EXTRAS[name][0]
             advice.append(f"For {purpose}: pip install 'warpbus[{name}]' (missing: {', '.join(missing)})")
+    advice += [f"Tenants of a pool (warpbus pool serve): {line}." for line in found["sandbox"]["missing"]]
     if found["disk"]["free"] < 20e9:
         advice.append(
             f"{found['disk']['path']} has {found['disk']['free'] / 1e9:.0f} GB free: a 6 B model in 16 bits is 13 GB."
@@ -294,6 +297,7 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("torch", f"{torch['version']} ({build}), {torch['threads']} threads"),
         ("driver", f"CUDA {found['driver']['cuda']}" if found["driver"] else "none"),
         ("compiler", f"NVRTC {found['compiler']}" if found["compiler"] else "none"),
+        ("sandbox", "of a pool's tenants: " + ("incomplete" if found["sandbox"]["missing"] else "complete")),
         ("kernel cache", f"{cache['entries']:,} entries, {cache['bytes'] / 1e6:,.1f} MB at {cache['path']}"),
     ]
     for gpu in found["gpus"]:

@@ -47,6 +47,9 @@ def status(
             print(json.dumps(now, ensure_ascii=False, indent=2))
             return
         console = Console()
+        if not steering.welcome["tokens"]:
+            warning = "this pool asks for no tokens: every user and program of its machine is an admin"
+            Console(stderr=True, soft_wrap=True).print(f"[bold yellow]{warning}[/]")
         if once or not console.is_terminal:
             console.print(pool_table(now))
             return

@@ -33,6 +33,9 @@ def serve(
     cpu_memory: Annotated[str, typer.Option(help="what leases may have where there is no GPU: 8GB, 50%")] = "50%",
     gpu_memory_reserve: Annotated[str, typer.Option(help="of each GPU that leases may not have: 4GB, 10%")] = "10%",
     sharing: Annotated[str, typer.Option(help="how GPUs are shared: auto, mps or slices (of time)")] = "auto",
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox/--no-sandbox", help="confine tenants' processes: files, network, programs")
+    ] = True,
     spare: Annotated[int, typer.Option(help="processes that wait, with torch loaded, for a lease")] = 1,
     grace: Annotated[float, typer.Option(help="seconds without its client until a lease is reclaimed")] = 60.0,
     directory: Annotated[
@@ -41,6 +44,7 @@ def serve(
     audit_log: Annotated[Path | None, typer.Option(help="file; else audit.jsonl in --directory")] = None,
     max_connections: Annotated[int, typer.Option(help="open at the same time")] = 1024,
     max_queued: Annotated[int, typer.Option(help="the most leases that wait for a GPU")] = 256,
+    max_lease_rate: Annotated[float, typer.Option(help="leases that one tenant may ask for in a minute")] = 60.0,
 ) -> None:
     """Offer this machine's GPUs, or its CPU, to a pool.
 
@@ -67,12 +71,14 @@ def serve(
         cpu_memory=cpu_memory,
         gpu_memory_reserve=gpu_memory_reserve,
         sharing=sharing,  # type: ignore[arg-type]  # it is checked
+        sandbox=sandbox,
         spare=spare,
         grace=grace,
         directory=directory,
         audit=audit_log,
         max_connections=max_connections,
         max_queued=max_queued,
+        max_lease_rate=max_lease_rate,
         **{option: value for option, value in given.items() if value is not None},
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")

@@ -44,6 +44,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(archs))
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: abs(one - other) == 1)
         monkeypatch.setattr(doctor, "_missing", lambda distributions: [])
+        monkeypatch.setattr(doctor.sandbox, "missing", list)
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
         monkeypatch.setenv("COLUMNS", "160")
 
@@ -66,7 +67,7 @@ def test_this_machine():
     found = examined()
     assert list(found) == [
         *("warpbus", "python", "system", "cores", "memory", "disk", "torch", "driver", "compiler"),
-        *("kernel_cache", "gpus", "missing", "runs", "advice"),
+        *("kernel_cache", "sandbox", "gpus", "missing", "runs", "advice"),
     ]
     assert found["warpbus"] == warpbus.__version__
     assert 0 < found["memory"]["available"] <= found["memory"]["total"]
@@ -235,6 +236,16 @@ def test_a_full_disk(machine, monkeypatch, tmp_path):
     monkeypatch.chdir(place)
     assert examined()["advice"] == [f"{place} has 5 GB free: a 6 B model in 16 bits is 13 GB."]
     assert "[red]disk" in shown()
+
+
+def test_what_a_sandbox_of_tenants_lacks(machine, monkeypatch):
+    machine("13.0", "13.0", [("NVIDIA H100", 9, 0)])
+    assert examined()["sandbox"] == {"missing": []}
+    monkeypatch.setattr(doctor.sandbox, "missing", lambda: ["files can be read: this kernel has no Landlock"])
+    assert examined()["advice"] == [
+        "Tenants of a pool (warpbus pool serve): files can be read: this kernel has no Landlock."
+    ]
+    assert "of a pool's tenants: incomplete" in shown()
 
 
 def test_the_driver_is_asked_for_its_version(monkeypatch):

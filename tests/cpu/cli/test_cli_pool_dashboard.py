@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from warpbus.cli.pool import pool
 from warpbus.errors import ConnectionLost, UsageError
 from warpbus.pool.protocol import wire
-from warpbus.pool.protocol.channel import LEASE_BYTES, MAGIC, Channel
+from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.preamble import LEASE_BYTES, MAGIC
 
 STATUS = {"now": 5.0, "gpus": [], "leases": [], "queue": [], "events": []}
 QUIET = {name: value for name, value in os.environ.items() if not name.startswith("WARPBUS_")}
@@ -48,7 +49,8 @@ class FakeDaemon:
         self.connections.append(channel)
         hello = wire.decode(channel.receive(10).payload)
         self.tokens.append(hello["token"])
-        channel.send(Kind.WELCOME, 0, wire.encode({"tenant": "local", "admin": True, "host": "mill"}))
+        welcome = {"tenant": "local", "role": "admin", "tokens": False, "host": "mill"}
+        channel.send(Kind.WELCOME, 0, wire.encode(welcome))
         with suppress(ConnectionLost):
             while (frame := channel.receive(60)) is not None:
                 assert wire.decode(frame.payload) == {"do": "status"}

@@ -24,8 +24,8 @@ def pool(**hosts: tuple[int, ...]) -> Broker:
     return broker
 
 
-def ask(broker: Broker, memory: int, share: float = 0.1, now: float = 0, **wishes: Any) -> Lease:
-    return broker.request("ann", Quota(memory * GB, share), now=now, **wishes)
+def ask(broker: Broker, memory: int, share: float = 0.1, now: float = 0, tenant: str = "ann", **wishes: Any) -> Lease:
+    return broker.request(tenant, Quota(memory * GB, share), now=now, **wishes)
 
 
 def why(broker: Broker, lease: Lease, now: float = 0) -> str:

@@ -36,8 +36,9 @@ def main(descriptor: int) -> None:
         sys.modules["torch"] = _Torch("torch")
     from warpbus.pool.protocol import control
     from warpbus.pool.protocol.address import address
-    from warpbus.pool.protocol.channel import Channel, connect, serve_tls
+    from warpbus.pool.protocol.channel import Channel, begin, context_for
     from warpbus.pool.protocol.frames import Kind
+    from warpbus.pool.protocol.sockets import Tls
     from warpbus.pool.protocol.wire import decode, encode
 
     end = socket.socket(fileno=descriptor)
@@ -49,10 +50,9 @@ def main(descriptor: int) -> None:
     wrong = setup["memory"] % 10
     connected = 0
 
-    def attend(sock: socket.socket, tls: bool) -> None:
+    def attend(sock: socket.socket) -> None:
         nonlocal connected
-        files = (Path(setup["certificate"]), Path(setup["private_key"])) if tls else None
-        channel = Channel(sock) if files is None else serve_tls(sock, *files)
+        channel = Channel(sock)
         channels.append(channel)
         hello = decode(channel.receive(90).payload)
         if "ticket" in hello:
@@ -76,12 +76,13 @@ def main(descriptor: int) -> None:
         connected -= 1
         control.send(end, {"event": "clients", "connected": connected, "memory": 7})
 
-    def move(order: dict) -> None:
+    def move(order: dict, sock: socket.socket) -> None:
         control.send(end, {"event": "progress", "phase": "copying", "done": 1, "total": 2})
         if wrong == REFUSES_TO_MOVE:
             control.send(end, {"event": "failed", "type": "DeviceError", "message": "it does not want to"})
             return
-        channel = connect(address(order["to"]), order["door"])
+        to, tls = address(order["to"]), order["ca"] and Tls(Path(order["ca"]))
+        channel = begin(sock, to, order["door"], order["ticket"], context_for(to, tls), time.monotonic() + 90)
         channel.send(Kind.HELLO, 0, encode({"ticket": order["ticket"]}))
         assert channel.receive(90).kind is Kind.STATE
         if wrong == DIES_BEFORE:
@@ -102,9 +103,9 @@ def main(descriptor: int) -> None:
         except RuntimeError:
             os._exit(0)
         if order["do"] == "client":
-            threading.Thread(target=attend, args=(sockets[0], order["tls"]), daemon=True).start()
+            threading.Thread(target=attend, args=(sockets[0],), daemon=True).start()
         elif order["do"] == "migrate":
-            threading.Thread(target=move, args=(order,), daemon=True).start()
+            threading.Thread(target=move, args=(order, sockets[0]), daemon=True).start()
         elif order["do"] == "suspend":
             Path(order["path"]).write_text("state")
             control.send(end, {"event": "suspended", "seconds": 0.1, "bytes": 5})

@@ -30,11 +30,10 @@ SETUP = {
     "turns": None,
     "threads": 1,
     "environment": {},
-    "certificate": None,
-    "private_key": None,
     "ticket": None,
     "saved": None,
     "content": None,
+    "sandbox": True,
 }
 
 
@@ -67,7 +66,7 @@ class Daemon:
         """A connection that the process has got."""
         mine, other = socket.socketpair()
         with other:
-            control.send(self.end, {"do": "client", "tls": False}, other)
+            control.send(self.end, {"do": "client"}, other)
         return mine
 
     def client(self, **changes):

@@ -17,15 +17,17 @@ import pytest
 import trustme
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_doors import read_preamble, serve_tls
 
 from warpbus.errors import ConnectionLost, DeviceError, UsageError
 from warpbus.pool.protocol import channel as channel_module
 from warpbus.pool.protocol.address import Address
-from warpbus.pool.protocol.channel import MAGIC, Channel, connect, read_preamble, serve_tls
-from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Kind
+from warpbus.pool.protocol.channel import Channel, connect
+from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, MAX_HELLO, Kind
+from warpbus.pool.protocol.preamble import MAGIC, Proof
 from warpbus.pool.protocol.sockets import Tls
 
-LEASE = bytes(range(1, 17))
+LEASE, KEY = bytes(range(1, 17)), bytes(range(100, 132))
 
 
 @contextlib.contextmanager
@@ -85,7 +87,7 @@ def connected(transport, certificates=None, tmp_path=None):
     with listening(socket.AF_UNIX, str(tmp_path / "pool")) if transport == "unix" else listening() as listener:
 
         def serve(sock):
-            assert read_preamble(sock) == LEASE
+            assert read_preamble(sock, KEY) == LEASE
             if transport == "tls":
                 return serve_tls(sock, certificates / "good.pem", certificates / "good.key")
             return Channel(sock)
@@ -93,7 +95,7 @@ def connected(transport, certificates=None, tmp_path=None):
         peer = Peer(listener, serve)
         name = listener.getsockname()
         address = Address("unix", path=name) if transport == "unix" else Address(transport, "127.0.0.1", name[1])
-        client = connect(address, LEASE, Tls(certificates / "ca.pem") if certificates else None)
+        client = connect(address, LEASE, KEY, Tls(certificates / "ca.pem") if certificates else None)
         server = peer.join()
         assert isinstance(server, Channel), server
         try:
@@ -441,7 +443,7 @@ def test_certificates_that_are_not_trusted(certificates, certificate, ca, host, 
         peer = Peer(listener, serve)
         address = Address("tls", host, listener.getsockname()[1])
         with pytest.raises(DeviceError, match=message) as caught:
-            connect(address, LEASE, Tls(certificates / f"{ca}.pem") if ca else None)
+            connect(address, LEASE, tls=Tls(certificates / f"{ca}.pem") if ca else None)
         assert not isinstance(caught.value, ConnectionLost)  # another try would not help
         assert str(address) in str(caught.value)
         assert isinstance(peer.join(), ConnectionLost)
@@ -458,7 +460,7 @@ def test_tls_is_new_enough(certificates, named_by):
         peer = Peer(listener, serve)
         ca = certificates / "ca.pem"
         address = Address("tls", "localhost", listener.getsockname()[1], ca=ca if named_by == "address" else None)
-        channel = connect(address, None, Tls(ca) if named_by == "tls" else None)
+        channel = connect(address, tls=Tls(ca) if named_by == "tls" else None)
         assert channel._sock.version() in ("TLSv1.2", "TLSv1.3")
         assert peer.join().peer.startswith("127.0.0.1 port ")
 
@@ -499,45 +501,38 @@ def test_plain_meets_tls(certificates):
 def test_silence_at_the_beginning_holds_nothing(certificates):
     with listening() as listener, socket.create_connection(listener.getsockname()):
         silent, _ = listener.accept()
-        with pytest.raises(ConnectionLost, match="did not begin to speak"):
-            read_preamble(silent, 0.05)
         with pytest.raises(ConnectionLost, match="TLS handshake"):
             serve_tls(silent, certificates / "good.pem", certificates / "good.key", 0.05)
         address = Address("tls", "127.0.0.1", listener.getsockname()[1])
-        with pytest.raises(ConnectionLost, match=r"did not finish a TLS handshake \(.*timed out"):
+        with pytest.raises(ConnectionLost, match=r"does not take the connection \(.*timed out"):
             connect(address, LEASE, timeout=0.2)
+        with pytest.raises(ConnectionLost, match=r"did not finish a TLS handshake \(.*timed out"):
+            connect(address, timeout=0.2)
 
 
-def test_a_slow_beginning_has_only_so_long():
+def test_a_client_proves_its_key_without_showing_it():
+    with listening() as listener:
+        peer = Peer(listener, lambda sock: (sock.recv(100), sock.sendall(bytes(32)), sock.recv(100)))
+        channel = connect(Address("plain", "127.0.0.1", listener.getsockname()[1]), LEASE, KEY)
+        begun, _, mac = peer.join()
+        channel.close()
+    assert begun == MAGIC + LEASE
+    assert KEY not in mac
+    assert Proof(LEASE, bytes(32), mac).shows(KEY)
+    assert not Proof(LEASE, bytes(32), mac).shows(KEY[::-1])  # another key
+    assert not Proof(LEASE, bytes(31) + b"1", mac).shows(KEY)  # said again to another nonce
+    assert not Proof(LEASE[::-1], bytes(32), mac).shows(KEY)  # for another lease
+
+
+def test_a_frame_is_no_larger_than_is_asked_for():
     left, right = socket.socketpair()
-
-    def drip():
-        with contextlib.suppress(OSError):
-            for byte in MAGIC + LEASE:
-                left.send(bytes([byte]))
-                time.sleep(0.05)
-
-    background(drip)
-    with pytest.raises(ConnectionLost, match="did not begin to speak"):
-        read_preamble(right, 0.2)
-    right.close()
-
-
-def test_preambles():
-    left, right = socket.socketpair()
-    left.sendall(MAGIC + LEASE + b"beyond")
-    assert read_preamble(right) == LEASE
-    assert right.recv(100) == b"beyond"
-    left.sendall(MAGIC + bytes(16))
-    assert read_preamble(right) is None
-    assert right.gettimeout() is None
-    left.sendall(b"GET")
-    with pytest.raises(ConnectionLost, match="does not begin as a client"):
-        read_preamble(right)
-    left.sendall(MAGIC)
-    left.close()
-    with pytest.raises(ConnectionLost, match="does not begin as a client"):
-        read_preamble(right)
+    sender, channel = Channel(left, "them"), Channel(right, "them")
+    sender.send(Kind.HELLO, 0, bytes(MAX_HELLO))
+    assert len(channel.receive(90, most=MAX_HELLO).payload) == MAX_HELLO
+    sender.send(Kind.HELLO, 0, bytes(MAX_HELLO + 1))
+    with pytest.raises(ConnectionLost, match=f"announced a frame of {MAX_HELLO + 1} bytes: at most {MAX_HELLO}"):
+        channel.receive(90, most=MAX_HELLO)
+    sender.close()
 
 
 def test_nobody_there(tmp_path):

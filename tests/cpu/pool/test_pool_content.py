@@ -24,7 +24,7 @@ def kept(store, data):
 
 
 def files(directory):
-    return sorted(path.name for boot in directory.iterdir() for path in boot.iterdir())
+    return sorted(path.name for path in directory.iterdir())
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_what_was_kept_is_found(store, tmp_path):
     assert kept(store, DATA) == HASH
     assert store.promise(HASH)
     assert bytes(store.take(HASH)) == DATA
-    assert bytes(ContentStore(tmp_path / "content").take(HASH)) == DATA
+    assert bytes(ContentStore(tmp_path / "content", 8 * LEAST).take(HASH)) == DATA
     assert (tmp_path / "content").stat().st_mode & 0o777 == 0o700
     assert files(tmp_path / "content") == [HASH.hex()]
 
@@ -48,8 +48,7 @@ def test_the_least_recently_used_goes(store, tmp_path):
     hashes = []
     for at, piece in enumerate(pieces[:8]):
         hashes.append(kept(store, piece))
-        boot = next((tmp_path / "content").iterdir())
-        os.utime(boot / hashes[-1].hex(), (at, at))
+        os.utime(tmp_path / "content" / hashes[-1].hex(), (at, at))
     assert store.promise(hashes[0])  # now it was used, and is promised
     store.take(hashes[0])
     hashes.append(kept(store, pieces[8]))
@@ -60,7 +59,7 @@ def test_the_least_recently_used_goes(store, tmp_path):
 def test_a_promise_holds_when_the_file_goes(store, tmp_path):
     kept(store, DATA)
     assert store.promise(HASH)
-    (next((tmp_path / "content").iterdir()) / HASH.hex()).unlink()
+    (tmp_path / "content" / HASH.hex()).unlink()
     assert bytes(store.take(HASH)) == DATA
     assert not store.promise(HASH)
 
@@ -71,36 +70,21 @@ def test_directories_that_others_can_write_are_not_used(tmp_path):
         directory.mkdir()
         directory.chmod(mode)
         with pytest.raises(DeviceError, match="mode 700"):
-            ContentStore(directory)
+            ContentStore(directory, 8 * LEAST)
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(DeviceError, match="mode 700"):
-        ContentStore(tmp_path / "link")
+        ContentStore(tmp_path / "link", 8 * LEAST)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DeviceError, match="cannot be kept"):
-        ContentStore(tmp_path / "file")
+        ContentStore(tmp_path / "file", 8 * LEAST)
 
 
 def test_links_are_not_followed(store, tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(DATA)
-    boot = next((tmp_path / "content").iterdir())
-    (boot / HASH.hex()).symlink_to(secret)
+    (tmp_path / "content" / HASH.hex()).symlink_to(secret)
     assert not store.promise(HASH)
-
-
-def test_what_is_left_of_former_days_goes(store, tmp_path):
-    kept(store, DATA)
-    boot = next((tmp_path / "content").iterdir())
-    (boot / "incoming-1-0").write_bytes(b"x")
-    os.utime(boot / "incoming-1-0", (1, 1))
-    (boot / "incoming-2-0").write_bytes(b"x")
-    former = tmp_path / "content" / "another-boot"
-    former.mkdir()
-    (former / HASH.hex()).write_bytes(b"damaged")
-    again = ContentStore(tmp_path / "content")
-    assert files(tmp_path / "content") == [HASH.hex(), "incoming-2-0"]
-    assert bytes(again.take(HASH)) == DATA
 
 
 def upload(uploads, data, handle=1, nbytes=None, step=MAX_WRITE):
@@ -121,6 +105,17 @@ def test_uploads_are_found_among_writes(store):
     uploads.settle()
     assert store.promise(HASH)
     assert store.promise(hashlib.sha256(big).digest())
+
+
+def test_uploads_that_are_not_complete_have_a_limit_too(store, tmp_path):
+    uploads = Uploads(store)
+    assert not store.promise(HASH)
+    part = memoryview(bytes(3 * LEAST))
+    for handle in range(1, 4):  # 9 MiB together, where 8 are kept
+        uploads.wrote(handle, 0, part, 8 * LEAST)
+    uploads.settle()
+    sizes = [path.stat().st_size for path in (tmp_path / "content").iterdir()]
+    assert sizes == [3 * LEAST, 3 * LEAST]
 
 
 def test_what_nobody_asked_for_is_not_kept(store, tmp_path):
@@ -185,7 +180,7 @@ def execute(executor, fill):
 
 def test_a_lease_uses_what_another_one_of_its_tenant_has_uploaded(tmp_path):
     def lease():
-        return Executor(torch.device("cpu"), Quota(1 << 24, 1.0), ContentStore(tmp_path / "somebody"))
+        return Executor(torch.device("cpu"), Quota(1 << 24, 1.0), ContentStore(tmp_path / "somebody", 8 * LEAST))
 
     def first(writer):
         writer.new(1, len(DATA))
@@ -205,7 +200,7 @@ def test_a_lease_uses_what_another_one_of_its_tenant_has_uploaded(tmp_path):
 
 
 def test_a_client_cannot_say_what_a_hash_is_of(tmp_path):
-    executor = Executor(torch.device("cpu"), Quota(1 << 24, 1.0), ContentStore(tmp_path / "somebody"))
+    executor = Executor(torch.device("cpu"), Quota(1 << 24, 1.0), ContentStore(tmp_path / "somebody", 8 * LEAST))
 
     def lies(writer):
         writer.new(1, len(DATA))

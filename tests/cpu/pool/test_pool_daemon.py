@@ -1,78 +1,31 @@
 """A machine's daemon, with tenants' processes that hold nothing: connections, leases, their ends, and two daemons."""
 
 import asyncio
-import json
 import os
 import random
 import signal
 import socket
 import threading
-import time
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pool_fake_tenant as fake
 import pytest
 import trustme
+from pool_daemons import MEMORY, entry, greet, lease, serving, until
 
 from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UnavailableError, UsageError
 from warpbus.pool.daemon.daemon import Daemon
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.tenant_processes import TenantProcess
 from warpbus.pool.protocol.address import address
-from warpbus.pool.protocol.channel import MAGIC, Channel, connect
 from warpbus.pool.protocol.failures import sent_error
-from warpbus.pool.protocol.frames import Kind, pack_header
+from warpbus.pool.protocol.frames import MAX_HELLO, Kind, pack_header
+from warpbus.pool.protocol.preamble import MAGIC
 from warpbus.pool.protocol.steering import Steering
-from warpbus.pool.protocol.wire import decode, encode
+from warpbus.pool.protocol.wire import encode
 
-MEMORY = 10_000_000
-ADMIN, ANN, BOB = "admin-token-0123456", "ann-token-01234567", "bob-token-01234567"
-
-
-class Served:
-    """A daemon that runs in a thread of its own."""
-
-    def __init__(self, options: PoolOptions, gpus: int) -> None:
-        self.options = options
-        self._gpus = gpus
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self.daemon = self.run(self._start())
-        self.address = address(self.daemon.address)
-
-    async def _start(self) -> Daemon:
-        daemon = Daemon(self.options, program="pool_fake_tenant")
-        first = daemon._gpus.gpus[0]  # a machine without GPUs has one
-        daemon._gpus.gpus = [replace(first, name=f"{first.host}/{index}", index=index) for index in range(self._gpus)]
-        await daemon.start()
-        return daemon
-
-    def run(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
-
-    def close(self) -> None:
-        self.run(self.daemon.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def steering(self, token: str | None = None) -> Steering:
-        return Steering(self.address, token)
-
-    def audit(self) -> list[dict]:
-        return [json.loads(line) for line in (self.options.directory / "audit.jsonl").read_text().splitlines()]
-
-
-@contextmanager
-def serving(directory: Path, gpus: int = 1, **options):
-    given = {"name": "mill", "port": 0, "cpu_memory": "1GB", "spare": 2, "directory": directory} | options
-    served = Served(PoolOptions(**given), gpus)
-    try:
-        yield served
-    finally:
-        served.close()
+ADMIN, ANN, BOB, EVE = "admin-token-0123456", "ann-token-01234567", "bob-token-01234567", "eve-token-01234567"
 
 
 @pytest.fixture(scope="module")
@@ -92,30 +45,6 @@ def peers(served, tmp_path_factory):
 def steering(served):
     with served.steering() as found:
         yield found
-
-
-def lease(steering: Steering, wrong: int = 0, **options) -> dict:
-    return steering.ask({"do": "lease", "memory": MEMORY + wrong, "share": 0.1, **options}, timeout=60)
-
-
-def greet(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
-    channel = connect(where, bytes.fromhex(granted["lease"]))
-    channel.send(Kind.HELLO, 0, encode({"protocol": 1, "key": granted["key"], **hello}))
-    frame = channel.receive(90)
-    return channel, frame.kind, decode(frame.payload)
-
-
-def entry(steering: Steering, granted: dict) -> dict | None:
-    leases = steering.ask({"do": "status"})["leases"]
-    return next((each for each in leases if each["id"] == granted["lease"]), None)
-
-
-def until(condition, seconds: float = 90.0):
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 def test_a_client_gets_a_lease_and_reaches_its_process(served, steering):
@@ -276,7 +205,7 @@ def test_nonsense_is_answered_with_an_error(steering, question):
     assert steering.ask({"do": "status"})["leases"] == []
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"WARPBUS1", b"WARPBUS1" + bytes(16) + b"\xff" * 400])
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", MAGIC, MAGIC + bytes(16) + b"\xff" * 400])
 def test_preambles_of_garbage(served, steering, sent):
     with socket.create_connection((served.address.host, served.address.port)) as sock:
         sock.sendall(sent)
@@ -325,9 +254,58 @@ async def _count(daemon: Daemon) -> int:
     return len(daemon._tasks)
 
 
+def test_idle_connections_of_others_do_not_keep_a_client_from_its_lease(served, steering):
+    granted = lease(steering)
+    with ExitStack() as stack:
+        for count in range(40):
+            sock = stack.enter_context(socket.create_connection((served.address.host, served.address.port)))
+            sock.sendall(MAGIC + bytes.fromhex(granted["lease"]))
+            if count % 2:
+                sock.sendall(bytes(32))  # an answer to the nonce, without the key
+        for _ in range(3):
+            channel, kind, _ = greet(served.address, granted)
+            assert kind is Kind.WELCOME
+            channel.close()
+    steering.ask({"do": "release", "lease": granted["lease"]})
+
+
+def test_who_lacks_the_key_never_reaches_the_process(served, steering):
+    granted = lease(steering)
+    _, kind, said = greet(served.address, {**granted, "key": b"another"})
+    assert kind is Kind.REFUSED
+    assert "knows nothing of it with this key" in said["message"]
+    connections = [line for line in served.audit() if line["what"] == "connection"]
+    assert not any(line.get("lease") == granted["lease"] for line in connections)
+    assert greet(served.address, granted)[1] is Kind.WELCOME
+    steering.ask({"do": "release", "lease": granted["lease"]})
+
+
+@pytest.mark.parametrize("door", [bytes(16), bytes(range(16))])
+def test_a_large_hello_is_not_read(served, steering, door):
+    """Neither that of a control connection, before its token, nor that of whoever asks for a lease without its key."""
+    payload = encode({"protocol": 1, "token": "x" * MAX_HELLO})
+    with socket.create_connection((served.address.host, served.address.port), timeout=90) as sock:
+        sock.sendall(MAGIC + door)
+        if any(door):
+            assert len(sock.recv(32, socket.MSG_WAITALL)) == 32
+            sock.sendall(bytes(32))
+        with suppress(ConnectionResetError):  # closed with something unread
+            sock.sendall(pack_header(Kind.HELLO, 0, len(payload)) + payload)
+            assert sock.recv(1000) == b""  # neither WELCOME nor REFUSED
+
+
+def test_who_asks_for_leases_too_often_has_to_wait(tmp_path):
+    with serving(tmp_path, max_lease_rate=3.0) as slow, slow.steering() as steering:
+        for _ in range(3):
+            steering.ask({"do": "release", "lease": lease(steering)["lease"]})
+        with pytest.raises(UnavailableError, match=r"tenant local asks for leases too often.* try again in 1?\d\.\d s"):
+            lease(steering)
+        assert steering.ask({"do": "status"})["leases"] == []
+
+
 def test_silent_connections_are_closed(tmp_path):
     with serving(tmp_path, handshake_timeout=0.3, spare=0) as quick:
-        for sent in (b"WARPB", b"WARPBUS1" + bytes(16)):
+        for sent in (b"WARPB", MAGIC + bytes(16)):
             with socket.create_connection((quick.address.host, quick.address.port), timeout=90) as sock:
                 sock.sendall(sent)
                 assert sock.recv(1000) == b""
@@ -341,7 +319,7 @@ def test_tokens_limits_and_tls(tmp_path):
     issued.private_key_pem.write_to_path(key)
     authority.cert_pem.write_to_path(trust)
     tokens = tmp_path / "tokens"
-    tokens.write_text(f"{ADMIN} ops admin\n{ANN} ann memory=15MB leases=2\n{BOB} bob\n")
+    tokens.write_text(f"{ADMIN} ops admin\n{ANN} ann memory=15MB leases=2\n{BOB} bob\n{EVE} eve viewer\n")
     tokens.chmod(0o600)
     with serving(tmp_path, certificate=certificate, key=key, tokens=tokens, advertise="localhost") as secured:
         assert secured.address.transport == "tls"
@@ -355,6 +333,16 @@ def test_tokens_limits_and_tls(tmp_path):
             assert kind is Kind.WELCOME
             with pytest.raises(UsageError, match="ann asks for"):
                 lease(ann)
+            assert entry(ann, granted)["tenant"] == "ann"
+            seen = bob.ask({"do": "status"})
+            assert [(each["id"], each["tenant"], each["memory"]) for each in seen["leases"]] == [
+                ("other-1", "(other)", MEMORY)
+            ]
+            assert granted["lease"] not in str(seen)
+            with secured.steering(EVE) as eve:
+                assert entry(eve, granted)["tenant"] == entry(admin, granted)["tenant"] == "ann"
+                with pytest.raises(UsageError, match="a viewer may only ask for the status"):
+                    lease(eve)
             for question in ({"do": "release"}, {"do": "migrate", "to": "mill/0"}, {"do": "suspend"}):
                 with pytest.raises(UsageError, match="another tenant"):
                     bob.ask({**question, "lease": granted["lease"]})
@@ -362,7 +350,7 @@ def test_tokens_limits_and_tls(tmp_path):
                 with pytest.raises(UsageError, match="only an admin"):
                     bob.ask({"do": do, "host": "mill", "lease": granted["lease"]})
             with pytest.raises(UsageError, match="only an admin"):
-                bob.ask({"do": "release", "lease": granted["lease"], "for": {"tenant": "ann", "admin": True}})
+                bob.ask({"do": "release", "lease": granted["lease"], "for": {"tenant": "ann", "role": "admin"}})
             admin.ask({"do": "release", "lease": granted["lease"]})
         with pytest.raises(DeviceError, match="not trusted"):
             Steering(address(secured.daemon.address), ANN)

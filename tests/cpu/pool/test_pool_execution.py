@@ -12,6 +12,7 @@ from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.instructions import Writer, call_prefix
 from warpbus.pool.protocol.signature import Input, New, Number, Same, Signature
 from warpbus.pool.quota import Quota
+from warpbus.pool.tenant import execution
 from warpbus.pool.tenant.definitions import Definition
 from warpbus.pool.tenant.execution import Executor
 
@@ -370,6 +371,19 @@ def test_operators_off_the_list_are_refused(hand):
         hand.writer.define(0, wire.encode([name, [], [], [], [], []]))
         with pytest.raises(DeviceError, match="not among the operators"):
             hand.send()
+
+
+def test_definitions_have_a_quota_of_their_own(hand, monkeypatch):
+    x = hand.put(torch.ones(4))
+    hand.get(hand.call("aten::add.Tensor", x, x))
+    defined = len(next(iter(hand.definitions)))
+    monkeypatch.setattr(execution, "MAX_DEFINED_BYTES", 2 * defined)
+    encoded = next(iter(hand.definitions))
+    for number, failed in ((1, 0), (1, 0), (0, 0), (2, 1)):  # what takes the place of another one is no more
+        hand.writer.define(number, encoded)
+        failures = hand.send()
+        assert len(failures) == failed
+    assert f"kinds of calls of {3 * defined:,} bytes together: a lease may have {2 * defined:,}" in str(failures[0])
 
 
 def test_numbers(hand):

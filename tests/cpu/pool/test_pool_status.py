@@ -9,6 +9,7 @@ from pool_brokers import GB, ask, pool
 from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import Event
+from warpbus.pool.broker.status import seen_by
 
 
 def test_status_is_json_and_has_its_schema():
@@ -71,6 +72,39 @@ def test_status_is_json_and_has_its_schema():
     assert broker.status(11)["gpus"][0]["state"] == "draining"
     with pytest.raises(UsageError, match="the pool has no GPU a/7"):
         broker.measured("a/7", utilization=None, memory=None)
+
+
+def test_a_tenant_sees_others_as_room_that_is_taken():
+    broker = pool(a=(80,))
+    own = ask(broker, 30, 0.25, tenant="ann", now=1)
+    other = ask(broker, 40, 0.25, tenant="bob", now=2)
+    waits = ask(broker, 50, 0.25, tenant="bob", now=3)
+    small = ask(broker, 45, 0.25, tenant="ann", now=4)
+    gone = ask(broker, 1, 0.1, tenant="bob", now=5)
+    broker.release(gone.id, 6)
+    whole = broker.status(10.0)
+    seen = seen_by(whole, "ann")
+    assert not any(secret in json.dumps(seen) for secret in (other.id, waits.id, gone.id, "bob"))
+    assert [each["id"] for each in seen["leases"]] == [own.id, "other-1", "other-2", small.id]
+    assert [each["id"] for each in seen["queue"]] == ["other-2", small.id]
+    assert seen["gpus"][0]["leases"] == [own.id, "other-1"]
+    assert seen["gpus"][0]["used"] == 70 * GB
+    assert (seen["leases"][1]["memory"], seen["leases"][1]["share"]) == (40 * GB, 0.25)
+    assert seen["leases"][0] == whole["leases"][0]
+    assert {event["lease"] for event in seen["events"]} == {None, own.id, small.id}
+    assert [each["reason"] for each in seen["leases"][1:3]] == ["", ""]
+
+
+def test_what_a_lease_waits_for_does_not_name_others():
+    whole = {
+        "gpus": [],
+        "queue": [{"id": "a" * 32, "tenant": "ann", "why": f"a/0 has room, but is kept for {'b' * 32}"}],
+        "leases": [{"id": "a" * 32, "tenant": "ann", "reason": f"waits: {'b' * 32} and {'a' * 32}"}],
+        "events": [],
+    }
+    seen = seen_by(whole, "ann")
+    assert seen["queue"][0]["why"] == "a/0 has room, but is kept for another lease"
+    assert seen["leases"][0]["reason"] == f"waits: another lease and {'a' * 32}"
 
 
 def test_the_history_is_bounded():

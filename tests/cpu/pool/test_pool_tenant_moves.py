@@ -3,15 +3,16 @@
 import socket
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import torch
+from pool_doors import read_preamble
 from pool_tenants import acknowledged, ask, ended, started, write
 
 from warpbus.errors import ConnectionLost
 from warpbus.pool.protocol import control
-from warpbus.pool.protocol.channel import read_preamble
+from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.frames import Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.instructions import call_prefix, layout
@@ -47,10 +48,10 @@ def door(path, daemon):
         try:
             while True:
                 sock, _ = listener.accept()
-                asked.append(read_preamble(sock))
-                control.send(daemon.end, {"do": "client", "tls": False}, sock)
-                sock.close()
-        except (OSError, ConnectionLost):
+                with sock, suppress(ConnectionLost):  # it has another ticket
+                    asked.append(read_preamble(sock, TICKET))
+                    control.send(daemon.end, {"do": "client"}, sock)
+        except OSError:
             pass
 
     thread = threading.Thread(target=hand_over)
@@ -64,7 +65,10 @@ def door(path, daemon):
 
 
 def move(daemon, to, ticket=TICKET):
-    control.send(daemon.end, {"do": "migrate", "to": to, "ca": None, "ticket": ticket, "door": DOOR})
+    with socket.socket(socket.AF_UNIX) as sock:
+        with suppress(FileNotFoundError):  # nobody is there
+            sock.connect(address(to).path)
+        control.send(daemon.end, {"do": "migrate", "to": to, "ca": None, "ticket": ticket, "door": DOOR}, sock)
 
 
 @contextmanager

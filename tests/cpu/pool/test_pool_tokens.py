@@ -6,7 +6,7 @@ from warpbus.errors import UsageError
 from warpbus.pool.broker.leases import Limits
 from warpbus.pool.daemon.tokens import LOCAL, Tenant, Tokens, new_token, read_token
 
-A, B = "a" * 20, "b" * 20
+A, B, C = "a" * 20, "b" * 20, "c" * 20
 
 
 def write(tmp_path, text, mode=0o600):
@@ -17,10 +17,12 @@ def write(tmp_path, text, mode=0o600):
 
 
 def test_a_file_names_tenants_and_their_limits(tmp_path):
-    path = write(tmp_path, f"# who\n\n{A} ann memory=16GB share=0.5 leases=4\n{B} ops admin\n")
+    path = write(tmp_path, f"# who\n\n{A} ann memory=16GB share=0.5 leases=4\n{B} ops admin\n{C} page viewer\n")
     tokens = Tokens.read(path)
     assert tokens.tenant(A) == Tenant("ann", limits=Limits(memory=16 * 10**9, share=0.5, leases=4))
-    assert tokens.tenant(B) == Tenant("ops", admin=True)
+    assert tokens.tenant(B) == Tenant("ops", "admin")
+    assert tokens.tenant(C) == Tenant("page", "viewer")
+    assert [tokens.tenant(token).admin for token in (A, B, C)] == [False, True, False]
     assert tokens.limits()["ann"].leases == 4
     for unknown in (None, "", A[:-1], A + "a", "ä" * 20, "\udcff"):
         assert tokens.tenant(unknown) is None
@@ -40,6 +42,7 @@ def test_without_tokens_everybody_is_local():
         (A, "the tenant is missing"),
         (f"{A} an/n", "the tenant is missing or not a name"),
         (f"{A} ann boss", "'boss' is not understood"),
+        (f"{A} ann viewer admin", "'admin' is not understood"),
         (f"{A} ann memory=lots", "'memory=lots' is not understood"),
         (f"{A} ann share=-1", "'share=-1' is not understood"),
         (f"{A} ann share=nan", "'share=nan' is not understood"),

@@ -34,7 +34,7 @@ class Lease:
     """A tenant's right to a part of one GPU, as it stood when the broker returned it.
 
     Attributes:
-        id: 32 hexadecimal digits; whoever knows it can use the lease.
+        id: 32 hexadecimal digits. It only names the lease: its client shows a key, which the broker does not know.
         tenant: who asked for it.
         quota: what it is for.
         priority: as requested; waiting adds to it.

@@ -23,10 +23,14 @@ Memory is in bytes, times are seconds since the epoch, durations seconds, shares
                  "pause": float | null,                          of a move: for how long the lease executed nothing
                  "text": str}]}
 
+A tenant gets this with its own leases alone (`seen_by`): of others it sees that so much memory and share is taken, as
+leases "other-1", "other-2"... of the tenant "(other)".
+
 Leases that have ended are in the events alone, of which the last 1,000 are kept, the oldest first; their kinds are told
 by `warpbus.pool.broker.leases.Event`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,6 +38,9 @@ from typing import Any
 from warpbus.pool.broker.leases import Lease
 from warpbus.pool.broker.ledger import Ledger
 from warpbus.pool.broker.placement import outlook
+
+_LEASE = re.compile(r"[0-9a-f]{32}")
+_OTHER = "(other)"  # no tenant can have this name
 
 
 @dataclass(frozen=True)
@@ -113,4 +120,35 @@ def _lease(lease: Lease, waiting: str | None, now: float) -> dict[str, Any]:
         "since": lease.since,
         "idle": max(0.0, now - lease.seen),
         "reason": lease.reason if waiting is None else f"waits: {waiting}",
+    }
+
+
+def seen_by(whole: Mapping[str, Any], tenant: str) -> dict[str, Any]:
+    """What a tenant may see of `report`'s answer: nothing in it names another tenant or has the id of its lease."""
+    own = {lease["id"] for lease in whole["leases"] if lease["tenant"] == tenant}
+    own |= {event["lease"] for event in whole["events"] if event["tenant"] == tenant and event["lease"]}
+    others = [lease["id"] for lease in whole["leases"] if lease["id"] not in own]
+    names = dict(zip(others, (f"other-{number}" for number in range(1, len(others) + 1)), strict=True))
+
+    def known(text: str) -> str:
+        return _LEASE.sub(lambda found: found[0] if found[0] in own else "another lease", text)
+
+    return {
+        **whole,
+        "gpus": [{**gpu, "leases": [names.get(id, id) for id in gpu["leases"]]} for gpu in whole["gpus"]],
+        "leases": [
+            {**lease, "reason": known(lease["reason"])}
+            if lease["id"] in own
+            else {**lease, "id": names[lease["id"]], "tenant": _OTHER, "memory_used": None, "reason": ""}
+            for lease in whole["leases"]
+        ],
+        "queue": [
+            {**each, "why": known(each["why"])}
+            if each["id"] in own
+            else {**each, "id": names[each["id"]], "tenant": _OTHER, "why": ""}
+            for each in whole["queue"]
+        ],
+        "events": [
+            {**event, "text": known(event["text"])} for event in whole["events"] if event["tenant"] in (None, tenant)
+        ],
     }

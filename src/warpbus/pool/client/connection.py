@@ -281,7 +281,7 @@ class Connection:
         return [(target, False)] if self._moving.final else [(self._where, False), (target, True)]
 
     def _open(self, where: Address, *, claim: bool) -> tuple[Channel, Welcome]:
-        channel = connect(where, self._lease)
+        channel = connect(where, self._lease, self._key)
         try:
             hello: dict[str, Value] = {
                 "protocol": PROTOCOL,

@@ -82,8 +82,8 @@ class Conversation:
         except (OSError, TimeoutError) as error:
             raise self._lost(error) from None
 
-    async def receive(self, timeout: float | None) -> tuple[Kind, int, wire.Value]:
-        """The next frame: its kind, number and value.
+    async def receive(self, timeout: float | None, most: int = MOST) -> tuple[Kind, int, wire.Value]:
+        """The next frame, with a payload of at most `most` bytes: its kind, number and value.
 
         Raises:
             ConnectionLost: the other side is gone, silent for `timeout` seconds, or sends what cannot be understood.
@@ -91,9 +91,7 @@ class Conversation:
         try:
             async with asyncio.timeout(timeout):
                 header = await self._reader.readexactly(HEADER.size)
-            size, kind, number = parse_header(memoryview(header), self.peer)
-            if size > MOST:
-                raise ConnectionLost(f"{self.peer} announced {size} bytes: at most {MOST} are taken")
+            size, kind, number = parse_header(memoryview(header), self.peer, most)
             async with asyncio.timeout(self._patience):
                 payload = await self._reader.readexactly(size)
         except (OSError, EOFError, TimeoutError) as error:

@@ -1,9 +1,10 @@
 """The daemon of a machine: one port for its leases' clients and for whoever controls the pool.
 
-A connection says in its first 24 bytes what it wants. Where that is a lease of this machine, the socket is handed to
-the lease's process, and the daemon sees none of what follows. Else the daemon speaks on it itself. What has not said
-what it wants, or who it is, may be there for some seconds only, and never keep others out: where there are too many,
-the one that came first has to go.
+A connection says in its first 24 bytes what it wants. Where that is a lease of this machine and the client proves that
+it has the lease's key, the socket is handed to the lease's process (with TLS, by a relay), and the daemon reads none of
+what follows. Otherwise the daemon speaks on it itself. A connection that has not said what it wants, or who it is, is
+closed after some seconds, and never keeps others out: where there are too many, in all or of one address, the oldest of
+them is closed.
 """
 
 import asyncio
@@ -13,8 +14,10 @@ import os
 import secrets
 import socket
 import stat
+import struct
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from ipaddress import IPv6Address, IPv6Network, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +40,16 @@ from warpbus.pool.daemon.host import Host
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.peers import Membership, Peer, find_broker, obey, read_report
 from warpbus.pool.daemon.sharing import SharedGpus
-from warpbus.pool.daemon.tokens import Tenant, Tokens
+from warpbus.pool.daemon.tokens import Tenant, Tokens, checked_role
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
-from warpbus.pool.protocol.channel import LEASE_BYTES, MAGIC
-from warpbus.pool.protocol.frames import PROTOCOL, Kind
+from warpbus.pool.protocol.frames import MAX_HELLO, PROTOCOL, Kind
+from warpbus.pool.protocol.preamble import CONTROL, LEASE_BYTES, MAC_BYTES, MAGIC, NONCE_BYTES, Proof
 from warpbus.pool.protocol.sockets import name_of
 from warpbus.pool.protocol.steering import Tell, need
 
 _log = logging.getLogger(__name__)
 
-_CONTROL = bytes(LEASE_BYTES)
 _TICK = 1.0
 _ADMINS = ("join", "broker", "receive", "end", "call off", "send", "save", "order", "forget")
 
@@ -82,7 +84,7 @@ class Daemon:
         self._life = secrets.token_hex(8)
         self._listening: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unfinished: dict[asyncio.Task[None], None] = {}
+        self._unfinished: dict[asyncio.Task[None], str] = {}  # with the address that each came from
         self.host: Host
         self._books: Books | None = None
         self._own: OwnBooks | None = None
@@ -103,6 +105,10 @@ class Daemon:
         self.address = str(options.address(tcp.getsockname()[1]))
         self.host = Host(options, self._gpus, self._audit, self.address, self, self._program)
         self._serving = True
+        if not self._tokens:
+            _log.warning("there are no --tokens: every user and program of this machine is an admin of the pool")
+        for line in self.host.exposed():
+            _log.warning("tenants' processes: %s", line)
         self._audit.note("started", address=self.address, host=options.name)
         for listening in self._listening:
             self._spawn(self._accept(listening))
@@ -111,7 +117,7 @@ class Daemon:
             self._broker_at = await find_broker(options.name, peers, options.peer_token)
         if options.cluster is not None:
             self._books = await self._shared_books(options.cluster)
-            self._desk = Desk(self._books, self._machine, self._audit, most=options.max_asking)
+            self._desk = self._new_desk(self._books)
         elif self._broker_at is not None:
             membership = Membership(self._broker_at, options.peer_token, self._life, self._gpus.gpus)
             await membership.report(self.host, [])
@@ -121,7 +127,7 @@ class Daemon:
             path = options.home / "pool.json"
             own = OwnBooks(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
             self._books = self._own = own
-            self._desk = Desk(own, self._machine, self._audit, most=options.max_asking)
+            self._desk = self._new_desk(own)
         self._spawn(self._tick())
 
     async def close(self) -> None:
@@ -143,6 +149,10 @@ class Daemon:
         self._audit.note("ended", host=self._options.name)
         self._audit.close()
         os.close(self._lock)
+
+    def _new_desk(self, books: Books) -> Desk:
+        options = self._options
+        return Desk(books, self._machine, self._audit, most=options.max_asking, rate=options.max_lease_rate)
 
     async def _shared_books(self, cluster: str) -> SharedBooks:
         limits = self._tokens.limits()
@@ -179,21 +189,33 @@ class Daemon:
         unix = listening.family == socket.AF_UNIX
         while True:
             try:
-                sock, _ = await loop.sock_accept(listening)
+                sock, came = await loop.sock_accept(listening)
             except OSError as error:  # of one connection, or there are no more descriptors
                 _log.warning("a connection cannot be taken: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._tasks) - len(self._unfinished) > self._options.max_connections:
+            # On a GPU a lease's process can make Unix sockets. It is no user of this machine.
+            if len(self._tasks) - len(self._unfinished) > self._options.max_connections or (
+                unix and self.host.runs(_process_of(sock))
+            ):
                 sock.close()
                 continue
             sock.setblocking(False)
-            while len(self._unfinished) >= self._options.max_unfinished:
-                first = next(iter(self._unfinished))
-                del self._unfinished[first]
-                first.cancel()
+            source = _source(came)
+            self._make_place(source)
             task = self._spawn(self._meet(sock, name_of(sock), tls=not unix and self._tls is not None))
-            self._unfinished[task] = None
+            self._unfinished[task] = source
+
+    def _make_place(self, source: str) -> None:
+        """Close the oldest connections that have not said who they are, where one more would be too many."""
+        options = self._options
+        own = [task for task, other in self._unfinished.items() if other == source]
+        first = own[: max(0, len(own) + 1 - options.max_unfinished_of_address)]
+        if not first and len(self._unfinished) >= options.max_unfinished:
+            first = [next(iter(self._unfinished))]
+        for task in first:
+            del self._unfinished[task]
+            task.cancel()
 
     async def _meet(self, sock: socket.socket, peer: str, *, tls: bool) -> None:
         """Find out what a connection wants, and see to it that it gets it."""
@@ -202,32 +224,34 @@ class Daemon:
         try:
             async with asyncio.timeout(self._options.handshake_timeout):
                 door = await _preamble(sock)
-            if door == _CONTROL:
+                proof = None if door == CONTROL else await _proof(door, sock)
+            if proof is None:
                 await self._converse(sock, peer, task, tls=tls)
-            elif door is not None:
+            elif (tenancy := self.host.asked_for(proof)) is not None:
                 self._unfinished.pop(task, None)
-                if (lease := await self.host.hand_over(door, sock, tls=tls)) is not None:
-                    self._audit.note("connection", address=peer, lease=lease)
+                if await self.host.hand_over(tenancy, sock, tls=tls):
+                    self._audit.note("connection", address=peer, lease=tenancy.order.lease)
                 else:
-                    await self._say_what_became(door.hex(), sock, peer, tls=tls)
+                    await self._say_what_became(proof, sock, peer, tls=tls)
+            else:
+                await self._say_what_became(proof, sock, peer, tls=tls)
         except (OSError, TimeoutError, ConnectionLost):
             pass  # it has gone, or is not one of ours
         finally:
             self._unfinished.pop(task, None)
             sock.close()
 
-    async def _say_what_became(self, lease: str, sock: socket.socket, peer: str, *, tls: bool) -> None:
+    async def _say_what_became(self, proof: Proof, sock: socket.socket, peer: str, *, tls: bool) -> None:
+        lease = proof.door.hex()
         conversation = await self._begin(sock, peer, tls=tls)
-        kind, _, hello = await conversation.receive(self._options.handshake_timeout)
-        key = hello.get("key") if isinstance(hello, dict) and kind is Kind.HELLO else None
-        key = key if isinstance(key, bytes) else b""
+        await conversation.receive(self._options.handshake_timeout, MAX_HELLO)  # so that it gets to read the answer
         gone, saved = await self.host.gone(lease), self.host.saved(lease)
         error: WarpbusError
-        if saved is not None and secrets.compare_digest(key, saved.key):
+        if saved is not None and proof.shows(saved.key):
             # For the client no reason to give up: it tries again for a while.
             error = ConnectionLost(f"lease {lease} is suspended: warpbus pool resume-lease {lease} lets it go on")
-        elif gone is None or not secrets.compare_digest(key, gone.key):
-            what = "knows nothing of it: it ended long ago, or never was"
+        elif gone is None or not proof.shows(gone.key):
+            what = "knows nothing of it with this key: it ended long ago, or never was"
             error = LeaseLostError(f"lease {lease}: {self._options.name} {what}")
         elif gone.address is not None:
             await hang_up(conversation, Kind.MOVED, {"address": gone.address, "final": True})
@@ -270,7 +294,7 @@ class Daemon:
 
     async def _hello(self, conversation: Conversation, peer: str) -> Tenant | None:
         """Who has connected; None if it was refused."""
-        kind, _, hello = await conversation.receive(self._options.handshake_timeout)
+        kind, _, hello = await conversation.receive(self._options.handshake_timeout, MAX_HELLO)
         error, tenant = None, None
         if kind is not Kind.HELLO or not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
             error = UsageError(f"this pool speaks protocol {PROTOCOL}: use the same version of Warpbus on both sides")
@@ -288,7 +312,8 @@ class Daemon:
         welcome: dict[str, Any] = {
             "protocol": PROTOCOL,
             "tenant": tenant.name,
-            "admin": tenant.admin,
+            "role": tenant.role,
+            "tokens": bool(self._tokens),
             "host": self._options.name,
         }
         await conversation.send(Kind.WELCOME, 0, welcome)
@@ -346,7 +371,7 @@ class Daemon:
             return await self._join(question)
         if "for" in question:
             who = need(question, "for", dict)
-            tenant = Tenant(need(who, "tenant", str), need(who, "admin", bool))
+            tenant = Tenant(need(who, "tenant", str), checked_role(need(who, "role", str)))
             asker = Asker(tenant, need(who, "address", str))
         return await self._desk.answer(question, asker, tell)
 
@@ -422,16 +447,49 @@ class Daemon:
             _log.error("the pool's daemon met an error of its own", exc_info=error)
 
 
-async def _preamble(sock: socket.socket) -> bytes | None:
-    """The 16 bytes after the magic; None from whoever begins otherwise."""
+async def _preamble(sock: socket.socket) -> bytes:
+    """The 16 bytes after the magic. ConnectionLost if the client begins otherwise."""
+    begun = await _exactly(sock, len(MAGIC) + LEASE_BYTES, MAGIC)
+    return begun[len(MAGIC) :]
+
+
+async def _proof(door: bytes, sock: socket.socket) -> Proof:
+    """What a client that asks for a lease answers to a nonce."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    await asyncio.get_running_loop().sock_sendall(sock, nonce)
+    return Proof(door, nonce, await _exactly(sock, MAC_BYTES))
+
+
+async def _exactly(sock: socket.socket, nbytes: int, begins: bytes = b"") -> bytes:
+    """So many bytes and none beyond. ConnectionLost if the client hangs up or does not begin so."""
     loop = asyncio.get_running_loop()
     found = b""
-    while len(found) < len(MAGIC) + LEASE_BYTES:
-        data = await loop.sock_recv(sock, len(MAGIC) + LEASE_BYTES - len(found))
+    while len(found) < nbytes:
+        data = await loop.sock_recv(sock, nbytes - len(found))
         found += data
-        if not data or not MAGIC.startswith(found[: len(MAGIC)]):
-            return None
-    return found[len(MAGIC) :]
+        if not data or not begins.startswith(found[: len(begins)]):
+            raise ConnectionLost("a client did not begin as one of Warpbus does")
+    return found
+
+
+def _process_of(sock: socket.socket) -> int:
+    """The process that has connected to a Unix socket."""
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid)
+
+
+def _source(came: Any) -> str:
+    """Whose places a connection takes, by what `accept` says of it: an IPv4 address, the /64 of an IPv6 address (which
+    one machine has whole), or this machine's user at the Unix socket."""
+    if not isinstance(came, tuple):
+        return "unix"
+    try:
+        found = ip_address(str(came[0]).partition("%")[0])
+    except ValueError:
+        return str(came[0])
+    if isinstance(found, IPv6Address) and found.ipv4_mapped is None:
+        return str(IPv6Network((found, 64), strict=False))
+    return str(getattr(found, "ipv4_mapped", None) or found)
 
 
 def _alone_in(directory: Path) -> int:

@@ -13,7 +13,8 @@
     {"do": "suspend", "lease"}  {"phase"...}...          {"suspended": id, "seconds", "bytes"}
     {"do": "resume", "lease", "on": str | None}          as "lease"
 
-A tenant deals with its own leases; draining is for admins.
+A tenant deals with its own leases, and sees nothing of others but what room they take; draining is for admins. A viewer
+sees everything and changes nothing.
 """
 
 import asyncio
@@ -25,10 +26,12 @@ from typing import Any, Protocol
 
 from warpbus.errors import QueueFullError, UnavailableError, UsageError, WarpbusError
 from warpbus.pool.broker.leases import Lease
+from warpbus.pool.broker.status import seen_by
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.books import Books
 from warpbus.pool.daemon.host import Order, new_key
 from warpbus.pool.daemon.moving import Moving
+from warpbus.pool.daemon.rates import RateLimit
 from warpbus.pool.daemon.tokens import Tenant
 from warpbus.pool.protocol.steering import Tell, need
 from warpbus.pool.quota import Quota
@@ -39,6 +42,7 @@ _log = logging.getLogger(__name__)
 _SECONDS = 0.5
 # The first of the queue has waited so long before others are moved for it.
 _SECONDS_BEFORE_MOVES = 10.0
+_TENANTS_OF_ADDRESS = 4
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,19 @@ class Desk:
         machine: gives a host's daemon by its name. Raises UnavailableError if it is not there.
         audit: gets a line for each thing that is done.
         most: questions of one tenant that wait for a place.
+        rate: leases that a tenant may ask for or resume in a minute, each of which starts a process; the tenants of one
+            address together may `_TENANTS_OF_ADDRESS` times as often.
     """
 
     def __init__(
-        self, books: Books, machine: Callable[[str], Awaitable[Machine]], audit: AuditLog, *, most: int
+        self, books: Books, machine: Callable[[str], Awaitable[Machine]], audit: AuditLog, *, most: int, rate: float
     ) -> None:
         self._books = books
         self._machine = machine
         self._audit = audit
         self._most = most
+        self._tenant_rate = RateLimit(rate, "leases")
+        self._address_rate = RateLimit(_TENANTS_OF_ADDRESS * rate, "leases")
         self._moving = Moving(books, machine, audit)
         self._busy: dict[str, str] = {}
         self._waiting: dict[str, int] = {}
@@ -94,8 +102,14 @@ class Desk:
             WarpbusError: what went wrong, for the asker.
         """
         do = question.get("do")
+        if asker.tenant.role == "viewer" and do != "status":
+            raise UsageError(f"{do}: a viewer may only ask for the status: use a tenant's token")
         if do == "status":
-            return dict(await self._books.call("status"))
+            whole = dict(await self._books.call("status"))
+            return whole if asker.tenant.role != "tenant" else seen_by(whole, asker.tenant.name)
+        if do in ("lease", "resume"):
+            self._tenant_rate.check(f"tenant {asker.tenant.name}")
+            self._address_rate.check(asker.address.partition(" port ")[0])
         if do == "lease":
             return await self._lease(question, asker, tell)
         if do in ("drain", "undrain"):

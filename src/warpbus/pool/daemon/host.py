@@ -7,6 +7,7 @@ happened (`Reports`). A process that dies takes its own lease with it and no oth
 import asyncio
 import hashlib
 import hmac
+import importlib.util
 import os
 import secrets
 import shutil
@@ -18,14 +19,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from warpbus.cuda.jit import cache_directory
 from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, StorageError, UsageError, WarpbusError
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.tenant_processes import Spares, TenantProcess
+from warpbus.pool.daemon.tls_relay import relay
 from warpbus.pool.protocol import wire
+from warpbus.pool.protocol.address import address as read_address
+from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, pool_at
 from warpbus.pool.protocol.failures import sent_error
+from warpbus.pool.protocol.preamble import Proof
+from warpbus.pool.protocol.sockets import connected
 from warpbus.pool.protocol.steering import Tell, need
+from warpbus.pool.tenant.sandbox import Confinement, missing
 
 # Loading torch and opening a GPU on a busy machine.
 _SECONDS_TO_START = 180.0
@@ -157,7 +165,13 @@ class Host:
         self._gpus = gpus
         self._audit = audit
         self._gone: dict[str, Gone] = {}
-        self._spares = Spares(options.spare, program)
+        processes = options.home / "processes"
+        shutil.rmtree(processes, ignore_errors=True)  # of a daemon that was killed
+        processes.mkdir(mode=0o700, exist_ok=True)
+        with suppress(OSError):  # there is no cache then, see `warpbus.cuda.jit`
+            cache_directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # what is not there cannot be allowed
+        self._program = program
+        self._spares = Spares(options.spare, program, processes, self._confinement)
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._spares.fill()
@@ -183,14 +197,18 @@ class Host:
         tenancy = places[order.lease] = Tenancy(order, process, asyncio.get_running_loop().create_future())
         self._spawn(self._listen(tenancy))
         try:
-            await process.tell(self._setup(order, gpu.model))
+            if order.saved:
+                os.link(self._saved(order.lease) / "state", process.directory / "state")
+            await process.tell(self._setup(order, gpu.model, process.directory))
             async with asyncio.timeout(_SECONDS_TO_START):
                 await asyncio.shield(tenancy.ready)
-        except (TimeoutError, WarpbusError, asyncio.CancelledError) as error:
+        except (OSError, WarpbusError, asyncio.CancelledError) as error:
             await self._end(tenancy, "it did not start")
             if isinstance(error, TimeoutError):
                 late = f"its process was not ready after {_SECONDS_TO_START:g} s"
                 raise DeviceError(f"lease {order.lease}: {late}: is {self.name} busy?") from None
+            if isinstance(error, OSError) and not isinstance(error, WarpbusError):
+                raise StorageError(f"lease {order.lease}: what was saved of it cannot be read ({error})") from None
             raise
         finally:
             self._spares.fill()
@@ -239,7 +257,10 @@ class Host:
             "ticket": ticket,
             "door": door(ticket),
         }
-        done = await self._work(tenancy, question, "moved", tell)
+        where = read_address(to)
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        with await asyncio.to_thread(connected, where, pool_at(where), deadline) as sock:
+            done = await self._work(tenancy, question, "moved", tell, sock.fileno())
         if self.tenancies.get(lease) is tenancy:  # it is not on another GPU of this machine
             self._remember(lease, Gone(time.monotonic(), tenancy.order.key, address=to))
         ending = self._spawn(self._end(tenancy, f"it has moved to {to}"))
@@ -265,8 +286,10 @@ class Host:
                 file.write(wire.encode(tenancy.order.question()))
         except OSError as error:
             raise StorageError(f"{place}: cannot be written ({error}): make room there") from None
+        written = tenancy.process.directory / "state"
         try:
-            done = await self._work(tenancy, {"do": "suspend", "path": str(place / "state")}, "suspended", tell)
+            done = await self._work(tenancy, {"do": "suspend", "path": str(written)}, "suspended", tell)
+            await asyncio.to_thread(_move_durably, written, place / "state")
         except BaseException:
             await self.forget(lease)
             raise
@@ -277,28 +300,48 @@ class Host:
         """Remove what was saved of a lease."""
         await asyncio.to_thread(shutil.rmtree, self._saved(lease), ignore_errors=True)
 
-    async def hand_over(self, door: bytes, sock: socket.socket, *, tls: bool) -> str | None:
-        """Give a socket to the process that it asks for. Returns the lease; None if there is no such process.
+    def asked_for(self, proof: Proof) -> Tenancy | None:
+        """The tenancy that a connection wants and whose key it has; None if there is none.
+
+        It begins with the 16 bytes of the lease; or with those of `door`, where the lease comes from another process.
+        """
+        lease = proof.door.hex()
+        found = [(each, each.order.ticket) for each in self._arriving.values() if _is_door(each.order, proof.door)]
+        # A client that lost the process that the lease moves from may claim it at the other one.
+        at_lease = (self.tenancies.get(lease), self._arriving.get(lease))
+        found += [(each, each.order.key) for each in at_lease if each is not None]
+        for each, key in found:
+            if each.ending is None and key is not None and proof.shows(key):
+                return each
+        return None
+
+    async def hand_over(self, tenancy: Tenancy, sock: socket.socket, *, tls: bool) -> bool:
+        """Give a socket to a process. False if the process does not take it.
 
         Args:
-            door: the 16 bytes of a lease; or of `door`, where the lease comes from another process.
             sock: closed here when it was given.
-            tls: the process has to do TLS on it first.
+            tls: the client speaks TLS on it, which is done here.
         """
-        lease = door.hex()
-        visited = [each for each in self._arriving.values() if _is_door(each.order, door)]
-        # A client that lost the process that the lease moves from may claim it at the other one.
-        found = [*visited, self.tenancies.get(lease), self._arriving.get(lease)]
-        tenancy = next((each for each in found if each is not None and each.ending is None), None)
-        if tenancy is None:
-            return None
+        certificate, key = self._options.certificate, self._options.key
+        given, inner = sock, None
         try:
             await asyncio.shield(tenancy.ready)
-            await tenancy.process.tell({"do": "client", "tls": tls}, sock.fileno())
+            if tls:
+                given, inner = socket.socketpair()
+            await tenancy.process.tell({"do": "client"}, given.fileno())
         except DeviceError:
-            return None
-        sock.close()
-        return tenancy.order.lease
+            if inner is not None:
+                given.close()
+                inner.close()
+            return False
+        if inner is not None and certificate is not None and key is not None:
+            relay(socket.socket(fileno=sock.detach()), inner, certificate, key)
+        given.close()
+        return True
+
+    def runs(self, pid: int) -> bool:
+        """Whether that is the process of a lease here."""
+        return any(each.process.pid == pid for each in (*self.tenancies.values(), *self._arriving.values()))
 
     async def gone(self, lease: str) -> Gone | None:
         """What became of a lease that was here; None if nothing is known of it. Where its process is just ending, this
@@ -323,8 +366,27 @@ class Host:
             await tenancy.process.end()
         await tenancy.ended.wait()
 
-    def _setup(self, order: Order, model: str) -> dict[str, Any]:
-        certificate, key = self._options.certificate, self._options.key
+    def _confinement(self, directory: Path) -> Confinement | None:
+        """What a process may use whose own directory that is."""
+        if not self._options.sandbox:
+            return None
+        program = importlib.util.find_spec(self._program)
+        read = [cache_directory(), *(Path(each).parent for each in (program and program.origin,) if each)]
+        if self._options.authority is not None:
+            read.append(self._options.authority)
+        return Confinement.of(read, [directory, *self._gpus.directories()], gpu=self._gpus.device != "cpu")
+
+    def exposed(self) -> list[str]:
+        """What tenants' processes can read or do on this machine and should not: a line for each, with the reason."""
+        options = self._options
+        confinement = self._confinement(options.home / "processes")
+        if confinement is None:
+            return ["they are not confined at all: --no-sandbox"]
+        secrets = [path for path in (options.tokens, options.key, options.home / "pool.json") if path is not None]
+        readable = [path for path in secrets if confinement.exposes(path)]
+        return [*missing(), *(f"{path} can be read: it lies where Python or its packages are" for path in readable)]
+
+    def _setup(self, order: Order, model: str, directory: Path) -> dict[str, Any]:
         return {
             "do": "setup",
             "lease": order.lease,
@@ -338,12 +400,11 @@ class Host:
             "turns": self._gpus.turns(order.gpu),
             "threads": self._gpus.threads(order.share),
             "environment": self._gpus.environment(order.gpu, order.memory, order.share),
-            "certificate": None if certificate is None else str(certificate),
-            "private_key": None if key is None else str(key),
             "ticket": order.ticket,
-            "saved": str(self._saved(order.lease) / "state") if order.saved else None,
-            # Each tenant has its own: who knows a hash must not learn that somebody else has these bytes.
-            "content": str(self._options.home / "content" / hashlib.sha256(order.tenant.encode()).hexdigest()),
+            "saved": str(directory / "state") if order.saved else None,
+            # Each lease has its own: who knows a hash must not learn that somebody else has these bytes.
+            "content": str(directory / "content"),
+            "sandbox": self._options.sandbox,
         }
 
     async def _listen(self, tenancy: Tenancy) -> None:
@@ -409,7 +470,9 @@ class Host:
             raise UsageError(f"lease {lease} is not on {self.name}: see warpbus pool status")
         return tenancy
 
-    async def _work(self, tenancy: Tenancy, order: Mapping[str, Any], end: str, tell: Tell) -> dict[str, Any]:
+    async def _work(
+        self, tenancy: Tenancy, order: Mapping[str, Any], end: str, tell: Tell, *descriptors: int
+    ) -> dict[str, Any]:
         """Let a process do something, and return what it says at the end of it."""
         lease = tenancy.order.lease
         if tenancy.work is not None:
@@ -417,7 +480,7 @@ class Host:
         tenancy.work = asyncio.Queue()
         told: dict[str, Any] = {}
         try:
-            await tenancy.process.tell(order)
+            await tenancy.process.tell(order, *descriptors)
             while True:
                 async with asyncio.timeout(_SECONDS_OF_SILENCE):
                     said = await tenancy.work.get()
@@ -454,6 +517,19 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _move_durably(source: Path, target: Path) -> None:
+    """Rename a file that is on the disk already, so that a crash of the machine does not undo it."""
+    try:
+        source.rename(target)
+        directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise StorageError(f"{target}: cannot be written ({error})") from None
 
 
 def door(ticket: bytes) -> bytes:

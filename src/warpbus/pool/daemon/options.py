@@ -40,13 +40,16 @@ class PoolOptions:
         cluster: Ray's address, "auto" or ray://HOST:PORT, if Ray knows the machines of the pool and keeps its broker.
         spare: processes that have loaded torch and wait for a lease.
         grace: seconds without its client after which a lease is reclaimed.
+        sandbox: tenants' processes are confined, see `warpbus.pool.tenant.sandbox`.
         sharing: how a GPU is shared: "mps", "slices" of time, or "auto": MPS where there is one.
         cpu_memory: what leases may have where there is no GPU, such as 8GB or 50%.
         gpu_memory_reserve: of each GPU, not for leases: contexts and workspaces of their processes go there.
         max_connections: open at the same time.
         max_unfinished: of these, how many may not have said yet who they are. Beyond, the oldest is closed.
+        max_unfinished_of_address: the same of one IPv4 address or IPv6 /64.
         max_queued: leases that wait, of all tenants.
         max_asking: connections of one tenant that wait for an answer.
+        max_lease_rate: leases that one tenant may ask for in a minute.
         handshake_timeout: seconds in which a connection has to say who it is.
         idle_timeout: seconds after which a silent control connection is closed.
 
@@ -70,24 +73,30 @@ class PoolOptions:
     cluster: str | None = None
     spare: int = 1
     grace: float = 60.0
+    sandbox: bool = True
     sharing: Sharing = "auto"
     cpu_memory: str = "50%"
     gpu_memory_reserve: str = "10%"
     max_connections: int = 1024
     max_unfinished: int = 256
+    max_unfinished_of_address: int = 32
     max_queued: int = 256
     max_asking: int = 64
+    max_lease_rate: float = 60.0
     handshake_timeout: float = 10.0
     idle_timeout: float = 86400.0
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(f"--name is {self.name!r}: give letters, digits, dots and hyphens, at most 64")
-        for name, least in (("port", 0), ("spare", 0), ("max_connections", 1), ("max_unfinished", 1)):
+        counts = ("max_connections", "max_unfinished", "max_unfinished_of_address")
+        for name, least in (("port", 0), ("spare", 0), *((name, 1) for name in counts)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give {least} or more")
         if self.port > 65535:
             raise UsageError(f"--port is {self.port}: give at most 65535")
+        if not 0 < self.max_lease_rate < 1e9:
+            raise UsageError(f"--max-lease-rate is {self.max_lease_rate}: give leases a minute, more than 0")
         for name in ("grace", "handshake_timeout", "idle_timeout"):
             if not 0 < getattr(self, name) < 1e9:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give seconds, more than 0")

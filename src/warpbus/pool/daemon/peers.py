@@ -128,7 +128,7 @@ class Membership:
 
     async def answer(self, question: Mapping[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
         """What the broker's daemon answers."""
-        who = {"tenant": asker.tenant.name, "admin": asker.tenant.admin, "address": asker.address}
+        who = {"tenant": asker.tenant.name, "role": asker.tenant.role, "address": asker.address}
         return await ask(self._to, self._token, {**question, "for": who}, tell)
 
     def lost(self, lease: str, why: str, *, arriving: bool) -> None:

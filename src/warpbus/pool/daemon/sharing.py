@@ -5,6 +5,7 @@ A machine without a GPU offers its CPU as if it were one.
 
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -41,7 +42,7 @@ class SharedGpus:
         self._installed = _visible() if torch.cuda.is_available() else []
         self._stack = ExitStack()
         self._daemons: list[mps.ControlDaemon] = []
-        self._lines: dict[str, int] = {}
+        self._lines = options.home / "turns"
         why = mps.available() if self._installed else "this machine has no NVIDIA GPU"
         if options.sharing == "mps" and why is not None:
             raise UsageError(f"--sharing mps: {why}; give slices")
@@ -55,6 +56,8 @@ class SharedGpus:
             self.gpus = [Gpu(f"{options.name}/0", options.name, 0, f"CPU ({cpu_model()})", memory)]
 
     def __enter__(self) -> Self:
+        if self._installed and not self.mps:
+            self._lines.mkdir(mode=0o700, exist_ok=True)
         if self.mps:
             self._daemons = [mps.ControlDaemon.of_gpu(gpu) for gpu in self._installed]
             with ExitStack() as stack:
@@ -67,19 +70,18 @@ class SharedGpus:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-        while self._lines:
-            os.close(self._lines.popitem()[1])
 
     def turns(self, gpu: str) -> str | None:
-        """The file at which the tenants of a GPU stand in line (`warpbus.pool.tenant.turns`), where they take turns.
-
-        It has no name on any disk. Only this user's processes can open it, and it ends with this one.
-        """
+        """The file at which the tenants of a GPU stand in line (`warpbus.pool.tenant.turns`), where they take turns."""
         if self.mps or not self._installed:
             return None
-        if gpu not in self._lines:
-            self._lines[gpu] = os.memfd_create(f"turns on {gpu}")
-        return f"/proc/{os.getpid()}/fd/{self._lines[gpu]}"
+        path = self._lines / gpu.partition("/")[2]
+        path.touch(mode=0o600)
+        return str(path)
+
+    def directories(self) -> list[Path]:
+        """What tenants' processes use together: where they stand in line, and the pipes to MPS."""
+        return [*([self._lines] if self._lines.exists() else ()), *(each.pipes for each in self._daemons)]
 
     def environment(self, gpu: str, memory: int, share: float) -> dict[str, str]:
         """What lets a process see one GPU, and with MPS no more of it than its lease is for."""

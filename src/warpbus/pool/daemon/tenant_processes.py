@@ -2,15 +2,16 @@
 
 Loading torch takes seconds, so spare processes have loaded it before there is a lease for them. A process gets one end
 of a pair of sockets (`warpbus.pool.protocol.control`) and ends with it; if the daemon is killed, the kernel ends it
-too.
+too. It has a directory of its own, which is removed with it, and little else of the machine
+(`warpbus.pool.tenant.sandbox`).
 
 The daemon says:
 
     {"do": "setup", ...}                                once, see `Host`; "ticket" if the lease moves here, "saved" if
                                                         it goes on from a file
-    {"do": "client", "tls": bool}                       and a socket whose preamble was read
+    {"do": "client"}                                    and a socket: preamble and TLS are done
     {"do": "migrate", "to": address for clients, too, "ca": file to check its certificate with | None,
-     "ticket": bytes, "door": 16 bytes for the preamble}
+     "ticket": bytes, "door": 16 bytes for the preamble}    and a socket that is connected to it
     {"do": "suspend", "path": str}
     {"do": "neighbours", "count": int}                  other leases on its GPU, where time is shared in slices
     {"do": "end", "reason": str}                        for the clients; the process is to end
@@ -28,16 +29,23 @@ and the process:
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol import control, wire
+from warpbus.pool.tenant.sandbox import Confinement
+
+Confine: TypeAlias = Callable[[Path], Confinement | None]
 
 _SECONDS_TO_TAKE = 5.0
 _SECONDS_TO_LEAVE = 5.0
@@ -50,24 +58,33 @@ class TenantProcess:
 
     Args:
         program: the module whose `main` it runs, with the descriptor of its end.
+        directory: where its own directory is made.
+        confine: what it may use of the machine, given its own directory; None for all of it.
 
     Attributes:
+        directory: its own, for its uploads, its state when it is suspended, and temporary files.
         said: what it says, in order, and None once it is gone.
     """
 
-    def __init__(self, program: str) -> None:
+    def __init__(self, program: str, directory: Path, confine: Confine) -> None:
         mine, other = control.pair()
         mine.setblocking(False)
+        self.directory = Path(tempfile.mkdtemp(dir=directory))
+        confinement = confine(self.directory)
+        enter = "" if confinement is None else f"sandbox.enter(sandbox.Confinement.decode({confinement.encode()!r})); "
         code = (
             f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import end_with; "
+            f"from warpbus.pool.tenant import sandbox; {enter}"
             f"end_with({os.getpid()}); from {program} import main; main({other.fileno()})"
         )
+        environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+        environment |= {"TMPDIR": str(self.directory), "CUDA_CACHE_PATH": str(self.directory / "cuda")}
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
-                env={name: value for name, value in os.environ.items() if name not in _SECRETS},
+                env=environment,
                 process_group=0,  # Ctrl-C is for the daemon
             )
         self.said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -109,7 +126,11 @@ class TenantProcess:
         raise DeviceError(f"the tenant's process {self.pid} is gone")
 
     async def end(self) -> str:
-        """Let it go: it ends when its socket closes, or is killed. Returns how it ended, in words."""
+        """Let it go: it ends when its socket closes, or is killed. Its directory is removed.
+
+        Returns:
+            How it ended, in words.
+        """
         self._hang_up()
         for _ in range(round(_SECONDS_TO_LEAVE / 0.02)):
             if self._process.poll() is not None:
@@ -118,6 +139,7 @@ class TenantProcess:
         self.kill()
         # A process that waits for its GPU in the kernel may need a while even to be killed.
         code = await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
         if code >= 0:
             return f"ended with exit code {code}"
         name = {known.value: known.name for known in signal.Signals}.get(-code, "unknown")
@@ -154,18 +176,18 @@ class Spares:
 
     Args:
         count: how many are kept ready.
-        program: see `TenantProcess`.
+        program, directory, confine: see `TenantProcess`.
     """
 
-    def __init__(self, count: int, program: str) -> None:
+    def __init__(self, count: int, program: str, directory: Path, confine: Confine) -> None:
         self._count = count
-        self._program = program
+        self._start = partial(TenantProcess, program, directory, confine)
         self._waiting: list[TenantProcess] = []
 
     def fill(self) -> None:
         """Start as many as are missing."""
         self._waiting = [each for each in self._waiting if each.alive]
-        self._waiting += [TenantProcess(self._program) for _ in range(self._count - len(self._waiting))]
+        self._waiting += [self._start() for _ in range(self._count - len(self._waiting))]
 
     def take(self) -> TenantProcess:
         """A process, the one that has had the longest time to load. Call `fill` when it has got its work."""
@@ -173,7 +195,7 @@ class Spares:
             process = self._waiting.pop(0)
             if process.alive:
                 return process
-        return TenantProcess(self._program)
+        return self._start()
 
     async def close(self) -> None:
         """End those that wait."""

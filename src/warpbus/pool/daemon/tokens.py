@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self, get_args
 
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.errors import UsageError
@@ -16,7 +16,10 @@ from warpbus.pool.broker.leases import Limits
 _LEAST_LENGTH = 16
 _MOST_LINES = 10_000
 _NAME = re.compile(r"[\w.@-]{1,64}", re.ASCII)
-_FORM = "give: token tenant [admin] [memory=16GB] [share=0.5] [leases=4]"
+_FORM = "give: token tenant [admin|viewer] [memory=16GB] [share=0.5] [leases=4]"
+
+Role = Literal["tenant", "admin", "viewer"]
+"""What a token allows: to use the tenant's own leases; everything, with every lease; or to see everything."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,21 @@ class Tenant:
 
     Attributes:
         name: in the broker's books, the audit log and the status. Two tokens of one name are one tenant.
-        admin: may do everything with every lease, drain hosts, and send leases here from another machine.
+        role: an admin may do everything with every lease, drain hosts, and send leases here from another machine.
         limits: the most that all leases of this name may have.
     """
 
     name: str
-    admin: bool = False
+    role: Role = "tenant"
     limits: Limits = field(default_factory=Limits)
 
+    @property
+    def admin(self) -> bool:
+        """It has that role."""
+        return self.role == "admin"
 
-LOCAL = Tenant("local", admin=True)
+
+LOCAL = Tenant("local", "admin")
 """Who asks without a token a pool that wants none, which only this machine reaches."""
 
 
@@ -121,18 +129,27 @@ def read_token(path: Path) -> str:
     return words[0]
 
 
+def checked_role(text: str) -> Role:
+    """The role of that name. Raises UsageError if there is none."""
+    for role in get_args(Role):
+        if text == role:
+            return role
+    raise UsageError(f"role is {text!r:.100}: give one of {', '.join(get_args(Role))}")
+
+
 def _tenant(words: list[str], where: str) -> Tenant:
     token, name, *options = [*words, *[""] * (2 - len(words))]
     if len(token) < _LEAST_LENGTH:
         raise UsageError(f"{where}: a token has {_LEAST_LENGTH} or more characters: run warpbus pool token for one")
     if not _NAME.fullmatch(name):
         raise UsageError(f"{where}: the tenant is missing or not a name: {_FORM}")
-    admin, memory, share, leases = False, None, None, None
+    role: Role = "tenant"
+    memory, share, leases = None, None, None
     for option in options:
         key, equals, value = option.partition("=")
         try:
-            if option == "admin":
-                admin = True
+            if option in ("admin", "viewer") and role == "tenant":
+                role = "admin" if option == "admin" else "viewer"
             elif key == "memory" and equals:
                 memory = parse_memory(value)
             elif key == "share" and equals and 0 < float(value) < float("inf"):
@@ -143,7 +160,7 @@ def _tenant(words: list[str], where: str) -> Tenant:
                 raise ValueError
         except ValueError:
             raise UsageError(f"{where}: {option!r} is not understood: {_FORM}") from None
-    return Tenant(name, admin, Limits(memory=memory, share=share, leases=leases))
+    return Tenant(name, role, Limits(memory=memory, share=share, leases=leases))
 
 
 def _digest(token: str) -> bytes:

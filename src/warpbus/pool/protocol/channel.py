@@ -1,7 +1,7 @@
 """A channel: a connected socket (TCP, TLS or Unix) that carries frames, and how both sides come to have one.
 
-A connection opens with a preamble in plain text: `MAGIC` and the 16 bytes of a lease, or zeros for the daemon itself.
-The daemon reads it, hands the socket to that lease's process, and only there TLS and the first frame follow.
+A connection opens with a `preamble` in plain text. The daemon reads it and does TLS; where a lease is wanted, frames go
+on to that lease's process.
 
 A channel blocks, and may have one thread that sends and one that receives at the same time. It knows nothing of what
 frames mean.
@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
 from warpbus.errors import ConnectionLost, DeviceError, UsageError
 from warpbus.pool.protocol.address import Address
-from warpbus.pool.protocol.frames import HEADER, Frame, Kind, pack_header, parse_header
+from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Frame, Kind, pack_header, parse_header
+from warpbus.pool.protocol.preamble import CONTROL, LEASE_BYTES, MAGIC, NONCE_BYTES, mac_of
 from warpbus.pool.protocol.sockets import (
     Tls,
     client_context,
@@ -30,17 +30,13 @@ from warpbus.pool.protocol.sockets import (
     name_of,
     ready,
     reason,
-    server_context,
     tune,
 )
 
-MAGIC = b"WARPBUS1"
-LEASE_BYTES = 16
 HANDSHAKE_SECONDS = 10.0
 STALL_SECONDS = 30.0  # without a byte in the middle of a frame
 
 _GIVEN_UP = "a frame was given up halfway, and with it the connection to"
-_CONTROL = bytes(LEASE_BYTES)
 _READ_AHEAD = 2**16  # small frames come several at a time
 _JOINED = 2**14  # parts up to this are copied together: one call, or one TLS record, in place of several
 _MOST_PARTS = 1024  # of one sendmsg: IOV_MAX
@@ -106,14 +102,15 @@ class Channel:
                 parts[0] = parts[0][sent:]
         self._sending = False
 
-    def receive(self, timeout: float | None = None) -> Frame | None:
+    def receive(self, timeout: float | None = None, *, most: int = MAX_FRAME) -> Frame | None:
         """The next frame, or None if it is not complete after `timeout` seconds; what has come of it is kept.
 
         Raises:
-            ConnectionLost: the other side is gone, sends what is no frame, or stops in the middle of one.
+            ConnectionLost: the other side is gone, sends what is no frame, or one with a payload of more than `most`
+                bytes, or stops in the middle of one.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while (frame := self._next()) is None:
+        while (frame := self._next(most)) is None:
             if not self._fill(deadline):
                 return None
         return frame
@@ -146,7 +143,7 @@ class Channel:
         self._reading = self._writing = threading.RLock()  # another thread of the parent may have held one
         self._sock.close()
 
-    def _next(self) -> Frame | None:
+    def _next(self, most: int) -> Frame | None:
         """The next frame if all of it is here; a large one's header moves it to memory of its own."""
         if self._large is not None:
             kind, number, payload = self._large
@@ -156,7 +153,7 @@ class Channel:
             return Frame(kind, number, payload)
         if self._end - self._start < HEADER.size:
             return None
-        nbytes, kind, number = self._header()
+        nbytes, kind, number = self._header(most)
         begin, end = self._start + HEADER.size, self._start + HEADER.size + nbytes
         if end <= self._end:
             self._start = end
@@ -170,9 +167,9 @@ class Channel:
             self._large = kind, number, payload
         return None
 
-    def _header(self) -> tuple[int, Kind, int]:
+    def _header(self, most: int = MAX_FRAME) -> tuple[int, Kind, int]:
         try:
-            return parse_header(self._ahead[self._start : self._end], self.peer)
+            return parse_header(self._ahead[self._start : self._end], self.peer, most)
         except ConnectionLost as error:
             raise self._fail(str(error)) from None
 
@@ -257,13 +254,18 @@ class Channel:
 
 
 def connect(
-    address: Address, lease: bytes | None = None, tls: Tls | None = None, timeout: float = HANDSHAKE_SECONDS
+    address: Address,
+    lease: bytes | None = None,
+    key: bytes = b"",
+    tls: Tls | None = None,
+    timeout: float = HANDSHAKE_SECONDS,
 ) -> Channel:
     """Connect to a lease's process, or to the daemon where `lease` is None.
 
     Args:
         address: of the pool's daemon.
         lease: its 16 bytes.
+        key: the lease's secret.
         tls: whom to trust; None means what the address says.
         timeout: seconds for all of it, but for the look-up of the name.
 
@@ -274,16 +276,34 @@ def connect(
     """
     if lease is not None and len(lease) != LEASE_BYTES:
         raise UsageError(f"the id of a lease has {LEASE_BYTES} bytes, not {len(lease)}: take it as the pool gave it")
-    peer = f"the pool at {address}"
-    context = client_context(tls or Tls(address.ca)) if address.transport == "tls" else None
+    context = context_for(address, tls)
     deadline = time.monotonic() + timeout
-    sock = connected(address, peer, deadline)
+    return begin(connected(address, pool_at(address), deadline), address, lease, key, context, deadline)
+
+
+def begin(
+    sock: socket.socket,
+    address: Address,
+    lease: bytes | None,
+    key: bytes,
+    context: ssl.SSLContext | None,
+    deadline: float,
+) -> Channel:
+    """Do the client's side of the preamble and of TLS on a socket that is connected to `address`; see `connect`."""
+    peer = pool_at(address)
     try:
         sock.settimeout(left(deadline))
-        sock.sendall(MAGIC + (lease or _CONTROL))
-        if context is not None:
-            sock.settimeout(left(deadline))
-            sock = context.wrap_socket(sock, server_hostname=address.host)
+        sock.sendall(MAGIC + (lease or CONTROL))
+        if lease is not None:
+            sock.sendall(mac_of(key, lease, _exactly(sock, NONCE_BYTES, deadline)))
+    except OSError as error:
+        sock.close()
+        raise ConnectionLost(f"{peer} does not take the connection ({reason(error)})") from None
+    if context is None:
+        return Channel(sock, peer)
+    try:
+        sock.settimeout(left(deadline))
+        return Channel(context.wrap_socket(sock, server_hostname=address.host), peer)
     except ssl.SSLCertVerificationError as error:
         sock.close()
         raise DeviceError(
@@ -291,49 +311,29 @@ def connect(
         ) from None
     except OSError as error:
         sock.close()
-        what = "did not finish a TLS handshake" if context is not None else "does not take the connection"
-        raise ConnectionLost(f"{peer} {what} ({reason(error)})") from None
-    return Channel(sock, peer)
-
-
-def read_preamble(sock: socket.socket, timeout: float = HANDSHAKE_SECONDS) -> bytes | None:
-    """The lease that a new connection asks for, or None if it asks for the daemon; reads nothing beyond.
-
-    Raises:
-        ConnectionLost: the client does not begin as one of Warpbus does, or not within `timeout` seconds; the socket
-            is left to the caller.
-    """
-    deadline = time.monotonic() + timeout
-    found = b""
-    try:
-        while len(found) < len(MAGIC) + LEASE_BYTES:
-            sock.settimeout(left(deadline))
-            data = sock.recv(len(MAGIC) + LEASE_BYTES - len(found))
-            found += data
-            if not data or found[: len(MAGIC)] != MAGIC[: len(found)]:
-                raise ConnectionLost(f"{name_of(sock)} does not begin as a client of Warpbus does")
-        sock.settimeout(None)
-    except OSError as error:
-        raise ConnectionLost(f"{name_of(sock)} did not begin to speak ({reason(error)})") from None
-    lease = found[len(MAGIC) :]
-    return None if lease == _CONTROL else lease
-
-
-def serve_tls(sock: socket.socket, certificate: Path, key: Path, timeout: float = HANDSHAKE_SECONDS) -> Channel:
-    """Do the server's side of TLS on a connection whose preamble was read, with what is in the files now.
-
-    Raises:
-        ConnectionLost: the client does not finish the handshake, or not within `timeout` seconds.
-        UsageError: certificate and key cannot be used.
-    """
-    peer = name_of(sock)
-    context = server_context(certificate, key)
-    try:
-        sock.settimeout(timeout)
-        return Channel(context.wrap_socket(sock, server_side=True), peer)
-    except OSError as error:
-        sock.close()
         raise ConnectionLost(f"{peer} did not finish a TLS handshake ({reason(error)})") from None
+
+
+def context_for(address: Address, tls: Tls | None) -> ssl.SSLContext | None:
+    """What a client speaks TLS with there; None where it does not. UsageError if the authorities cannot be used."""
+    return client_context(tls or Tls(address.ca)) if address.transport == "tls" else None
+
+
+def pool_at(address: Address) -> str:
+    """What messages call the pool that is reached there."""
+    return f"the pool at {address}"
+
+
+def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+    """So many bytes, and none beyond. Raises OSError."""
+    found = b""
+    while len(found) < nbytes:
+        sock.settimeout(left(deadline))
+        data = sock.recv(nbytes - len(found))
+        if not data:
+            raise ConnectionResetError("closed by the other side")
+        found += data
+    return found
 
 
 def _joined(parts: list[memoryview]) -> list[memoryview]:

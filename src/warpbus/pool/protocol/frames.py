@@ -19,6 +19,8 @@ PROTOCOL = 1
 HEADER = Struct("<IBxxxQ")
 MAX_DATA = 4 * 2**20  # bytes of a storage in one frame
 MAX_FRAME = 16 * 2**20 + 4096  # bytes of a payload
+MAX_HELLO = 4096
+"""Bytes of the first frame's payload: all that is read and decoded of a client that has not shown its key or token."""
 
 
 class Kind(IntEnum):
@@ -54,17 +56,17 @@ def pack_header(kind: Kind, number: int, nbytes: int) -> bytes:
     return HEADER.pack(nbytes, kind, number)
 
 
-def parse_header(data: memoryview, peer: str) -> tuple[int, Kind, int]:
+def parse_header(data: memoryview, peer: str, most: int = MAX_FRAME) -> tuple[int, Kind, int]:
     """Bytes of the payload, kind and number that a header announces.
 
     Raises:
-        ConnectionLost: `peer` announces a kind that there is not, or more than `MAX_FRAME` bytes.
+        ConnectionLost: `peer` announces a kind that there is not, or more than `most` bytes.
     """
     nbytes, kind, number = HEADER.unpack_from(data)
     if kind not in _KINDS:
         raise ConnectionLost(f"{peer} sent a frame of unknown kind {kind}: it speaks another protocol, or without TLS")
-    if nbytes > MAX_FRAME:
-        raise ConnectionLost(f"{peer} announced a frame of {nbytes} bytes: at most {MAX_FRAME} are allowed")
+    if nbytes > most:
+        raise ConnectionLost(f"{peer} announced a frame of {nbytes} bytes: at most {most} are allowed")
     return nbytes, _KINDS[kind], number
 
 

@@ -27,7 +27,7 @@ class Steering:
 
     Attributes:
         to: the daemon.
-        welcome: "tenant", "admin" and "host", as the daemon says.
+        welcome: "tenant", "role", "host", and "tokens": whether the pool asks for tokens; as the daemon says.
 
     Raises:
         ConnectionLost: nobody answers there, or not as a pool does.
@@ -37,7 +37,7 @@ class Steering:
 
     def __init__(self, to: Address, token: str | None) -> None:
         self.to = to
-        self._channel = connect(to, None, None, _SECONDS)
+        self._channel = connect(to, timeout=_SECONDS)
         self._number = 0
         try:
             self._channel.send(Kind.HELLO, 0, wire.encode({"protocol": PROTOCOL, "token": token}))

@@ -1,8 +1,7 @@
-"""What a tenant uploaded before, by SHA-256: weights that come a second time need not come over the network.
+"""What a lease's client uploaded before, by SHA-256: weights that come a second time need not come over the network.
 
-One directory a tenant, so that nobody learns from an answer what another one has. A hash is of the bytes that came, as
-the pool has computed it; no client can say what a file is the content of. Files of an earlier boot are thrown away:
-they are not forced to the disk when they are written, so that a crash of the machine may have damaged them.
+Each lease has a directory of its own, so that nobody learns from an answer what another one has; it is removed with the
+lease. A hash is of the bytes that came, as the pool has computed it; no client can say what a file is the content of.
 """
 
 import hashlib
@@ -25,22 +24,19 @@ from warpbus.errors import DeviceError
 LEAST = 1 << 20
 """Bytes of the smallest upload that is kept."""
 
-LIMIT = 64 << 30
-"""Bytes of uploads that are kept for a tenant."""
-
 _MAX_PROMISES = 4096
 _MAX_OPEN = 4
 _MAX_WAITING = 8  # writes, of 4 MiB at most
-_HOUR = 3600.0
 _MOMENT = 5.0
 
 
 class ContentStore:
-    """A tenant's uploads on disk. Several processes may use one directory.
+    """A lease's uploads on disk.
 
     Args:
         directory: is made if it is not there, for its owner alone; it must be of no use to anybody else.
-        limit: bytes that are kept, but at most half of what the disk has free; the least recently used go first.
+        limit: bytes that are kept (the memory of the lease), but at most half of what the disk has free; the least
+            recently used go first.
 
     Attributes:
         trouble: why uploads are not kept at present, or "".
@@ -50,8 +46,7 @@ class ContentStore:
         DeviceError: the directory cannot be made, or others may write there.
     """
 
-    def __init__(self, directory: Path, limit: int = LIMIT) -> None:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    def __init__(self, directory: Path, limit: int) -> None:
         self.trouble = ""
         self.expected: OrderedDict[bytes, None] = OrderedDict()
         self._asked = Lock()
@@ -63,15 +58,8 @@ class ContentStore:
             status = directory.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
                 raise DeviceError(f"{directory}: uploads can be kept only in a directory of mode 700 of one's own")
-            self._directory = directory / boot
+            self._directory = directory
             self.limit = min(limit, shutil.disk_usage(directory).free // 2)
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-            for other in directory.iterdir():
-                if other != self._directory:
-                    shutil.rmtree(other, ignore_errors=True)
-            for path in self._directory.glob("incoming-*"):
-                if time.time() - path.stat().st_mtime > _HOUR:
-                    path.unlink(missing_ok=True)
         except OSError as error:
             raise DeviceError(f"{directory}: uploads cannot be kept there: {error.strerror}") from None
 
@@ -127,9 +115,8 @@ class ContentStore:
         temporary.rename(self._directory / sha256.hex())
         files = []
         for path in self._directory.iterdir():
-            with suppress(FileNotFoundError):  # another process has made room
-                status = path.stat()
-                files.append((status.st_mtime, status.st_size, path))
+            status = path.stat()
+            files.append((status.st_mtime, status.st_size, path))
         used = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if used <= self.limit:
@@ -221,6 +208,10 @@ class Uploads:
             except OSError as error:
                 self._store.trouble = f"uploads are not kept: {error}"
                 return
+        unfinished = sum(each.size for each in self._open.values()) + incoming.size + len(data)
+        if unfinished > self._store.limit:  # a disk has room for them beside what is kept, and for no more
+            self._later(incoming.abandon)
+            return
         incoming.size += len(data)
         self._later(partial(self._take, incoming, data, incoming.size == nbytes))
         if incoming.size < nbytes:

@@ -27,6 +27,8 @@ from warpbus.pool.tenant.random_state import generator_of, random_state, set_ran
 from warpbus.pool.tenant.storages import Storages
 
 MAX_DEFINITIONS = 1 << 16
+MAX_DEFINED_BYTES = 64 << 20
+"""Bytes of all definitions of a lease as they came. They are in main memory, which no quota counts."""
 MAX_ASKED = 1 << 16
 """Handles or hashes in one question."""
 
@@ -60,6 +62,7 @@ class Executor:
         self.content = content
         self._uploads = None if content is None else Uploads(content)
         self._definitions: dict[int, Definition] = {}
+        self._defined_bytes = 0
         self._programs = Programs(self.storages)
         self._failed: list[Failure] = []
         self._others: dict[int, Callable[..., None]] = {
@@ -326,7 +329,12 @@ class Executor:
     def _define(self, number: int, encoded: bytes | memoryview) -> None:
         if number >= MAX_DEFINITIONS:
             raise DeviceError(f"a kind of call with the number {number}: they end at {MAX_DEFINITIONS - 1}")
+        before = self._definitions.get(number)
+        defined = self._defined_bytes + len(encoded) - (0 if before is None else len(before.encoded))
+        if defined > MAX_DEFINED_BYTES:
+            raise DeviceError(f"kinds of calls of {defined:,} bytes together: a lease may have {MAX_DEFINED_BYTES:,}")
         self._definitions[number] = Definition(bytes(encoded), self.storages)
+        self._defined_bytes = defined
 
     def _new(self, handle: int, nbytes: int) -> None:
         self.storages.create(handle, nbytes)

@@ -1,4 +1,7 @@
-"""Connections that have not said who they are yet: each has a thread and a time limit, and none holds up another."""
+"""Connections that have not said who they are yet: each has a thread and a time limit, and none holds up another.
+
+The daemon has seen the proof of each that it has the lease's key, see `warpbus.pool.protocol.preamble`.
+"""
 
 import os
 import queue
@@ -6,31 +9,25 @@ import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from warpbus.errors import ConnectionLost, DeviceError, WarpbusError
-from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, Channel, serve_tls
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, Channel
+from warpbus.pool.protocol.frames import MAX_HELLO, Kind
 from warpbus.pool.protocol.wire import decode, encode
 
 _MOST = 16
 
 
 class Greeter:
-    """Does TLS and takes in the HELLO of connections.
+    """Takes in the HELLO of connections.
 
     Args:
-        certificate, key: PEM files, or None where no connection comes over TLS.
         seconds: in which a connection has to say HELLO.
         most: that may be at it at a time; others are closed.
     """
 
-    def __init__(
-        self, certificate: Path | None, key: Path | None, seconds: float = HANDSHAKE_SECONDS, most: int = _MOST
-    ) -> None:
-        self._certificate = certificate
-        self._key = key
+    def __init__(self, seconds: float = HANDSHAKE_SECONDS, most: int = _MOST) -> None:
         self._seconds = seconds
         self._places = threading.Semaphore(most)
         self._come: queue.SimpleQueue[tuple[Channel, dict[str, Any]]] = queue.SimpleQueue()
@@ -40,12 +37,12 @@ class Greeter:
         """To be waited on for reading: somebody has come."""
         return self._wake
 
-    def greet(self, sock: socket.socket, *, tls: bool) -> None:
+    def greet(self, sock: socket.socket) -> None:
         """Begin with a connection, which becomes this object's."""
         if not self._places.acquire(blocking=False):
             sock.close()
             return
-        threading.Thread(target=self._greet, args=(sock, tls), name="greeting", daemon=True).start()
+        threading.Thread(target=self._greet, args=(sock,), name="greeting", daemon=True).start()
 
     def come(self) -> tuple[Channel, dict[str, Any]] | None:
         """The next connection that has said HELLO, and what it said; None if there is none."""
@@ -56,32 +53,26 @@ class Greeter:
         except queue.Empty:
             return None
 
-    def _greet(self, sock: socket.socket, tls: bool) -> None:
+    def _greet(self, sock: socket.socket) -> None:
         try:
-            channel = self._opened(sock, tls)
-            try:
-                frame = channel.receive(self._seconds)
-                if frame is None or frame.kind is not Kind.HELLO:
-                    raise ConnectionLost(f"{channel.peer} does not say HELLO")
-                hello = decode(frame.payload)
-                if not isinstance(hello, dict):
-                    raise DeviceError(f"{channel.peer} says HELLO with something else than a dictionary")
-            except WarpbusError:
-                channel.close()
-                return
+            channel = Channel(sock)
+        except OSError:  # it has gone
+            sock.close()
+            self._places.release()
+            return
+        try:
+            frame = channel.receive(self._seconds, most=MAX_HELLO)
+            if frame is None or frame.kind is not Kind.HELLO:
+                raise ConnectionLost(f"{channel.peer} does not say HELLO")
+            hello = decode(frame.payload)
+            if not isinstance(hello, dict):
+                raise DeviceError(f"{channel.peer} says HELLO with something else than a dictionary")
             self._come.put((channel, hello))
             os.eventfd_write(self._wake, 1)
-        except (WarpbusError, OSError):
-            sock.close()
+        except WarpbusError:
+            channel.close()
         finally:
             self._places.release()
-
-    def _opened(self, sock: socket.socket, tls: bool) -> Channel:
-        if not tls:
-            return Channel(sock)
-        if self._certificate is None or self._key is None:
-            raise DeviceError("a connection wants TLS, and there is no certificate")
-        return serve_tls(sock, self._certificate, self._key, self._seconds)
 
 
 def refuse(channel: Channel, error: Exception) -> None:

@@ -1,5 +1,6 @@
 """What a tenant's process does, between batches, when its lease is to leave it: for another process, or a file."""
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Protocol
 
 from warpbus.errors import DeviceError, WarpbusError
 from warpbus.pool.protocol.address import address
-from warpbus.pool.protocol.channel import connect
+from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, begin, context_for
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.execution import Executor
@@ -39,14 +40,19 @@ class Leaving(Protocol):
         """End the client's connection; it comes back, and asks here first."""
 
 
-def migrate(tenant: Leaving, to: str, tls: Tls | None, ticket: bytes, door: bytes) -> Iterator[None]:
-    """Move the lease to the process that waits for it at `to`. The lease executes between two pieces of this, but for
-    the last one. If it does not come about, the daemon is told so and everything is as before."""
+def migrate(
+    tenant: Leaving, to: str, sock: socket.socket, tls: Tls | None, ticket: bytes, door: bytes
+) -> Iterator[None]:
+    """Move the lease to the process that waits for it at `to`, where the daemon has connected `sock`: this process may
+    not connect to anything. The lease executes between two pieces of this, but for the last one. If it does not come
+    about, the daemon is told so and everything is as before."""
     source: Source | None = None
     warned = False
     try:
         tenant.step_aside()
-        channel = connect(address(to), door, tls)
+        where = address(to)
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        channel = begin(sock, where, door, ticket, context_for(where, tls), deadline)
         channel.before_waiting = tenant.step_aside
         source = Source(tenant.executor, channel, ticket=ticket)
         source.begin()
@@ -68,6 +74,7 @@ def migrate(tenant: Leaving, to: str, tls: Tls | None, ticket: bytes, door: byte
         tenant.step_aside()
         report = source.finish()
     except WarpbusError as error:
+        sock.close()
         if source is not None and source.state is SourceState.MOVED:
             raise  # nobody knows better than the destination and the client
         if warned:  # a client that connects again forgets what it was told

@@ -39,6 +39,7 @@ from warpbus.pool.tenant.greeting import Greeter, refuse
 from warpbus.pool.tenant.meter import Meter
 from warpbus.pool.tenant.migration import Destination, DestinationState
 from warpbus.pool.tenant.moving_out import migrate, save
+from warpbus.pool.tenant.sandbox import seal
 from warpbus.pool.tenant.staging import Leaving
 from warpbus.pool.tenant.storages import allowance
 from warpbus.pool.tenant.suspension import resume
@@ -73,9 +74,8 @@ class Tenant:
         self.over: DeviceError | None = None
         self._end = end
         self._setup = setup
-        certificate, key = setup["certificate"], setup["private_key"]
         self._on_gpu = executor.device.type == "cuda"
-        self._greeter = Greeter(certificate and Path(certificate), key and Path(key))
+        self._greeter = Greeter()
         self._work: Iterator[None] | None = None
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
         self._destination: Destination | None = None
@@ -179,10 +179,11 @@ class Tenant:
         """Do what the daemon says. False if that is to end."""
         message, sockets = control.receive(self._end)
         match message:
-            case {"do": "client", "tls": bool(tls)} if len(sockets) == 1:
-                self._greeter.greet(sockets[0], tls=tls)
-            case {"do": "migrate", "to": str(to), "ca": ca, "ticket": bytes(ticket), "door": bytes(door)}:
-                self._begin(migrate(self, to, None if ca is None else Tls(Path(ca)), ticket, door))
+            case {"do": "client"} if len(sockets) == 1:
+                self._greeter.greet(sockets[0])
+            case {"do": "migrate", "to": str(to), "ca": ca, "ticket": bytes(ticket), "door": bytes(door)} if sockets:
+                tls = None if ca is None else Tls(Path(ca))
+                self._begin(migrate(self, to, sockets[0], tls, ticket, door))
             case {"do": "suspend", "path": str(path)}:
                 self._begin(save(self, Path(path)))
             case {"do": "neighbours", "count": int(count)}:
@@ -438,10 +439,12 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> Tenant | None:
             _limit_memory(setup["memory"] + allowance(setup["memory"]))
         else:
             _check_gpu(device, setup["environment"].get("CUDA_VISIBLE_DEVICES", ""))
-        content = None if setup.get("content") is None else ContentStore(Path(setup["content"]))
+        content = None if setup.get("content") is None else ContentStore(Path(setup["content"]), setup["memory"])
         executor = Executor(device, Quota(setup["memory"], setup["share"]), content)
         if setup["saved"] is not None:
             resume(Path(setup["saved"]), executor)
+        if setup["sandbox"]:
+            seal(gpu=device.type == "cuda")
         return Tenant(end, setup, executor)
     except (WarpbusError, RuntimeError, KeyError) as error:  # torch's are RuntimeErrors
         kind = type(error).__name__ if isinstance(error, WarpbusError) else "DeviceError"

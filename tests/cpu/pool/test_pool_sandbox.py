@@ -1,0 +1,88 @@
+"""What code in a tenant's process cannot do, tried by real system calls in a process that the daemon started."""
+
+import json
+import os
+
+import pytest
+from pool_daemons import greet, lease, serving
+
+from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.tenant import landlock, sandbox, seccomp
+
+needs_landlock = pytest.mark.skipif(landlock.version() < 6, reason="this kernel's Landlock is older than version 6")
+needs_seccomp = pytest.mark.skipif(not seccomp.available(), reason="this kernel has no seccomp filters")
+
+
+@pytest.fixture
+def intrusion(tmp_path, monkeypatch):
+    """What an intruder into a lease's process achieves, by what it tries."""
+    home = tmp_path / "user"
+    (home / ".ssh").mkdir(parents=True)
+    secrets = [tmp_path / "tokens", tmp_path / "tls.key", home / ".ssh" / "id_ed25519", tmp_path / "pool.json"]
+    for path in secrets[:3]:
+        path.write_text("secret")
+    directories = [home, tmp_path, tmp_path / "processes"]
+
+    def run(**options):
+        facts = {"secrets": [*map(str, secrets)], "directories": [*map(str, directories)], "port": 0, "all": False}
+        facts |= {"unix": str(tmp_path / "pool.sock")}
+        facts |= {"all": options.get("sandbox", True)}
+        monkeypatch.setenv("INTRUDER", json.dumps(facts))
+        with (
+            serving(tmp_path, program="pool_intruder", spare=1, unix=tmp_path / "pool.sock", **options) as served,
+            served.steering() as steering,
+        ):
+            facts["port"] = served.address.port
+            monkeypatch.setenv("INTRUDER", json.dumps(facts))
+            lease(steering)  # takes the spare one, which was started before the port was known
+            _, kind, said = greet(served.address, lease(steering))
+            assert kind is Kind.WELCOME
+            return said
+
+    return run
+
+
+@needs_landlock
+@needs_seccomp
+def test_an_intruder_reaches_nothing(intrusion):
+    said = intrusion()
+    assert len(said) >= 16
+    assert {name: outcome for name, outcome in said.items() if outcome != "PermissionError"} == {}
+
+
+def test_without_the_sandbox_it_reaches_all_of_it(intrusion):
+    """The attempts themselves work: what stops them above is the sandbox."""
+    said = intrusion(sandbox=False)
+    assert "ConnectionLost" in said.pop("control the pool")  # the daemon knows its own processes
+    assert {name: outcome for name, outcome in said.items() if outcome != "done"} == {}
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(landlock, "version", lambda: 0)
+    monkeypatch.setattr(seccomp, "available", lambda: False)
+    files, programs = sandbox.missing()
+    assert "files of the daemon's user can be read: this kernel has no Landlock" in files
+    assert "programs can be started" in programs
+    monkeypatch.setattr(landlock, "version", lambda: 4)
+    monkeypatch.setattr(seccomp, "available", lambda: True)
+    assert [line.partition(":")[0] for line in sandbox.missing()] == ["signals reach other processes"]
+
+
+def test_the_daemon_says_what_is_open_at_its_start(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(landlock, "version", lambda: 0)
+    with serving(tmp_path, spare=0):
+        pass
+    assert "there are no --tokens: every user and program of this machine is an admin" in caplog.text
+    assert "tenants' processes: files of the daemon's user can be read" in caplog.text
+
+
+def test_a_confinement_says_what_it_exposes(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    found = sandbox.Confinement.of([], [own], gpu=False)
+    assert found.exposes(own / "state")
+    assert not found.exposes(tmp_path / "tokens")
+    assert not found.exposes(tmp_path / "own" / ".." / "tokens")
+    assert sandbox.Confinement.decode(found.encode()) == found
+    for secret in ("/etc/shadow", "/etc/ssl/private", os.path.expanduser("~/.ssh"), "/tmp"):
+        assert not found.exposes(type(tmp_path)(secret))
