@@ -6,8 +6,8 @@
 PyTorch's own samples (OpInfo), optimizers and a few modules run on the CPU, forward and backward, and every call of an
 operator of the allow-list is noted. Run it again after a change of the allow-list or of PyTorch's version.
 
-A line is a call: `[operator, arguments, keywords]`. A tensor is `{"dtype", "shape", "stride"}`, with `"values"` where it
-holds integers or booleans, because they are indices, lengths or masks; floats are drawn anew at each run.
+A line is a call: `[operator, arguments, keywords]`. A tensor is `{"dtype", "shape", "stride"}`, with `"values"` where
+it holds integers or booleans, because they are indices, lengths or masks; floats are drawn anew at each run.
 """
 
 import json
@@ -204,8 +204,10 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         yield call(a._native_batch_norm_legit, image, *channels, training, 0.1, 1e-5)
         saved = [torch.rand(3) for _ in range(2)]
         masks = [True, True, True]
-        yield call(a.native_batch_norm_backward, image, image, channels[0], *channels[2:], *saved, training, 1e-5, masks)
-        reserve = torch.empty(1, dtype=torch.uint8)
+        yield call(
+            a.native_batch_norm_backward, image, image, channels[0], *channels[2:], *saved, training, 1e-5, masks
+        )
+        reserve = torch.zeros(1, dtype=torch.uint8)
         weights = (channels[0], *channels[2:], *saved)
         yield call(a.batch_norm_backward, image, image, *weights, training, 1e-5, masks, reserve)
         half_image = image.bfloat16()
@@ -231,11 +233,13 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
                 a.native_group_norm_backward,
                 *(image.to(kind), image.to(kind), mean, deviation, weight, 2, 3, 64, 3, masks),
             )
-    yield call(a._convolution, image, torch.rand(4, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, *[False] * 4)
+    yield call(
+        a._convolution, image, torch.rand(4, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, *[False] * 4
+    )
     yield call(a._ctc_loss, torch.rand(4, 1, 3).log_softmax(2), torch.tensor([[1, 2]]), [4], [2])
     for operator in (a._cummax_helper, a._cummin_helper):
-        yield call(operator, x, torch.empty(4, 5), torch.empty(4, 5, dtype=torch.long), 1)
-        yield call(operator, x, torch.empty(4, 5), torch.empty(4, 5, dtype=torch.long), 0)
+        yield call(operator, x, torch.empty(4, 5), torch.zeros(4, 5, dtype=torch.long), 1)
+        yield call(operator, x, torch.empty(4, 5), torch.zeros(4, 5, dtype=torch.long), 0)
     yield call(a._dirichlet_grad, x, y, x + y)
     yield call(a._embedding_bag_forward_only, torch.rand(3, 4), bag, torch.tensor([0, 2]))
     for mode in range(3):
@@ -259,7 +263,9 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
             *(heads, heads, heads, heads, out, logsumexp, 0.0, False),
             attn_mask=mask_of,
         )
-    yield call(a._grouped_mm, torch.rand(8, 16).bfloat16(), torch.rand(2, 16, 16).bfloat16(), torch.tensor([4, 8]).int())
+    yield call(
+        a._grouped_mm, torch.rand(8, 16).bfloat16(), torch.rand(2, 16, 16).bfloat16(), torch.tensor([4, 8]).int()
+    )
     yield call(a._grouped_mm, torch.rand(2, 8, 16).bfloat16(), torch.rand(2, 16, 16).bfloat16())
     yield call(a._index_put_impl_, x.clone(), [torch.tensor([1, 2])], torch.rand(2, 5), True)
     yield call(a._unsafe_index, x, [torch.tensor([1, 2])])
@@ -281,7 +287,16 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     yield call(a.binomial, torch.full((4, 5), 3.0), x)
     yield call(a.poisson, x)
     yield call(a._slow_conv2d_forward, half, torch.rand(4, 3, 3, 3), [3, 3], None, [1, 1], [0, 0])
-    yield call(a._slow_conv2d_backward.output_mask, torch.rand(1, 4, 2, 2), half, torch.rand(4, 3, 3, 3), [3, 3], [1, 1], [0, 0], masks)
+    yield call(
+        a._slow_conv2d_backward.output_mask,
+        torch.rand(1, 4, 2, 2),
+        half,
+        torch.rand(4, 3, 3, 3),
+        [3, 3],
+        [1, 1],
+        [0, 0],
+        masks,
+    )
     gradients = [torch.empty(1, 3, 4, 4), torch.empty(4, 3, 3, 3), torch.empty(4)]
     yield call(
         a._slow_conv2d_backward.grad_input,
@@ -302,7 +317,12 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     for kind in ("bilinear", "bicubic", "lanczos"):
         yield call(getattr(a, f"_upsample_{kind}2d_aa"), image, [5, 11], False)
         yield call(getattr(a, f"_upsample_{kind}2d_aa_backward"), torch.rand(2, 3, 5, 11), [5, 11], [2, 3, 8, 8], False)
-    yield call(a._weight_int8pack_mm, torch.rand(4, 32).bfloat16(), torch.ones(16, 32, dtype=torch.int8), torch.rand(16).bfloat16())
+    yield call(
+        a._weight_int8pack_mm,
+        torch.rand(4, 32).bfloat16(),
+        torch.ones(16, 32, dtype=torch.int8),
+        torch.rand(16).bfloat16(),
+    )
     yield call(a._weight_norm_interface, x, torch.rand(4, 1))
     yield call(a._weight_norm_interface, x, torch.rand(1, 5), 1)
     yield call(a._weight_norm_interface_backward, x, x, torch.rand(4, 1), torch.rand(4, 1), 0)
@@ -314,7 +334,9 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         yield call(a.adaptive_avg_pool3d.default, volume, [size] * 3)
         yield call(a._adaptive_avg_pool3d_backward, torch.rand(2, 3, size, size, size), volume)
         target = torch.empty_like(volume)
-        yield call(a.adaptive_avg_pool3d_backward.grad_input, torch.rand(2, 3, size, size, size), volume, grad_input=target)
+        yield call(
+            a.adaptive_avg_pool3d_backward.grad_input, torch.rand(2, 3, size, size, size), volume, grad_input=target
+        )
     yield call(a.affine_grid_generator, torch.rand(2, 2, 3), [2, 3, 4, 5], False)
     yield call(a.affine_grid_generator, torch.rand(2, 3, 4), [2, 3, 4, 5, 6], False)
     for name in ("bartlett", "blackman", "hamming", "hann", "kaiser"):
@@ -353,11 +375,19 @@ def by_hand() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     yield call(a.unique_dim_consecutive, whole, 0)
     yield call(a.unsafe_split_with_sizes, x, [1, 4], 1)
     for backward, size in (("max_pool2d_with_indices_backward", 2), ("max_pool3d_with_indices_backward", 3)):
-        pooled, indices = getattr(F, f"max_pool{size}d")(volume[..., 0] if size == 2 else volume, 2, return_indices=True)
+        pooled, indices = getattr(F, f"max_pool{size}d")(
+            volume[..., 0] if size == 2 else volume, 2, return_indices=True
+        )
         source = volume[..., 0] if size == 2 else volume
         window = ([2] * size, [2] * size, [0] * size, [1] * size, False)
         yield call(getattr(a, backward), pooled, source.contiguous(), *window, indices)
-        yield call(getattr(a, f"max_unpool{size}d"), pooled, indices, list(source.shape[2:]), *([[2] * 3, [0] * 3] if size == 3 else []))
+        yield call(
+            getattr(a, f"max_unpool{size}d"),
+            pooled,
+            indices,
+            list(source.shape[2:]),
+            *([[2] * 3, [0] * 3] if size == 3 else []),
+        )
 
 
 def _foreach(operator: Any, tensors: list[Tensor], others: list[Tensor]) -> Iterator[tuple[Any, Any, Any]]:

@@ -4,9 +4,9 @@
     ... pool_bounds.py --share 0.1 --seed 7 --operator aten::native_batch_norm
     ... pool_bounds.py --without-rules              # what the operators would do without `shape_checks.RULES`
 
-It prints a JSON object: how many calls were executed and refused, and those that ended the process. Calls run in forked
-children; after a crash the next child goes on behind it. Storages of arguments lie in pages that this file maps. Where a
-C compiler is there, results and temporary tensors do so, too: see `guarded_allocator.c`.
+It prints a JSON object: how many calls were executed and refused, and those that ended the process. Calls run in
+forked children; after a crash the next child goes on behind it. Storages of arguments lie in pages that this file maps.
+Where a C compiler is there, results and temporary tensors do so, too: see `guarded_allocator.c`.
 """
 
 import argparse

@@ -22,6 +22,7 @@ FILE = Path(__file__).with_name("operator_calls.jsonl")
 EACH_DERIVED = 2
 DTYPES = ("float32", "float64", "bfloat16", "int64", "int32", "uint8", "bool", "complex64")
 NUMBERS = (math.nan, -1.0, 1e4, -1e30)
+MARKS = ("torch", "complex", "device")
 INDICES = (-1, 1 << 20, -(1 << 40), 1 << 62)
 
 
@@ -166,9 +167,8 @@ def spots(value):
     for key in value if isinstance(value, dict) else range(len(value)):
         yield value, key
         item = value[key]
-        if isinstance(item, list) or (isinstance(item, dict) and not is_tensor(item) and value is not item):
-            if isinstance(item, list) or not {"torch", "complex", "device"} & set(item):
-                yield from spots(item)
+        if isinstance(item, list) or (isinstance(item, dict) and not {"shape", *MARKS} & set(item)):
+            yield from spots(item)
 
 
 def changed(call, wanted=lambda: True):
@@ -241,6 +241,10 @@ def tensors_for(tensor, shapes):
         for index in INDICES:
             if tensor["dtype"] == "int64" or abs(index) < 1 << 31:
                 yield f"values {index}", {**tensor, "values": [index]}
+                flat_values = torch.tensor(tensor["values"]).view(-1).tolist()
+                if len(flat_values) > 1:
+                    flat_values[len(flat_values) // 2] = index
+                    yield f"one value {index}", {**tensor, "values": flat_values}
     if tensor["dtype"].startswith(("float", "bfloat")):
         for number in NUMBERS:
             yield f"values {number}", {**tensor, "fill": number}

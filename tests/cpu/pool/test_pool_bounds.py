@@ -97,10 +97,10 @@ def test_a_refusal_says_what_was_expected():
     assert failure.message == "aten::native_batch_norm: weight is (1,): expected (300,)"
 
 
-def test_a_tensor_that_is_written_must_not_be_expanded():
-    expanded = {"dtype": "float32", "shape": [8], "stride": [0]}
-    call = Call("aten::mul_.Scalar", [expanded, 2.0], {})
-    with pytest.raises(DeviceError, match="share memory"):
+def test_a_result_must_not_be_written_into_an_expanded_tensor():
+    full = {"dtype": "float32", "shape": [2, 3], "stride": [3, 1]}
+    call = Call("aten::_log_softmax.out", [full, 1, False], {"out": {**full, "stride": [0, 0]}})
+    with pytest.raises(DeviceError, match="out has strides"):
         check_shapes(operator(call.name), call.signature()[0])
 
 

@@ -41,12 +41,16 @@ def guarded(call: OpOverload) -> Callable[..., Any]:
     if name in _UNCHECKED:
         return _refused(f"{name} does not run on a CPU of a pool, because it does not check its indices")
     if name in _BEHIND_CONVOLUTION:
-        return _refused(f"{name} does not run on a CPU of a pool, because it does not check its sizes as convolution does")
+        return _refused(
+            f"{name} does not run on a CPU of a pool, because it does not check its sizes as convolution does"
+        )
     if name in _POOLED_AXES:
         axes = _POOLED_AXES[name]
         return _checked(call, lambda named: _inside(name, named["indices"], math.prod(named["self"].shape[-axes:])))
     if name in ("nll_loss_backward", "nll_loss2d_backward"):
         return _checked(call, lambda named: _check_classes(name, named))
+    if name in ("_embedding_bag", "_embedding_bag_forward_only"):
+        return _checked(call, lambda named: _check_bags(name, named))
     if name == "linalg_lu_solve":
         return _checked(call, lambda named: _inside(name, named["pivots"] - 1, named["LU"].shape[-1]))
     return call._op
@@ -61,17 +65,36 @@ def _refused(why: str) -> Callable[..., Any]:
 
 def _checked(call: OpOverload, check: Callable[[_Named], None]) -> Callable[..., Any]:
     names = [argument.name for argument in call._schema.arguments]
+    written = [argument.name for argument in call._schema.arguments if argument.is_out]
 
     def run(*arguments: Any, **keywords: Any) -> Any:
-        check({**dict(zip(names, arguments, strict=False)), **keywords})
+        named = {**dict(zip(names, arguments, strict=False)), **keywords}
+        _check_apart(written, named)
+        check(named)
         return call._op(*arguments, **keywords)
 
     return run
 
 
+def _check_apart(written: list[str], named: _Named) -> None:
+    """What is written is not what is looked at: indices must not change after that."""
+    storages = {named[name].untyped_storage()._cdata for name in written}
+    for name, value in named.items():
+        if name not in written and isinstance(value, Tensor) and value.untyped_storage()._cdata in storages:
+            raise ValueError(f"{name} lies in the storage of {written}, which the operator writes: use another")
+
+
 def _check_classes(name: str, named: _Named) -> None:
     target, scores = named["target"], named["self"]
     _inside(name, target[target != named["ignore_index"]], scores.shape[min(1, scores.dim() - 1)])
+
+
+def _check_bags(name: str, named: _Named) -> None:
+    indices, offsets = named["indices"], named["offsets"]
+    _inside(name, indices, named["weight"].shape[0])
+    _inside(name, offsets, indices.numel() + 1)
+    if bool((offsets[1:] < offsets[:-1]).any()):
+        raise IndexError(f"{name}: offsets that decrease, expected each bag behind the one before")
 
 
 def _inside(name: str, indices: Tensor, end: int) -> None:

@@ -1,8 +1,8 @@
 """Shapes that CPU kernels of PyTorch rely on without checking them, declared for each operator.
 
-A client sends the sizes of saved tensors, outputs and list entries, and neither meta functions nor these kernels compare
-them: a batch norm with 262,144 channels and a weight of one element reads a megabyte behind the weight. A GPU's kernel
-reaches nothing but the memory of the tenant's own process; a CPU's would reach that process's keys.
+A client sends the sizes of saved tensors, outputs and list entries, and neither meta functions nor these kernels
+compare them: a batch norm with 262,144 channels and a weight of one element reads a megabyte behind the weight. A GPU's
+kernel reaches nothing but the lease's own memory on the GPU; a CPU's reaches everything in the tenant's process.
 
 Shapes belong to the definition of a kind of call, so that each kind is checked once and its calls cost nothing more.
 `tests/cpu/pool/pool_bounds.py` finds the operators that belong here.
@@ -26,16 +26,15 @@ Shape = tuple[int, ...]
 
 def check_shapes(operator: OpOverload, signature: Signature) -> None:
     """Raise DeviceError where an operator's CPU kernel would leave the tensors of a signature."""
-    for index in signature.written:
-        if not _spans(signature.inputs[index]):
-            raise DeviceError(f"{signature.operator} writes a tensor whose elements share memory: expected one of its own")
-    rules = RULES.get(operator._overloadpacket.__name__.removesuffix("_"))
-    if not rules:
+    schema = operator._schema.arguments
+    outs = tuple(argument.name for argument in schema if argument.is_out)
+    rules = RULES.get(operator._overloadpacket.__name__.removesuffix("_"), ())
+    if not rules and not outs:
         return
-    named = {argument.name: argument.default_value for argument in operator._schema.arguments}
-    given = zip((argument.name for argument in operator._schema.arguments), signature.arguments, strict=False)
+    named = {argument.name: argument.default_value for argument in schema}
+    given = zip(named, signature.arguments, strict=False)
     named.update((name, _resolved(value, signature)) for name, value in (*given, *signature.keywords))
-    for rule in rules:
+    for rule in (unexpanded(*outs), *rules):
         try:
             rule(named)
         except DeviceError as error:
@@ -147,6 +146,23 @@ def unexpanded(*names: str) -> Rule:
     return rule
 
 
+def without_gaps(*names: str) -> Rule:
+    """Each of these tensors fills its memory, in whatever order of axes: what a kernel reads is what was looked at."""
+
+    def rule(named: Named) -> None:
+        for name in names:
+            found = named.get(name)
+            if not isinstance(found, Geometry):
+                continue
+            expected = 1
+            for step, n in sorted((step, n) for step, n in zip(found.stride, found.shape, strict=True) if n != 1):
+                if step != expected and 0 not in found.shape:
+                    raise DeviceError(f"{name} has strides {found.stride}: expected a tensor without gaps")
+                expected *= n
+
+    return rule
+
+
 def _spans(geometry: Geometry) -> bool:
     """Whether a tensor reaches from its first element at least as far as a contiguous one of its shape."""
     elements = math.prod(geometry.shape)
@@ -167,7 +183,14 @@ def _channels(named: Named) -> Shape:
 
 def _planes(axes: int) -> Callable[[Named], Shape]:
     """Of a gradient of pooling over the last `axes` axes: batch and channels of `self`, and sizes of its own."""
-    return lambda named: (*named["self"].shape[:-axes], *named["grad_output"].shape[-axes:])
+
+    def shape_of(named: Named) -> Shape:
+        shape = named["self"].shape
+        if 0 in shape[-axes:]:
+            raise DeviceError(f"self has shape {shape}: expected elements in each plane")
+        return (*shape[:-axes], *named["grad_output"].shape[-axes:])
+
+    return shape_of
 
 
 def _normalized(named: Named) -> Shape:
@@ -264,7 +287,9 @@ def _heads(named: Named) -> None:
     mask = named["attn_mask"]
     if isinstance(mask, Geometry):
         wanted = (batch, heads, rows, key[2])
-        if len(mask.shape) not in (2, 4) or any(n not in (1, m) for n, m in zip(mask.shape[::-1], wanted[::-1])):
+        if len(mask.shape) not in (2, 4) or any(
+            n not in (1, m) for n, m in zip(mask.shape[::-1], wanted[::-1], strict=False)
+        ):
             raise DeviceError(f"attn_mask has shape {mask.shape}: expected one that broadcasts to {wanted}")
 
 
@@ -272,9 +297,22 @@ def _heads_alike(named: Named) -> None:
     _equal("the heads of key", named["key"].shape[1], named["query"].shape[1])
 
 
+def _axis_counted(named: Named) -> None:
+    """The axis is counted from the first: these kernels count none from the last."""
+    if not 0 <= named["dim"] < max(1, len(named["self"].shape)):
+        raise DeviceError(f"dim is {named['dim']}: expected an axis of {named['self'].shape}, counted from 0")
+
+
 def _square(named: Named) -> None:
     factor, right = named["A"].shape, named["self"].shape
     _equal("A", factor, (*right[:-1], right[-2]))
+
+
+def _bags(named: Named) -> None:
+    """Indices belong to bags."""
+    bags = named["offsets"].shape[0] - bool(named["include_last_offset"])
+    if bags < 0 or (not bags and named["indices"].shape[0]):
+        raise DeviceError(f"offsets has shape {named['offsets'].shape}: expected a bag for the indices")
 
 
 def _packed_heads(named: Named) -> None:
@@ -282,7 +320,9 @@ def _packed_heads(named: Named) -> None:
     width = named["qkv"].shape[-1]
     _equal("qkv_bias", named["qkv_bias"].shape, (width,))
     if named["num_heads"] < 1 or width % (3 * named["num_heads"]):
-        raise DeviceError(f"qkv of width {width} in {named['num_heads']} heads: expected a multiple of three times that")
+        raise DeviceError(
+            f"qkv of width {width} in {named['num_heads']} heads: expected a multiple of three times that"
+        )
 
 
 def _as_amsgrad_says(named: Named) -> None:
@@ -302,16 +342,19 @@ _BATCH_NORM_BACKWARD = (
     _batch_norm_statistics,
 )
 _OPTIMIZER = (
-    lists_like(
-        "self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_sums", "momentum_buffer_list"
-    ),
+    lists_like("self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_sums", "momentum_buffer_list"),
     as_long_as("self", "grads"),
     one_element("state_steps", "grad_scale", "found_inf", "lr"),
 )
 _ADAM = (*_OPTIMIZER, as_long_as("self", "exp_avgs", "exp_avg_sqs", "state_steps"), _as_amsgrad_says)
-_CUMULATIVE = (like("self", "values", "indices"), of_dtype_of("self", "values"))
+_CUMULATIVE = (like("self", "values", "indices"), of_dtype_of("self", "values"), _axis_counted)
+_POOLS_WITH_INDICES = (
+    ("max_pool", "_with_indices_backward"),
+    ("adaptive_max_pool", "_backward"),
+    ("fractional_max_pool", "_backward"),
+)
 _PADS = ("reflection", "replication")
-_BAG = (dense("indices", "offsets", "per_sample_weights"),)
+_BAG = (dense("indices", "offsets", "per_sample_weights"), _bags)
 
 RULES: dict[str, tuple[Rule, ...]] = {
     **dict.fromkeys(
@@ -346,24 +389,24 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "_adaptive_avg_pool2d_backward": (shaped(_planes(2), "grad_output"),),
     "_adaptive_avg_pool3d_backward": (shaped(_planes(3), "grad_output"),),
     "adaptive_avg_pool3d_backward": (shaped(_planes(3), "grad_output"), like("self", "grad_input")),
-    "adaptive_max_pool2d_backward": (shaped(_planes(2), "grad_output", "indices"),),
-    "adaptive_max_pool3d_backward": (shaped(_planes(3), "grad_output", "indices"),),
     "avg_pool2d_backward": (shaped(_planes(2), "grad_output"),),
     "avg_pool3d_backward": (shaped(_planes(3), "grad_output"),),
-    "max_pool2d_with_indices_backward": (shaped(_planes(2), "grad_output", "indices"),),
-    "max_pool3d_with_indices_backward": (shaped(_planes(3), "grad_output", "indices"),),
-    "fractional_max_pool2d_backward": (shaped(_planes(2), "grad_output", "indices"),),
-    "fractional_max_pool3d_backward": (shaped(_planes(3), "grad_output", "indices"),),
+    **{
+        f"{kind}{axes}d{suffix}": (shaped(_planes(axes), "grad_output", "indices"), without_gaps("indices"))
+        for kind, suffix in _POOLS_WITH_INDICES
+        for axes in (2, 3)
+    },
     "grid_sampler_2d_backward": (shaped(_sampled, "grad_output"),),
     "grid_sampler_3d_backward": (shaped(_sampled, "grad_output"),),
     "_log_softmax_backward_data": (like("output", "grad_output"),),
     "_softmax_backward_data": (like("output", "grad_output"),),
     "_masked_softmax_backward": (like("output", "grad_output", "mask"),),
     "_pdist_backward": (shaped(_pairs, "grad", "pdist"),),
-    "_weight_norm_interface": (shaped(_norms, "g"),),
+    "_weight_norm_interface": (shaped(_norms, "g"), unexpanded("v", "g")),
     "_weight_norm_interface_backward": (
         like("saved_v", "grad_w"),
         shaped(_norms, "saved_g", "saved_norms"),
+        unexpanded("grad_w", "saved_v", "saved_g", "saved_norms"),
     ),
     "_cholesky_solve_helper": (_square,),
     "_cummax_helper": _CUMULATIVE,
@@ -385,7 +428,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         shaped(_classes, "weight"),
         one_element("total_weight"),
     ),
-    "_transform_bias_rescale_qkv": (_packed_heads,),
+    "_transform_bias_rescale_qkv": (_packed_heads, of_dtype_of("qkv", "qkv_bias"), unexpanded("qkv_bias")),
     "_fused_adagrad": (*_OPTIMIZER, as_long_as("self", "state_sums", "state_steps")),
     "_fused_adam": _ADAM,
     "_fused_adamw": _ADAM,
