@@ -78,7 +78,10 @@ def dense(*names: str) -> Rule:
     def rule(named: Named) -> None:
         for name in names:
             found = named.get(name)
-            if isinstance(found, Geometry) and found.stride != contiguous(found.dtype, found.shape).stride:
+            if not isinstance(found, Geometry):
+                continue
+            wanted = contiguous(found.dtype, found.shape).stride
+            if any(a != b for a, b, n in zip(found.stride, wanted, found.shape, strict=True) if n != 1):
                 raise DeviceError(f"{name} has strides {found.stride}: expected a contiguous tensor")
 
     return rule
@@ -110,7 +113,7 @@ def one_element(*names: str) -> Rule:
 
 
 def lists_like(other: str, *names: str) -> Rule:
-    """Each of these lists is empty, or has entries of the shapes and strides of those of `other`."""
+    """Each of these lists is empty, or has entries of the shapes of those of `other`; none is expanded."""
 
     def rule(named: Named) -> None:
         for name in names:
@@ -119,7 +122,9 @@ def lists_like(other: str, *names: str) -> Rule:
                 continue
             _equal(f"the length of {name}", len(found), len(named[other]))
             for index, (each, wanted) in enumerate(zip(found, named[other], strict=True)):
-                _equal(f"{name}[{index}]", (each.shape, each.stride), (wanted.shape, wanted.stride))
+                _equal(f"{name}[{index}]", each.shape, wanted.shape)
+                if not _spans(each) or not _spans(wanted):
+                    raise DeviceError(f"{name}[{index}] or {other}[{index}] is expanded: expected a tensor of its own")
 
     return rule
 
@@ -281,7 +286,7 @@ def _heads(named: Named) -> None:
     _equal("key", key, (batch, key[1], key[2], width))
     if not key[1] or heads % key[1] or 0 in key:
         raise DeviceError(f"key has shape {key}: expected a divisor of the {heads} heads of query, and elements")
-    for name in ("query", "key", "value", "grad_out", "out"):
+    for name in ("query", "key", "value", "out"):
         if isinstance(named.get(name), Geometry) and named[name].stride[-1] != 1 and width > 1:
             raise DeviceError(f"{name} has strides {named[name].stride}: expected 1 for the last axis")
     mask = named["attn_mask"]
@@ -354,7 +359,7 @@ _POOLS_WITH_INDICES = (
     ("fractional_max_pool", "_backward"),
 )
 _PADS = ("reflection", "replication")
-_BAG = (dense("indices", "offsets", "per_sample_weights"), _bags)
+_BAG = (dense("indices", "offsets"), _bags)
 
 RULES: dict[str, tuple[Rule, ...]] = {
     **dict.fromkeys(
@@ -425,7 +430,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         shaped(lambda named: named["query"].shape[:3], "logsumexp"),
     ),
     **{f"{kind}_pad{axes}d_backward": (shaped(_padded(axes), "grad_output"),) for kind in _PADS for axes in (1, 2, 3)},
-    "rrelu_with_noise": (like("self", "noise"), unexpanded("self", "noise")),
+    "rrelu_with_noise": (like("self", "noise"), unexpanded("noise")),
     "lu_unpack": (shaped(_pivots, "LU_pivots"),),
     "nll_loss_backward": (
         shaped(lambda named: named["self"].shape[:-1], "target"),
