@@ -193,7 +193,11 @@ def _planes(axes: int) -> Callable[[Named], Shape]:
         shape = named["self"].shape
         if 0 in shape[-axes:]:
             raise DeviceError(f"self has shape {shape}: expected elements in each plane")
-        return (*shape[:-axes], *named["grad_output"].shape[-axes:])
+        planes = named["grad_output"].shape[-axes:]
+        if "output_size" in named:
+            _equal("output_size", tuple(named["output_size"]), planes)
+            _equal("the length of kernel_size", len(named["kernel_size"]), axes)
+        return (*shape[:-axes], *planes)
 
     return shape_of
 
