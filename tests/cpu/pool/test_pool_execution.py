@@ -398,15 +398,8 @@ def test_numbers(hand):
     )
     outs = [hand.signed(signature, [x, x], [alpha]) for alpha in (2, -3)]
     assert [hand.get(out)[0].item() for out in outs] == [3, -2]
-    keep = Signature(
-        "aten::sum.dim_IntList",
-        (Input(0), (0,), Number("bool", 0)),
-        (),
-        (VECTOR,),
-        ("bool",),
-        (New(contiguous(torch.float32, (1,)), 4),),
-    )
-    assert hand.get(hand.signed(keep, [x], [1])).tolist() == [4]
+    flag = Signature("aten::mul.Scalar", (Input(0), Number("bool", 0)), (), (VECTOR,), ("bool",), (New(VECTOR, 16),))
+    assert [hand.get(hand.signed(flag, [x], [each])).sum().item() for each in (0, 1)] == [0, 4]
 
 
 def test_random_numbers_are_those_of_a_local_program(hand):

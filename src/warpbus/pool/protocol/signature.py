@@ -170,6 +170,7 @@ def _check(signature: Signature) -> None:
         raise DeviceError(f"a call of {signature.operator} names tensors that it does not carry")
     if [(at.kind, at.index) for at in numbers] != [(kind, at) for at, kind in enumerate(signature.numbers)]:
         raise DeviceError(f"a call of {signature.operator} names numbers that it does not carry")
+    _check_numbers(signature)
     for output in signature.outputs or ():
         if isinstance(output, Same) and not 0 <= output.index < len(signature.inputs):
             raise DeviceError(f"a call of {signature.operator} gives a tensor that it does not carry")
@@ -177,6 +178,19 @@ def _check(signature: Signature) -> None:
             output.geometry.check(output.nbytes)
     if max(len(signature.inputs), len(signature.numbers), len(signature.outputs or ())) > MAX_TENSORS:
         raise DeviceError(f"a call of {signature.operator} carries more than {MAX_TENSORS} tensors")
+
+
+def _check_numbers(signature: Signature) -> None:
+    """No size, axis or flag changes from call to call: the checks of a kind of call would not hold for its calls."""
+    if not signature.numbers:
+        return
+    types = {each.name: str(each.type) for each in allowed(signature.operator)._schema.arguments}
+    for name, argument in (*zip(types, signature.arguments, strict=False), *signature.keywords):
+        numbers: list[Number] = []
+        _leaves(argument, [], numbers)
+        kind = types.get(name, "")
+        if numbers and ("int" in kind or "bool" in kind):
+            raise DeviceError(f"a call of {signature.operator}: {name} belongs to the definition, not to each call")
 
 
 def _leaves(argument: Argument, inputs: list[Input], numbers: list[Number]) -> None:

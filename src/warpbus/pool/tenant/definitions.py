@@ -20,6 +20,7 @@ from warpbus.pool.protocol.instructions import layout
 from warpbus.pool.protocol.operators import operator
 from warpbus.pool.protocol.signature import Argument, Device, Input, New, Number, Output, Signature
 from warpbus.pool.tenant.indices import guarded
+from warpbus.pool.tenant.shape_checks import check_shapes
 from warpbus.pool.tenant.storages import Place, Storages
 
 Values = Sequence[Any]
@@ -79,6 +80,8 @@ class Definition:
         self._verified = False
         try:
             self._verify(function)
+            if storages.device.type == "cpu":
+                check_shapes(function, signature)
         except Exception as error:  # whatever PyTorch raises for such arguments: it is what the call would raise
             self.refusal = error
         alone = len(outputs) == 1 and len(self.news) == 1 and bool(self.places) and _dense(self.news[0])
