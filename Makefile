@@ -18,9 +18,13 @@ coverage: .venv/ready
 	$(BIN)/python -m coverage report
 	$(BIN)/python -m coverage html
 
-# The same environment with the lowest version that pyproject.toml allows of each direct dependency but torch.
+# The same environment with the lowest version that pyproject.toml allows of each direct dependency. torch stays: its
+# lowest version is several gigabytes.
 lowest: .venv/ready
-	$(BIN)/python scripts/lowest_versions.py test
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > .venv/torch.txt
+	$(BIN)/uv pip install --python $(BIN)/python --upgrade --resolution lowest-direct --override .venv/torch.txt \
+		--requirements pyproject.toml --extra test
 
 test-gpu: .venv/ready
 	$(BIN)/python -m pytest tests/gpu tests/multigpu
