@@ -2,13 +2,29 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check test-gpu bench format
+.PHONY: demo test check coverage lowest test-gpu bench format
 
 demo: .venv/ready
 	$(BIN)/warpbus demo
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+# The lines that no test of `make test` executes, in the terminal and in htmlcov/.
+coverage: .venv/ready
+	$(BIN)/python -m pip install --quiet 'coverage>=7.10'
+	$(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage combine
+	$(BIN)/python -m coverage report
+	$(BIN)/python -m coverage html
+
+# The same environment with the lowest version that pyproject.toml allows of each direct dependency. torch stays: its
+# lowest version is several gigabytes.
+lowest: .venv/ready
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > .venv/torch.txt
+	$(BIN)/uv pip install --python $(BIN)/python --upgrade --resolution lowest-direct --override .venv/torch.txt \
+		--requirements pyproject.toml --extra test
 
 test-gpu: .venv/ready
 	$(BIN)/python -m pytest tests/gpu tests/multigpu

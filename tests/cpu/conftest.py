@@ -5,16 +5,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from chatglm_files import write_chatglm6b
 from hub_standin import StandIn
+from huggingface_hub import constants, file_download
 
 from warpbus.demo import recipe
 from warpbus.formats import Checkpoint, CheckpointWriter
-from warpbus.formats.hub import transfer
 from warpbus.models import Decoder, read_config
 from warpbus.models.saving import named_tensors
 from warpbus.models.tokenizers.training import train_sentencepiece
@@ -132,20 +133,40 @@ def ray_cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without models and without a token; a download that fails is tried again at once."""
-    for name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "MODELSCOPE_CACHE", "XDG_CACHE_HOME"):
+    """A home without models and without a token, for this process and for those that it starts."""
+    for name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "MODELSCOPE_API_TOKEN", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "modelscope"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(transfer, "PAUSES", (0.0, 0.0, 0.0))
+    # The library has read the environment when it was imported.
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf/hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf/token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # Files that are interrupted are smaller here than the library's chunks, and need not rest before they go on.
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
     return tmp_path
 
 
 @pytest.fixture
-def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+def set_endpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`set_endpoint(address)` does what HF_ENDPOINT does."""
+
+    def set_address(address: str) -> None:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+    return set_address
+
+
+@pytest.fixture
+def hub(home: Path, set_endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """A hub that has no models yet, in the place of Hugging Face and of ModelScope."""
     with StandIn() as standin:
-        monkeypatch.setenv("HF_ENDPOINT", standin.url)
+        set_endpoint(standin.url)
         monkeypatch.setenv("MODELSCOPE_ENDPOINT", standin.url)
         yield standin

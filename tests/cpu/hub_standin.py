@@ -1,5 +1,4 @@
-"""A hub of our own on this machine: it speaks what Warpbus, and `huggingface_hub` as its oracle, ask Hugging Face and
-ModelScope for, and it fails as it is told to."""
+"""A hub on this machine: it answers what `huggingface_hub` and `modelscope_hub` ask, and fails as it is told to."""
 
 import hashlib
 import json
@@ -85,8 +84,9 @@ class StandIn:
         return commit
 
     def files_asked(self) -> list[Asked]:
-        """The requests for files, without those about them."""
-        return [asked for asked in self.asked if "/resolve/" in asked.path or "FilePath=" in asked.path]
+        """The requests for the content of files."""
+        files = [asked for asked in self.asked if "/resolve/" in asked.path or "FilePath=" in asked.path]
+        return [asked for asked in files if asked.method == "GET"]
 
 
 class _Handler(BaseHTTPRequestHandler):

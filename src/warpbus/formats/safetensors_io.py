@@ -1,13 +1,18 @@
-"""Safetensors files, read through the operating system's memory map and written byte by byte.
+"""Safetensors files: read through the `safetensors` library behind a check of the header, and written here.
 
 A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes one after another.
-The header is checked here in full before any tensor is touched, so that a damaged or hostile file ends in a
-sentence and never in a crash. Every tensor has a map of its own, which goes away with the tensor: reading a model
-tensor by tensor needs the memory of one tensor.
+
+**Reading.** The header is checked in full before the library sees the file, so that a damaged or hostile file ends in
+one line that says what is wrong. The library then maps the file, privately: pages are read from the disk when they are
+touched, and writing to a tensor does not change the file. A map stays whole, with all pages that were touched, until
+its last tensor is gone, and to open a file of 2,000 tensors takes the library milliseconds. So a map serves several
+reads, but no more than `MAPPED_BYTES` of them: a model is read tensor by tensor in that much memory.
+
+**Writing** does not use the library: its order of the tensors depends on its version, and a checksum would need a
+second pass over the file. The bytes of a file depend on its tensors alone.
 """
 
 import json
-import mmap
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -18,12 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from warpbus.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 MAX_DIMENSIONS = 64
+MAPPED_BYTES = 2**28
+"""Bytes of tensors that are read through one map of their file."""
 CHUNK_BYTES = 2**22
 """Bytes that `Entry.chunks` reads at a time."""
 
@@ -44,39 +52,57 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+class MappedFile:
+    """A file whose header was checked, mapped when a tensor is read.
+
+    Args:
+        path: of the file.
+        nbytes: its size when the header was checked.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        self._nbytes = nbytes
+        self._map: Any = None
+        self._read = 0
+
+    def tensor(self, name: str, nbytes: int) -> Tensor:
+        """Read a tensor. Raises CheckpointError if the file is gone, or its size has changed."""
+        try:
+            # Touching a map beyond the end of its file kills the process.
+            if self.path.stat().st_size != self._nbytes:
+                raise CheckpointError(f"{self.path.name}: changed while it was being read: start again")
+            mapped = self._map
+            if mapped is None or self._read + nbytes > MAPPED_BYTES:
+                mapped = self._map = safe_open(self.path, framework="pt")
+                self._read = 0
+            self._read += nbytes
+            tensor: Tensor = mapped.get_tensor(name)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        except SafetensorError as error:
+            raise _damaged(self.path, str(error)) from error
+        return tensor
+
+
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies: `nbytes` bytes at `offset` from the beginning of `file`."""
+    """A tensor of a file: `nbytes` bytes at `offset` from the beginning of the file."""
 
-    file: Path
-    file_bytes: int
+    file: MappedFile
+    name: str
     offset: int
     nbytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """The tensor, on the CPU, backed by a private map of its bytes: writing to it does not change the file.
+        """The tensor, on the CPU, mapped from the file: writing to it does not change the file.
 
         Raises:
-            CheckpointError: if the file is gone, or has changed its size since its header was read.
+            CheckpointError: if the file is gone, or its size has changed since its header was read.
         """
-        if self.nbytes == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
-        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
-        try:
-            with self.file.open("rb") as stream:
-                # Touching a map beyond the end of its file kills the process.
-                if os.fstat(stream.fileno()).st_size != self.file_bytes:
-                    raise CheckpointError(f"{self.file.name}: changed while it was being read: start again")
-                length = self.offset - start + self.nbytes
-                pages = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
-        except OSError as error:
-            raise CheckpointError(f"{self.file.name}: cannot be read: {error.strerror or error}") from error
-        raw = torch.frombuffer(pages, dtype=torch.uint8, count=self.nbytes, offset=self.offset - start)
-        if self.offset % self.dtype.itemsize:
-            raw = raw.clone()
-        return raw.view(self.dtype).view(self.shape)
+        return self.file.tensor(self.name, self.nbytes)
 
     def chunks(self) -> Iterator[bytes]:
         """The tensor's bytes in order, at most `CHUNK_BYTES` at a time: read and not mapped, so that the memory of this
@@ -87,16 +113,16 @@ class Entry:
         """
         left = self.nbytes
         try:
-            with self.file.open("rb") as stream:
+            with self.file.path.open("rb") as stream:
                 stream.seek(self.offset)
                 while left:
                     chunk = stream.read(min(left, CHUNK_BYTES))
                     if not chunk:
-                        raise CheckpointError(f"{self.file.name}: changed while it was being read: start again")
+                        raise CheckpointError(f"{self.file.path.name}: changed while it was being read: start again")
                     left -= len(chunk)
                     yield chunk
         except OSError as error:
-            raise CheckpointError(f"{self.file.name}: cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(f"{self.file.path.name}: cannot be read: {error.strerror or error}") from error
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -119,11 +145,12 @@ def read_header(file: Path) -> dict[str, Entry]:
                 raise _truncated(file, 8 + header_bytes, file_bytes)
             text = stream.read(header_bytes)
     except OSError as error:
-        raise CheckpointError(f"{file.name}: cannot be read: {error.strerror or error}") from error
+        raise _unreadable(file, error) from error
 
     start = 8 + header_bytes
+    mapped = MappedFile(file, file_bytes)
     entries = {
-        name: _entry(file, file_bytes, start, name, described)
+        name: _entry(file, mapped, start, name, described)
         for name, described in _parse(file, text).items()
         if name != "__metadata__"
     }
@@ -208,7 +235,7 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _entry(file: Path, file_bytes: int, start: int, name: str, described: object) -> Entry:
+def _entry(file: Path, mapped: MappedFile, start: int, name: str, described: object) -> Entry:
     label = f"tensor {shown(name)}"
     if not isinstance(described, dict) or not {"dtype", "shape", "data_offsets"} <= described.keys():
         raise _damaged(file, f"{label} lacks its dtype, shape or data_offsets")
@@ -227,11 +254,15 @@ def _entry(file: Path, file_bytes: int, start: int, name: str, described: object
     nbytes = prod(shape) * dtype.itemsize
     if end - begin != nbytes:
         raise _damaged(file, f"{label} of shape {shape} needs {nbytes:,} bytes, its data_offsets give {end - begin:,}")
-    return Entry(file, file_bytes, start + begin, nbytes, tuple(shape), dtype)
+    return Entry(mapped, name, start + begin, nbytes, tuple(shape), dtype)
 
 
 def _sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _unreadable(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{file.name}: cannot be read: {error.strerror or error}")
 
 
 def _truncated(file: Path, promised: int, found: int) -> CheckpointError:

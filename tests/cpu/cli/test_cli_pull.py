@@ -43,6 +43,14 @@ def test_pull_says_where_the_model_is(listed: StandIn, tiny_model: Path) -> None
 
 
 def test_pull_as_json(listed: StandIn) -> None:
+    pulled = json.loads(invoke("pull", NAME, "--json"))
+    assert pulled["downloaded_bytes"] == pulled["bytes"]
+    assert pulled["commit"] == Path(pulled["directory"]).name
+    assert json.loads(invoke("pull", f"{NAME}@main", "--json")) == pulled | {"revision": "main", "downloaded_bytes": 0}
+
+
+def test_pull_from_modelscope(listed: StandIn) -> None:
+    pytest.importorskip("modelscope_hub")
     first = json.loads(invoke("pull", NAME, "--source", "modelscope", "--json"))
     again = json.loads(invoke("pull", f"modelscope:{NAME}@master", "--json"))
     assert first == again | {"revision": None, "downloaded_bytes": first["bytes"]}
@@ -57,7 +65,7 @@ def test_errors_are_one_line(
         main()
     assert ended.value.code == 1
     said = capsys.readouterr().err
-    assert said.startswith("error: someone/else: is not on 127.0.0.1")
+    assert said.startswith("error: someone/else: there is no such directory, and no such model on 127.0.0.1")
     assert said.count("\n") == 1
 
 
@@ -83,7 +91,7 @@ def test_the_python_api_takes_names(listed: StandIn, tiny_model: Path, tmp_path:
     greedy = SamplingParams(temperature=0, max_tokens=8)
     expected = warpbus.LLM(tiny_model, device="cpu").generate(["床前"], greedy)[0].token_ids
     assert llm.generate(["床前"], greedy)[0].token_ids == expected
-    warpbus.quantize(f"modelscope:{NAME}", tmp_path / "w8", scheme="w8a16-g32", algorithm="rtn", device="cpu")
+    warpbus.quantize(f"{NAME}@main", tmp_path / "w8", scheme="w8a16-g32", algorithm="rtn", device="cpu")
     assert (tmp_path / "w8/config.json").is_file()
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from warpbus.errors import CheckpointError
+from warpbus.formats import safetensors_io
 from warpbus.formats.safetensors_io import DTYPES, read_header, write_file
 
 
@@ -95,6 +96,29 @@ def test_a_file_that_shrinks_after_its_header_was_read(tmp_path: Path) -> None:
     os.truncate(file, 1000)
     with pytest.raises(CheckpointError, match="changed while it was being read"):
         stored.read()
+
+
+def test_a_file_is_read_in_the_memory_of_a_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_io, "MAPPED_BYTES", 2**21)
+    file = tmp_path / "a.safetensors"
+    write_file(file, {f"x{number}": torch.full((2**20,), number, dtype=torch.uint8) for number in range(8)})
+    for name, stored in read_header(file).items():
+        tensor = stored.read()
+        assert tensor.unique().tolist() == [int(name[1:])]
+        assert resident(file) <= 2**21 + 2**16
+        del tensor
+
+
+def resident(file: Path) -> int:
+    """Bytes of a file's maps that are in the main memory of this process."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0]:
+            inside = fields[-1] == str(file)
+        elif inside and fields[0] == "Rss:":
+            found += int(fields[1]) * 1024
+    return found
 
 
 DAMAGED = {

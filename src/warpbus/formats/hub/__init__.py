@@ -1,10 +1,7 @@
-"""Models by their names: found on the disk, or brought from Hugging Face or ModelScope.
+"""Models by name: found on the disk, or downloaded from Hugging Face or ModelScope by the hubs' own libraries."""
 
-It speaks both hubs' public protocols itself: downloads are to go on after the process was killed, each file is to be
-compared with the hash that the hub lists, and only the files that Warpbus reads are to come.
-"""
-
-from warpbus.formats.hub.finding import Progress, Pulled, find_model, pull
+from warpbus.formats.hub.finding import Pulled, find_model, pull
 from warpbus.formats.hub.names import ModelName, Source, parse_name
+from warpbus.formats.hub.needed import Progress
 
 __all__ = ["ModelName", "Progress", "Pulled", "Source", "find_model", "parse_name", "pull"]
