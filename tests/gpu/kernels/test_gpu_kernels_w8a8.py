@@ -62,8 +62,8 @@ def error(found, expected):
 
 
 def check(found, expected, codes):
-    # Half of eps is rounding the result; e4m3 sums lose as much again on the way, at most.
-    tolerance = torch.finfo(found.dtype).eps * (0.51 if codes == torch.int8 else 1.0)
+    # Half of eps is rounding the result; e4m3 sums, which tensor cores keep in fewer bits, lose about as much on the way.
+    tolerance = torch.finfo(found.dtype).eps * (0.51 if codes == torch.int8 else 1.25)
     assert error(found, expected) < tolerance
     assert_close_everywhere(found, expected, tolerance)
 
