@@ -204,8 +204,8 @@ def test_a_chain_of_dependent_launches(codes):
     for before, after, (weight, scale) in zip(first[:-1], first[1:], layers, strict=True):
         codes_of, scales = reference.quantize(before, codes)
         product = codes_of.float().double() @ weight.float().double().T
-        # Tensor cores keep e4m3 sums in fewer bits than float32: what a chain gives loses 1.6 eps. A row that was read too
-        # early is off by more than its own size.
+        # Tensor cores keep e4m3 sums in fewer bits than float32, which costs a chain up to 1.6 eps. A row that was read
+        # too early is off by more than its own size.
         assert_close_everywhere(
             after, product * scales.double()[:, None] * scale.double(), 4 * torch.finfo(x.dtype).eps
         )
