@@ -9,13 +9,9 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from warpbus.train import Begun, Stopped
 from warpbus.train import Progress as Step
-from warpbus.train.plan import Plan
-
-_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments", "activations": "activations"}
 
 
 def is_silent() -> bool:
@@ -73,37 +69,3 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
     except KeyboardInterrupt:
         say("interrupted: the same command goes on from what was saved, if there is something")
         raise typer.Exit(128 + signal.SIGINT) from None
-
-
-def plan_table(plan: Plan) -> Table:
-    """Memory and time by the number of GPUs."""
-    steps = "1 step" if plan.steps == 1 else f"{plan.steps:,} steps"
-    title = (
-        f"{steps}, {plan.tokens:,} tokens; {plan.trained:,} of {plan.parameters:,} numbers are trained\n"
-        "memory of each GPU in GB"
-    )
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("GPUs", "in all", *_PARTS.values(), "other", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for need in plan.needs:
-        memory = need.memory
-        parts = [getattr(memory, name) for name in _PARTS]
-        fits = plan.device_memory is None or memory.total <= plan.device_memory
-        table.add_row(
-            str(need.gpus),
-            f"{memory.total / 1e9:.2f}" + ("" if fits else ", too much"),
-            *(f"{part / 1e9:.2f}" for part in parts),
-            f"{max(0, memory.total - sum(parts)) / 1e9:.2f}",
-            "-" if need.seconds is None else _duration(need.seconds),
-        )
-    if plan.flops_per_second is None:
-        table.caption = "the time needs a GPU: it follows from how fast that multiplies"
-    else:
-        table.caption = f"time: at least, at {plan.flops_per_second / 1e12:,.0f} TFLOP/s in products of {plan.device}"
-    return table
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

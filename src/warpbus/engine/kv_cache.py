@@ -14,6 +14,7 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.logits import to_device
 from warpbus.errors import DeviceError, UsageError
 from warpbus.models import ModelConfig
+from warpbus.models.cost import kv_cache_bytes
 
 KV_DTYPES = ("auto", "int8", "fp8")
 """How a cache may be kept: in the dtype of the activations, or in 8 bits with a scale for each head's vector."""
@@ -141,6 +142,4 @@ def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype, kv_dtype: str) -> int:
     """Bytes that a token takes in a `KVCache`."""
-    stored = stored_dtype(kv_dtype, dtype)
-    vector = config.attention.head_dim * stored.itemsize + (0 if stored == dtype else 4)
-    return config.num_layers * 2 * config.attention.num_kv_heads * vector
+    return kv_cache_bytes(config, dtype, stored_dtype(kv_dtype, dtype))

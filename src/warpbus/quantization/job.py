@@ -33,7 +33,7 @@ from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
-from warpbus.quantization.estimate import Estimate, Rates, estimate
+from warpbus.quantization.estimate import QuantizationEstimate, device_rates, estimate
 from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.methods import METHODS, Method, solve_small
@@ -139,8 +139,8 @@ def get_ready(device: torch.device) -> None:
 def run_job(group: Group, send: Send, job: Job) -> None:
     """Do a process's share of a run.
 
-    The first process sends an `Estimate`, `Checked` where parts are finished already, `Begun`, a `LayerResult` for each
-    matrix and at last the `Report`.
+    The first process sends a `QuantizationEstimate`, `Checked` where parts are finished already, `Begun`, a
+    `LayerResult` for each matrix and at last the `Report`.
 
     Raises:
         WarpbusError: as `quantize`.
@@ -420,21 +420,25 @@ def _ready(algorithm: str, group: Group, plan: Plan) -> Method:
     return method
 
 
-def _rates(group: Group, plan: Plan) -> Rates | None:
+def _rates(group: Group, plan: Plan) -> Mapping[torch.dtype, float] | None:
     """Those of the first process count; the other GPUs load their libraries by measuring theirs."""
     if group.is_first or group.device.type == "cuda":
-        return Rates.measured(group.device, default_dtype(group.device, plan.dtype))
+        return device_rates(group.device, plan.dtype)
     return None
 
 
 def _agreed(
-    group: Group, send: Send, job: Job, plan: Plan, place: Place, rates: Rates | None
-) -> tuple[Estimate | None, bool]:
+    group: Group, send: Send, job: Job, plan: Plan, place: Place, rates: Mapping[torch.dtype, float] | None
+) -> tuple[QuantizationEstimate | None, bool]:
     """What the run needs, found by the first process, and whether all keep inputs: see `LayerQuantization`."""
     keep = torch.zeros(1, dtype=torch.int64, device=group.device)
     needs = None
     places = place.gathered(group)
     if group.is_first:
+        assert rates is not None, "the first process always measures"
+        earlier = FinishedParts(job.output)
+        parts = earlier.parts()
+        layers = () if job.restart else range(plan.config.num_layers)
         needs = estimate(
             plan,
             output=job.output,
@@ -444,6 +448,8 @@ def _agreed(
             batch_tokens=BATCH_TOKENS[group.device.type],
             places=places,
             rates=rates,
+            kept_bytes=sum(earlier.tensors_file(part).stat().st_size for part in parts),
+            finished=[index for index in layers if layer_part(index) in parts],
         )
         send(needs)
         needs.check()

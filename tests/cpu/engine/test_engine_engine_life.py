@@ -201,7 +201,7 @@ def test_a_cache_of_8_bits_is_refused_where_no_kernels_read_it(model):
 
 
 def test_a_plan_is_taken_over(model):
-    plan = MemoryPlan(10**9, 96, 320, "auto", None, False, 16, {})
+    plan = MemoryPlan("GPU", {}, 10**9, 96, 320, "auto", None, False, 16)
     engine = Engine.planned(model, plan, max_num_seqs=2)
     assert (engine.max_model_len, engine.max_num_seqs, engine.stats().blocks) == (96, 2, 10)
     assert engine.decode(PROMPTS, 4) == Engine(model).decode(PROMPTS, 4)

@@ -37,14 +37,11 @@ class Rung:
         name: what the functions take.
         needs: the oldest architecture it runs on, or the only one, where it ends with "a".
         dtypes: what it computes with.
-        summary, summary_zh: what it adds to the rung below, one line in English and in Chinese.
     """
 
     name: str
     needs: str
     dtypes: tuple[torch.dtype, ...]
-    summary: str
-    summary_zh: str
 
 
 _ALL = tuple(ELEMENTS)
@@ -55,60 +52,25 @@ def _rungs(*rungs: Rung) -> dict[str, Rung]:
 
 
 MATMUL_RUNGS: dict[str, Rung] = _rungs(
-    Rung(
-        "naive",
-        "sm_80",
-        _ALL,
-        "one thread an element, all reads from global memory",
-        "每个线程算一个元素，全部从全局内存读取",
-    ),
-    Rung(
-        "tiled",
-        "sm_80",
-        _ALL,
-        "32 x 32 tiles in shared memory: 32 uses a read",
-        "32 × 32 的块放进共享内存：每读一次用 32 次",
-    ),
-    Rung("wmma", "sm_80", HALVES, "tensor cores through the WMMA API", "用 WMMA 接口调用张量核心"),
-    Rung(
-        "mma_naive",
-        "sm_80",
-        HALVES,
-        "tensor cores by mma.sync, fragments in our own hands",
-        "用 mma.sync 指令，自己安排片段",
-    ),
-    Rung(
-        "mma_permuted", "sm_80", HALVES, "permuted shared memory: no bank conflicts", "置换共享内存布局：没有 bank 冲突"
-    ),
-    Rung("mma_cp_async", "sm_80", HALVES, "cp.async, 2 stages: copy while computing", "cp.async 两级流水：边算边取"),
-    Rung("mma_stages_3", "sm_80", HALVES, "3 stages: more copies under way", "三级流水：更多拷贝同时在途"),
-    Rung("mma_stages_4", "sm_80", HALVES, "4 stages", "四级流水"),
-    Rung(
-        "mma_swizzle", "sm_80", HALVES, "blocks ordered so that L2 serves neighbours", "重排线程块次序，让相邻块共用 L2"
-    ),
-    Rung(
-        "wgmma",
-        "sm_90a",
-        HALVES,
-        "Hopper: TMA fetches, wgmma multiplies from shared memory",
-        "Hopper：TMA 搬运，wgmma 直接从共享内存相乘",
-    ),
-    Rung(
-        "wgmma_persistent",
-        "sm_90a",
-        HALVES,
-        "warp-specialised and persistent, tiles chosen to fill the GPU",
-        "线程束分工、常驻内核，按 GPU 选取分块",
-    ),
+    Rung("naive", "sm_80", _ALL),
+    Rung("tiled", "sm_80", _ALL),
+    Rung("wmma", "sm_80", HALVES),
+    Rung("mma_naive", "sm_80", HALVES),
+    Rung("mma_permuted", "sm_80", HALVES),
+    Rung("mma_cp_async", "sm_80", HALVES),
+    Rung("mma_stages_3", "sm_80", HALVES),
+    Rung("mma_stages_4", "sm_80", HALVES),
+    Rung("mma_swizzle", "sm_80", HALVES),
+    Rung("wgmma", "sm_90a", HALVES),
+    Rung("wgmma_persistent", "sm_90a", HALVES),
 )
+"""In the order of the ladder; `docs/tutorial/README.md` has what each rung adds to the one before it."""
 
 GEMV_RUNGS: dict[str, Rung] = _rungs(
-    Rung("thread", "sm_80", _ALL, "one thread a row: reads far apart", "每个线程一行：读取相隔很远"),
-    Rung("warp", "sm_80", _ALL, "one warp a row: neighbours read neighbours", "每个线程束一行：相邻线程读相邻元素"),
-    Rung("vectorised", "sm_80", _ALL, "16 bytes a load, four loads under way", "每次读 16 字节，四次读取同时在途"),
-    Rung(
-        "split_k", "sm_80", _ALL, "several warps a row, added up in a fixed order", "多个线程束分一行，按固定次序相加"
-    ),
+    Rung("thread", "sm_80", _ALL),
+    Rung("warp", "sm_80", _ALL),
+    Rung("vectorised", "sm_80", _ALL),
+    Rung("split_k", "sm_80", _ALL),
 )
 
 _TILE = 32  # kTile in tiled_product.cuh

@@ -1,16 +1,34 @@
-"""The loss curve as a picture."""
+"""The loss curve of a training run as a picture."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+
+from warpbus.formats.files import replace_file
+from warpbus.train.results import CURVE, LOG
+
+
+def draw_training(output: Path) -> Path:
+    """Draw the log of the training run that wrote `output`.
+
+    Returns:
+        The PNG, `training.png` in that directory.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    log = json.loads((output / LOG).read_text(encoding="utf-8"))
+    replace_file(output / CURVE, lambda path: draw_curve(log, path))
+    return output / CURVE
 
 
 def draw_curve(log: Sequence[dict[str, float]], path: Path) -> None:
     """Draw the training loss (smoothed, and as it was), the validation loss, the gradient's norm and the learning rate.
 
     Args:
-        log: an entry a step, with `step`, `loss`, `learning_rate`, and where there are any `valid_loss` and
+        log: an entry per step, with `step`, `loss`, `learning_rate`, and where there are any `valid_loss` and
             `gradient_norm`.
         path: the PNG to write.
     """
