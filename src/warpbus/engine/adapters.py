@@ -1,7 +1,8 @@
 """The adapters of an engine: LoRAs beside its model's linears, the names that requests give, and salts for blocks."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections import abc
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from warpbus.models.parallel import Lines, Part, Span, copy_lines, joined
 Adapter = Lora | Prefix
 
 
-def adapt(model: Decoder, adapters: Sequence[Adapter]) -> Selection:
+def adapt(model: Decoder, adapters: abc.Sequence[Adapter]) -> Selection:
     """Put the LoRAs among some adapters beside a model's linears; which row has which is the selection's to say.
 
     A model that has the same ones already, a copy of another's for instance, keeps them.
@@ -51,7 +52,7 @@ def cut(adapter: Adapter, part: Part) -> Adapter:
     return Lora(adapter.name, {name: _cut(low, name, part) for name, low in adapter.parts.items()})
 
 
-def stacked_bytes(adapters: Sequence[Adapter], dtype: torch.dtype) -> int:
+def stacked_bytes(adapters: abc.Sequence[Adapter], dtype: torch.dtype) -> int:
     """What the LoRAs among some adapters take on the device."""
     loras = [adapter for adapter in adapters if isinstance(adapter, Lora)]
     total = 0
@@ -86,7 +87,7 @@ def _is(one: object, other: object) -> bool:
     return one is other
 
 
-def _linear(model: Decoder, name: str, loras: Sequence[Lora]) -> tuple[nn.Module, str, nn.Linear | QuantizedLinear]:
+def _linear(model: Decoder, name: str, loras: abc.Sequence[Lora]) -> tuple[nn.Module, str, nn.Linear | QuantizedLinear]:
     """Where a linear of the layers stands: the module that has it, by which name, and the linear."""
     path, _, attribute = name.rpartition(".")
     try:

@@ -1,12 +1,13 @@
 """What has come of one request: the pieces that wait for its consumer, and when things happened."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import abc
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from warpbus.engine.sequence import Piece
+from warpbus.engine.sequence import TextPiece
 from warpbus.errors import WarpbusError
 
 
@@ -36,12 +37,12 @@ class Inbox:
 
     def __init__(self, times: RequestTimes) -> None:
         self.times = times
-        self._pieces: list[Piece] = []
+        self._pieces: list[TextPiece] = []
         self._error: WarpbusError | None = None
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, piece: Piece, when: float) -> None:
+    def put(self, piece: TextPiece, when: float) -> None:
         """Take a piece that came at the time `when`; the last one has a finish reason."""
         times = self.times
         if piece.token_ids:
@@ -60,7 +61,7 @@ class Inbox:
         self._error, self._ended = error, True
         self._wake()
 
-    async def take(self) -> Piece:
+    async def take(self) -> TextPiece:
         """All that has come since the last call, as one piece.
 
         Raises:
@@ -86,7 +87,7 @@ class Inbox:
             self._waiter.set_result(None)
 
 
-class Answer(AsyncIterator[Piece]):
+class Answer(AsyncIterator[TextPiece]):
     """One request's pieces, as `Service.generate` gives them.
 
         async with service.generate(prompt, params) as answer:
@@ -112,7 +113,7 @@ class Answer(AsyncIterator[Piece]):
         self._inbox = inbox
         self._leave = leave
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> TextPiece:
         return await self._inbox.take()
 
     async def aclose(self) -> None:
@@ -131,10 +132,10 @@ class Answer(AsyncIterator[Piece]):
         self._leave()
 
 
-def merge(pieces: Sequence[Piece]) -> Piece:
+def merge(pieces: abc.Sequence[TextPiece]) -> TextPiece:
     """Successive pieces of one request as one; at least one."""
     last = pieces[-1]
-    return Piece(
+    return TextPiece(
         text="".join(piece.text for piece in pieces),
         token_ids=tuple(token for piece in pieces for token in piece.token_ids),
         logprobs=None

@@ -1,6 +1,6 @@
 """What the layers attend to while generating: blocks of the cache, for pieces of prompts or for single new tokens."""
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.places import Places, Turns
+from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.rope import rope_and_cache
@@ -18,7 +18,7 @@ from warpbus.models.layers import FusedAttention
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ChunkSpan:
     """A piece of a prompt in a flat list of tokens.
 
     Attributes:
@@ -37,7 +37,7 @@ class Stretch:
     given: int = 0
 
 
-class PieceAttention(FusedAttention):
+class PrefillAttention(FusedAttention):
     """Attention of pieces of several prompts, all stored before any attends.
 
     Args:
@@ -45,22 +45,22 @@ class PieceAttention(FusedAttention):
         turns: by which angles the tokens turn.
         cache: has memory for the blocks.
         slots: int64 `[tokens]`: block * BLOCK + offset within the block, on the device.
-        stretches: the pieces, in the order of their tokens, without gaps.
+        spans: the pieces, in the order of their tokens, without gaps.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        turns: Turns,
+        turns: RopeAngles,
         cache: KVCache,
         slots: Tensor,
-        stretches: Sequence[Stretch],
+        spans: abc.Sequence[ChunkSpan],
     ) -> None:
         self._config = config
         self._turns = turns
         self._cache = cache
         self._slots = slots
-        self._stretches = stretches
+        self._spans = spans
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config, turns = self._config, self._turns
@@ -75,17 +75,17 @@ class PieceAttention(FusedAttention):
             interleaved=config.rope.interleaved,
         )
         attended = torch.empty_like(q)
-        for stretch in self._stretches:
-            part = slice(stretch.begin, stretch.end)
+        for span in self._spans:
+            part = slice(span.begin, span.end)
             keys, values = k[part], v[part]
-            if stretch.blocks is not None:
-                places = stretch.given + stretch.start + stretch.end - stretch.begin
-                keys, values = self._read(stored, stretch.blocks, places, q.dtype)
-            first = min(max(0, stretch.prompt - stretch.start), stretch.end - stretch.begin)
+            if span.blocks is not None:
+                places = span.given + span.start + span.end - span.begin
+                keys, values = self._read(stored, span.blocks, places, q.dtype)
+            first = min(max(0, span.prompt - span.start), span.end - span.begin)
             if first:
-                seen = stretch.given + stretch.prompt
+                seen = span.given + span.prompt
                 attended[part][:first] = _attend(q[part][:first], keys[:seen], values[:seen], causal=False)
-            if first < stretch.end - stretch.begin:
+            if first < span.end - span.begin:
                 attended[part][first:] = _attend(q[part][first:], keys, values, causal=True)
         return attended.flatten(-2)[None]
 
@@ -103,7 +103,7 @@ class PieceAttention(FusedAttention):
         )
 
 
-class StepAttention(FusedAttention):
+class DecodeAttention(FusedAttention):
     """Attention of single new tokens, all of it one kernel.
 
     Args:
@@ -158,15 +158,15 @@ class StepAttention(FusedAttention):
         return attended.view(len(qkv_btr), 1, -1)
 
 
-class PlacedAttention(FusedAttention):
-    """As `StepAttention`, of tokens whose positions do not say by what they turn, where they lie and how far they see.
+class PositionedAttention(FusedAttention):
+    """As `DecodeAttention`, where rope angles, slot mapping and visible length are not all given by the position.
 
     Args:
         places: of the tokens.
-        config, cache, blocks, limit: as of `StepAttention`.
+        config, cache, blocks, limit: as of `DecodeAttention`.
     """
 
-    def __init__(self, config: ModelConfig, places: Places, cache: KVCache, blocks: Tensor, limit: int) -> None:
+    def __init__(self, config: ModelConfig, places: RowPositions, cache: KVCache, blocks: Tensor, limit: int) -> None:
         self._config = config
         self._places = places
         self._cache = cache

@@ -8,18 +8,18 @@ else. Full blocks are found by their keys as long as their memory is not wanted 
 import hashlib
 import heapq
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, abc
+from collections.abc import Callable
 
 BLOCK = 32
 """Tokens of a block."""
 
-SCRATCH = 0
+NULL_BLOCK = 0
 """A block that belongs to nobody: rows that only fill up a batch write there."""
 
 
 def block_keys(
-    token_ids: Sequence[int], known: Sequence[bytes] = (), *, salt: bytes = b"", lead: int = 0
+    token_ids: abc.Sequence[int], known: abc.Sequence[bytes] = (), *, salt: bytes = b"", lead: int = 0
 ) -> list[bytes]:
     """The keys of the full blocks of a sequence of tokens.
 
@@ -37,18 +37,18 @@ def block_keys(
     return keys
 
 
-class Blocks:
+class BlockAllocator:
     """Hands out the blocks of a cache, the lowest first, and takes them back.
 
     A block is free (nobody uses it and its content is worth nothing), used (by one sequence or several that share it),
     or idle (nobody uses it, but it can be found by its key until it is needed).
 
     Args:
-        count: the blocks there can be, `SCRATCH` included.
+        count: the blocks there can be, `NULL_BLOCK` included.
         back: called before a block is handed out that was never backed by memory, with the number of blocks to back;
             returns how many are backed then, fewer if there is no more memory. None: all are.
         sharing: whether blocks are found by keys.
-        kept: so many blocks after `SCRATCH` are never handed out: what they hold stays.
+        kept: so many blocks after `NULL_BLOCK` are never handed out: what they hold stays.
 
     Attributes:
         count: the blocks there can be.
@@ -62,7 +62,7 @@ class Blocks:
         self.backed = count if back is None else 0
         self._back = back
         self._sharing = sharing
-        self._last_kept = SCRATCH + kept
+        self._last_kept = NULL_BLOCK + kept
         self._free = list(range(self._last_kept + 1, count))  # a heap: ascending
         self._users: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # what was given back longest ago comes first
@@ -98,7 +98,7 @@ class Blocks:
             taken.append(block)
         return taken
 
-    def share(self, keys: Sequence[bytes]) -> list[int]:
+    def share(self, keys: abc.Sequence[bytes]) -> list[int]:
         """The blocks of the longest beginning of `keys` that can be found; the caller uses them from now on."""
         found: list[int] = []
         for key in keys if self._sharing else ():
@@ -116,14 +116,14 @@ class Blocks:
             self._by_key[key] = block
             self._key_of[block] = key
 
-    def unpublish(self, blocks: Sequence[int]) -> None:
+    def unpublish(self, blocks: abc.Sequence[int]) -> None:
         """Let used blocks be found no more."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:
                 del self._by_key[key]
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: abc.Sequence[int]) -> None:
         """Give blocks back, in their order within the sequence: the last ones are forgotten first."""
         for block in reversed(blocks):
             self._users[block] -= 1
@@ -136,7 +136,7 @@ class Blocks:
                 heapq.heappush(self._free, block)
 
     def forget(self) -> int:
-        """Forget all idle blocks; returns how many of the first are still needed, `SCRATCH` and those kept included."""
+        """Forget all idle blocks; the number of first blocks still needed, `NULL_BLOCK` and the reserved ones included."""
         while self._idle:
             heapq.heappush(self._free, self._evict())
         return max(self._users, default=self._last_kept) + 1

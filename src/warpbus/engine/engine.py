@@ -20,28 +20,26 @@ and within so many bytes of the GPU's memory, the process's own context included
 """
 
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import abc, deque
 from functools import partial
 
 from warpbus.cuda.devices import free_memory
 from warpbus.cuda.lent import is_gpu, lent
 from warpbus.dist import Group
 from warpbus.engine.adapters import adapt, check_adapter, salt_of
-from warpbus.engine.blocks import BLOCK, Blocks
-from warpbus.engine.dormancy import Dormant
+from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
-from warpbus.engine.logits import Row as Choice
+from warpbus.engine.logits import LogitsRow
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
 from warpbus.engine.prefixes import Prefixes
-from warpbus.engine.runner import Chosen, Row, Runner
+from warpbus.engine.runner import Row, Runner, SampledTokens
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Plan, Request, Scheduler
-from warpbus.engine.sequence import Piece
-from warpbus.engine.sequence import Sequence as Asked
+from warpbus.engine.scheduler import Request, Scheduler, StepPlan
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.speculation import NgramIndex
 from warpbus.engine.stats import Stats
-from warpbus.engine.step import MIXED_ROWS, Step, batch_bucket, rows_beside
+from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, rows_beside
 from warpbus.errors import ContextLengthError, DeviceError, UnavailableError, UsageError
 from warpbus.kernels.ops.attention import has_kernel
 from warpbus.models import Decoder, ModelConfig
@@ -56,7 +54,7 @@ _KEPT_FREE = 0.1  # of the memory that is free when the engine starts: for activ
 _KEPT_FREE_LENT = 0.25  # the same on a lent device, where the cache takes its memory at once and for good
 
 
-_Launched = tuple[Chosen, list[list[int]] | None]
+_Launched = tuple[SampledTokens, list[list[int]] | None]
 """A step: its tokens, and the drafts of the rows that decode."""
 
 
@@ -78,7 +76,7 @@ class Engine:
         prefix_caching: prompts that begin alike share what is computed of them.
         speculation: the most tokens that are guessed for a sequence in a step, by what followed the same tokens before.
             With any, a step waits for the tokens of the last.
-        dormant: the model's weights, for an engine that can sleep.
+        offloadable: the model's weights, for an engine that can sleep.
         adapters: that sequences can name.
 
     Where several processes share the model (`Decoder.group`), each runs the same engine with the same requests. They
@@ -103,8 +101,8 @@ class Engine:
         most_graphs: int | None = None,
         prefix_caching: bool = True,
         speculation: int = 0,
-        dormant: Dormant | None = None,
-        adapters: Sequence[Lora | Prefix] = (),
+        offloadable: OffloadableModel | None = None,
+        adapters: abc.Sequence[Lora | Prefix] = (),
     ) -> None:
         weight, config = model.final_norm.weight, model.config
         self.model = model
@@ -132,7 +130,7 @@ class Engine:
         count = 1 + self._prefixes.blocks + blocks + self._prefixes.lead
         self._cache = KVCache(config, count, device=self.device, dtype=self.dtype, kv_dtype=kv_dtype)
         back = partial(_back, self._cache, model.group)
-        self._blocks = Blocks(count, back=back, sharing=prefix_caching, kept=self._prefixes.blocks)
+        self._blocks = BlockAllocator(count, back=back, sharing=prefix_caching, kept=self._prefixes.blocks)
         self._begin_cache("end what else uses it, or quantize the model")
         self._scheduler = Scheduler(
             self._blocks,
@@ -142,7 +140,7 @@ class Engine:
         )
         self._speculation = speculation
         self._most_rows = max_num_seqs + speculation
-        self._step = Step(
+        self._step = StepExecutor(
             *(model, self._cache, max_num_seqs, self._most_rows, self.max_model_len),
             device=self.device,
             dtype=self.dtype,
@@ -154,8 +152,8 @@ class Engine:
         )
         self._runner = Runner(model, self._cache, self._step, batch_bucket(self._most_rows))
         self._rows: dict[Request, Row] = {}
-        self._requests: dict[Asked, Request] = {}
-        self._sequences: dict[Request, Asked] = {}
+        self._requests: dict[Sequence, Request] = {}
+        self._sequences: dict[Request, Sequence] = {}
         self._arrived: dict[Request, float] = {}  # of those that wait
         self._slots = list(range(max_num_seqs))[::-1]
         self._launched: deque[_Launched] = deque()
@@ -165,7 +163,7 @@ class Engine:
         self._accepted = 0
         self._planning = 0.0
         self._launching = 0.0
-        self._dormant = dormant
+        self._offloadable = offloadable
         self._adapters = {adapter.name: adapter for adapter in adapters}
         loras = [adapter.name for adapter in adapters if isinstance(adapter, Lora)]
         self._loras: dict[str | None, int] = {name: number for number, name in enumerate(loras, start=1)}
@@ -222,7 +220,7 @@ class Engine:
             launching=self._launching,
         )
 
-    def add(self, sequence: Asked) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Take a request on.
 
         Raises:
@@ -250,7 +248,7 @@ class Engine:
         self._arrived[request] = time.perf_counter()
         self._scheduler.add(request)
 
-    def abort(self, sequence: Asked) -> None:
+    def abort(self, sequence: Sequence) -> None:
         """Drop a request, if it is still there: it gets no more tokens, and its memory is free."""
         request = self._requests.pop(sequence, None)
         if request is not None:
@@ -263,7 +261,7 @@ class Engine:
             if row is not None:
                 self._slots.append(row.slot)
 
-    def step(self) -> list[tuple[Asked, Piece]]:
+    def step(self) -> list[tuple[Sequence, TextPiece]]:
         """Launch a step, and read one: what each sequence has got, which may be nothing for anybody.
 
         Where all that the next step needs stays on the device, the one launched is a step ahead of the one read.
@@ -282,7 +280,7 @@ class Engine:
             self._restart()
             raise
 
-    def _step_on(self) -> list[tuple[Asked, Piece]]:
+    def _step_on(self) -> list[tuple[Sequence, TextPiece]]:
         ahead = self._runs_ahead()
         if not ahead and self._launched:
             return self._read()
@@ -301,7 +299,7 @@ class Engine:
             return [self._refuse_first()]
         return self._read() if self._launched and (not ahead or not plan or len(self._launched) > 1) else []
 
-    def decode(self, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    def decode(self, prompts: abc.Sequence[list[int]], tokens: int) -> list[list[int]]:
         """The `tokens` likeliest tokens, one after the other, after each prompt.
 
         Raises: as `step`, and the error of the first request that failed.
@@ -316,7 +314,7 @@ class Engine:
                 raise each.error
         return [each.token_ids for each in requests]
 
-    def warm(self, rows: int | None = None, *, lengths: Sequence[int] = ()) -> None:
+    def warm(self, rows: int | None = None, *, lengths: abc.Sequence[int] = ()) -> None:
         """Compile and load the kernels and capture the first graphs, so that the first requests do not wait.
 
         Args:
@@ -343,14 +341,14 @@ class Engine:
         """Return the memory of weights and cache; what the cache held is forgotten. Does nothing while asleep.
 
         Raises:
-            UsageError: requests are under way, or the engine has no `dormant`.
+            UsageError: requests are under way, or the engine has no `offloadable`.
         """
-        dormant = self._able_to_sleep()
+        offloadable = self._able_to_sleep()
         if self.has_work:
             raise UsageError(f"{len(self._requests)} requests are under way: let them end, or abort them, before sleep")
         self._blocks.forget()
         self._forget(0)
-        dormant.sleep()
+        offloadable.sleep()
 
     def wake(self) -> None:
         """Go on after `sleep`. Does nothing while awake.
@@ -362,26 +360,26 @@ class Engine:
         if self._blocks.backed <= self._prefixes.blocks:
             self._begin_cache("end what else uses it")
 
-    def twin(self, model: Decoder, *, dormant: Dormant | None = None) -> "Engine":
+    def twin(self, model: Decoder, *, offloadable: OffloadableModel | None = None) -> "Engine":
         """An engine like this one for another copy of the model, to move to. See `warpbus.engine.moving`.
 
         Raises: as the constructor.
         """
-        return self._like_this(model, dormant=dormant)
+        return self._like_this(model, offloadable=offloadable)
 
     @property
     def can_sleep(self) -> bool:
-        """There is a `dormant`."""
-        return self._dormant is not None
+        """There is a `offloadable`."""
+        return self._offloadable is not None
 
     @property
     def longest(self) -> int:
-        """Places of the cache that the longest sequence that runs needs."""
+        """Cache positions of the cache that the longest sequence that runs needs."""
         return max((request.given + request.length for request in self._scheduler.running), default=0)
 
-    def drain(self) -> list[tuple[Asked, Piece]]:
+    def drain(self) -> list[tuple[Sequence, TextPiece]]:
         """Read the steps that are under way, and launch none. Raises: as `step`."""
-        pieces: list[tuple[Asked, Piece]] = []
+        pieces: list[tuple[Sequence, TextPiece]] = []
         try:
             while self._launched:
                 pieces += self._read()
@@ -401,7 +399,7 @@ class Engine:
         """The blocks that sequences use, but for those of prefixes."""
         return {block for request in self._scheduler.running for block in request.blocks[request.lent :]}
 
-    def copy_blocks(self, blocks: Sequence[int], twin: "Engine") -> int:
+    def copy_blocks(self, blocks: abc.Sequence[int], twin: "Engine") -> int:
         """Copy blocks of the cache, as they are after the steps under way, to the same place in a twin's; their bytes.
 
         Raises:
@@ -425,7 +423,7 @@ class Engine:
         The twin must not be used any more: it has what was this engine's.
         """
         twin._step.place([(row.slot, row.request.ids[-1], row.request.computed) for row in self._rows.values()])
-        for name in ("model", "device", "_cache", "_step", "_runner", "_dormant"):
+        for name in ("model", "device", "_cache", "_step", "_runner", "_offloadable"):
             ours, theirs = getattr(self, name), getattr(twin, name)
             setattr(self, name, theirs)
             setattr(twin, name, ours)
@@ -437,7 +435,7 @@ class Engine:
     @property
     def asleep(self) -> bool:
         """Its weights are not on the device."""
-        return self._dormant is not None and self._dormant.asleep
+        return self._offloadable is not None and self._offloadable.asleep
 
     def _forget(self, blocks: int) -> None:
         """Return the memory of all but the first blocks."""
@@ -468,13 +466,13 @@ class Engine:
             )
         return prompt.index(end) + 1
 
-    def _able_to_sleep(self) -> Dormant:
-        if self._dormant is None:
+    def _able_to_sleep(self) -> OffloadableModel:
+        if self._offloadable is None:
             raise UsageError(
                 "this engine cannot sleep: its weights are laid out within a planned memory, or on a lent GPU: leave "
                 "that out, or give the lease back"
             )
-        return self._dormant
+        return self._offloadable
 
     def _runs_ahead(self) -> bool:
         """A step can be launched before the tokens of the last one are read."""
@@ -501,7 +499,7 @@ class Engine:
             self._rows[request] = Row(sequence, request, self._slots.pop(), self._loras.get(sequence.adapter, 0))
         return self._rows[request]
 
-    def _drafts(self, rows: Sequence[Row], plan: Plan) -> list[list[int]]:
+    def _drafts(self, rows: abc.Sequence[Row], plan: StepPlan) -> list[list[int]]:
         """Guesses for the rows that decode, as long as there are places for them."""
         # A prompt that ends gets a token too.
         places = self._most_rows - len(rows) - sum(piece.is_last for piece in plan.pieces)
@@ -515,9 +513,9 @@ class Engine:
         self._drafted += sum(map(len, drafts))
         return drafts
 
-    def _read(self) -> list[tuple[Asked, Piece]]:
+    def _read(self) -> list[tuple[Sequence, TextPiece]]:
         """The tokens of the earliest step that was not read."""
-        pieces: list[tuple[Asked, Piece]] = []
+        pieces: list[tuple[Sequence, TextPiece]] = []
         chosen, drafts = self._launched.popleft()
         found = chosen.read()
         at = 0
@@ -540,7 +538,7 @@ class Engine:
             self._launched.clear()
         return pieces
 
-    def _refuse_first(self) -> tuple[Asked, Piece]:
+    def _refuse_first(self) -> tuple[Sequence, TextPiece]:
         """End the first request that waits: nothing runs, and there still is no room for its cache."""
         request = self._scheduler.waiting[0]
         sequence = self._sequences[request]
@@ -585,13 +583,13 @@ class _NoText:
         return ""
 
 
-def _is_plain(sequence: Asked) -> bool:
+def _is_plain(sequence: Sequence) -> bool:
     """Its next token can be chosen before the host knows its last one."""
     params = sequence.params
-    return not (Choice(sequence).penalized or params.logit_bias or params.min_tokens or sequence.matcher)
+    return not (LogitsRow(sequence).penalized or params.logit_bias or params.min_tokens or sequence.matcher)
 
 
-def request(prompt: list[int], *, tokens: int, params: SamplingParams | None = None) -> Asked:
+def request(prompt: list[int], *, tokens: int, params: SamplingParams | None = None) -> Sequence:
     """A request for `tokens` tokens after a prompt, whatever they are; greedy unless `params` say otherwise."""
     chosen = params or SamplingParams(temperature=0)
-    return Asked(0, prompt, chosen, limit=tokens, stop_ids=frozenset(), stream=_NoText())
+    return Sequence(0, prompt, chosen, limit=tokens, stop_ids=frozenset(), stream=_NoText())

@@ -4,7 +4,7 @@ Knows nothing of tokens, text, sampling or requests: layers, blocks and bytes ar
 the business of `blocks` and `scheduler`.
 """
 
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
@@ -82,11 +82,11 @@ class KVCache:
         """Return the memory of all but the first `blocks` blocks, as far as it can be returned."""
         self._resize(min(blocks, self.backed))
 
-    def fetch(self, blocks: Sequence[int]) -> list[Tensor]:
+    def fetch(self, blocks: abc.Sequence[int]) -> list[Tensor]:
         """The content of some blocks, for `store`, in memory of torch's, from which it can go to any device."""
         return [part.rows().index_select(0, to_device(blocks, torch.int64, part.data.device)) for part in self._parts]
 
-    def store(self, blocks: Sequence[int], contents: Sequence[Tensor]) -> None:
+    def store(self, blocks: abc.Sequence[int], contents: abc.Sequence[Tensor]) -> None:
         """Fill blocks, which have memory, with what another cache of the same kind held in as many."""
         for part, content in zip(self._parts, contents, strict=True):
             device = part.data.device

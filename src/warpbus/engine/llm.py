@@ -22,7 +22,7 @@ from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.sequence import FinishReason, Piece, Sequence, TokenLogprob
+from warpbus.engine.sequence import FinishReason, Sequence, TextPiece, TokenLogprob
 from warpbus.errors import ContextLengthError, UsageError
 from warpbus.formats import read_schemes
 from warpbus.models import Progress
@@ -160,7 +160,7 @@ class LLM:
         self.max_model_len, self.max_num_seqs = self.engine.max_model_len, max_num_seqs
         self.engine.warm()
         self._lock = threading.Lock()
-        self._inboxes: dict[Sequence, deque[Piece]] = {}
+        self._inboxes: dict[Sequence, deque[TextPiece]] = {}
 
     def describe(self) -> str:
         """The model in one line: family, size, numbers, device, context."""
@@ -397,7 +397,7 @@ class LLM:
                     self.engine.abort(sequence)
                     self._inboxes.pop(sequence, None)
 
-    def _pieces(self, sequences: abc.Set[Sequence]) -> list[tuple[Sequence, Piece]]:
+    def _pieces(self, sequences: abc.Set[Sequence]) -> list[tuple[Sequence, TextPiece]]:
         """What some sequences have got, after a step if they have got nothing; others' pieces go to their inboxes."""
         with self._lock:
             if not any(self._inboxes[sequence] for sequence in sequences):

@@ -11,8 +11,8 @@ from warpbus.cuda.memory_size import parse_memory
 from warpbus.dist import Group
 from warpbus.engine.adapters import Adapter, adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan, Stored, enforce, plan_memory
 from warpbus.engine.prefixes import Prefixes
@@ -26,7 +26,7 @@ from warpbus.models.parallel import Part
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model of which nothing but its config and the headers of its files was read.
 
     Attributes:
@@ -47,7 +47,7 @@ class Opened:
 
 def open_model(
     model: str | Path, device: torch.device, options: ServiceOptions, progress: Progress | None = None
-) -> Opened:
+) -> OpenedModel:
     """Look at a model directory, and plan its memory where the options give one.
 
     A model that is named as on a hub is looked for there unless it is on the disk; `progress` is told what arrives.
@@ -87,11 +87,11 @@ def open_model(
             kv_dtype=options.kv_dtype,
         )
         length = plan.context
-    return Opened(checkpoint, config, device, chosen, length, plan, adapters)
+    return OpenedModel(checkpoint, config, device, chosen, length, plan, adapters)
 
 
 def build_engine(
-    opened: Opened,
+    opened: OpenedModel,
     options: ServiceOptions,
     *,
     group: Group | None = None,
@@ -143,12 +143,12 @@ def build_engine(
         most_graphs=PLANNED_GRAPHS if counted else None,
         prefix_caching=options.prefix_caching,
         speculation=options.speculation,
-        dormant=Dormant(decoder) if can_sleep and not counted else None,
+        offloadable=OffloadableModel(decoder) if can_sleep and not counted else None,
         adapters=adapters,
     )
 
 
-def _cache_tokens(opened: Opened, options: ServiceOptions) -> int | None:
+def _cache_tokens(opened: OpenedModel, options: ServiceOptions) -> int | None:
     """What the cache may hold: whole blocks, no more than all requests can need. None leaves it to the engine."""
     if options.cache_tokens is None:
         return None

@@ -5,8 +5,8 @@ GPU: what comes from the host is copied from pinned memory.
 """
 
 import os
+from collections import abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,7 +25,7 @@ _ALONE = 4  # sequences whose masks are made before threads are worth their hand
 
 
 @dataclass(frozen=True)
-class Row:
+class LogitsRow:
     """A row of a batch: a sequence, and the tokens that are supposed to follow it before this row's choice."""
 
     sequence: Sequence
@@ -51,7 +51,9 @@ class Row:
 
 
 def to_device(
-    values: Rows[float] | Rows[int] | Rows[Rows[int]] | np.ndarray, dtype: torch.dtype, device: torch.device
+    values: abc.Sequence[float] | abc.Sequence[int] | abc.Sequence[abc.Sequence[int]] | np.ndarray,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Values of the host as a tensor of the device, on a GPU without waiting for it."""
     host = torch.as_tensor(values, dtype=dtype)
@@ -72,13 +74,13 @@ class Penalties:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._rows: list[Row] = []
+        self._rows: list[LogitsRow] = []
         self._counted: list[int] = []  # of each row's answer, drafts not included
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._where = torch.zeros(0, dtype=torch.int64, device=device)
         self._factors = torch.zeros(3, 0, 1, device=device)
 
-    def arrange(self, rows: Rows[Row], where: Rows[int]) -> None:
+    def arrange(self, rows: abc.Sequence[LogitsRow], where: abc.Sequence[int]) -> None:
         """Take up these penalized rows.
 
         Args:
@@ -132,13 +134,13 @@ class Penalties:
             max(count, len(row.sequence.token_ids)) for count, row in zip(self._counted, self._rows, strict=True)
         ]
 
-    def _add(self, tokens: Rows[tuple[int, Iterable[int]]], amount: int) -> None:
+    def _add(self, tokens: abc.Sequence[tuple[int, Iterable[int]]], amount: int) -> None:
         places = [at * self._vocab_size + token for at, of_row in tokens for token in of_row]
         if places:
             index = self._index(places)
             self._counts.view(-1).scatter_add_(0, index, torch.full_like(index, amount, dtype=torch.int32))
 
-    def _index(self, places: Rows[int]) -> Tensor:
+    def _index(self, places: abc.Sequence[int]) -> Tensor:
         return to_device(places, torch.int64, self._device)
 
 
@@ -151,7 +153,7 @@ class Biases:
         self._places: Tensor | None = None
         self._values = torch.zeros(0, device=device)
 
-    def arrange(self, rows: Rows[Row]) -> None:
+    def arrange(self, rows: abc.Sequence[LogitsRow]) -> None:
         """Take up these rows."""
         found = [
             # An id beyond the vocabulary, which `SamplingParams.check_ids` refuses, would be the next row's.
@@ -180,7 +182,7 @@ class Masks:
         # A grammar computes its mask without Python's lock.
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "grammar")
 
-    def apply(self, rows: Rows[Row], scores: Tensor) -> None:
+    def apply(self, rows: abc.Sequence[LogitsRow], scores: Tensor) -> None:
         """Put -inf in place of what these rows' next tokens cannot be, float32 `[rows, vocabulary]`.
 
         Args:
@@ -201,13 +203,13 @@ class Masks:
             index = to_device(places, torch.int64, self._device)
             scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
-    def _fill(self, masks: Rows[tuple[np.ndarray, Row]]) -> None:
+    def _fill(self, masks: abc.Sequence[tuple[np.ndarray, LogitsRow]]) -> None:
         """The masks of the rows of one sequence, which fails alone where its grammar does."""
         with masks[0][1].sequence.contain_faults():
             for mask, row in masks:
                 self._fill_one(mask, row)
 
-    def _fill_one(self, mask: np.ndarray, row: Row) -> None:
+    def _fill_one(self, mask: np.ndarray, row: LogitsRow) -> None:
         sequence, matcher = row.sequence, row.sequence.matcher
         finished = False
         if matcher is not None:

@@ -1,6 +1,6 @@
 """The logarithms of the probabilities of chosen tokens and of the most likely ones."""
 
-from collections.abc import Sequence as Rows
+from collections import abc
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,7 +28,7 @@ class Logprobs:
     top: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor, rows: Rows[int], counts: Rows[int]) -> "Logprobs":
+    def of(cls, logits: Tensor, tokens: Tensor, rows: abc.Sequence[int], counts: abc.Sequence[int]) -> "Logprobs":
         """Of some rows' scores `[rows, vocabulary]` and the tokens `[rows]` chosen."""
         scores = logits.float()
         norm = scores.logsumexp(-1, keepdim=True)
@@ -41,7 +41,7 @@ class Logprobs:
         """`tokens`, `chosen`, `top_tokens` and `top`."""
         return self.tokens, self.chosen, self.top_tokens, self.top
 
-    def having(self, tensors: Rows[Tensor]) -> "Logprobs":
+    def having(self, tensors: abc.Sequence[Tensor]) -> "Logprobs":
         """The same with other `tensors`: copies on the host."""
         return Logprobs(self.rows, self.counts, *tensors)
 

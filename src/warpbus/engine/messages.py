@@ -13,7 +13,7 @@ from warpbus.dist.outcome import Failure
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.stats import Stats
 from warpbus.models import Progress
 
@@ -83,10 +83,10 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResults:
     """From the engine: what a step brought, with the numbers of the requests."""
 
-    pieces: list[tuple[int, Piece]]
+    pieces: list[tuple[int, TextPiece]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Reply:
     answer: Stats | Moved | Failure | None
 
 
-Event = Loading | Ready | Step | RequestFailed | Reply
+Event = Loading | Ready | StepResults | RequestFailed | Reply
 
 
 class ServedEngine(Protocol):
@@ -126,7 +126,7 @@ class ServedEngine(Protocol):
         """Forget a sequence; there are no further pieces of it."""
         ...
 
-    def step(self) -> list[tuple[Sequence, Piece]]:
+    def step(self) -> list[tuple[Sequence, TextPiece]]:
         """Compute some tokens. A sequence that failed by itself has an `error`; nothing more comes of it."""
         ...
 

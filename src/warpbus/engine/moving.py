@@ -1,6 +1,6 @@
 """Moving an engine with all its requests to another GPU of the same process, while it answers.
 
-    move = Move(engine, torch.device("cuda:1"))
+    move = EngineMigration(engine, torch.device("cuda:1"))
     move.prepare()                      # may run in a thread of its own
     while not move.copy_ahead():        # between two steps
         engine.step()
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.offload import OffloadableModel
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.errors import DeviceError, UsageError
 from warpbus.models import Decoder
 from warpbus.models.layers import Rotary
@@ -43,7 +43,7 @@ class Moved:
         weights: bytes of the model, copied beforehand.
         ahead: bytes of the cache that were copied while the engine answered.
         paused: bytes of the cache that were copied in the pause.
-        preparing: seconds of `Move.prepare`.
+        preparing: seconds of `EngineMigration.prepare`.
         pause: seconds in which nothing was computed, from the last result on one device until all is on the other.
     """
 
@@ -54,7 +54,7 @@ class Moved:
     pause: float
 
 
-class Move:
+class EngineMigration:
     """A move of an engine. Its methods are called in the order in which they stand here.
 
     Args:
@@ -95,7 +95,7 @@ class Move:
         try:
             with torch.no_grad(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 model, self._weights = _copied(engine.model, engine.device, self._device)
-                twin = engine.twin(model, dormant=Dormant(model) if engine.can_sleep else None)
+                twin = engine.twin(model, offloadable=OffloadableModel(model) if engine.can_sleep else None)
                 # Those that run grow meanwhile.
                 longest = engine.longest
                 twin.warm(rows=engine.max_num_seqs, lengths=[longest, longest + _GROWTH] if longest else [])
@@ -117,7 +117,7 @@ class Move:
         self._ahead += self._copy(chosen)
         return len(left) - len(chosen) <= _LITTLE
 
-    def finish(self) -> tuple[list[tuple[Sequence, Piece]], Moved]:
+    def finish(self) -> tuple[list[tuple[Sequence, TextPiece]], Moved]:
         """Let the steps that are under way end, copy the rest, and let the engine go on on the other device.
 
         Returns:

@@ -4,14 +4,14 @@ Each is written once, into blocks of the cache that are nobody's: requests that 
 where it does not fill that, is only copied from: behind its end a request's own tokens begin.
 """
 
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
 
-from warpbus.engine.blocks import BLOCK, SCRATCH
+from warpbus.engine.blocks import BLOCK, NULL_BLOCK
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.places import still, turned_order
+from warpbus.engine.positions import rotary_order, still
 from warpbus.errors import CheckpointError
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.models import ModelConfig
@@ -26,7 +26,7 @@ class Prefixes:
         config: of the model, or of one process's part of it.
 
     Attributes:
-        blocks: that they take together, the first ones after `SCRATCH`.
+        blocks: that they take together, the first ones after `NULL_BLOCK`.
         longest: places of the cache that the longest takes.
         lead: 1 where requests may need a block more than their tokens fill, since a prefix ends within one; else 0.
 
@@ -34,17 +34,17 @@ class Prefixes:
         CheckpointError: one is another model's.
     """
 
-    def __init__(self, adapters: Sequence[Lora | Prefix], config: ModelConfig) -> None:
+    def __init__(self, adapters: abc.Sequence[Lora | Prefix], config: ModelConfig) -> None:
         self._config = config
         self._prefixes = [adapter for adapter in adapters if isinstance(adapter, Prefix)]
         self._blocks: dict[str | None, range] = {}
-        first = SCRATCH + 1
+        first = NULL_BLOCK + 1
         for prefix in self._prefixes:
             _check(prefix, config)
             self._blocks[prefix.name] = range(first, first + prefix_blocks(prefix.tokens))
             first = self._blocks[prefix.name].stop
         self._tokens: dict[str | None, int] = {prefix.name: prefix.tokens for prefix in self._prefixes}
-        self.blocks = first - SCRATCH - 1
+        self.blocks = first - NULL_BLOCK - 1
         self.longest = max(self._tokens.values(), default=0)
         self.lead = int(any(tokens % BLOCK for tokens in self._tokens.values()))
 
@@ -60,7 +60,7 @@ class Prefixes:
             CheckpointError: one holds NaN or infinity in `dtype`.
         """
         device = cache.layers[0][0].device
-        order = turned_order(self._config).to(device)
+        order = rotary_order(self._config).to(device)
         for prefix in self._prefixes:
             first = self._blocks[prefix.name].start * BLOCK
             slots = torch.arange(first, first + prefix.tokens, device=device)

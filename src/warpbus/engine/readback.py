@@ -1,6 +1,7 @@
 """What a step chose, on its way to the host: small tensors, all in one copy."""
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from functools import partial
 from math import prod
 
@@ -21,7 +22,7 @@ class Readback:
         tensors: at least one, all on one device, of elements of 4 or 8 bytes.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: abc.Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
         self._wait: Callable[[], Tensor] | None = None
         device = tensors[0].device

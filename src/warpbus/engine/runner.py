@@ -4,14 +4,15 @@ A step is launched and read apart, so that on a GPU the next one can run while t
 tokens: all that a step needs of the one before it stays on the device. Knows nothing of text or of when an answer ends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from warpbus.engine.attention import PieceAttention, Stretch
+from warpbus.engine.attention import ChunkSpan, PrefillAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
@@ -19,10 +20,9 @@ from warpbus.engine.logprobs import Logprobs
 from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Piece, Request
-from warpbus.engine.sequence import Sequence as Asked
-from warpbus.engine.sequence import TokenLogprob
-from warpbus.engine.step import FROM_DEVICE, Rows, Step
+from warpbus.engine.scheduler import PromptChunk, Request
+from warpbus.engine.sequence import Sequence, TokenLogprob
+from warpbus.engine.step import FROM_DEVICE, StepExecutor, StepRows
 from warpbus.errors import DeviceError
 from warpbus.models import Decoder
 
@@ -39,7 +39,7 @@ class Row:
         tabled: how many of its blocks the device knows, and since which preemption.
     """
 
-    sequence: Asked
+    sequence: Sequence
     request: Request
     slot: int
     adapter: int = 0
@@ -48,7 +48,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SampledTokens:
     """The tokens that a part of a step chose, on their way to the host.
 
     Attributes:
@@ -86,24 +86,24 @@ class Runner:
         DeviceError: the device's memory is full.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, step: Step, rows: int) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, step: StepExecutor, rows: int) -> None:
         self._model = model
         self._cache = cache
         self._step = step
         self._device = step.last.device
         vocabulary = model.config.vocab_size
         self._sampler = Sampler(rows, vocabulary, self._device)
-        self._arranged: list[Asked] | None = []
+        self._arranged: list[Sequence] | None = []
         self._group = None if model.group is None or model.group.world == 1 else model.group
         self._alike = self._group is None or self._group.alike()
 
     @torch.inference_mode()
     def launch(
         self,
-        decoding: Sequence[Row],
-        pieces: Sequence[tuple[Row, Piece]],
-        drafts: Sequence[Sequence[int]] | None = None,
-    ) -> Chosen:
+        decoding: abc.Sequence[Row],
+        pieces: abc.Sequence[tuple[Row, PromptChunk]],
+        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+    ) -> SampledTokens:
         """Launch a step: one token for each row that decodes, and for each whose prompt is read to its end.
 
         Args:
@@ -131,7 +131,7 @@ class Runner:
         """Nobody knows how far the steps that were launched came."""
         self._arranged = None
 
-    def _tell(self, rows: Sequence[Row]) -> None:
+    def _tell(self, rows: abc.Sequence[Row]) -> None:
         """Complete the device's block tables, and what it knows of adapters."""
         told: tuple[list[int], list[int], list[int]] = ([], [], [])
         for row in rows:
@@ -149,14 +149,14 @@ class Runner:
             slots, columns, blocks_told = to_device(told, torch.int64, self._device)
             self._step.blocks[slots, columns] = blocks_told.int()
 
-    def _complete_prefixes(self, pieces: Sequence[tuple[Row, Piece]]) -> None:
+    def _complete_prefixes(self, pieces: abc.Sequence[tuple[Row, PromptChunk]]) -> None:
         """Where a prefix does not fill its last block, the first tokens go into a copy of that."""
         for row, piece in pieces:
             request = row.request
             if piece.start == 0 and request.lead:
                 self._cache.copy(request.prefix[-1], request.blocks[request.lent])
 
-    def _arrange(self, rows: list[Row], drafts: Sequence[Sequence[int]] | None) -> None:
+    def _arrange(self, rows: list[Row], drafts: abc.Sequence[abc.Sequence[int]] | None) -> None:
         sequences = [row.sequence for row in rows]
         if self._arranged is None:
             self._sampler.arrange([])  # nothing that it counted is kept
@@ -167,9 +167,9 @@ class Runner:
 
     def _scores(
         self,
-        decoding: Sequence[Row],
-        guesses: Sequence[Sequence[int]],
-        pieces: Sequence[tuple[Row, Piece]],
+        decoding: abc.Sequence[Row],
+        guesses: abc.Sequence[abc.Sequence[int]],
+        pieces: abc.Sequence[tuple[Row, PromptChunk]],
         known: bool,
     ) -> Tensor | None:
         """Scores after the last token of each row and each of its guesses, and after each prompt that ends.
@@ -191,28 +191,28 @@ class Runner:
             parts += self._prompt_scores(pieces)
         return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
 
-    def _prompt_scores(self, pieces: Sequence[tuple[Row, Piece]]) -> list[Tensor]:
+    def _prompt_scores(self, pieces: abc.Sequence[tuple[Row, PromptChunk]]) -> list[Tensor]:
         """Read pieces of prompts without a graph; scores after those that end, if there are any."""
         rows = _together((), (), pieces, known=True)
-        stretches: list[Stretch] = []
+        spans: list[ChunkSpan] = []
         begin = 0
         for row, piece in pieces:
             end = begin + piece.end - piece.start
             request, blocks = row.request, None
             if piece.start or request.given:
                 blocks = self._step.blocks[row.slot, : -(-(request.given + piece.end) // BLOCK)]
-            stretches.append(Stretch(begin, end, piece.start, blocks, request.prompt, request.given))
+            spans.append(ChunkSpan(begin, end, piece.start, blocks, request.prompt, request.given))
             begin = end
         tokens, positions, stored = to_device([rows.tokens, rows.positions, rows.stored], torch.int64, self._device)
         turns = self._step.turns(positions.int(), rows.slots)
-        context = PieceAttention(self._model.config, turns, self._cache, stored, stretches)
+        context = PrefillAttention(self._model.config, turns, self._cache, stored, spans)
         with self._step.adapting(rows.slots):
             hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
         if not rows.chosen:
             return []
         return [self._model.scores(hidden.index_select(0, to_device(rows.chosen, torch.int64, self._device)))]
 
-    def _choose(self, rows: list[Row], scores: Tensor | None) -> Chosen:
+    def _choose(self, rows: list[Row], scores: Tensor | None) -> SampledTokens:
         if scores is None:
             tokens, best = torch.zeros(0, dtype=torch.int64, device=self._device), torch.zeros(0, device=self._device)
             logprobs = None
@@ -224,7 +224,7 @@ class Runner:
             self._sampler.saw(tokens)
             logprobs = self._sampler.logprobs()
         found = Readback([tokens, best, *(() if logprobs is None else logprobs.tensors)])
-        return Chosen(rows, tokens, found, logprobs)
+        return SampledTokens(rows, tokens, found, logprobs)
 
     def _agreed(self, params: SamplingParams) -> bool:
         """All processes that share the model choose the same token: their scores are gathered, so the same bits."""
@@ -244,10 +244,13 @@ class Runner:
 
 
 def _together(
-    decoding: Sequence[Row], guesses: Sequence[Sequence[int]], pieces: Sequence[tuple[Row, Piece]], known: bool
-) -> Rows:
+    decoding: abc.Sequence[Row],
+    guesses: abc.Sequence[abc.Sequence[int]],
+    pieces: abc.Sequence[tuple[Row, PromptChunk]],
+    known: bool,
+) -> StepRows:
     """The rows of a step: last tokens with the guesses that follow them, then pieces of prompts."""
-    rows = Rows()
+    rows = StepRows()
     for row, own in zip(decoding, guesses, strict=True):
         request, first = row.request, row.request.computed - 1
         rows.chosen += range(len(rows.tokens), len(rows.tokens) + len(own) + 1)
@@ -261,7 +264,7 @@ def _together(
     return rows
 
 
-def _append(rows: Rows, row: Row, start: int, end: int) -> None:
+def _append(rows: StepRows, row: Row, start: int, end: int) -> None:
     """Say where the tokens `start` to `end - 1` of a sequence stand, and where they are stored."""
     blocks, given = row.request.blocks, row.request.given
     rows.positions += range(start, end)

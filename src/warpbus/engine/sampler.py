@@ -1,11 +1,11 @@
 """From scores to tokens, for the rows of a batch that change from step to step. Knows nothing of models or caches."""
 
-from collections.abc import Sequence as Rows
+from collections import abc
 
 import torch
 from torch import Tensor
 
-from warpbus.engine.logits import Biases, Masks, Penalties, Row, to_device
+from warpbus.engine.logits import Biases, LogitsRow, Masks, Penalties, to_device
 from warpbus.engine.logprobs import Logprobs
 from warpbus.engine.sequence import Sequence
 from warpbus.kernels.ops import sampling
@@ -31,7 +31,7 @@ class Sampler:
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._rows: list[Row] = []
+        self._rows: list[LogitsRow] = []
         self._temperature = torch.ones(rows, device=device)
         self._top_k = torch.ones(rows, dtype=torch.int32, device=device)
         self._top_p = torch.ones(rows, device=device)
@@ -54,7 +54,7 @@ class Sampler:
         """Every row's choice needs `temperature`, `top_k`, `top_p` and `min_p` alone, and none asks for logprobs."""
         return not self._asked and not any(self._rows[row].processed for row in self._processed)
 
-    def arrange(self, sequences: Rows[Sequence], drafts: Rows[Rows[int]] | None = None) -> None:
+    def arrange(self, sequences: abc.Sequence[Sequence], drafts: abc.Sequence[abc.Sequence[int]] | None = None) -> None:
         """Take up these sequences, one row each, in this order. What is known of those that stay is kept.
 
         Args:
@@ -65,7 +65,7 @@ class Sampler:
         """
         each = drafts if drafts is not None else [()] * len(sequences)
         self._rows = [
-            Row(sequence, tuple(own[:count]))
+            LogitsRow(sequence, tuple(own[:count]))
             for sequence, own in zip(sequences, each, strict=True)
             for count in range(len(own) + 1)
         ]
@@ -153,10 +153,10 @@ class Sampler:
             return sampling.sample(logits, *(control[: len(logits)] for control in controls))
         return sampling.sample(logits, *(control.index_select(0, rows) for control in controls))
 
-    def _index(self, rows: Rows[int]) -> Tensor:
+    def _index(self, rows: abc.Sequence[int]) -> Tensor:
         return to_device(rows, torch.int64, self._device)
 
-    def _write(self, buffer: Tensor, values: Rows[float]) -> None:
+    def _write(self, buffer: Tensor, values: abc.Sequence[float]) -> None:
         """Copy into the first rows of a buffer, on a GPU without waiting for it."""
         fresh = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
         buffer[: len(values)].copy_(fresh, non_blocking=True)

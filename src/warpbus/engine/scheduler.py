@@ -13,11 +13,11 @@ are written once, and all requests that have it read the same ones.
 """
 
 import secrets
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from warpbus.engine.blocks import BLOCK, Blocks, block_keys
+from warpbus.engine.blocks import BLOCK, BlockAllocator, block_keys
 
 
 @dataclass(eq=False)
@@ -82,12 +82,12 @@ class Request:
 
     @property
     def lead(self) -> int:
-        """Places of its first own block that the end of the prefix takes."""
+        """Cache positions of its first own block that the end of the prefix takes."""
         return self.given % BLOCK
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptChunk:
     """Tokens `start` to `end - 1` of a request, read in one step; if they are its last, it gets a new token."""
 
     request: Request
@@ -97,7 +97,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """A step.
 
     Attributes:
@@ -108,7 +108,7 @@ class Plan:
 
     decoding: list[Request]
     drafts: list[int]
-    pieces: list[Piece]
+    pieces: list[PromptChunk]
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.pieces)
@@ -133,7 +133,7 @@ class Scheduler:
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: BlockAllocator,
         *,
         max_num_seqs: int,
         prefill_tokens: int,
@@ -167,7 +167,7 @@ class Scheduler:
             self.waiting.remove(request)
         self._release(request)
 
-    def plan(self, drafts: int = 0) -> Plan:
+    def plan(self, drafts: int = 0) -> StepPlan:
         """Choose the next step, and note it as launched.
 
         Args:
@@ -181,9 +181,9 @@ class Scheduler:
             rows = len(decoding) + sum(guesses)
             # One at least, so that nobody waits for ever.
             budget = min(budget, max(1, self._mixed_tokens(rows) - rows))
-        return Plan(decoding, guesses, self._pieces(budget, admit=not preempted))
+        return StepPlan(decoding, guesses, self._pieces(budget, admit=not preempted))
 
-    def read(self, request: Request, token_ids: Sequence[int]) -> None:
+    def read(self, request: Request, token_ids: abc.Sequence[int]) -> None:
         """Note the tokens that a step gave to a request: one, or more where guesses were right."""
         request.ids += token_ids
         more = len(token_ids) - 1
@@ -222,8 +222,8 @@ class Scheduler:
                 request.length += 1
         return chosen, guesses
 
-    def _pieces(self, budget: int, *, admit: bool) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _pieces(self, budget: int, *, admit: bool) -> list[PromptChunk]:
+        pieces: list[PromptChunk] = []
         for request in self.running:
             if budget and not request.decodes:
                 pieces.append(self._piece(request, budget))
@@ -238,9 +238,9 @@ class Scheduler:
             budget = max(0, budget - pieces[-1].end + pieces[-1].start)
         return pieces
 
-    def _piece(self, request: Request, budget: int) -> Piece:
+    def _piece(self, request: Request, budget: int) -> PromptChunk:
         end = min(request.length, request.computed + budget)
-        piece = Piece(request, request.computed, end, end == request.length)
+        piece = PromptChunk(request, request.computed, end, end == request.length)
         request.computed = end
         # At once: who comes later in the same step may share them, since a layer stores all before it attends to any.
         self._publish(request)

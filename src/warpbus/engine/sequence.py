@@ -33,7 +33,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """What a request has got since its last piece.
 
     Attributes:
@@ -316,11 +316,11 @@ class Sequence:
         except Exception as error:
             self.fail(request_fault(error, self.index))
 
-    def take(self) -> Piece:
+    def take(self) -> TextPiece:
         """What has come since the last call."""
         tokens, text = self._taken_tokens, self._taken_text
         self._taken_tokens, self._taken_text = len(self.token_ids), len(self.text)
-        return Piece(
+        return TextPiece(
             text=self.text[text:],
             token_ids=tuple(self.token_ids[tokens:]),
             logprobs=None if self.logprobs is None else tuple(self.logprobs[tokens:]),

@@ -7,8 +7,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,6 @@ from warpbus.cuda.devices import resolve_device
 from warpbus.dist.outcome import Failure
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
-from warpbus.engine.keeper import Died, Ended, Keeper, Outbox, Report, Stalled, Up
 from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import (
     Abort,
@@ -33,12 +32,21 @@ from warpbus.engine.messages import (
     Query,
     Reply,
     RequestFailed,
-    Step,
+    StepResults,
 )
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.stats import Stats
+from warpbus.engine.supervisor import (
+    EngineDied,
+    EngineEnded,
+    EngineStalled,
+    EngineSupervisor,
+    EngineUp,
+    Outbox,
+    SupervisorEvent,
+)
 from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
@@ -128,7 +136,7 @@ class Service:
         self._ends: deque[float] = deque(maxlen=_ENDS_REMEMBERED)
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
-        self._keeper: Keeper | None = None
+        self._supervisor: EngineSupervisor | None = None
         self._next_start: asyncio.Future[None] = self._loop.create_future()  # done where nobody waits
         self._ended = asyncio.Event()
         self._nothing_pending = asyncio.Event()
@@ -164,7 +172,7 @@ class Service:
         check = partial(check_loadable, processes=options.tensor_parallel)
         checkpoint = Checkpoint(await asyncio.to_thread(find_model, model, check=check))
         service = cls(checkpoint.directory, options, checkpoint, progress)
-        service._keeper = Keeper(
+        service._supervisor = EngineSupervisor(
             (load, checkpoint.directory, options, service.config.vocab_size, service.stop_ids),
             devices=devices,
             cluster=options.cluster,
@@ -175,7 +183,7 @@ class Service:
         try:
             await service._next_start
         except BaseException:
-            await service._kill(service._keeper)
+            await service._kill(service._supervisor)
             raise
         return service
 
@@ -303,17 +311,17 @@ class Service:
         self._fail_all(
             UnavailableError, f"the service was closed, and this request not done within {drain:g} s: send it again"
         )
-        assert self._keeper is not None
-        self._keeper.stop()
+        assert self._supervisor is not None
+        self._supervisor.stop()
         try:
             await asyncio.wait_for(self._ended.wait(), _SECONDS_TO_LEAVE)
         except TimeoutError:
-            await self._kill(self._keeper)
+            await self._kill(self._supervisor)
         self._state, self._reason = "closed", "the service is closed"
 
-    async def _kill(self, keeper: Keeper) -> None:
+    async def _kill(self, supervisor: EngineSupervisor) -> None:
         """End the processes; those that not even SIGKILL ends at once are left to the system."""
-        keeper.kill()
+        supervisor.kill()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _SECONDS_TO_DIE)
 
@@ -369,8 +377,8 @@ class Service:
             outbox = self._reachable()
             if self._inboxes:
                 raise UsageError(f"sleep: {len(self._inboxes)} requests run or wait: try again when they have ended")
-            assert self._keeper is not None
-            self._keeper.hold()
+            assert self._supervisor is not None
+            self._supervisor.hold()
             self._state, self._reason = "asleep", "the model is asleep"
             try:
                 await self._ask("sleep")
@@ -394,15 +402,15 @@ class Service:
         """The engine that `outbox` leads to is awake, unless it has died since, or the service is being closed."""
         if self._state == "asleep" and self._outbox is outbox:
             self._state, self._reason = "ready", ""
-            assert self._keeper is not None
-            self._keeper.let_start()
+            assert self._supervisor is not None
+            self._supervisor.let_start()
 
     async def _start_again(self) -> None:
         """Have an engine that died asleep started, and wait until it is ready."""
-        assert self._keeper is not None
+        assert self._supervisor is not None
         self._state, self._reason = "restarting", "the engine, which died asleep, is being started"
         up = self._next_start = self._loop.create_future()
-        self._keeper.let_start()
+        self._supervisor.let_start()
         await up
 
     async def _move(self, device: str) -> Moved:
@@ -416,8 +424,8 @@ class Service:
                 )
             target = resolve_device(device)
             moved: Moved = await self._answer_to(partial(MoveTo, device=str(target)))
-            assert self._keeper is not None
-            self._keeper.moved(target)
+            assert self._supervisor is not None
+            self._supervisor.moved(target)
             return moved
 
     def _leave(self, number: int) -> None:
@@ -435,10 +443,10 @@ class Service:
             self._nothing_pending.set()
         return inbox
 
-    def _hear(self, when: float, reports: Sequence[Report]) -> None:
+    def _hear(self, when: float, reports: abc.Sequence[SupervisorEvent]) -> None:
         for report in reports:
             match report:
-                case Step():
+                case StepResults():
                     self._deal_out(when, report)
                 case RequestFailed():
                     inbox = self._drop(report.number)
@@ -449,18 +457,18 @@ class Service:
                 case Loading():
                     if self._progress is not None:
                         self._progress(report.done, report.total)
-                case Up():
+                case EngineUp():
                     self._go_on(report)
-                case Died():
+                case EngineDied():
                     self._mourn(report)
-                case Stalled():
+                case EngineStalled():
                     self._stall = report.what
-                case Ended():
+                case EngineEnded():
                     self._ended.set()
                     if not self._next_start.done():
                         self._next_start.set_exception(UnavailableError(f"{self._reason}: the engine was not started"))
 
-    def _deal_out(self, when: float, step: Step) -> None:
+    def _deal_out(self, when: float, step: StepResults) -> None:
         for number, piece in step.pieces:
             inbox = self._inboxes.get(number)
             if inbox is None:  # its consumer has left
@@ -479,7 +487,7 @@ class Service:
         else:
             asking.set_result(reply.answer)
 
-    def _go_on(self, up: Up) -> None:
+    def _go_on(self, up: EngineUp) -> None:
         self._outbox, self.max_model_len = up.outbox, up.max_model_len
         self._restarts += 1
         self._stall = ""
@@ -490,7 +498,7 @@ class Service:
         if not self._next_start.done():
             self._next_start.set_result(None)
 
-    def _mourn(self, death: Died) -> None:
+    def _mourn(self, death: EngineDied) -> None:
         self._outbox, self._stall = None, ""
         if not self._next_start.done():
             self._next_start.set_exception(death.error)

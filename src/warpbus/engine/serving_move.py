@@ -5,8 +5,8 @@ import threading
 from warpbus.cuda.devices import resolve_device
 from warpbus.engine.engine import Engine
 from warpbus.engine.messages import ServedEngine
-from warpbus.engine.moving import Move, Moved
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.moving import EngineMigration, Moved
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.errors import UsageError
 
 PAUSE = 0.01
@@ -30,12 +30,12 @@ class ServedMove:
         if not isinstance(engine, Engine):
             raise UsageError("this engine cannot move")
         self.number = number
-        self._move = Move(engine, resolve_device(device))
+        self._move = EngineMigration(engine, resolve_device(device))
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._prepare, name="warpbus-move", daemon=True)
         self._thread.start()
 
-    def turn(self) -> tuple[list[tuple[Sequence, Piece]], Moved] | None:
+    def turn(self) -> tuple[list[tuple[Sequence, TextPiece]], Moved] | None:
         """Copy ahead; when little is left, move: what the last steps on the first GPU brought, and what it took.
 
         Raises:

@@ -27,12 +27,12 @@ from warpbus.engine.messages import (
     RequestFailed,
     ServedEngine,
     Shrink,
-    Step,
+    StepResults,
     Stop,
 )
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import Grammar
-from warpbus.engine.sequence import Piece, Sequence, request_fault
+from warpbus.engine.sequence import Sequence, TextPiece, request_fault
 from warpbus.engine.serving_move import PAUSE, ServedMove
 from warpbus.engine.stats import Stats
 from warpbus.errors import UsageError, WarpbusError
@@ -261,10 +261,10 @@ class _Turns:
             self._tell(finished[0])
             self._said.append(Reply(move.number, finished[1]))
 
-    def _tell(self, came: list[tuple[Sequence, Piece]]) -> None:
+    def _tell(self, came: list[tuple[Sequence, TextPiece]]) -> None:
         """Tell what steps brought."""
         if came:
-            self._said.append(Step([(sequence.index, piece) for sequence, piece in came]))
+            self._said.append(StepResults([(sequence.index, piece) for sequence, piece in came]))
         for sequence, _ in came:
             if sequence.ended:
                 self._sequences.pop(sequence.index, None)

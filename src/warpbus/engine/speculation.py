@@ -4,7 +4,7 @@ Answers that quote their prompt, as summaries, corrections and code do, repeat l
 Saxena, 2023). The model reads the supposed tokens in one step and says which of them it would have chosen.
 """
 
-from collections.abc import Sequence
+from collections import abc
 
 
 class NgramIndex:
@@ -24,7 +24,7 @@ class NgramIndex:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: abc.Sequence[int]) -> None:
         """Append tokens to the sequence."""
         for token in tokens:
             # The runs that end here now have a token after them; the last one of all has none yet.
@@ -48,7 +48,7 @@ class NgramIndex:
         return []
 
 
-def accepted(drafts: Sequence[int], chosen: Sequence[int | None]) -> int:
+def accepted(drafts: abc.Sequence[int], chosen: abc.Sequence[int | None]) -> int:
     """How many drafts are kept: those before the first that differs from the token chosen in its place.
 
     The token chosen after the drafts kept is kept as well: a step yields `accepted + 1` tokens, which are those that

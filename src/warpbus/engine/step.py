@@ -6,7 +6,8 @@ A row is a token: the last one of a sequence, a guess that follows it, or one of
 sampling or text; `runner` says which rows there are.
 """
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -18,11 +19,11 @@ from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.cuda.lent import LentDevice, Recorded
 from warpbus.cuda.lent import lent as lent_device
 from warpbus.cuda.streams import running_on
-from warpbus.engine.attention import PlacedAttention, StepAttention
+from warpbus.engine.attention import DecodeAttention, PositionedAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import pinned, to_device
-from warpbus.engine.places import Placing, Turns, needed
+from warpbus.engine.positions import PositionState, RopeAngles, needed
 from warpbus.kernels.ops.workspace import MOST_OF_A_PRODUCT, lent
 from warpbus.models import Decoder
 from warpbus.models.layers import FusedAttention, Selection
@@ -67,7 +68,7 @@ have adapters."""
 
 
 @dataclass
-class Rows:
+class StepRows:
     """Tokens that a step takes, one below the other.
 
     Attributes:
@@ -87,7 +88,7 @@ class Rows:
     places: int = 0
 
 
-class Step:
+class StepExecutor:
     """The state of up to `slots` sequences on the device, and the graphs of the steps.
 
     A sequence keeps its slot while it runs. There is one slot more, for rows that only fill up a graph.
@@ -143,7 +144,7 @@ class Step:
         width = model.config.attention.kv_width
         self._read = 2 * width * cache.layers[0][0].element_size() if model.config.prompt_end is not None else 0
         placed = needed(model.config, given)
-        self.placing = Placing(model, slots, self._capacity, self.table) if placed else None
+        self.placing = PositionState(model, slots, self._capacity, self.table) if placed else None
         self.adapters = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._assigned = [0] * (slots + 1)
         self.host_embedding = model.embedding.weight.device != device
@@ -162,11 +163,11 @@ class Step:
         counted = max(rows * model.config.attention.num_kv_heads, MOST_OF_A_PRODUCT)
         self._counters = torch.zeros(counted, dtype=torch.int32, device=device)
         behind = lent_device(device)
-        self._graphs: _Graphs | _Programs | None = None
+        self._graphs: _GraphCache | _ProgramCache | None = None
         if graphs:
-            self._graphs = _Graphs(device, most_graphs) if behind is None else _Programs(behind, most_graphs)
+            self._graphs = _GraphCache(device, most_graphs) if behind is None else _ProgramCache(behind, most_graphs)
 
-    def scores(self, slots: Sequence[int], longest: int) -> Tensor:
+    def scores(self, slots: abc.Sequence[int], longest: int) -> Tensor:
         """Append the last token of some sequences to them; the scores of the next, `[sequences, vocabulary]`.
 
         They are overwritten by the next call. `last` and `positions` stay as they are.
@@ -189,7 +190,7 @@ class Step:
         few = rows <= self._mixed_rows and longest <= _MIXED_LENGTH and rows * longest * self._read <= _MIXED_READ
         return self._graphs is not None and few
 
-    def scores_of(self, rows: Rows, *, prompts: bool) -> Tensor:
+    def scores_of(self, rows: StepRows, *, prompts: bool) -> Tensor:
         """As `scores`, of rows that the host says: several of a sequence may follow each other.
 
         Args:
@@ -216,7 +217,7 @@ class Step:
         self._replay(self._graphs, (bucket, length_bucket(longest, self._capacity), use, adapted))
         return self._scores[:chosen]
 
-    def advance(self, slots: list[int], tokens: Tensor, positions: Sequence[int] | None) -> None:
+    def advance(self, slots: list[int], tokens: Tensor, positions: abc.Sequence[int] | None) -> None:
         """Take the tokens `[sequences]` chosen for some sequences as their last ones.
 
         Args:
@@ -232,7 +233,7 @@ class Step:
         else:
             self.positions.index_copy_(0, self._where, to_device(positions, torch.int32, device))
 
-    def place(self, lasts: Sequence[tuple[int, int, int]]) -> None:
+    def place(self, lasts: abc.Sequence[tuple[int, int, int]]) -> None:
         """Take up sequences that ran elsewhere: slot, last token and its position of each."""
         slots, tokens, positions = ([each[at] for each in lasts] for at in range(3))
         self.advance(slots, to_device(tokens, torch.int64, self.last.device), positions)
@@ -243,13 +244,13 @@ class Step:
             self._assigned[slot] = adapter
             self.adapters[slot] = adapter
 
-    def turns(self, positions: Tensor, slots: Sequence[int]) -> Turns:
+    def turns(self, positions: Tensor, slots: abc.Sequence[int]) -> RopeAngles:
         """By which angles tokens turn that stand at `positions`, int32 `[tokens]`, of the sequences of these slots."""
         if self.placing is None:
-            return Turns(self.table, positions)
+            return RopeAngles(self.table, positions)
         return self.placing.turns(positions, to_device(slots, torch.int64, positions.device))
 
-    def adapting(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+    def adapting(self, slots: abc.Sequence[int]) -> AbstractContextManager[None]:
         """For calls of the model within, with rows of these slots: each has the adapter of its sequence."""
         numbers = [self._assigned[slot] for slot in slots]
         return self._selection.rows(to_device(numbers, torch.int64, self.last.device) if any(numbers) else None)
@@ -269,7 +270,7 @@ class Step:
         for key in sorted(keys, reverse=True):
             self._replay(self._graphs, key)
 
-    def _replay(self, graphs: "_Graphs | _Programs", key: Key) -> None:
+    def _replay(self, graphs: "_GraphCache | _ProgramCache", key: Key) -> None:
         def work() -> None:
             with lent(self._counters):
                 scores = self._compute(key)
@@ -277,10 +278,10 @@ class Step:
 
         graphs.run(key, work)
 
-    def _adapted(self, slots: Sequence[int]) -> bool:
+    def _adapted(self, slots: abc.Sequence[int]) -> bool:
         return any(self._assigned[slot] for slot in slots)
 
-    def _show(self, slots: Sequence[int], rows: int) -> None:
+    def _show(self, slots: abc.Sequence[int], rows: int) -> None:
         """Tell the device which sequences there are, and fill up with the slot that is nobody's."""
         shown = [*slots, *[len(self.last) - 1] * (rows - len(slots))]
         if shown != self._shown:
@@ -293,7 +294,7 @@ class Step:
         of another kind where it changes."""
         return min(-(-longest // BLOCK) * BLOCK, self._capacity)
 
-    def _embed(self, tokens: Sequence[int]) -> None:
+    def _embed(self, tokens: abc.Sequence[int]) -> None:
         rows = F.embedding(torch.tensor(tokens), self._model.embedding.weight)[:, None].to(self._embedded.dtype)
         if self._embedded.is_cuda:
             rows = pinned(rows)
@@ -313,10 +314,10 @@ class Step:
             tokens = torch.where(said == FROM_DEVICE, tokens, said)
         context: FusedAttention
         if self.placing is None:
-            context = StepAttention(model.config, self.table, self._cache, positions, blocks, limit, stored)
+            context = DecodeAttention(model.config, self.table, self._cache, positions, blocks, limit, stored)
         else:
             places = self.placing.places(positions, slots, blocks, stored)
-            context = PlacedAttention(model.config, places, self._cache, blocks, limit)
+            context = PositionedAttention(model.config, places, self._cache, blocks, limit)
         x = self._embedded[:rows] if self.host_embedding else model.embed(tokens[:, None])
         with self._selection.rows(self.adapters.index_select(0, slots) if adapted else None):
             hidden = model.transform(x, None, context)[:, 0]
@@ -330,7 +331,7 @@ def rows_beside(decoding: int) -> int:
     return next((rows for most, rows in _ROWS_BESIDE if decoding <= most), MIXED_ROWS)
 
 
-class _Graphs:
+class _GraphCache:
     """CUDA graphs by what they are for; captured when first asked for. They share the memory of what lies between.
 
     Args:
@@ -361,7 +362,7 @@ class _Graphs:
         return graph
 
 
-class _Programs:
+class _ProgramCache:
     """The same on a lent device, by programs: a run is one short message, and the pool's side makes a graph of it.
 
     Args:

@@ -18,7 +18,7 @@ from warpbus.errors import RequestError
 from warpbus.server import admin, failures
 from warpbus.server.chat import ChatForm, ToolUse, messages_of, tools_of
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
-from warpbus.server.generation import Job, unless_gone
+from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import AccessLog, Guard, cache_salt
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
@@ -121,7 +121,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 logprobs=bool(body.logprobs),
                 grammar=grammar is not None,
             ),
-            [Job(prompt, for_answer(params, index), salt) for index in range(count)],
+            [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)],
             per_prompt=count,
             stream=bool(body.stream),
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -150,7 +150,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 options=options,
                 grammar=grammar,
             )
-            jobs += [Job(prompt, for_answer(params, index), salt) for index in range(count)]
+            jobs += [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)]
         return await responder.respond(
             request,
             model,

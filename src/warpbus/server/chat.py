@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import abc, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from warpbus.engine import Grammar, Piece
+from warpbus.engine import Grammar, TextPiece
 from warpbus.errors import RequestError
 from warpbus.models.templates import Message
 from warpbus.models.templates.tools import AnswerStream, ToolCall, ToolDialect, Turn
@@ -21,7 +21,9 @@ from warpbus.server.responses import Json, new_id
 from warpbus.server.schema import ChatMessage, ChatRequest, NamedTool
 
 
-def messages_of(messages: Sequence[ChatMessage], model: Model, tools: Sequence[dict[str, Any]] = ()) -> list[Message]:
+def messages_of(
+    messages: abc.Sequence[ChatMessage], model: Model, tools: abc.Sequence[dict[str, Any]] = ()
+) -> list[Message]:
     """A conversation as the model's template takes it.
 
     Raises:
@@ -102,13 +104,13 @@ class ChatForm:
         self._tokenizer = tokenizer
         self._count = count
         self._logprobs = logprobs
-        self._readers = [_Reader(model.dialect, tools, tokenizer, grammar=grammar) for _ in range(count)]
+        self._readers = [_AnswerReader(model.dialect, tools, tokenizer, grammar=grammar) for _ in range(count)]
 
     def opening(self) -> list[Json]:
         """See `Form.opening`: the role of each answer."""
         return [self._choice(index, {"role": "assistant", "content": ""}) for index in range(self._count)]
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
+    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
         """See `Form.chunks`."""
         reader = self._readers[index]
         text, calls = reader.read(piece)
@@ -123,7 +125,7 @@ class ChatForm:
             found.append(self._choice(index, {}, finish=reader.finish_reason))
         return found
 
-    def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
         """See `Form.whole`."""
         text = ""
         calls: list[ToolCall] = []
@@ -150,7 +152,7 @@ class ChatForm:
     def _choice(self, index: int, delta: Json, *, logprobs: Json | None = None, finish: str | None = None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def _content(self, pieces: Sequence[Piece]) -> Json | None:
+    def _content(self, pieces: abc.Sequence[TextPiece]) -> Json | None:
         if not self._logprobs:
             return None
         return {
@@ -183,7 +185,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
     return data.decode("utf-8", "replace"), data
 
 
-class _Reader:
+class _AnswerReader:
     """One answer's text, and the calls in it.
 
     Where the model knows tools, `<|assistant|>` in its answer begins a further message, and has no text of its own: its
@@ -205,7 +207,7 @@ class _Reader:
         self.calls = 0
         self.finish_reason: str | None = None
 
-    def read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
+    def read(self, piece: TextPiece) -> tuple[str, list[ToolCall]]:
         """What is certain now; a call comes with the end of its message, and not from one that was cut off."""
         self.finish_reason = piece.finish_reason
         if self._stream is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import abc
 
-from warpbus.engine import Piece
+from warpbus.engine import TextPiece
 from warpbus.models.tokenizers import Tokenizer, encode_prompt
 from warpbus.server.chat import LOWEST, token_text
 from warpbus.server.registry import Model
@@ -40,7 +40,7 @@ class TextForm:
         logprobs: are wanted.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, echoes: Sequence[str], *, logprobs: bool) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, echoes: abc.Sequence[str], *, logprobs: bool) -> None:
         self._head = {
             "id": new_id("cmpl"),
             "object": "text_completion",
@@ -56,13 +56,13 @@ class TextForm:
         """See `Form.opening`: the prompts, where they are echoed."""
         return [self._choice(index, text, []) for index, text in enumerate(self._echoes) if text]
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
+    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
         """See `Form.chunks`."""
         if not piece.text and not piece.logprobs and piece.finish_reason is None:
             return []
         return [self._choice(index, piece.text, [piece])]
 
-    def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
         """See `Form.whole`."""
         return self._choice(index, self._echoes[index] + "".join(piece.text for piece in pieces), pieces)
 
@@ -70,7 +70,7 @@ class TextForm:
         """See `Form.wrap`."""
         return {**self._head, "choices": choices}
 
-    def _choice(self, index: int, text: str, pieces: Sequence[Piece]) -> Json:
+    def _choice(self, index: int, text: str, pieces: abc.Sequence[TextPiece]) -> Json:
         return {
             "index": index,
             "text": text,
@@ -78,7 +78,7 @@ class TextForm:
             "finish_reason": pieces[-1].finish_reason if pieces else None,
         }
 
-    def _scores(self, index: int, pieces: Sequence[Piece]) -> Json:
+    def _scores(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in [one for piece in pieces for one in piece.logprobs or ()]:
             text, _ = token_text(self._tokenizer, one.token)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections import abc
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from warpbus.engine import Piece, SamplingParams
+from warpbus.engine import SamplingParams, TextPiece
 from warpbus.errors import RequestError
 from warpbus.server.failures import ClientGoneError
 from warpbus.server.metrics import Metrics
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationRequest:
     """One answer that is wanted."""
 
     prompt: list[int]
@@ -33,7 +34,7 @@ class Job:
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """What the log tells of a request, besides its line."""
 
     model: str | None = None
@@ -54,14 +55,22 @@ class Generations:
         metrics, record: are told what happened.
     """
 
-    def __init__(self, model: Model, jobs: Sequence[Job], *, timeout: float, metrics: Metrics, record: Record) -> None:
+    def __init__(
+        self,
+        model: Model,
+        jobs: abc.Sequence[GenerationRequest],
+        *,
+        timeout: float,
+        metrics: Metrics,
+        record: RequestRecord,
+    ) -> None:
         self._model = model
         self._jobs = jobs
         self._deadline = time.monotonic() + timeout
         self._metrics = metrics
         self._record = record
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
         """Numbers of jobs and their pieces; each job's last one has a finish reason.
 
         Leaving the iterator calls all of them off.
@@ -70,7 +79,7 @@ class Generations:
             WarpbusError: as `Service.generate` and its answers; RequestError where it takes too long.
         """
         # As many as there are answers: where the client reads slowly, pieces are merged in the service instead.
-        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(len(self._jobs))
+        queue: asyncio.Queue[tuple[int, TextPiece | Exception]] = asyncio.Queue(len(self._jobs))
         tasks = [asyncio.create_task(self._follow(index, job, queue)) for index, job in enumerate(self._jobs)]
         try:
             running = len(tasks)
@@ -91,7 +100,9 @@ class Generations:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, index: int, job: Job, queue: asyncio.Queue[tuple[int, Piece | Exception]]) -> None:
+    async def _follow(
+        self, index: int, job: GenerationRequest, queue: asyncio.Queue[tuple[int, TextPiece | Exception]]
+    ) -> None:
         watch = _Watch(self._model.name, job, self._metrics, self._record)
         try:
             async with aclosing(self._model.generate(job.prompt, job.params, job.cache_salt)) as answer:
@@ -110,7 +121,7 @@ class Generations:
 class _Watch:
     """Times and counts one answer."""
 
-    def __init__(self, name: str, job: Job, metrics: Metrics, record: Record) -> None:
+    def __init__(self, name: str, job: GenerationRequest, metrics: Metrics, record: RequestRecord) -> None:
         self._name = name
         self._metrics = metrics
         self._record = record
@@ -120,7 +131,7 @@ class _Watch:
         metrics.prompt_tokens.labels(name).inc(len(job.prompt))
         metrics.prompt_sizes.labels(name).observe(len(job.prompt))
 
-    def saw(self, piece: Piece) -> None:
+    def saw(self, piece: TextPiece) -> None:
         now = time.monotonic()
         metrics, name, count = self._metrics, self._name, len(piece.token_ids)
         if count and not self._tokens:

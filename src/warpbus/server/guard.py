@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warpbus.errors import RequestError
 from warpbus.server.failures import response_of
-from warpbus.server.generation import Record
+from warpbus.server.generation import RequestRecord
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import LOOPBACK_NAMES, ServerOptions
 
@@ -43,7 +43,7 @@ class AccessLog:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         name = asked if _REQUEST_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}"
-        record = scope.setdefault("state", {})["record"] = Record()
+        record = scope.setdefault("state", {})["record"] = RequestRecord()
         status = 0
 
         async def labelled(message: Message) -> None:
@@ -65,7 +65,7 @@ class AccessLog:
             _access.log(level, "%s", _line(scope, name, status, record))
 
 
-def _line(scope: Scope, name: str, status: int, record: Record) -> str:
+def _line(scope: Scope, name: str, status: int, record: RequestRecord) -> str:
     client = scope["client"][0] if scope.get("client") else "-"
     path = scope["path"][:200].encode("unicode_escape").decode().replace(" ", "%20")
     words = [client, scope["method"], path, str(status or 499), f"id={name}"]

@@ -8,7 +8,8 @@ import errno
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ class ModelToServe:
 
 
 def serve(
-    wanted: Sequence[ModelToServe],
+    wanted: abc.Sequence[ModelToServe],
     options: ServerOptions,
     service: ServiceOptions,
     *,
@@ -95,7 +96,7 @@ def bind(options: ServerOptions) -> socket.socket:
 
 async def _serve(
     listening: socket.socket,
-    wanted: Sequence[ModelToServe],
+    wanted: abc.Sequence[ModelToServe],
     options: ServerOptions,
     service: ServiceOptions,
     *,

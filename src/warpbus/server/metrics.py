@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -89,7 +90,7 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: abc.Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, ("model_name",), registry=self._registry, buckets=buckets)
 
 
@@ -97,8 +98,8 @@ class _EngineReadings:
     """Turns the engines' last stats, and the models' states, into metrics when Prometheus asks."""
 
     def __init__(self) -> None:
-        self.stats: Sequence[tuple[str, Stats]] = ()
-        self.states: Sequence[tuple[str, str]] = ()
+        self.stats: abc.Sequence[tuple[str, Stats]] = ()
+        self.states: abc.Sequence[tuple[str, str]] = ()
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, get_args
 
-from warpbus.engine import Piece, SamplingParams
+from warpbus.engine import SamplingParams, TextPiece
 from warpbus.engine.moving import Moved
 from warpbus.engine.service import State
 from warpbus.engine.stats import Stats
@@ -29,17 +29,17 @@ RETRY_SECONDS = 5
 """What a client is told to wait while a model loads or its engine starts again."""
 
 
-class Answer(Protocol):
+class AnswerProtocol(Protocol):
     """One request's pieces; see `warpbus.engine.service.Answer`."""
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[TextPiece]:
         """The pieces."""
 
     async def aclose(self) -> None:
         """Call the request off, if it still runs."""
 
 
-class Health(Protocol):
+class HealthProtocol(Protocol):
     """How a service is; see `warpbus.engine.service.Health`."""
 
     @property
@@ -51,21 +51,23 @@ class Health(Protocol):
         """Why it is not ready."""
 
 
-class Service(Protocol):
+class ServiceProtocol(Protocol):
     """What the server asks of `warpbus.engine.service.Service`."""
 
     tokenizer: Tokenizer
     template: Template
     max_model_len: int
 
-    def generate(self, prompt: list[int], params: SamplingParams, adapter: str | None, *, cache_salt: bytes) -> Answer:
+    def generate(
+        self, prompt: list[int], params: SamplingParams, adapter: str | None, *, cache_salt: bytes
+    ) -> AnswerProtocol:
         """Begin a request. Raises WarpbusErrors, as iterating the answer does."""
 
     async def stats(self) -> Stats:
         """The engine's `Stats`."""
 
     @property
-    def health(self) -> Health:
+    def health(self) -> HealthProtocol:
         """How it is."""
 
     @property
@@ -91,7 +93,7 @@ class _Shared:
     def __init__(self, name: str) -> None:
         self.dialect: ToolDialect | None = None
         self.context: int | None = None
-        self.service: Service | None = None
+        self.service: ServiceProtocol | None = None
         # One thread: tokenizers and templates keep caches that are not made for several.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
 
@@ -134,7 +136,7 @@ class Model:
         return "" if service is None else service.health.reason
 
     @property
-    def service(self) -> Service:
+    def service(self) -> ServiceProtocol:
         """Raises RequestError (503) while the model loads or its engine starts again."""
         service = self._shared.service
         if service is not None and service.alive:
@@ -147,7 +149,7 @@ class Model:
             retry_after=RETRY_SECONDS,
         )
 
-    def awake(self) -> Service:
+    def awake(self) -> ServiceProtocol:
         """The service, for a request that generates. Raises RequestError (503) also where it sleeps."""
         service = self.service
         if self.state == "asleep":
@@ -160,12 +162,12 @@ class Model:
             )
         return service
 
-    def generate(self, prompt: list[int], params: SamplingParams, cache_salt: bytes = b"") -> Answer:
+    def generate(self, prompt: list[int], params: SamplingParams, cache_salt: bytes = b"") -> AnswerProtocol:
         """Begin a request, which shares what is stored of prompts with those of the same salt. Raises as `awake` and
         the service do."""
         return self.awake().generate(prompt, params, None if self.base is None else self.name, cache_salt=cache_salt)
 
-    def loaded(self, service: Service) -> None:
+    def loaded(self, service: ServiceProtocol) -> None:
         """The model, with its adapters, can answer from now on."""
         self._shared.dialect = find_dialect(service.template)
         self._shared.context = service.max_model_len
@@ -188,7 +190,7 @@ class Models:
     def __init__(self) -> None:
         self._models: dict[str, Model] = {}
 
-    def add(self, name: str, service: Service | None = None, *, adapters: Iterable[str] = ()) -> Model:
+    def add(self, name: str, service: ServiceProtocol | None = None, *, adapters: Iterable[str] = ()) -> Model:
         """Take up a model, which may be loaded later (`Model.loaded`), and after it its adapters.
 
         Raises UsageError where something is called by one of these names already.

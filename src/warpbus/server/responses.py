@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import abc
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -13,9 +14,9 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from warpbus.engine import Piece
+from warpbus.engine import TextPiece
 from warpbus.server.failures import as_request_error, body_of
-from warpbus.server.generation import Generations, Job, Record, disconnected, unless_gone
+from warpbus.server.generation import GenerationRequest, Generations, RequestRecord, disconnected, unless_gone
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Model
@@ -29,10 +30,10 @@ class Form(Protocol):
     def opening(self) -> list[Json]:
         """The chunks that a stream begins with."""
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
+    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
         """The chunks that a piece brings."""
 
-    def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
         """A choice of an answer that is not streamed."""
 
     def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
@@ -47,7 +48,7 @@ class Usage:
         self.output_tokens = 0
         self._cached: dict[int, int] = {}
 
-    def saw(self, prompt: int, piece: Piece) -> None:
+    def saw(self, prompt: int, piece: TextPiece) -> None:
         """Take a piece of an answer to a prompt; the first answer tells what was cached before the request."""
         self.output_tokens += len(piece.token_ids)
         self._cached.setdefault(prompt, piece.cached_tokens)
@@ -84,7 +85,7 @@ class Responder:
         request: Request,
         model: Model,
         form: Form,
-        jobs: Sequence[Job],
+        jobs: abc.Sequence[GenerationRequest],
         *,
         per_prompt: int,
         stream: bool,
@@ -102,7 +103,7 @@ class Responder:
             WarpbusError: as `Generations.pieces`, before anything is sent.
             ClientGoneError: the client left.
         """
-        record: Record = request.scope["state"]["record"]
+        record: RequestRecord = request.scope["state"]["record"]
         usage = Usage(sum(len(job.prompt) for job in jobs[::per_prompt]))
         record.prompt_tokens = usage.prompt_tokens
         generations = Generations(
@@ -130,8 +131,8 @@ async def _settled(task: asyncio.Future[Any], seconds: float) -> None:
 
 
 async def _counted(
-    pieces: AsyncIterator[tuple[int, Piece]], usage: Usage, per_prompt: int, record: Record
-) -> AsyncGenerator[tuple[int, Piece], None]:
+    pieces: AsyncIterator[tuple[int, TextPiece]], usage: Usage, per_prompt: int, record: RequestRecord
+) -> AsyncGenerator[tuple[int, TextPiece], None]:
     async with aclosing(pieces):  # type: ignore[type-var]
         async for index, piece in pieces:
             usage.saw(index // per_prompt, piece)
@@ -139,8 +140,8 @@ async def _counted(
             yield index, piece
 
 
-async def _whole(pieces: AsyncGenerator[tuple[int, Piece], None], form: Form, count: int, usage: Usage) -> Response:
-    answers: list[list[Piece]] = [[] for _ in range(count)]
+async def _whole(pieces: AsyncGenerator[tuple[int, TextPiece], None], form: Form, count: int, usage: Usage) -> Response:
+    answers: list[list[TextPiece]] = [[] for _ in range(count)]
     async with aclosing(pieces):
         async for index, piece in pieces:
             answers[index].append(piece)
@@ -156,8 +157,8 @@ class EventStream(Response):
 
     def __init__(
         self,
-        pieces: AsyncGenerator[tuple[int, Piece], None],
-        first: asyncio.Future[tuple[int, Piece]],
+        pieces: AsyncGenerator[tuple[int, TextPiece], None],
+        first: asyncio.Future[tuple[int, TextPiece]],
         form: Form,
         usage: Usage | None,
         heartbeat: float,

@@ -12,10 +12,10 @@ from engine_models import as_on_a_gpu, assert_best, finish, plain_scores
 
 from warpbus.engine import step
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
-from warpbus.engine.moving import Move
-from warpbus.engine.places import columns_of
+from warpbus.engine.moving import EngineMigration
+from warpbus.engine.offload import OffloadableModel
+from warpbus.engine.positions import rotary_columns
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import UsageError
 from warpbus.models import SHAPES, random_model
@@ -138,13 +138,13 @@ def test_a_prompt_without_its_end_is_refused(model):
 def test_answers_go_on_after_a_move_and_after_sleep():
     model = random_model(SMALL, *REST)
     expected = Engine(model).decode(PROMPTS, 30)
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     asked = [request(prompt, tokens=30) for prompt in PROMPTS]
     for each in asked:
         engine.add(each)
     for _ in range(6):
         engine.step()
-    move = Move(engine, torch.device("cpu"))
+    move = EngineMigration(engine, torch.device("cpu"))
     move.prepare()
     while not move.copy_ahead():
         engine.step()
@@ -160,5 +160,5 @@ def test_answers_go_on_after_a_move_and_after_sleep():
 
 
 def test_columns_bring_the_halves_of_both_planes_together():
-    found = columns_of(with_traits(SMALL, num_heads=1, num_kv_heads=1, head_dim=8)).tolist()
+    found = rotary_columns(with_traits(SMALL, num_heads=1, num_kv_heads=1, head_dim=8)).tolist()
     assert found == [0, 1, 4, 5, 2, 3, 6, 7, *(8 + at for at in (0, 1, 4, 5, 2, 3, 6, 7)), *range(16, 24)]

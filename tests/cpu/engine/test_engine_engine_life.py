@@ -18,9 +18,9 @@ from engine_models import PROMPTS, SMALL, as_on_a_gpu, finish
 from warpbus.engine import kv_cache
 from warpbus.engine.adapters import salt_of
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.kv_cache import KVCache
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.runner import Runner
 from warpbus.engine.sampling_params import SamplingParams
@@ -332,7 +332,7 @@ def test_what_was_interrupted_is_computed_again(model, kind, method, at, params,
 def test_sleep_keeps_answers_and_no_memory():
     model = random_model(SMALL, None, "cpu", torch.float32)
     expected = Engine(model).decode(PROMPTS, 10)
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     assert engine.decode(PROMPTS, 10) == expected
     for _ in range(2):
         engine.sleep()
@@ -348,7 +348,7 @@ def test_sleep_wants_no_requests_and_a_model_that_can(model):
     with pytest.raises(UsageError, match="this engine cannot sleep"):
         Engine(model).sleep()
     own = random_model(SMALL, None, "cpu", torch.float32)
-    engine = Engine(own, dormant=Dormant(own))
+    engine = Engine(own, offloadable=OffloadableModel(own))
     each = request(PROMPTS[0], tokens=3)
     engine.add(each)
     with pytest.raises(UsageError, match="1 requests are under way: let them end, or abort them, before sleep"):

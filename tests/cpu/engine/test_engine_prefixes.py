@@ -13,10 +13,10 @@ from test_engine_chatglm import SMALL as CHATGLM
 from torch.nn import functional as F
 
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.moving import Move
+from warpbus.engine.moving import EngineMigration
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import CheckpointError, UsageError
@@ -209,7 +209,7 @@ def test_a_step_that_fails_leaves_the_prefixes(model, prefixes, monkeypatch):
 
 def test_sleep_and_move_keep_the_prefixes(prefixes):
     model = random_model(SMALL, None, "cpu", torch.float32)
-    engine = Engine(model, adapters=list(prefixes.values()), dormant=Dormant(model))
+    engine = Engine(model, adapters=list(prefixes.values()), offloadable=OffloadableModel(model))
     engine.sleep()
     assert engine.stats().cache_bytes == 0
     engine.wake()
@@ -219,7 +219,7 @@ def test_sleep_and_move_keep_the_prefixes(prefixes):
         engine.add(each)
     for _ in range(9):
         engine.step()
-    move = Move(engine, CPU)
+    move = EngineMigration(engine, CPU)
     move.prepare()
     while not move.copy_ahead():
         engine.step()

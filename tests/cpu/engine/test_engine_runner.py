@@ -4,13 +4,13 @@ import pytest
 import torch
 from engine_models import PROMPTS, SMALL, assert_best, plain_scores
 
-from warpbus.engine.blocks import BLOCK, Blocks
+from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.runner import Row, Runner
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.scheduler import Request, Scheduler
-from warpbus.engine.step import Step
+from warpbus.engine.step import StepExecutor
 from warpbus.models import random_model
 
 PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -27,9 +27,9 @@ class Driven:
     def __init__(self, model, prompts, params=None, blocks=40):
         cache = KVCache(model.config, blocks, **PLACE)
         cache.back(blocks)
-        self.step = Step(model, cache, 4, 16, 300, graphs=False, **PLACE)
+        self.step = StepExecutor(model, cache, 4, 16, 300, graphs=False, **PLACE)
         self.runner = Runner(model, cache, self.step, 16)
-        self.scheduler = Scheduler(Blocks(blocks), max_num_seqs=4, prefill_tokens=1000)
+        self.scheduler = Scheduler(BlockAllocator(blocks), max_num_seqs=4, prefill_tokens=1000)
         self.rows = {}
         for slot, prompt in enumerate(prompts):
             asked = request(prompt, tokens=200, params=params)

@@ -12,7 +12,7 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from warpbus.engine.blocks import BLOCK, Blocks
+from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.scheduler import Request, Scheduler
 
 LONGEST = 5 * BLOCK
@@ -61,7 +61,7 @@ class Machine:
             kept += count
         self.kept = kept
         self.memory = (memory or blocks) + kept
-        self.blocks = Blocks(blocks + kept, back=lambda _: self.memory, sharing=sharing, kept=kept)
+        self.blocks = BlockAllocator(blocks + kept, back=lambda _: self.memory, sharing=sharing, kept=kept)
         self.blocks.backed = 1 + kept
         mixed_tokens = None if mixed is None else lambda rows: mixed + rows // 4
         self.scheduler = Scheduler(self.blocks, max_num_seqs=most, prefill_tokens=budget, mixed_tokens=mixed_tokens)
@@ -281,7 +281,7 @@ def pieces_of(plan):
 
 
 def test_prompts_are_read_in_their_order_within_the_budget():
-    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10)
+    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, prefill_tokens=10)
     first, second, third = requests = [Request([base] * 8, 20) for base in range(3)]
     for request in requests:
         scheduler.add(request)
@@ -296,7 +296,9 @@ def test_prompts_are_read_in_their_order_within_the_budget():
 
 @pytest.mark.parametrize(("mixed", "piece"), [(5, 4), (100, 10), (1, 1), (None, 10)])
 def test_where_some_decode_less_of_a_prompt_is_read(mixed, piece):
-    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed))
+    scheduler = Scheduler(
+        BlockAllocator(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed)
+    )
     first = Request([1], 20)
     scheduler.add(first)
     assert pieces_of(scheduler.plan()) == [(0, 1, True)]
@@ -408,7 +410,9 @@ def test_what_is_gone_can_be_removed_again():
 
 @pytest.mark.parametrize("mixed", [None, 6])
 def test_a_beginning_that_may_not_be_cut_waits_until_it_can_be_read_alone(mixed):
-    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed))
+    scheduler = Scheduler(
+        BlockAllocator(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed)
+    )
     first, second = Request([1] * 8, 40), Request([2] * 30, 40, whole=25)
     for request in (first, second):
         scheduler.add(request)
@@ -421,7 +425,7 @@ def test_a_beginning_that_may_not_be_cut_waits_until_it_can_be_read_alone(mixed)
 
 
 def test_beginnings_that_may_not_be_cut_are_read_together_where_they_fit():
-    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10)
+    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, prefill_tokens=10)
     for length in (4, 4, 4):
         scheduler.add(Request([1] * length, 20, whole=length))
     assert pieces_of(scheduler.plan()) == [(0, 4, True)] * 2

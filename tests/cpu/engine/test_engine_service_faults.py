@@ -13,12 +13,12 @@ import pytest
 from test_engine_service import POET, SLOW, Counting, collect, counting, params, start, tokens, with_service
 
 from warpbus.dist import Group
-from warpbus.engine import keeper as keeper_module
 from warpbus.engine import service as service_module
-from warpbus.engine.keeper import Died, Keeper
+from warpbus.engine import supervisor as keeper_module
 from warpbus.engine.options import ServiceOptions
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.service import Health, Service
+from warpbus.engine.supervisor import EngineDied, EngineSupervisor
 from warpbus.errors import EngineDiedError, UnavailableError, UsageError
 from warpbus.models import Progress
 
@@ -40,7 +40,7 @@ async def until_state(service: Service, state: str) -> Health:
 class Hanging(Counting):
     """Hangs in a step once its prompt begins with SLOW, as in a call of a GPU that does not come back."""
 
-    def step(self) -> list[tuple[Sequence, Piece]]:
+    def step(self) -> list[tuple[Sequence, TextPiece]]:
         if any(sequence.prompt[0] == SLOW for sequence in self._running):
             time.sleep(600)
         return super().step()
@@ -136,7 +136,7 @@ def test_a_fault_that_nobody_has_foreseen_is_reported(monkeypatch: pytest.Monkey
     with pytest.raises(EngineDiedError, match=r"^ValueError: an odd fault$"):
         asyncio.run(start())
     # And one outside of the engine's lives.
-    monkeypatch.setattr(Keeper, "_live", lambda self: 1 / 0)
+    monkeypatch.setattr(EngineSupervisor, "_live", lambda self: 1 / 0)
     with pytest.raises(EngineDiedError, match=r"^ZeroDivisionError: division by zero$"):
         asyncio.run(start())
 
@@ -183,7 +183,7 @@ def test_an_engine_that_dies_asleep_sleeps_on_until_it_is_woken() -> None:
 
 
 def test_a_death_between_a_reply_and_its_reader_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    died = Died(EngineDiedError("gone"), "gone", again=True)
+    died = EngineDied(EngineDiedError("gone"), "gone", again=True)
     ask = Service._ask
 
     def dying(service: Service) -> Callable[[str], Awaitable[None]]:
@@ -229,7 +229,7 @@ def test_close_waits_no_longer_for_processes_that_cannot_be_killed(monkeypatch: 
         process = psutil.Process((await service.stats()).process)
         process.suspend()
         with monkeypatch.context() as patch:
-            patch.setattr(Keeper, "kill", lambda keeper: None)
+            patch.setattr(EngineSupervisor, "kill", lambda supervisor: None)
             await asyncio.wait_for(service.close(), _SECONDS)
         assert service.health.state == "closed"
         process.kill()

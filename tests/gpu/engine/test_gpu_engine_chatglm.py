@@ -13,8 +13,8 @@ from dense_configs import with_traits
 from gpu_engine_models import GPU, W4, finish
 
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.step import MIXED_ROWS
 from warpbus.kernels.ops.attention import has_kernel
@@ -151,7 +151,7 @@ def test_the_true_shape(scheme):
 def test_sleep_leaves_graphs_valid():
     model = model_of()
     reference = on_the_cpu(model)
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     for _ in range(2):
         check(reference, answered(engine, 20), 20, TOLERANCES[torch.float16])
         engine.sleep()

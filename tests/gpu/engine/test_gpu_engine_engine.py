@@ -14,8 +14,8 @@ from gpu_engine_models import GPU, PROMPTS, SMALL, TOLERANCES, W4, assert_best, 
 from warpbus.cuda.vmm import mapped_bytes
 from warpbus.engine import kv_cache
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.step import Step
 from warpbus.errors import NumericError
@@ -266,7 +266,7 @@ def test_the_embedding_may_lie_on_the_cpu(speculation):
 
 def test_sleep_leaves_graphs_valid_and_no_memory():
     model = model_of(with_traits(SMALL, num_layers=6, hidden_size=512, ffn_size=1408))
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     prompts = drawn_prompts(5, 400, 6)
     for prompt, answer in zip(prompts, engine.decode(prompts, 20), strict=True):
         assert_best(model, prompt, answer)
@@ -276,7 +276,7 @@ def test_sleep_leaves_graphs_valid_and_no_memory():
         engine.sleep()
         gone = mapped - mapped_bytes(GPU)
         assert engine.stats().cache_bytes == 0
-        assert gone >= engine._dormant.nbytes
+        assert gone >= engine._offloadable.nbytes
         assert abs(awake - used() - gone) <= 32 * MiB
         other = torch.full((gone // 4,), 0x7FC00000, dtype=torch.int32, device=GPU)  # NaN, where it was
         del other

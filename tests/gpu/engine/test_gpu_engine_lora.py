@@ -12,8 +12,8 @@ from gpu_engine_models import GPU, SMALL, TOLERANCES, W4, assert_best, finish, m
 
 from warpbus.engine.adapters import adapt, stacked_bytes
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
+from warpbus.engine.offload import OffloadableModel
 from warpbus.models.adapters import Prefix
 from warpbus.qtensor import Scheme
 
@@ -175,7 +175,7 @@ def test_beginnings_are_not_shared_between_adapters():
 def test_they_sleep_with_the_weights():
     model = model_of()
     adapt(model, loras())
-    engine = Engine(model, adapters=loras(), dormant=Dormant(model))
+    engine = Engine(model, adapters=loras(), offloadable=OffloadableModel(model))
     first, again = asked([None, *NAMES], 20), asked([None, *NAMES], 20)
     finish(engine, first)
     torch.cuda.synchronize()

@@ -12,8 +12,8 @@ from test_gpu_engine_chatglm import model_of as chatglm_of
 from test_gpu_engine_chatglm import on_the_cpu
 
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.step import MIXED_ROWS
 from warpbus.kernels.ops.cache import gather_cache
@@ -138,7 +138,7 @@ def test_other_heads_and_no_interleaving():
 def test_sleep_and_memory_that_is_given_back_leave_the_prefixes(prefixes):
     model = model_of()
     reference = on_the_cpu(model)
-    engine = Engine(model, adapters=list(prefixes.values()), dormant=Dormant(model))
+    engine = Engine(model, adapters=list(prefixes.values()), offloadable=OffloadableModel(model))
     engine.warm(rows=4)
     for again in (engine.shrink, engine.sleep, lambda: None):
         requests = asked(PROMPTS, [None, *prefixes], 20)

@@ -56,7 +56,7 @@ class _Span:
     offset: int
 
 
-class Dormant:
+class OffloadableModel:
     """A model whose tensors lie in an arena, so that it can sleep.
 
     The parameters and buffers move at once, one after the other, those that share memory together. They remain the

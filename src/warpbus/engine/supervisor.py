@@ -7,7 +7,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -74,7 +75,7 @@ class Outbox:
 
 
 @dataclass(frozen=True)
-class Up:
+class EngineUp:
     """The engine takes commands."""
 
     outbox: Outbox
@@ -82,7 +83,7 @@ class Up:
 
 
 @dataclass(frozen=True)
-class Died:
+class EngineDied:
     """The engine's processes have died, or could not be started.
 
     Attributes:
@@ -97,21 +98,21 @@ class Died:
 
 
 @dataclass(frozen=True)
-class Stalled:
+class EngineStalled:
     """The engine's processes live, but do not go on; `what` says which and since when. Empty: they go on again."""
 
     what: str
 
 
 @dataclass(frozen=True)
-class Ended:
+class EngineEnded:
     """There are no processes any more, and will be none."""
 
 
-Report = Event | Up | Died | Stalled | Ended
+SupervisorEvent = Event | EngineUp | EngineDied | EngineStalled | EngineEnded
 
 
-class Keeper:
+class EngineSupervisor:
     """See above. Belongs to the event loop in which it is made.
 
     Args:
@@ -127,11 +128,11 @@ class Keeper:
         self,
         arguments: tuple[object, ...],
         *,
-        devices: Sequence[torch.device],
+        devices: abc.Sequence[torch.device],
         cluster: str | None,
         max_restarts: int,
         patience: float,
-        listen: Callable[[float, Sequence[Report]], None],
+        listen: Callable[[float, abc.Sequence[SupervisorEvent]], None],
     ) -> None:
         self._arguments = arguments
         self._devices = devices
@@ -150,7 +151,7 @@ class Keeper:
         threading.Thread(target=self._keep, name="warpbus-engine", daemon=True).start()
 
     def stop(self) -> None:
-        """Let the engine leave after its step; if it is being started, at once. `Ended` follows."""
+        """Let the engine leave after its step; if it is being started, at once. `EngineEnded` follows."""
         self._end()
         outbox = self._outbox
         if outbox is None:
@@ -171,7 +172,7 @@ class Keeper:
         self._may_start.set()
 
     def kill(self) -> None:
-        """End the processes at once. `Ended` follows."""
+        """End the processes at once. `EngineEnded` follows."""
         self._end()
         processes = self._processes
         if processes is not None:
@@ -185,9 +186,9 @@ class Keeper:
         try:
             self._live_again_and_again()
         except Exception as error:  # a fault of ours: nobody should wait for an engine that never comes
-            self._report(time.monotonic(), [Died(_explained(error), str(_explained(error)), again=False)])
+            self._report(time.monotonic(), [EngineDied(_explained(error), str(_explained(error)), again=False)])
         finally:
-            self._report(time.monotonic(), [Ended()])
+            self._report(time.monotonic(), [EngineEnded()])
 
     def _live_again_and_again(self) -> None:
         deaths, was_up = 0, False
@@ -202,7 +203,7 @@ class Keeper:
             deaths = 1 if served >= _SECONDS_OF_GOOD_SERVICE else deaths + 1
             again = was_up and deaths <= self._max_restarts
             what = error.what if isinstance(error, ProcessDiedError) else str(error)
-            self._report(now, [Died(error, what, again)])
+            self._report(now, [EngineDied(error, what, again)])
             if not again or self._ending.wait(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (deaths - 1))):
                 return
             self._may_start.wait()
@@ -253,7 +254,7 @@ class Keeper:
             assert self._processes is not None
             self._outbox = Outbox(self._processes.tell, self._cannot_send)
             self._up_since = now
-            self._report(now, [Up(self._outbox, events[0].max_model_len)])
+            self._report(now, [EngineUp(self._outbox, events[0].max_model_len)])
         else:
             self._report(now, events)
 
@@ -264,9 +265,9 @@ class Keeper:
             processes.kill()
 
     def _stalled(self, what: str) -> None:
-        self._report(time.monotonic(), [Stalled(what)])
+        self._report(time.monotonic(), [EngineStalled(what)])
 
-    def _report(self, when: float, reports: Sequence[Report]) -> None:
+    def _report(self, when: float, reports: abc.Sequence[SupervisorEvent]) -> None:
         try:
             self._loop.call_soon_threadsafe(self._listen, when, reports)
         except RuntimeError:  # the loop is closed: nobody is there who could want an answer

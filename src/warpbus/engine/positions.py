@@ -19,7 +19,7 @@ from warpbus.models import Decoder, ModelConfig
 
 
 @dataclass(frozen=True)
-class Turns:
+class RopeAngles:
     """By which angles rows turn.
 
     Attributes:
@@ -39,7 +39,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Places:
+class RowPositions:
     """What a step of single tokens needs to know of its rows.
 
     Attributes:
@@ -49,13 +49,13 @@ class Places:
         still: float32 `[places, 2]`: a table that turns nothing, for as many places as there can be.
     """
 
-    turns: Turns
+    turns: RopeAngles
     slots: Tensor
     reach: Tensor
     still: Tensor
 
 
-class Placing:
+class PositionState:
     """What the device knows of sequences to place their rows.
 
     Args:
@@ -73,7 +73,7 @@ class Placing:
         device = table.device
         self._rotary = model.rotary
         self._table = table
-        self._columns = columns_of(model.config).to(device) if model.config.rope.two_dimensional else None
+        self._columns = rotary_columns(model.config).to(device) if model.config.rope.two_dimensional else None
         self._still = still(places, device)
         self._assigned = [(0, 0)] * (slots + 1)
         self.prompts = torch.zeros(slots + 1, dtype=torch.int32, device=device)
@@ -85,7 +85,7 @@ class Placing:
             self._assigned[slot] = prompt, given
             self.prompts[slot], self.given[slot] = prompt, given
 
-    def turns(self, positions: Tensor, slots: Tensor) -> Turns:
+    def turns(self, positions: Tensor, slots: Tensor) -> RopeAngles:
         """By which angles tokens turn.
 
         Args:
@@ -93,13 +93,13 @@ class Placing:
             slots: int64 `[rows]`, of the sequences.
         """
         if self._columns is None:
-            return Turns(self._table, positions)
+            return RopeAngles(self._table, positions)
         cos, sin = self._rotary(positions[None], torch.float32, self.prompts.index_select(0, slots)[None])
         # Each row has angles of its own.
         own = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-        return Turns(torch.cat((cos, sin), dim=-1)[0, :, 0], own, self._columns)
+        return RopeAngles(torch.cat((cos, sin), dim=-1)[0, :, 0], own, self._columns)
 
-    def places(self, positions: Tensor, slots: Tensor, blocks: Tensor, stored: Tensor | None) -> Places:
+    def places(self, positions: Tensor, slots: Tensor, blocks: Tensor, stored: Tensor | None) -> RowPositions:
         """The same and all else of a step's rows.
 
         Args:
@@ -113,7 +113,7 @@ class Placing:
             block = blocks.gather(1, (place // BLOCK)[:, None].long())[:, 0]
             stored = block.long() * BLOCK + place % BLOCK
         reach = torch.maximum(positions, self.prompts.index_select(0, slots) - 1) + given
-        return Places(self.turns(positions, slots), stored, reach, self._still)
+        return RowPositions(self.turns(positions, slots), stored, reach, self._still)
 
 
 def needed(config: ModelConfig, given: int) -> bool:
@@ -130,7 +130,7 @@ def still(positions: int, device: torch.device) -> Tensor:
     return torch.tensor([1.0, 0.0], device=device).repeat(positions, 1)
 
 
-def turned_order(config: ModelConfig) -> Tensor:
+def rotary_order(config: ModelConfig) -> Tensor:
     """The dimensions of a head in the order in which they turn as halves of one plane, int64 `[head_dim]`.
 
     Each of two planes turns in halves by itself, (i, i + rotary_dim / 2). With the halves of both in front of the other
@@ -141,9 +141,9 @@ def turned_order(config: ModelConfig) -> Tensor:
     return order.view(2, 2, -1).transpose(0, 1).flatten() if config.rope.two_dimensional else order
 
 
-def columns_of(config: ModelConfig) -> Tensor:
-    """The columns of q | k | v with those of each query and key in `turned_order`."""
+def rotary_columns(config: ModelConfig) -> Tensor:
+    """The columns of q | k | v with those of each query and key in `rotary_order`."""
     turning = config.attention.num_heads + config.attention.num_kv_heads
     columns = torch.arange(sum(config.attention.qkv_rows)).view(-1, config.attention.head_dim)
-    columns[:turning] = columns[:turning, turned_order(config)]
+    columns[:turning] = columns[:turning, rotary_order(config)]
     return columns.flatten()
