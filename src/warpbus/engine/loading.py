@@ -79,7 +79,7 @@ def open_model(
             Stored.of_checkpoint(
                 *(checkpoint, config, chosen),
                 adapters=stacked_bytes(adapters, chosen),
-                prefix_blocks=prefixes.blocks + prefixes.lead,
+                prefix_blocks=prefixes.blocks + prefixes.extra_blocks,
             ),
             parse_memory(options.memory, torch.cuda.get_device_properties(device).total_memory),
             max_model_len=options.max_model_len,

@@ -46,6 +46,11 @@ class LogitsRow:
         return self.sequence.matcher is not None or self.too_short
 
     @property
+    def needs_host(self) -> bool:
+        """Its token can be sampled only after the host has read the previous ones."""
+        return self.penalized or bool(self.sequence.params.logit_bias or self.sequence.params.min_tokens) or self.masked
+
+    @property
     def processed(self) -> bool:
         return self.penalized or bool(self.sequence.params.logit_bias) or self.masked
 

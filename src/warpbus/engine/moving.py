@@ -79,7 +79,7 @@ class EngineMigration:
             raise UsageError("an engine that sleeps cannot move: wake it first")
         self._engine = engine
         self._device = device
-        self._twin: Engine | None = None
+        self._replica: Engine | None = None
         self._copied: dict[int, bytes] = {}
         self._weights = self._ahead = 0
         self._preparing = 0.0
@@ -95,15 +95,15 @@ class EngineMigration:
         try:
             with torch.no_grad(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 model, self._weights = _copied(engine.model, engine.device, self._device)
-                twin = engine.twin(model, offloadable=OffloadableModel(model) if engine.can_sleep else None)
+                replica = engine.replica(model, offloadable=OffloadableModel(model) if engine.can_sleep else None)
                 # Those that run grow meanwhile.
                 longest = engine.longest
-                twin.warm(rows=engine.max_num_seqs, lengths=[longest, longest + _GROWTH] if longest else [])
+                replica.warm(rows=engine.max_num_seqs, lengths=[longest, longest + _GROWTH] if longest else [])
         except torch.OutOfMemoryError as error:
             raise DeviceError(
                 f"{self._device}: out of memory for a copy of the model: end what else uses this GPU, or choose another"
             ) from error
-        self._twin = twin
+        self._replica = replica
         self._preparing = time.perf_counter() - started
 
     def copy_ahead(self, blocks: int = BLOCKS_AT_ONCE) -> bool:
@@ -126,14 +126,14 @@ class EngineMigration:
         Raises:
             DeviceError: the other device has not enough memory for the cache; the engine stays where it is.
         """
-        engine, twin = self._engine, self._prepared()
+        engine, replica = self._engine, self._prepared()
         # What can fail comes before anything is different.
         self._ahead += self._copy(self._left())
         pieces = engine.drain()
         started = time.perf_counter()
         left = {*self._left(), *(engine.used_blocks() - engine.filled_blocks().keys())}
         paused = self._copy(sorted(left))
-        engine.become(twin)
+        engine.swap_instance(replica)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         pause = time.perf_counter() - started
@@ -141,9 +141,9 @@ class EngineMigration:
 
     def release(self) -> None:
         """Give back what the engine had before `finish`, or what was made ready if it did not come to that."""
-        if self._twin is not None:
-            self._twin.close()
-            self._twin = None
+        if self._replica is not None:
+            self._replica.close()
+            self._replica = None
 
     def _left(self) -> list[int]:
         return [block for block, key in self._engine.filled_blocks().items() if self._copied.get(block) != key]
@@ -166,9 +166,9 @@ class EngineMigration:
         return copied
 
     def _prepared(self) -> Engine:
-        if self._twin is None:
+        if self._replica is None:
             raise UsageError("this move is not prepared, or over: call prepare first")
-        return self._twin
+        return self._replica
 
 
 def _copied(model: Decoder, source: torch.device, device: torch.device) -> tuple[Decoder, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from warpbus.engine.blocks import BLOCK, NULL_BLOCK
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.positions import rotary_order, still
+from warpbus.engine.positions import identity_rope, rotary_order
 from warpbus.errors import CheckpointError
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.models import ModelConfig
@@ -28,7 +28,8 @@ class Prefixes:
     Attributes:
         blocks: that they take together, the first ones after `NULL_BLOCK`.
         longest: places of the cache that the longest takes.
-        lead: 1 where requests may need a block more than their tokens fill, since a prefix ends within one; else 0.
+        extra_blocks: 1 where requests may need a block more than their tokens fill, since a prefix ends within one;
+            else 0.
 
     Raises:
         CheckpointError: one is another model's.
@@ -46,7 +47,7 @@ class Prefixes:
         self._tokens: dict[str | None, int] = {prefix.name: prefix.tokens for prefix in self._prefixes}
         self.blocks = first - NULL_BLOCK - 1
         self.longest = max(self._tokens.values(), default=0)
-        self.lead = int(any(tokens % BLOCK for tokens in self._tokens.values()))
+        self.extra_blocks = int(any(tokens % BLOCK for tokens in self._tokens.values()))
 
     def of(self, name: str | None) -> tuple[tuple[int, ...], int]:
         """The blocks of a prefix, and how many places it takes; none of both for other names."""
@@ -87,7 +88,7 @@ def _store(
     # Queries are asked for as well; nobody takes them.
     qkv = torch.cat((k_thd, k_thd, v_thd), dim=1).flatten(1)
     nowhere = torch.zeros(len(slots), dtype=torch.int32, device=slots.device)
-    table = still(1, slots.device)
+    table = identity_rope(1, slots.device)
     rope_and_cache(qkv, table, nowhere, slots, *stored, heads=k_thd.shape[1], interleaved=False)
 
 

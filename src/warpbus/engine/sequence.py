@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.sequence_state import RunnerState, SchedulerState
 from warpbus.engine.speculation import accepted
 from warpbus.errors import NumericError, WarpbusError
 
@@ -157,7 +158,8 @@ class Sequence:
         cache_salt: requests of different salts, at most 64 bytes, share nothing that is stored of their prompts.
         cached_tokens: tokens of the prompt that were in the cache already.
         queue_seconds: for which it waited until it was computed.
-        random: draws for this request alone; read by `uniforms`.
+        random: the random numbers of this request; read by `uniforms`.
+        scheduler_state, runner_state: what the scheduler and the runner attach to the request.
     """
 
     def __init__(
@@ -193,6 +195,8 @@ class Sequence:
         self.random = random.Random(params.seed)
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
+        self.scheduler_state = SchedulerState(list(prompt), len(prompt) + limit)
+        self.runner_state = RunnerState()
         self._drawn: deque[float] = deque()  # the random numbers of the tokens that have not been appended yet
         self._used = 0  # how many of these the steps under way have
         self._taken_tokens = 0

@@ -49,7 +49,7 @@ class Cached:
     def __init__(self, config, kv_dtype="auto"):
         self.config = config
         self.cache = KVCache(config, 9, device=CPU, dtype=torch.float32, kv_dtype=kv_dtype)
-        self.cache.back(9)
+        self.cache.commit(9)
         for layer in self.cache.layers:  # what nobody wrote is poison where it is read
             for part in layer:
                 if part is not None and part.dtype == torch.float32:
@@ -70,9 +70,9 @@ class Cached:
             slots += self.slots(which, start, end)
             blocks = torch.tensor(TABLES[which][: -(-end // BLOCK)], dtype=torch.int32) if start else None
             spans.append(ChunkSpan(begin, len(positions), start, blocks))
-        places = torch.tensor(positions, dtype=torch.int32)
-        turns = RopeAngles(self.table, places)
-        attention = PrefillAttention(self.config, turns, self.cache, torch.tensor(slots), spans)
+        row_positions = torch.tensor(positions, dtype=torch.int32)
+        angles = RopeAngles(self.table, row_positions)
+        attention = PrefillAttention(self.config, angles, self.cache, torch.tensor(slots), spans)
         found = attention.attend_fused(1, torch.cat(flat).flatten(-2)[None])[0]
         return [found[span.begin : span.end] for span in spans]
 

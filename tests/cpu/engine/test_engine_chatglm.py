@@ -112,10 +112,10 @@ def test_random_answers_are_the_same_alone_and_together(model, kind, options):
 def test_prompts_that_would_read_much_of_the_cache_again_and_again_run_without_a_graph(model, monkeypatch):
     monkeypatch.setattr(step, "_MIXED_READ", 20 * 20 * 2 * 4 * 16 * 4)  # what 20 rows read of 20 places
     engine = as_on_a_gpu(Engine(model))
-    for prompt, kinds in ((PROMPTS[0], {"mixed", "own"}), (PROMPTS[2], {"own"})):
-        engine._step._graphs.keys.clear()
+    for prompt, kinds in ((PROMPTS[0], {"mixed", "decode"}), (PROMPTS[2], {"decode"})):
+        engine._instance.step._graphs.keys.clear()
         assert_best(model, prompt, engine.decode([prompt], 12)[0])
-        assert {key[2] for key in engine._step._graphs.keys} == kinds
+        assert {key[2] for key in engine._instance.step._graphs.keys} == kinds
 
 
 def test_nothing_is_shared_between_prompts_that_begin_alike(model):
@@ -151,7 +151,7 @@ def test_answers_go_on_after_a_move_and_after_sleep():
     _, done = move.finish()
     move.release()
     # Full blocks go ahead, though nobody else can find them.
-    assert done.ahead >= 3 * engine._cache.block_bytes
+    assert done.ahead >= 3 * engine._instance.cache.block_bytes
     finish(engine)
     assert [each.token_ids for each in asked] == expected
     engine.sleep()

@@ -284,8 +284,8 @@ def test_numbers_that_nobody_can_give_back_are_not_kept():
 
 @KINDS
 def test_a_request_whose_cache_does_not_fit_ends_and_those_that_fit_go_on(model, kind, monkeypatch):
-    back = KVCache.back
-    monkeypatch.setattr(KVCache, "back", lambda cache, blocks: back(cache, min(blocks, 4)))
+    back = KVCache.commit
+    monkeypatch.setattr(KVCache, "commit", lambda cache, blocks: back(cache, min(blocks, 4)))
     monkeypatch.setattr(kv_cache, "_GROWTH", 1)
     long, growing, short = (asked(prompt, SEEDED) for prompt in ([5] * 100, PROMPTS[2], PROMPTS[0]))
     expected = asked(PROMPTS[0], SEEDED)

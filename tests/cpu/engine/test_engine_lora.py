@@ -190,11 +190,11 @@ def test_what_fails_in_a_step_is_computed_again_with_the_same_adapters(monkeypat
         engine.add(each)
     for _ in range(5):
         engine.step()
-    launch = engine._runner.launch
-    monkeypatch.setattr(engine._runner, "launch", lambda *_: 1 / 0)
+    launch = engine._instance.runner.launch
+    monkeypatch.setattr(engine._instance.runner, "launch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    monkeypatch.setattr(engine._runner, "launch", launch)
+    monkeypatch.setattr(engine._instance.runner, "launch", launch)
     finish(engine)
     assert [each.token_ids for each in requests] == alone(GREEDY)
 

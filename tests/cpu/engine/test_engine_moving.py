@@ -98,7 +98,7 @@ def test_every_family_and_a_quantized_model(family):
 
 def test_full_blocks_go_ahead_and_the_rest_in_the_pause(model):
     _, done, _ = moved(model, GREEDY, 20, blocks=1)
-    block = Engine(model)._cache.block_bytes
+    block = Engine(model)._instance.cache.block_bytes
     assert done.ahead >= 7 * block
     # Of each of the six sequences the block that is being filled, and what is little.
     assert done.paused <= (6 + 4) * block
@@ -198,7 +198,7 @@ def test_without_room_for_the_cache_nothing_is_lost(model, monkeypatch):
     engine.step()
     move = EngineMigration(engine, CPU)
     move.prepare()
-    monkeypatch.setattr(move._twin._cache, "back", lambda blocks: 1)
+    monkeypatch.setattr(move._replica._instance.cache, "commit", lambda blocks: 1)
     monkeypatch.setattr(engine, "drain", lambda: pytest.fail("steps were read"))
     for attempt in (move.copy_ahead, move.finish):
         with pytest.raises(DeviceError, match="out of memory for the cache"):

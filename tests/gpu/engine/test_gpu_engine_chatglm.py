@@ -104,7 +104,7 @@ def test_prompts_and_steps(dtype, head_dim, scheme):
     reference, engine = on_the_cpu(model), Engine(model)
     for prompts in (*([prompt] for prompt in PROMPTS), PROMPTS):
         check(reference, answered(engine, 20, prompts), 20, TOLERANCES[dtype])
-    assert (engine._step._graphs is None) == (dtype == torch.float32)
+    assert (engine._instance.step._graphs is None) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,6 @@ def test_sleep_leaves_graphs_valid():
 def test_an_engine_that_is_warm_captures_nothing_more_for_ordinary_requests(model, reference):
     engine = Engine(model, max_num_seqs=4)
     engine.warm(rows=4)
-    graphs = set(engine._step._graphs._captured)
+    graphs = set(engine._instance.step._graphs._captured)
     check(reference, answered(engine, 20, PROMPTS[:4]), 20, TOLERANCES[torch.float16])
-    assert set(engine._step._graphs._captured) == graphs
+    assert set(engine._instance.step._graphs._captured) == graphs

@@ -105,7 +105,7 @@ def test_however_they_are_computed(model, reference, prefixes, options):
 def test_a_cache_of_8_bits(model, reference, prefixes, kv_dtype, tolerance):
     engine = Engine(model, adapters=list(prefixes.values()), kv_dtype=kv_dtype)
     blocks, given = engine._prefixes.of("long")
-    keys, _, scales, _ = engine._cache.layers[1]
+    keys, _, scales, _ = engine._instance.cache.layers[1]
     found = gather_cache(keys, scales, torch.tensor(blocks, device=GPU), given, torch.float16).float().cpu()
     rounding = 0.02 if kv_dtype == "int8" else 0.07
     torch.testing.assert_close(found, prefixes["long"].keys_lthd[1], atol=2 * rounding, rtol=rounding)
@@ -150,4 +150,4 @@ def test_sleep_and_memory_that_is_given_back_leave_the_prefixes(prefixes):
 
 def test_without_prefixes_the_kernels_are_the_same_as_ever(model):
     """No row is placed apart, and the same tokens come of the same steps."""
-    assert Engine(model)._step.placing is None
+    assert Engine(model)._instance.step.positioning is None
