@@ -1,7 +1,7 @@
-"""What requests change in their scores before a token is chosen: penalties, biases and masks.
+"""Logits processors: penalties, biases and masks of requests, applied before a token is sampled.
 
-Only the rows that ask for it have any of this: `[rows, vocabulary]` here counts these rows alone. Nothing waits for the
-GPU: what comes from the host is copied from pinned memory.
+They run for the rows that need them: in this file, `[rows, vocabulary]` counts these rows only. Nothing waits for the
+GPU: data of the host is copied from pinned memory.
 """
 
 import os
@@ -18,15 +18,15 @@ from torch import Tensor
 from warpbus.engine.sequence import Sequence
 
 _OF_PROMPT = 1 << 30
-"""Added to a token's count where the prompt holds it."""
+"""Added to the count of each token of the prompt."""
 
 _MOST_THREADS = 8
-_ALONE = 4  # sequences whose masks are made before threads are worth their handing over
+_ALONE = 4  # up to so many sequences, masks are computed without threads
 
 
 @dataclass(frozen=True)
 class LogitsRow:
-    """A row of a batch: a sequence, and the tokens that are supposed to follow it before this row's choice."""
+    """A row of a batch: a sequence, and the draft tokens between its last token and the one that the row samples."""
 
     sequence: Sequence
     drafts: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class LogitsRow:
 
     @property
     def too_short(self) -> bool:
-        """A stop token may not be chosen yet."""
+        """Stop tokens are not allowed yet."""
         return len(self.sequence.token_ids) + len(self.drafts) < self.sequence.params.min_tokens
 
     @property
@@ -60,36 +60,36 @@ def to_device(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Values of the host as a tensor of the device, on a GPU without waiting for it."""
+    """Copy values of the host to a tensor of the device; to a GPU, asynchronously."""
     host = torch.as_tensor(values, dtype=dtype)
     return pinned(host).to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def pinned(host: Tensor) -> Tensor:
-    """A copy in pinned memory; `Tensor.pin_memory` asks another device for it where a remote one is connected too."""
+    """A copy in pinned memory; `Tensor.pin_memory` would use the wrong device while a remote one is connected."""
     return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
 
 
 class Penalties:
-    """Counts the tokens of the penalized rows, and lowers their scores.
+    """Counts the tokens of the penalized rows, and lowers their logits.
 
-    What sequences that stay have had is kept on the device; of newcomers, the host knows all tokens.
+    The counts of sequences that stay in the batch are kept on the device; those of new ones come from the host.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._rows: list[LogitsRow] = []
-        self._counted: list[int] = []  # of each row's answer, drafts not included
+        self._counted: list[int] = []  # counted tokens of each row's answer, drafts excluded
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._where = torch.zeros(0, dtype=torch.int64, device=device)
         self._factors = torch.zeros(3, 0, 1, device=device)
 
     def arrange(self, rows: abc.Sequence[LogitsRow], where: abc.Sequence[int]) -> None:
-        """Take up these penalized rows.
+        """Set the penalized rows.
 
         Args:
-            where: which rows of the batch they are.
+            where: their indices in the batch.
         """
         before = {id(row.sequence): at for at, row in enumerate(self._rows) if not row.drafts}
         sources = [before.get(id(row.sequence), -1) for row in rows]
@@ -115,7 +115,7 @@ class Penalties:
         self._catch_up()
 
     def saw(self, tokens: Tensor) -> None:
-        """Count the tokens `[batch]` that were chosen, which the host need not know yet."""
+        """Count the sampled tokens `[batch]`, which the host need not know yet."""
         if not self._rows:
             return
         chosen = tokens.index_select(0, self._where)
@@ -123,7 +123,7 @@ class Penalties:
         self._counted = [count + 1 for count in self._counted]
 
     def apply(self, scores: Tensor) -> Tensor:
-        """The lowered scores, float32 `[rows, vocabulary]`."""
+        """The penalized logits, float32 `[rows, vocabulary]`."""
         self._catch_up()
         repetition, presence, frequency = self._factors
         scores = torch.where(
@@ -133,7 +133,7 @@ class Penalties:
         return scores - frequency * answered - presence * (answered > 0)
 
     def _catch_up(self) -> None:
-        """Count the tokens that the sequences have got from elsewhere than `saw`: drafts that were accepted."""
+        """Count the tokens of the sequences that were not passed to `saw`: accepted drafts."""
         self._add([(at, row.sequence.token_ids[self._counted[at] :]) for at, row in enumerate(self._rows)], 1)
         self._counted = [
             max(count, len(row.sequence.token_ids)) for count, row in zip(self._counted, self._rows, strict=True)
@@ -150,7 +150,7 @@ class Penalties:
 
 
 class Biases:
-    """What some rows add to the scores of some tokens."""
+    """The logit biases of rows."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -159,9 +159,9 @@ class Biases:
         self._values = torch.zeros(0, device=device)
 
     def arrange(self, rows: abc.Sequence[LogitsRow]) -> None:
-        """Take up these rows."""
+        """Set the rows."""
         found = [
-            # An id beyond the vocabulary, which `SamplingParams.check_ids` refuses, would be the next row's.
+            # An id outside the vocabulary, which `SamplingParams.check_ids` refuses, would change the next row.
             (at * self._vocab_size + token, bias)
             for at, row in enumerate(rows)
             for token, bias in row.sequence.params.logit_bias.items()
@@ -171,27 +171,27 @@ class Biases:
         self._values = to_device([bias for _, bias in found], torch.float32, self._device)
 
     def add(self, scores: Tensor) -> None:
-        """Change contiguous scores, float32 `[rows, vocabulary]`."""
+        """Add the biases in place to contiguous logits, float32 `[rows, vocabulary]`."""
         if self._places is not None:
             scores.view(-1).scatter_add_(0, self._places, self._values)
 
 
 class Masks:
-    """The tokens that a grammar, or the least number of tokens, forbids: a bit each, made anew for every choice."""
+    """Masks the tokens that a grammar or `min_tokens` forbids: one bit per token, computed for every step."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._words = (vocab_size + 31) // 32
         self._device = device
         self._powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
-        # A grammar computes its mask without Python's lock.
+        # Grammars compute their masks without the GIL.
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "grammar")
 
     def apply(self, rows: abc.Sequence[LogitsRow], scores: Tensor) -> None:
-        """Put -inf in place of what these rows' next tokens cannot be, float32 `[rows, vocabulary]`.
+        """Set the logits of forbidden tokens to -inf, in place, float32 `[rows, vocabulary]`.
 
         Args:
-            rows: those of one sequence follow each other, each with one more draft.
+            rows: the rows of one sequence are consecutive, each with one more draft.
         """
         places = [at for at, row in enumerate(rows) if row.masked]
         if not places:
@@ -209,7 +209,7 @@ class Masks:
             scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
     def _fill(self, masks: abc.Sequence[tuple[np.ndarray, LogitsRow]]) -> None:
-        """The masks of the rows of one sequence, which fails alone where its grammar does."""
+        """Compute the masks of one sequence; an error of its grammar fails this sequence alone."""
         with masks[0][1].sequence.contain_faults():
             for mask, row in masks:
                 self._fill_one(mask, row)
@@ -223,7 +223,7 @@ class Masks:
                 if not matcher.accept(token):
                     break
                 followed += 1
-            # Where a draft is forbidden nothing after it will be kept: the mask may allow all.
+            # Nothing after a forbidden draft is kept: the mask may allow everything.
             if followed == len(row.drafts):
                 matcher.fill(mask)
                 finished = matcher.finished
@@ -233,6 +233,6 @@ class Masks:
             for token in sequence.stop_ids:
                 if token < self._vocab_size:
                     others[token // 32] &= ~np.uint32(1 << token % 32)
-            # Where a grammar allows stop tokens alone, it counts for more than the least number of tokens.
+            # If a grammar allows stop tokens only, it has precedence over `min_tokens`.
             if others.any():
                 mask.view(np.uint32)[:] = others

@@ -49,7 +49,7 @@ class SampledTokens:
             DeviceError: a lent device had no memory for the step.
         """
         chosen, best, *rest = self._readback.read()
-        logprobs = {} if self._logprobs is None else self._logprobs.having(rest).read()
+        logprobs = {} if self._logprobs is None else self._logprobs.with_tensors(rest).read()
         found = zip(self.sequences, chosen.tolist(), best.isfinite().tolist(), strict=True)
         return [
             (sequence, token if finite else None, logprobs.get(at))
