@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from engine_models import PROMPTS, SMALL, as_on_a_gpu, finish, random_lora
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -55,7 +56,7 @@ COMPILER = GrammarCompiler(LETTERS, vocab_size=SMALL.vocab_size, stop_ids=[END])
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(replace(SMALL, hidden_size=32, num_heads=2), None, "cpu", torch.float32)
+    return random_model(with_traits(SMALL, hidden_size=32, num_heads=2), None, "cpu", torch.float32)
 
 
 @pytest.fixture(scope="module")
