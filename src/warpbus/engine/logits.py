@@ -140,13 +140,13 @@ class Penalties:
         ]
 
     def _add(self, tokens: abc.Sequence[tuple[int, Iterable[int]]], amount: int) -> None:
-        places = [at * self._vocab_size + token for at, of_row in tokens for token in of_row]
-        if places:
-            index = self._index(places)
+        indices = [at * self._vocab_size + token for at, of_row in tokens for token in of_row]
+        if indices:
+            index = self._index(indices)
             self._counts.view(-1).scatter_add_(0, index, torch.full_like(index, amount, dtype=torch.int32))
 
-    def _index(self, places: abc.Sequence[int]) -> Tensor:
-        return to_device(places, torch.int64, self._device)
+    def _index(self, indices: abc.Sequence[int]) -> Tensor:
+        return to_device(indices, torch.int64, self._device)
 
 
 class Biases:
@@ -155,7 +155,7 @@ class Biases:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._places: Tensor | None = None
+        self._indices: Tensor | None = None
         self._values = torch.zeros(0, device=device)
 
     def arrange(self, rows: abc.Sequence[LogitsRow]) -> None:
@@ -167,13 +167,13 @@ class Biases:
             for token, bias in row.sequence.params.logit_bias.items()
             if token < self._vocab_size
         ]
-        self._places = to_device([place for place, _ in found], torch.int64, self._device) if found else None
+        self._indices = to_device([index for index, _ in found], torch.int64, self._device) if found else None
         self._values = to_device([bias for _, bias in found], torch.float32, self._device)
 
     def add(self, scores: Tensor) -> None:
         """Add the biases in place to contiguous logits, float32 `[rows, vocabulary]`."""
-        if self._places is not None:
-            scores.view(-1).scatter_add_(0, self._places, self._values)
+        if self._indices is not None:
+            scores.view(-1).scatter_add_(0, self._indices, self._values)
 
 
 class Masks:
@@ -193,19 +193,19 @@ class Masks:
         Args:
             rows: the rows of one sequence are consecutive, each with one more draft.
         """
-        places = [at for at, row in enumerate(rows) if row.masked]
-        if not places:
+        indices = [at for at, row in enumerate(rows) if row.masked]
+        if not indices:
             return
-        masks = torch.full((len(places), self._words), -1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        pairs = zip(masks.numpy(), [rows[at] for at in places], strict=True)
+        masks = torch.full((len(indices), self._words), -1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        pairs = zip(masks.numpy(), [rows[at] for at in indices], strict=True)
         each = [list(own) for _, own in groupby(pairs, key=lambda pair: id(pair[1].sequence))]
         list((self._threads.map if len(each) > _ALONE else map)(self._fill, each))
         bits = masks.to(self._device, non_blocking=True).view(torch.uint8)[:, :, None] & self._powers
-        forbidden = (bits == 0).view(len(places), -1)[:, : self._vocab_size]
-        if len(places) == len(rows):
+        forbidden = (bits == 0).view(len(indices), -1)[:, : self._vocab_size]
+        if len(indices) == len(rows):
             scores.masked_fill_(forbidden, -torch.inf)
         else:
-            index = to_device(places, torch.int64, self._device)
+            index = to_device(indices, torch.int64, self._device)
             scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
     def _fill(self, masks: abc.Sequence[tuple[np.ndarray, LogitsRow]]) -> None:

@@ -135,13 +135,13 @@ class OffloadableModel:
             size = rounded_up(span.end - span.start, ALIGNMENT)
             # In whole pieces: mapping a piece takes the same time whatever its size.
             self._arena.resize(min(rounded_up(span.offset + size, PIECE), self.nbytes))
-            place = self._arena.tensor((size,), torch.uint8, span.offset)
+            target = self._arena.tensor((size,), torch.uint8, span.offset)
             old = _bytes(span)
-            place[: old.numel()].copy_(old)
+            target[: old.numel()].copy_(old)
             del old
             for tensor in span.tensors:
                 first = (tensor.storage_offset() * tensor.element_size() - span.start) // tensor.element_size()
-                tensor.data = place.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), first)
+                tensor.data = target.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), first)
             left += size
             if self.device.type == "cuda" and (left >= _KEPT or span is spans[-1]):
                 torch.cuda.empty_cache()

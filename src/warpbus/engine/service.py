@@ -137,7 +137,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
         self._supervisor: EngineSupervisor | None = None
-        self._next_start: asyncio.Future[None] = self._loop.create_future()  # done where nobody waits
+        self._next_start: asyncio.Future[None] = self._loop.create_future()  # done if nothing waits for it
         self._ended = asyncio.Event()
         self._nothing_pending = asyncio.Event()
         self._nothing_pending.set()

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts or token ids that go on."""
+"""POST /v1/completions: continues texts or token ids."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from warpbus.server.responses import Json, new_id
 from warpbus.server.schema import CompletionRequest
 
 DEFAULT_TOKENS = 16
-"""Of an answer, where `max_tokens` is not given, as in OpenAI's API."""
+"""The default of `max_tokens`, as in OpenAI's API."""
 
 
 def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts as token ids; texts get no special tokens but the tokenizer's `prompt_suffix`."""
+    """The prompts as token ids; texts get no special tokens except for the tokenizer's `prompt_suffix`."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [encode_prompt(tokenizer, prompt)]
@@ -31,12 +31,12 @@ def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]
 
 
 class TextForm:
-    """Writes completions; see `Form`.
+    """The format of completions; see `Form`.
 
     Args:
         model: which answers.
         tokenizer: of the model, for the texts of tokens.
-        echoes: what comes before each answer's text: its prompt, or nothing.
+        echoes: the text before each answer's text: its prompt, or nothing.
         logprobs: are wanted.
     """
 
@@ -53,7 +53,7 @@ class TextForm:
         self._offsets = [0] * len(echoes)
 
     def opening(self) -> list[Json]:
-        """See `Form.opening`: the prompts, where they are echoed."""
+        """See `Form.opening`: the prompts, if they are echoed."""
         return [self._choice(index, text, []) for index, text in enumerate(self._echoes) if text]
 
     def chunks(self, index: int, piece: TextPiece) -> list[Json]:
@@ -87,7 +87,7 @@ class TextForm:
             found["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(text)
             likely: dict[str, float] = {}
-            # Different tokens may have the same text, as parts of characters have: the likeliest is shown.
+            # Different tokens may have the same text, for instance parts of characters: the likeliest is shown.
             for token, logprob in one.top:
                 likely.setdefault(token_text(self._tokenizer, token)[0], max(logprob, LOWEST))
             found["top_logprobs"].append(likely)
