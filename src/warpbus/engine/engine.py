@@ -28,7 +28,7 @@ import torch
 from warpbus.cuda.lent import is_gpu
 from warpbus.engine.adapters import adapt, check_adapter, salt_of
 from warpbus.engine.blocks import BLOCK, BlockAllocator
-from warpbus.engine.instance import ModelInstance, affordable_blocks, commit_blocks
+from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
 from warpbus.engine.kv_cache import KVCache, stored_dtype
 from warpbus.engine.logits import LogitsRow
 from warpbus.engine.offload import OffloadableModel
@@ -117,15 +117,14 @@ class Engine:
             )
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS
         self._prefixes = Prefixes(adapters, config)
-        blocks = self._cache_blocks(model, kv_dtype) if cache_tokens is None else cache_tokens // BLOCK
-        if model.group is not None:
-            blocks = model.group.smallest(blocks)
-        if blocks * BLOCK < (max_model_len or 2 * BLOCK):
-            raise DeviceError(
-                f"{device}: there is room for a cache of {max(0, blocks) * BLOCK:,} tokens, "
-                f"{max_model_len or 2 * BLOCK:,} are needed: end what else uses its memory, lower max_model_len, "
-                "quantize the model, or give kv_dtype int8"
-            )
+        blocks = cache_blocks(
+            model,
+            self._prefixes,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_dtype=kv_dtype,
+            cache_tokens=cache_tokens,
+        )
         self.max_model_len = min(self.max_model_len, blocks * BLOCK)
         self._speculation = speculation
         self._most_rows = max_num_seqs + speculation
@@ -568,14 +567,6 @@ class Engine:
         )
         self.abort(sequence)
         return sequence, sequence.take()
-
-    def _cache_blocks(self, model: Decoder, kv_dtype: str) -> int:
-        """The blocks that `max_num_seqs` sequences can need, limited by the free memory."""
-        extra = self._prefixes.extra_blocks
-        wanted = self.max_num_seqs * (-(-self.max_model_len // BLOCK) + extra)
-        reserved = 1 + self._prefixes.blocks + extra
-        device = model.final_norm.weight.device
-        return affordable_blocks(model.config, device, self.dtype, kv_dtype, wanted=wanted, reserved=reserved)
 
 
 class _NoText:
