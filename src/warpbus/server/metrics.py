@@ -1,9 +1,10 @@
-"""What the server counts and times, in Prometheus' form; names as vLLM has them, with the prefix `warpbus:`."""
+"""The Prometheus metrics of the server; names as in vLLM, with the prefix `warpbus:`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -25,7 +26,7 @@ _TOKENS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_00
 
 @dataclass(frozen=True)
 class _Reading:
-    """A value of the engine's `Stats`, and the metric it is."""
+    """A value of the engine's `Stats` and its metric."""
 
     metric: str
     field: str
@@ -72,7 +73,7 @@ class Metrics:
         self.answer_sizes = self._histogram("request_generation_tokens", "tokens of an answer", _TOKENS)
 
     async def text(self, models: Models) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in the text format of Prometheus."""
         names = [model.name for model in models.bases()]
         found = await asyncio.gather(*[self._stats(models, name) for name in names])
         self._engine.stats = [(name, stats) for name, stats in zip(names, found, strict=True) if stats is not None]
@@ -89,16 +90,16 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: abc.Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, ("model_name",), registry=self._registry, buckets=buckets)
 
 
 class _EngineReadings:
-    """Turns the engines' last stats, and the models' states, into metrics when Prometheus asks."""
+    """Exports the engines' last stats and the models' states when Prometheus scrapes."""
 
     def __init__(self) -> None:
-        self.stats: Sequence[tuple[str, Stats]] = ()
-        self.states: Sequence[tuple[str, str]] = ()
+        self.stats: abc.Sequence[tuple[str, Stats]] = ()
+        self.states: abc.Sequence[tuple[str, str]] = ()
 
     def describe(self) -> Iterable[Metric]:
         return ()

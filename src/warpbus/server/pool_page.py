@@ -118,7 +118,7 @@ def create_pool_app(status: Status, options: ServerOptions, history: History | N
 
     Args:
         status: asks the pool; WarpbusError where it does not answer.
-        options: who may look.
+        options: of the server.
         history: to keep samples in.
     """
     pool = Pool(status, history or History())

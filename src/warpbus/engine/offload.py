@@ -1,8 +1,7 @@
-"""Putting a model to sleep: its weights leave the GPU for main memory, and come back to where they were.
+"""Sleep mode: offloads a model's weights from the GPU to main memory, and loads them back to the same addresses.
 
-All tensors of the model lie in one `Arena`, whose addresses stay reserved while there is no memory behind them. So
-pointers, and the CUDA graphs that were captured with them, are valid again after waking. Knows nothing of caches,
-requests or graphs.
+All tensors of the model are in one `Arena`, whose addresses stay reserved while they have no memory. So pointers, and
+the CUDA graphs captured with them, are valid again after waking. Knows nothing of caches, requests or graphs.
 """
 
 import time
@@ -18,22 +17,22 @@ from warpbus.cuda.vmm import Arena
 from warpbus.errors import DeviceError, UsageError
 
 ALIGNMENT = 256
-"""Bytes: at least what torch gives to tensors, and what the kernels ask of them."""
+"""Bytes: at least the alignment of torch's tensors and the one that the kernels require."""
 
-# Of the copy in main memory. A power of two, to which torch rounds pinned memory up.
+# Of the copy in main memory. A power of two, since torch rounds pinned allocations up to one.
 _CHUNK = 256 * 2**20
-# What torch may keep of the memory that tensors have left, before it has to give it back.
+# How much freed memory torch may cache before `empty_cache` is called.
 _KEPT = 128 * 2**20
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a model's going to sleep or waking took.
+    """The cost of going to sleep or of waking.
 
     Attributes:
-        nbytes: copied; 0 where there was nothing to do.
+        nbytes: bytes copied; 0 if there was nothing to do.
         copying: seconds of the copy.
-        seconds: of all, with the mapping or unmapping, and at the first sleep with taking main memory for the copy.
+        seconds: of everything, mapping or unmapping included, and at the first sleep the allocation of main memory.
     """
 
     nbytes: int
@@ -42,13 +41,13 @@ class Transfer:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of the whole, not of the copy alone."""
+        """Of everything, not of the copy alone."""
         return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Part of a storage that tensors use: the bytes `[start, end)`, which go to `offset` in the arena."""
+    """A part of a storage that tensors use: the bytes `[start, end)`, which move to `offset` in the arena."""
 
     tensors: list[Tensor]
     start: int
@@ -56,26 +55,25 @@ class _Span:
     offset: int
 
 
-class Dormant:
-    """A model whose tensors lie in an arena, so that it can sleep.
+class OffloadableModel:
+    """A model whose tensors are in an arena, so that its memory can be returned and taken again.
 
-    The parameters and buffers move at once, one after the other, those that share memory together. They remain the
-    same objects: what else refers to them, such as the packed form of a `QuantizedLinear`, sees them moved. So a graph
-    that was captured before is void: make this first. A model on the CPU is held in the same way, and sleeps in an
-    ordinary tensor.
+    The constructor moves parameters and buffers to the arena one after another, those that share memory together. They
+    remain the same objects: other references to them, such as the packed form of a `QuantizedLinear`, see the moved
+    data. Graphs captured before become invalid, so create this first. A model on the CPU is treated in the same way.
 
     Args:
-        model: all on one device; or on one GPU and, in part, on the CPU, where that part stays.
-        make_arena: makes the arena of so many bytes on a device.
+        model: on one device; parts of a model on a GPU may be on the CPU, and stay there.
+        make_arena: creates an arena of a size in bytes on a device.
 
     Attributes:
-        device: where it is when it is awake.
-        nbytes: what it takes there.
-        asleep: its tensors must not be touched.
+        device: of the awake model.
+        nbytes: its size there.
+        asleep: its tensors have no memory and must not be accessed.
 
     Raises:
         UsageError: the model is on several GPUs, or has no tensors.
-        DeviceError: there is not enough memory for one tensor more than the model; it can be used all the same.
+        DeviceError: the memory does not suffice for the model and one tensor more; the model can still be used.
     """
 
     def __init__(self, model: nn.Module, *, make_arena: Callable[[int, torch.device], Arena] = Arena) -> None:
@@ -89,9 +87,9 @@ class Dormant:
 
     @torch.inference_mode()
     def sleep(self) -> Transfer:
-        """Copy the tensors to main memory and give their memory back. Waits for what runs on the GPU.
+        """Copy the tensors to main memory and return the GPU's. Waits for the GPU.
 
-        Main memory is taken at the first sleep, and kept.
+        Main memory is allocated at the first sleep, and kept.
 
         Raises:
             DeviceError: main memory does not suffice; the model stays awake.
@@ -113,10 +111,10 @@ class Dormant:
 
     @torch.inference_mode()
     def wake(self) -> Transfer:
-        """Bring the tensors back.
+        """Copy the tensors back.
 
         Raises:
-            DeviceError: the GPU's memory does not suffice; the model sleeps on, and can be woken later.
+            DeviceError: the GPU's memory does not suffice; the model stays asleep and can be woken later.
         """
         if not self.asleep:
             return Transfer(0, 0.0, 0.0)
@@ -135,15 +133,15 @@ class Dormant:
         left = 0
         for span in spans:
             size = rounded_up(span.end - span.start, ALIGNMENT)
-            # By whole pieces: a piece takes as long to map whatever its size.
+            # In whole pieces: mapping a piece takes the same time whatever its size.
             self._arena.resize(min(rounded_up(span.offset + size, PIECE), self.nbytes))
-            place = self._arena.tensor((size,), torch.uint8, span.offset)
+            target = self._arena.tensor((size,), torch.uint8, span.offset)
             old = _bytes(span)
-            place[: old.numel()].copy_(old)
+            target[: old.numel()].copy_(old)
             del old
             for tensor in span.tensors:
                 first = (tensor.storage_offset() * tensor.element_size() - span.start) // tensor.element_size()
-                tensor.data = place.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), first)
+                tensor.data = target.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), first)
             left += size
             if self.device.type == "cuda" and (left >= _KEPT or span is spans[-1]):
                 torch.cuda.empty_cache()
@@ -174,7 +172,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """The GPU where the model is, or the CPU."""
+    """The GPU that holds the model, or the CPU."""
     found = {tensor.device for tensor in _tensors(model)}
     if not found:
         raise UsageError("a model without tensors cannot sleep")
@@ -185,14 +183,14 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _spans(model: nn.Module, device: torch.device) -> list[_Span]:
-    """What is to be moved and where to, in the model's order: that in which it was allocated, more or less."""
+    """What to move and where to, in the order of the model, which is about the order of allocation."""
     groups: dict[int, list[Tensor]] = {}
     for tensor in _tensors(model):
         if tensor.device == device:
             groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     spans, offset = [], 0
     for tensors in groups.values():
-        # From a multiple of the alignment, so that all keep theirs.
+        # From a multiple of the alignment, so that all tensors keep theirs.
         start = min(tensor.storage_offset() * tensor.element_size() for tensor in tensors) // ALIGNMENT * ALIGNMENT
         end = max(_end(tensor) for tensor in tensors)
         spans.append(_Span(tensors, start, end, offset))
@@ -201,13 +199,13 @@ def _spans(model: nn.Module, device: torch.device) -> list[_Span]:
 
 
 def _end(tensor: Tensor) -> int:
-    """Where a tensor ends in its storage, bytes."""
+    """The end of a tensor in its storage, in bytes."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + steps + 1) * tensor.element_size()
 
 
 def _bytes(span: _Span) -> Tensor:
-    """What a span holds, as uint8 `[end - start]`."""
+    """The bytes of a span, uint8 `[end - start]`."""
     tensor = span.tensors[0]
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return whole.set_(tensor.untyped_storage(), span.start, (span.end - span.start,), (1,))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from warpbus.cuda.vmm import Arena
-from warpbus.engine.dormancy import ALIGNMENT, Dormant, Transfer
+from warpbus.engine.offload import ALIGNMENT, OffloadableModel, Transfer
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import pack
@@ -59,7 +59,7 @@ def model(tiny_model):
 def test_a_decoder_moves_and_remains_what_it_was(model):
     tensors, expected = named(model), scores(model)
     pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    dormant = Dormant(model)
+    offloadable = OffloadableModel(model)
     assert torch.equal(scores(model), expected)
     after = named(model)
     assert after.keys() == tensors.keys()
@@ -72,7 +72,7 @@ def test_a_decoder_moves_and_remains_what_it_was(model):
     assert fields
     assert fields == {id(buffer) for buffer in layer.buffers()} - {id(layer.bias)}
     used = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors.values()}
-    assert sum(used.values()) <= dormant.nbytes <= sum(used.values()) + ALIGNMENT * len(used)
+    assert sum(used.values()) <= offloadable.nbytes <= sum(used.values()) + ALIGNMENT * len(used)
 
 
 def test_asleep_it_has_no_memory_and_awake_it_is_as_before(model):
@@ -82,36 +82,36 @@ def test_asleep_it_has_no_memory_and_awake_it_is_as_before(model):
         arenas.append(Arena(size, device))
         return arenas[-1]
 
-    dormant = Dormant(model, make_arena=make)
+    offloadable = OffloadableModel(model, make_arena=make)
     (arena,) = arenas
     expected = scores(model)
     pointers = [tensor.data_ptr() for tensor in named(model).values()]
     for _ in range(3):
-        went = dormant.sleep()
-        assert dormant.asleep
-        assert went.nbytes == dormant.nbytes
+        went = offloadable.sleep()
+        assert offloadable.asleep
+        assert went.nbytes == offloadable.nbytes
         assert went.seconds >= went.copying > 0
         assert went.bytes_per_second > 0
         assert arena.mapped == 0
         assert all((tensor == 0).all() for tensor in model.parameters())
-        assert dormant.sleep() == Transfer(0, 0.0, 0.0)
-        came = dormant.wake()
-        assert not dormant.asleep
-        assert came.nbytes == dormant.nbytes
-        assert arena.mapped >= dormant.nbytes
-        assert dormant.wake().nbytes == 0
+        assert offloadable.sleep() == Transfer(0, 0.0, 0.0)
+        came = offloadable.wake()
+        assert not offloadable.asleep
+        assert came.nbytes == offloadable.nbytes
+        assert arena.mapped >= offloadable.nbytes
+        assert offloadable.wake().nbytes == 0
         assert torch.equal(scores(model), expected)
         assert [tensor.data_ptr() for tensor in named(model).values()] == pointers
 
 
 def test_what_is_changed_between_two_sleeps_is_kept(model):
-    dormant = Dormant(model)
-    dormant.sleep()
-    dormant.wake()
+    offloadable = OffloadableModel(model)
+    offloadable.sleep()
+    offloadable.wake()
     with torch.no_grad():
         model.final_norm.weight.fill_(3)
-    dormant.sleep()
-    dormant.wake()
+    offloadable.sleep()
+    offloadable.wake()
     assert (model.final_norm.weight == 3).all()
 
 
@@ -120,11 +120,11 @@ def test_a_tied_head_moves_once(make_model, tmp_path):
     model = load_model(Checkpoint(directory), device="cpu", dtype=torch.float32)
     assert model.head.weight is model.embedding.weight
     expected = scores(model)
-    dormant = Dormant(model)
+    offloadable = OffloadableModel(model)
     assert model.head.weight is model.embedding.weight
-    assert dormant.nbytes < sum(p.nbytes + ALIGNMENT for p in model.parameters())
-    dormant.sleep()
-    dormant.wake()
+    assert offloadable.nbytes < sum(p.nbytes + ALIGNMENT for p in model.parameters())
+    offloadable.sleep()
+    offloadable.wake()
     assert torch.equal(scores(model), expected)
 
 
@@ -135,13 +135,13 @@ def test_packed_forms_of_gpu_kernels_stay_whole():
     scales, zeros = torch.rand(80, 2, generator=generator), torch.randint(0, 16, (80, 2), generator=generator)
     packed = pack(QTensor.from_codes(scheme, codes, scales, zeros), torch.float16)
     layer = QuantizedLinear(packed)
-    dormant = Dormant(layer)
+    offloadable = OffloadableModel(layer)
     assert layer.form is packed
     assert layer.codes is packed.codes
     assert layer.zeros is packed.zeros
-    dormant.sleep()
+    offloadable.sleep()
     assert packed.codes.count_nonzero() == 0
-    dormant.wake()
+    offloadable.wake()
     assert torch.equal(layer.weight.codes(), codes.to(layer.weight.codes().dtype))
 
 
@@ -161,15 +161,15 @@ class Shared(nn.Module):
 def test_tensors_that_share_memory_go_on_sharing_it():
     model = Shared()
     expected = copy.deepcopy(dict(model.named_buffers()))
-    dormant = Dormant(model)
-    dormant.sleep()
-    dormant.wake()
+    offloadable = OffloadableModel(model)
+    offloadable.sleep()
+    offloadable.wake()
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, expected[name])
         assert buffer.stride() == expected[name].stride()
     model.left[-1] = -1
     assert model.right[9, 0] == -1
-    assert dormant.nbytes == 768 + 256  # the bytes 512 to 1240 of what is shared, and the 60 that are not
+    assert offloadable.nbytes == 768 + 256  # the bytes 512 to 1240 of what is shared, and the 60 that are not
 
 
 class Full:
@@ -193,16 +193,16 @@ def test_a_wake_that_fails_leaves_it_asleep_and_can_be_tried_again(model):
         made.append(Full(size, device))
         return made[-1]
 
-    dormant = Dormant(model, make_arena=make)
+    offloadable = OffloadableModel(model, make_arena=make)
     expected = scores(model)
-    dormant.sleep()
+    offloadable.sleep()
     made[0].full = True
     for _ in range(2):
         with pytest.raises(DeviceError, match="0 are free"):
-            dormant.wake()
-        assert dormant.asleep
+            offloadable.wake()
+        assert offloadable.asleep
     made[0].full = False
-    dormant.wake()
+    offloadable.wake()
     assert torch.equal(scores(model), expected)
 
 
@@ -215,10 +215,10 @@ def test_a_model_that_cannot_move_can_be_used(model):
         return full
 
     with pytest.raises(DeviceError, match="0 are free"):
-        Dormant(model, make_arena=make)
+        OffloadableModel(model, make_arena=make)
     assert torch.equal(scores(model), expected)
 
 
 def test_a_model_without_tensors():
     with pytest.raises(UsageError, match="without tensors"):
-        Dormant(nn.ReLU())
+        OffloadableModel(nn.ReLU())

@@ -7,7 +7,7 @@ import torch
 from dense_configs import with_traits
 
 from warpbus.cuda.vmm import Arena, mapped_bytes
-from warpbus.engine.dormancy import ALIGNMENT, Dormant
+from warpbus.engine.offload import ALIGNMENT, OffloadableModel
 from warpbus.errors import DeviceError
 from warpbus.models import SHAPES, random_model
 from warpbus.qtensor import Scheme
@@ -61,7 +61,7 @@ def test_moving_takes_little_more_than_a_tensor(model):
             free, total = torch.cuda.mem_get_info(GPU)
             highest[0] = max(highest[0], total - free)
 
-    dormant = Dormant(model, make_arena=Watched)
+    offloadable = OffloadableModel(model, make_arena=Watched)
     assert highest[0] - before <= largest + 256 * MiB
     assert abs(used() - before) <= SLACK + 64 * MiB
     after = named(model)
@@ -74,11 +74,11 @@ def test_moving_takes_little_more_than_a_tensor(model):
     assert linear.form.codes is linear.codes
     assert linear.form.scales is linear.scales
     close(scores(model), expected)
-    assert dormant.nbytes >= sum(tensor.nbytes for tensor in tensors.values())
+    assert offloadable.nbytes >= sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_asleep_the_drivers_memory_is_free_and_awake_graphs_go_on(model):
-    dormant = Dormant(model)
+    offloadable = OffloadableModel(model)
     layer = model.layers[1]
     x = torch.randn(1, 1, MIDDLE.hidden_size, device=GPU, dtype=torch.float16)
 
@@ -102,17 +102,17 @@ def test_asleep_the_drivers_memory_is_free_and_awake_graphs_go_on(model):
     pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     awake, ours = used(), mapped_bytes(GPU)
     for _ in range(3):
-        went = dormant.sleep()
-        assert went.nbytes == dormant.nbytes
+        went = offloadable.sleep()
+        assert went.nbytes == offloadable.nbytes
         asleep = used()
         assert abs(awake - asleep - (ours - mapped_bytes(GPU))) <= SLACK
-        assert ours - mapped_bytes(GPU) >= dormant.nbytes
-        other = torch.full((dormant.nbytes // 4,), 0x7FC00000, dtype=torch.int32, device=GPU)  # NaN, where it was
+        assert ours - mapped_bytes(GPU) >= offloadable.nbytes
+        other = torch.full((offloadable.nbytes // 4,), 0x7FC00000, dtype=torch.int32, device=GPU)  # NaN, where it was
         torch.cuda.synchronize()
         del other
         torch.cuda.empty_cache()
-        came = dormant.wake()
-        assert came.nbytes == dormant.nbytes
+        came = offloadable.wake()
+        assert came.nbytes == offloadable.nbytes
         print(f"sleep {went.bytes_per_second / 1e9:.1f} GB/s, wake {came.bytes_per_second / 1e9:.1f} GB/s")
         result.zero_()
         graph.replay()
@@ -124,53 +124,53 @@ def test_asleep_the_drivers_memory_is_free_and_awake_graphs_go_on(model):
 
 
 def test_a_wake_without_memory_can_be_tried_again(model):
-    dormant = Dormant(model)
+    offloadable = OffloadableModel(model)
     expected = scores(model)
-    dormant.sleep()
+    offloadable.sleep()
     gc.collect()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(GPU)[0]
     neighbour = Arena(free, GPU)
-    neighbour.resize(free - dormant.nbytes // 2)
+    neighbour.resize(free - offloadable.nbytes // 2)
     for _ in range(2):
         with pytest.raises(DeviceError, match=r"cuda:0: [0-9,]+ bytes more were asked for, [0-9,]+ are free"):
-            dormant.wake()
-        assert dormant.asleep
+            offloadable.wake()
+        assert offloadable.asleep
     neighbour.close()
-    dormant.wake()
-    assert not dormant.asleep
+    offloadable.wake()
+    assert not offloadable.asleep
     close(scores(model), expected)
 
 
 def test_a_tied_head_moves_once():
     tied = random_model(with_traits(MIDDLE, num_layers=1, tie_embeddings=True), W4, GPU, torch.float16)
     assert tied.head.weight is tied.embedding.weight
-    dormant = Dormant(tied)
+    offloadable = OffloadableModel(tied)
     assert tied.head.weight is tied.embedding.weight
-    assert dormant.nbytes < sum(tensor.nbytes + ALIGNMENT for tensor in named(tied).values())
+    assert offloadable.nbytes < sum(tensor.nbytes + ALIGNMENT for tensor in named(tied).values())
 
 
 def test_an_embedding_on_the_cpu_stays_there():
     model = random_model(with_traits(MIDDLE, num_layers=1), W4, GPU, torch.float16, embedding="cpu")
     place = model.embedding.weight.data_ptr()
     expected = scores(model)
-    dormant = Dormant(model)
-    dormant.sleep()
+    offloadable = OffloadableModel(model)
+    offloadable.sleep()
     assert model.embedding.weight.data_ptr() == place
-    dormant.wake()
+    offloadable.wake()
     close(scores(model), expected)
-    assert dormant.device == GPU
+    assert offloadable.device == GPU
 
 
 def test_a_hundred_sleeps_leak_nothing():
     model = random_model(with_traits(MIDDLE, num_layers=1, vocab_size=1024), W4, GPU, torch.float16)
-    dormant = Dormant(model)
-    dormant.sleep()
-    dormant.wake()
+    offloadable = OffloadableModel(model)
+    offloadable.sleep()
+    offloadable.wake()
     before = used()
     for _ in range(100):
-        dormant.sleep()
-        dormant.wake()
+        offloadable.sleep()
+        offloadable.wake()
     assert abs(used() - before) <= SLACK
-    dormant.sleep()
-    assert dormant.asleep
+    offloadable.sleep()
+    assert offloadable.asleep
