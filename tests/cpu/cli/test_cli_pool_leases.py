@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from warpbus.cli import app
 from warpbus.cli.pool_leases import pool_table
-from warpbus.errors import ConnectionLost, UsageError
+from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.leases import Gpu
 from warpbus.pool.quota import Quota
@@ -67,7 +67,7 @@ def test_verbs_say_what_they_did_or_why_not(address):
 
 def test_nobody_there():
     outcome = invoke("status", "--address", "warpbus://127.0.0.1:9")
-    assert isinstance(outcome.exception, ConnectionLost)
+    assert isinstance(outcome.exception, ConnectionLostError)
 
 
 def test_serve_refuses_what_would_be_open_to_everybody(tmp_path):

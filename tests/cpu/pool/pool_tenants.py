@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from warpbus.errors import ConnectionLost
+from warpbus.errors import ConnectionLostError
 from warpbus.pool.protocol import control
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
@@ -110,7 +110,7 @@ def ask(channel, *question):
 
 
 def ended(channel):
-    with suppress(ConnectionLost):
+    with suppress(ConnectionLostError):
         while channel.receive(90) is not None:
             pass
         return False

@@ -14,7 +14,7 @@ import pytest
 import trustme
 from pool_daemons import MEMORY, entry, greet, lease, serving, until
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UnavailableError, UsageError
+from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, UnavailableError, UsageError
 from warpbus.pool.daemon.daemon import Daemon
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.tenant_processes import TenantProcess
@@ -58,7 +58,7 @@ def test_a_client_gets_a_lease_and_reaches_its_process(served, steering):
     found = until(lambda: (e := entry(steering, granted)) and e["memory_used"] == 7 and e)
     assert (found["state"], found["gpu"], found["tenant"]) == ("placed", "mill/0", "local")
     assert steering.ask({"do": "release", "lease": granted["lease"]}) == {"released": granted["lease"]}
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(ConnectionLostError):
         channel.receive(90)
     assert entry(steering, granted) is None
 
@@ -80,7 +80,7 @@ def test_a_process_that_dies_takes_its_own_lease_alone(served, steering):
     os.kill(channels[0][2]["pid"], signal.SIGKILL)
     until(lambda: entry(steering, first) is None)
     assert entry(steering, second)["state"] == "placed"
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(ConnectionLostError):
         channels[0][0].receive(90)
     assert channels[1][0].receive(0.1) is None
     _, kind, said = greet(served.address, first)
@@ -102,7 +102,7 @@ def test_who_comes_while_the_process_ends_hears_how_it_ended(served, steering, m
     granted = lease(steering)
     channel, _, said = greet(served.address, granted)
     os.kill(said["pid"], signal.SIGKILL)
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(ConnectionLostError):
         channel.receive(90)
     tenancy = served.daemon.host.tenancies[granted["lease"]]
     until(lambda: not tenancy.process.alive)
@@ -142,7 +142,7 @@ def test_who_waits_is_told_and_gets_the_room_that_is_freed(served, steering):
 
 
 def _ask_in_vain(steering: Steering) -> None:
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(ConnectionLostError):
         steering.ask({"do": "lease", "memory": 900_000_000, "share": 0.5})
 
 
@@ -168,7 +168,7 @@ def test_suspended_and_resumed_after_a_restart(tmp_path):
         assert done == {"suspended": granted["lease"], "seconds": 0.1, "bytes": 5}
         assert entry(steering, granted)["state"] == "suspended"
         _, kind, said = greet(before.address, granted)
-        assert (kind, said["type"]) == (Kind.REFUSED, "ConnectionLost")  # it may be tried again
+        assert (kind, said["type"]) == (Kind.REFUSED, "ConnectionLostError")  # it may be tried again
         assert "is suspended" in said["message"]
     with serving(tmp_path) as after, after.steering() as steering:
         assert entry(steering, lost) is None
@@ -381,7 +381,7 @@ def test_a_lease_moves_to_another_machine(served, peers, steering):
     assert (done["moved"], done["pause"], done["bytes"]) == ("dam/0", 0.01, 123)
     assert {"phase": "copying", "done": 1, "total": 2} in told
     assert entry(steering, granted)["gpu"] == "dam/0"
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(ConnectionLostError):
         channel.receive(90)
     _, kind, said = greet(served.address, granted)  # it knows where it went
     assert (kind, said) == (Kind.MOVED, {"address": peers.daemon.address, "final": True})
@@ -444,7 +444,7 @@ def test_a_process_that_dies_on_another_machine_is_heard_of(served, peers, steer
     until(lambda: entry(steering, granted)["memory_used"] == 7)
     os.kill(welcome["pid"], signal.SIGKILL)
     until(lambda: entry(steering, granted) is None)
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(ConnectionLostError):
         channel.receive(90)
 
 

@@ -13,7 +13,7 @@ import torch
 from pool_direct import connected
 from torch.utils.data import DataLoader, Dataset
 
-from warpbus.errors import ConnectionLost, DeviceError
+from warpbus.errors import ConnectionLostError, DeviceError
 from warpbus.pool.client.session import FORKED, Session
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
@@ -100,7 +100,7 @@ def test_an_abandoned_channel_closes_one_descriptor_alone() -> None:
     of_child, of_parent, other = Channel(mine.dup(), "peer"), Channel(mine, "peer"), Channel(peer, "us")
     of_child.abandon("it is the parent's")
     for use in (lambda: of_child.send(Kind.BYE), lambda: of_child.receive(0.0)):
-        with pytest.raises(ConnectionLost, match="it is the parent's"):
+        with pytest.raises(ConnectionLostError, match="it is the parent's"):
             use()
     of_parent.send(Kind.ACK, 7)
     frame = other.receive(_SECONDS)

@@ -1,4 +1,4 @@
-"""Whatever comes over a connection: 130,000 damaged messages, which raise DeviceError at worst and cost no memory."""
+"""130,000 damaged messages: each raises an error of the pool at worst, and costs no memory."""
 
 import random
 import socket
@@ -9,7 +9,7 @@ import pytest
 import torch
 from pool_mutations import mutate, mutate_value, no_hang
 
-from warpbus.errors import ConnectionLost, DeviceError
+from warpbus.errors import ConnectionLostError, DeviceError, PoolError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Kind
 from warpbus.pool.protocol.geometry import Geometry, contiguous
@@ -137,10 +137,10 @@ CHECKS = {
 
 
 def refusal(check, data):
-    """What a check raises says, or None; any error but DeviceError is the test's failure, and shows the data."""
+    """The message of the DeviceError or PoolError of a check, or None; any other error fails the test."""
     try:
         check(data)
-    except DeviceError as error:
+    except (DeviceError, PoolError) as error:
         return line_of(error, data)
     except BaseException as error:
         error.add_note(f"input: {data!r}")
@@ -233,7 +233,7 @@ def received(data, rng):
             frame = channel.receive(90)
             assert frame is not None, "neither a frame nor the end"
             found.append((frame.kind, frame.number, bytes(frame.payload)))
-    except ConnectionLost as lost:
+    except ConnectionLostError as lost:
         line_of(lost, data)
         assert channel.fileno() == -1
         return found

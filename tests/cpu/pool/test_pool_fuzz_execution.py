@@ -10,7 +10,7 @@ import torch
 from pool_hand import Hand
 from pool_mutations import mutate, mutate_value, no_hang
 
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, PoolError
 from warpbus.pool.protocol.failures import Failure, PoisonedError
 from warpbus.pool.protocol.instructions import Instruction, Writer, call_prefix, parse
 from warpbus.pool.protocol.signature import Signature
@@ -216,7 +216,7 @@ def batter(damage, corpus, seed, executors, batches):
                 failures = executor.execute(number, memoryview(payload))
                 assert all(isinstance(each, Failure) and each.batch == number for each in failures)
                 failed += bool(failures)
-            except DeviceError as error:
+            except (DeviceError, PoolError) as error:
                 messages.append(str(error))
             except BaseException as error:
                 error.add_note(f"input: {payload.hex()}")

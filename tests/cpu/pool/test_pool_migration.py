@@ -15,7 +15,7 @@ from pool_migration_work import CUT_SHORT, contents, execute, lease
 from pool_random_lease import CPU, TICKET, Lease
 
 from warpbus.cuda.ipc import Place
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
+from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PoolError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.protocol.frames import Frame, Kind
@@ -61,7 +61,7 @@ class Wire:
             if not end.closed and self.destination.state is DestinationState.WAITING and end.pending():
                 try:
                     hello = end.receive(0.0)
-                except ConnectionLost:
+                except ConnectionLostError:
                     return
                 assert hello is not None
                 self.destination.admit(end, decode(hello.payload))  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def move(
                 here.execute(here.executed + 1)
         told = True
         report = source.finish()
-    except DeviceError:
+    except (DeviceError, PoolError):
         told = False  # the source tells the client that this is off
     except KilledError:
         wire.kill("s")

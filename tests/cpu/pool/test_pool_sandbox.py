@@ -53,7 +53,7 @@ def test_an_intruder_reaches_nothing(intrusion):
 def test_without_the_sandbox_it_reaches_all_of_it(intrusion):
     """The attempts themselves work: what stops them above is the sandbox."""
     said = intrusion(sandbox=False)
-    assert "ConnectionLost" in said.pop("control the pool")  # the daemon knows its own processes
+    assert "ConnectionLostError" in said.pop("control the pool")  # the daemon knows its own processes
     assert {name: outcome for name, outcome in said.items() if outcome != "done"} == {}
 
 

@@ -10,7 +10,7 @@ import torch
 from pool_doors import read_preamble
 from pool_tenants import acknowledged, ask, ended, started, write
 
-from warpbus.errors import ConnectionLost
+from warpbus.errors import ConnectionLostError
 from warpbus.pool.protocol import control
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.frames import Kind
@@ -48,7 +48,7 @@ def door(path, daemon):
         try:
             while True:
                 sock, _ = listener.accept()
-                with sock, suppress(ConnectionLost):  # it has another ticket
+                with sock, suppress(ConnectionLostError):  # it has another ticket
                     asked.append(read_preamble(sock, TICKET))
                     control.send(daemon.end, {"do": "client"}, sock)
         except OSError:
@@ -108,7 +108,7 @@ def test_a_lease_moves(in_turns, tmp_path):
         old.tell(do="neighbours", count=int(in_turns))
         channel, _ = old.client()
         early, answer = new.client()
-        assert (answer.kind, decode(answer.payload)["type"]) == (Kind.REFUSED, "ConnectionLost")
+        assert (answer.kind, decode(answer.payload)["type"]) == (Kind.REFUSED, "ConnectionLostError")
         early.close()
         channel.send(Kind.BATCH, 1, write(start))
         for number in range(2, 12):

@@ -15,10 +15,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
+from warpbus.errors import ConnectionLostError, FrameError, LeaseLostError, StateError
 from warpbus.pool.protocol.address import Address, address
 from warpbus.pool.protocol.channel import Channel, connect
-from warpbus.pool.protocol.failures import Failure
+from warpbus.pool.protocol.failures import Failure, sent_error
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 
@@ -71,7 +71,7 @@ class Reading:
             return
         end = self.filled + len(frame.payload)
         if end > len(self.data):
-            raise ConnectionLost("the pool sent more bytes than were asked for")
+            raise FrameError("the pool sent more bytes than were asked for")
         self.data[self.filled : end] = frame.payload
         self.filled = end
 
@@ -113,7 +113,7 @@ class Connection:
                 self._look()
             while self._kept_bytes > _KEPT_BYTES:
                 self._take(self._channel.receive())
-        except ConnectionLost as lost:
+        except ConnectionLostError as lost:
             self._reconnect(lost)
         self._raise()
 
@@ -128,7 +128,7 @@ class Connection:
         def take(frame: Frame) -> tuple[bool, None]:
             nonlocal filled
             if filled + len(frame.payload) > len(into):
-                raise ConnectionLost("the pool sent more bytes than were asked for")
+                raise FrameError("the pool sent more bytes than were asked for")
             into[filled : filled + len(frame.payload)] = frame.payload
             filled += len(frame.payload)
             return filled == len(into), None
@@ -146,7 +146,7 @@ class Connection:
         self._readings[reading.number] = reading
         try:
             self._channel.send(Kind.ASK, reading.number, reading.payload)
-        except ConnectionLost as lost:
+        except ConnectionLostError as lost:
             self._reconnect(lost)
         return reading
 
@@ -155,7 +155,7 @@ class Connection:
         while not reading.arrived:
             try:
                 self._take(self._channel.receive())
-            except ConnectionLost as lost:
+            except ConnectionLostError as lost:
                 self._reconnect(lost)
         if reading.failure is not None:
             self._failures.clear()  # what led to this one, most likely
@@ -171,18 +171,18 @@ class Connection:
         """
         try:
             self._look()
-        except ConnectionLost as lost:
+        except ConnectionLostError as lost:
             self._reconnect(lost)
 
     def close(self) -> None:
         """Say that the connection ends as it was meant, and end it."""
-        with suppress(ConnectionLost):
+        with suppress(ConnectionLostError):
             self._channel.send(Kind.BYE)
         self._channel.close()
 
     def abandon(self, why: str) -> None:
         """Close this process's copy of the socket and leave the connection to the process that this one was forked
-        from. From now on sending and asking raise DeviceError with `why`."""
+        from. From now on sending and asking raise StateError with `why`."""
         self._abandoned = why
         self._channel.abandon(why)
 
@@ -210,7 +210,7 @@ class Connection:
                     if finished:
                         self._raise()
                         return answer
-            except ConnectionLost as lost:
+            except ConnectionLostError as lost:
                 self._reconnect(lost)
 
     def _look(self) -> None:
@@ -234,25 +234,25 @@ class Connection:
         elif frame.kind is Kind.MOVED:
             self._moving = _moving(frame)
             if self._moving.final:
-                raise ConnectionLost(f"the lease has moved to {self._moving.address}")
+                raise ConnectionLostError(f"the lease has moved to {self._moving.address}")
         elif frame.kind is Kind.BYE:
-            raise ConnectionLost("the pool has ended the connection")
+            raise ConnectionLostError("the pool has ended the connection")
         else:
-            raise ConnectionLost(f"the pool sent a {frame.kind.name} frame in the middle of a session")
+            raise FrameError(f"the pool sent a {frame.kind.name} frame in the middle of a session")
 
     def _raise(self) -> None:
         if self._failures:
             raise self._failures.popleft().exception()
 
-    def _reconnect(self, lost: ConnectionLost) -> None:
+    def _reconnect(self, lost: ConnectionLostError) -> None:
         """Find the lease again, and send what may not have arrived.
 
         Raises:
             LeaseLostError: it is gone, or cannot be reached within the patience.
-            DeviceError: the connection is another process's.
+            StateError: the connection is another process's.
         """
         if self._abandoned is not None:
-            raise DeviceError(self._abandoned) from None
+            raise StateError(self._abandoned) from None
         self._channel.close()
         until = time.monotonic() + self.patience
         attempt = 0
@@ -265,7 +265,7 @@ class Connection:
                     self._resend()
                     self.reconnections += 1
                     return
-                except ConnectionLost as error:
+                except ConnectionLostError as error:
                     last = error
             if time.monotonic() >= until:
                 raise LeaseLostError(f"the remote GPU is lost: {last}; what was on it is gone, connect again") from None
@@ -294,15 +294,15 @@ class Connection:
             channel.send(Kind.HELLO, 0, encode(hello))
             frame = channel.receive(timeout=self.patience)
             if frame is None:
-                raise ConnectionLost(f"{where} does not answer")
+                raise ConnectionLostError(f"{where} does not answer")
             if frame.kind is Kind.MOVED:
                 self._moving = _moving(frame)
-                raise ConnectionLost(f"the lease has moved to {self._moving.address}")
+                raise ConnectionLostError(f"the lease has moved to {self._moving.address}")
             value: Any = decode(frame.payload)
             if frame.kind is Kind.REFUSED:
-                raise _refusal(value)
+                raise sent_error(value)
             if frame.kind is not Kind.WELCOME:
-                raise ConnectionLost(f"{where} greets with a {frame.kind.name} frame")
+                raise FrameError(f"{where} greets with a {frame.kind.name} frame")
         except BaseException:
             channel.close()
             raise
@@ -324,14 +324,6 @@ class Connection:
             if not reading.arrived:
                 reading.filled = 0
                 self._channel.send(Kind.ASK, number, reading.payload)
-
-
-def _refusal(value: Any) -> Exception:
-    """Why a tenant or a daemon does not let this client in."""
-    kind, message = value.get("type"), str(value.get("message"))
-    if kind == "LeaseLostError":
-        return LeaseLostError(message)
-    return ConnectionLost(message) if kind == "ConnectionLost" else DeviceError(message)
 
 
 def _moving(frame: Frame) -> _Moving:

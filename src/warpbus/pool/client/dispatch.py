@@ -15,7 +15,7 @@ from torch._C._acc import create_empty_tensor as _create
 from torch._ops import OpOverload
 from torch.nn import Parameter
 
-from warpbus.errors import DeviceError
+from warpbus.errors import StateError
 from warpbus.pool.client.calls import NUMBER_KINDS, Reading, Wrapped, goes_along, number_positions
 from warpbus.pool.client.session import Session, current
 from warpbus.pool.client.tensors import NAME, Remote, new_tensor, set_geometry
@@ -188,7 +188,7 @@ class Operator:
         elif value.device.type == "cpu" and (value.dim() == 0 or self._indexed):
             self._take(call, self._upload(value), False)
         elif value.device.type == NAME:
-            raise DeviceError(
+            raise StateError(
                 f"{self.overload.name()}: a tensor of shape {list(value.shape)} of an earlier connection: "
                 "its bytes are gone; make it again with the GPU that is connected now"
             )

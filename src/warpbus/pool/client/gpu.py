@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
-from warpbus.errors import DeviceError, LeaseLostError, WarpbusError
+from warpbus.errors import LeaseLostError, StateError, WarpbusError
 from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import let_gradients_flow, register
 from warpbus.pool.client.program import Program, recorded
@@ -48,8 +48,10 @@ def connect(
 
     Raises:
         UsageError: an argument is wrong, or no GPU of the pool could ever give that much.
-        ConnectionLost: no pool answers at the address.
-        DeviceError: the pool refuses, or this process has a remote GPU already.
+        ConnectionLostError: no pool answers at the address.
+        TokenError, AuthorizationError: the pool does not accept the token, or its certificate is not trusted.
+        StateError: this process has a remote GPU already.
+        DeviceError: the process of the lease did not start.
     """
     refuse_second()
     quota = Quota.parse(memory, share)
@@ -93,7 +95,7 @@ class Gpu:
         self.session = Session(self._connection, quota.memory, welcome.device, welcome.capability)
         try:
             use(self.session)
-        except DeviceError:
+        except StateError:
             self._connection.close()
             self._release()
             raise

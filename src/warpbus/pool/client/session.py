@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import ProtocolError, StateError, UsageError
 from warpbus.pool.client.connection import Connection, Reading
 from warpbus.pool.client.tensors import Remote
 from warpbus.pool.protocol.instructions import MAX_RANDOM_STATE, MAX_WRITE, Writer
@@ -185,7 +185,7 @@ class Session:
         """The state of the tenant's generator, after everything sent before: one round trip."""
         state = self.ask(["random"])
         if not isinstance(state, bytes):
-            raise DeviceError("the pool answered with no random state: use one version of Warpbus on both sides")
+            raise ProtocolError("the pool answered with no random state: use one version of Warpbus on both sides")
         return state
 
     def set_random_state(self, state: bytes) -> None:
@@ -213,7 +213,7 @@ class Session:
         self.statistics.round_trips += 1
 
     def abandon(self) -> None:
-        """In a forked child: never use the parent's connection. What is asked of the session raises DeviceError."""
+        """In a forked child: never use the parent's connection. What is asked of the session raises StateError."""
         self.lock = threading.RLock()  # another thread of the parent may have held it
         self.connection.abandon(FORKED)
 
@@ -247,10 +247,10 @@ def current() -> Session:
     """The session of the connected GPU.
 
     Raises:
-        DeviceError: none is connected.
+        StateError: none is connected.
     """
     if _current is None:
-        raise DeviceError(FORKED if _forked else _NOT_CONNECTED)
+        raise StateError(FORKED if _forked else _NOT_CONNECTED)
     return _current
 
 
@@ -265,9 +265,9 @@ def is_forked() -> bool:
 
 
 def refuse_second() -> None:
-    """Raises DeviceError if a GPU is connected."""
+    """Raises StateError if a GPU is connected."""
     if _current is not None:
-        raise DeviceError("this process has a remote GPU already: close it first, or use another process for a second")
+        raise StateError("this process has a remote GPU already: close it first, or use another process for a second")
 
 
 def use(session: Session | None) -> None:

@@ -9,7 +9,7 @@ import socket
 import ssl
 from contextlib import suppress
 
-from warpbus.errors import ConnectionLost, DeviceError
+from warpbus.errors import ConnectionLostError, FrameError, ProtocolError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.frames import HEADER, Kind, pack_header, parse_header
 
@@ -54,7 +54,7 @@ class Conversation:
         """Speak on a socket that somebody has connected to, from after the preamble on.
 
         Raises:
-            ConnectionLost: TLS does not come about in time.
+            ConnectionLostError: TLS does not come about in time.
         """
         loop = asyncio.get_running_loop()
         reader = _Reader()
@@ -65,14 +65,14 @@ class Conversation:
             )
         except (OSError, ValueError) as error:
             sock.close()
-            raise ConnectionLost(f"{peer} did not begin TLS ({error})") from None
+            raise ConnectionLostError(f"{peer} did not begin TLS ({error})") from None
         return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop), peer)
 
     async def send(self, kind: Kind, number: int, value: wire.Value) -> None:
         """Send a value.
 
         Raises:
-            ConnectionLost: the other side is gone, or takes nothing in.
+            ConnectionLostError: the other side is gone, or takes nothing in.
         """
         payload = wire.encode(value)
         try:
@@ -86,7 +86,8 @@ class Conversation:
         """The next frame, with a payload of at most `most` bytes: its kind, number and value.
 
         Raises:
-            ConnectionLost: the other side is gone, silent for `timeout` seconds, or sends what cannot be understood.
+            ConnectionLostError: the other side is gone, or silent for `timeout` seconds.
+            FrameError: it sends something that is no frame.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -98,10 +99,8 @@ class Conversation:
             raise self._lost(error) from None
         try:
             return kind, number, wire.decode(payload)
-        except ConnectionLost:
-            raise
-        except DeviceError as error:
-            raise ConnectionLost(f"{self.peer} sent nonsense: {error}") from None
+        except ProtocolError as error:
+            raise FrameError(f"{self.peer} sent nonsense: {error}") from None
 
     async def gone(self) -> None:
         """Return when the other side has gone."""
@@ -111,9 +110,9 @@ class Conversation:
         """Hang up; what was sent still goes over."""
         self._writer.close()
 
-    def _lost(self, error: BaseException) -> ConnectionLost:
+    def _lost(self, error: BaseException) -> ConnectionLostError:
         why = {asyncio.IncompleteReadError: "closed", TimeoutError: "silent for too long"}.get(type(error), str(error))
-        return ConnectionLost(f"the connection to {self.peer} is lost ({why})")
+        return ConnectionLostError(f"the connection to {self.peer} is lost ({why})")
 
 
 def error_value(error: BaseException) -> dict[str, wire.Value]:
@@ -123,6 +122,6 @@ def error_value(error: BaseException) -> dict[str, wire.Value]:
 
 async def hang_up(conversation: Conversation, kind: Kind, value: wire.Value) -> None:
     """Say a last thing, and close; nobody need be there any more."""
-    with suppress(ConnectionLost):
+    with suppress(ConnectionLostError):
         await conversation.send(kind, 0, value)
     conversation.close()

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from warpbus.errors import (
-    ConnectionLost,
-    DeviceError,
+    ConnectionLostError,
+    FrameError,
     LeaseLostError,
+    PoolError,
     StorageError,
+    TokenError,
     UnavailableError,
     UsageError,
     WarpbusError,
@@ -235,7 +237,7 @@ class Daemon:
                     await self._say_what_became(proof, sock, peer, tls=tls)
             else:
                 await self._say_what_became(proof, sock, peer, tls=tls)
-        except (OSError, TimeoutError, ConnectionLost):
+        except (OSError, TimeoutError, ConnectionLostError):
             pass  # it has gone, or is not one of ours
         finally:
             self._unfinished.pop(task, None)
@@ -249,7 +251,7 @@ class Daemon:
         error: WarpbusError
         if saved is not None and proof.shows(saved.key):
             # For the client no reason to give up: it tries again for a while.
-            error = ConnectionLost(f"lease {lease} is suspended: warpbus pool resume-lease {lease} lets it go on")
+            error = ConnectionLostError(f"lease {lease} is suspended: warpbus pool resume-lease {lease} lets it go on")
         elif gone is None or not proof.shows(gone.key):
             what = "knows nothing of it with this key: it ended long ago, or never was"
             error = LeaseLostError(f"lease {lease}: {self._options.name} {what}")
@@ -302,7 +304,7 @@ class Daemon:
             token = hello.get("token")
             tenant = self._tokens.tenant(token if isinstance(token, str) else None)
             if tenant is None:
-                error = UsageError("the pool does not accept the token: give one of its own, by --token-file")
+                error = TokenError("the pool does not accept the token: give one of its own, by --token-file")
         if error is not None:
             self._audit.note("refused", address=peer, why=str(error))
             await hang_up(conversation, Kind.REFUSED, error_value(error))
@@ -331,7 +333,7 @@ class Daemon:
                 await conversation.send(Kind.ANSWER, number, answer)
             await asyncio.wait([work])
             if work.cancelled():
-                raise ConnectionLost(f"{asker.address} has hung up")
+                raise ConnectionLostError(f"{asker.address} has hung up")
             error = work.exception()
             if error is None:
                 answer = work.result()
@@ -342,7 +344,7 @@ class Daemon:
                 return
             if not isinstance(error, WarpbusError):
                 _log.error("a question was not answered", exc_info=error)
-                error = DeviceError("the pool's daemon met an error of its own: see its log")
+                error = PoolError("the pool's daemon met an error of its own: see its log")
             await conversation.send(Kind.ERROR, number, error_value(error))
         finally:
             gone.cancel()
@@ -354,7 +356,7 @@ class Daemon:
     async def _work(self, question: dict[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
         do = question.get("do")
         if (do in _ADMINS or "for" in question) and not asker.tenant.admin:
-            raise UsageError(f"{do}: only an admin may ask that: use an admin's token")
+            raise TokenError(f"{do}: only an admin may ask that: use an admin's token")
         if do == "broker":
             known = self._desk is not None or self._membership is not None
             at = None if self._broker_at is None else str(self._broker_at)
@@ -448,7 +450,7 @@ class Daemon:
 
 
 async def _preamble(sock: socket.socket) -> bytes:
-    """The 16 bytes after the magic. ConnectionLost if the client begins otherwise."""
+    """The 16 bytes after the magic. ConnectionLostError if the client begins otherwise."""
     begun = await _exactly(sock, len(MAGIC) + LEASE_BYTES, MAGIC)
     return begun[len(MAGIC) :]
 
@@ -461,14 +463,14 @@ async def _proof(door: bytes, sock: socket.socket) -> Proof:
 
 
 async def _exactly(sock: socket.socket, nbytes: int, begins: bytes = b"") -> bytes:
-    """So many bytes and none beyond. ConnectionLost if the client hangs up or does not begin so."""
+    """So many bytes and none beyond. ConnectionLostError if the client hangs up or does not begin so."""
     loop = asyncio.get_running_loop()
     found = b""
     while len(found) < nbytes:
         data = await loop.sock_recv(sock, nbytes - len(found))
         found += data
         if not data or not begins.startswith(found[: len(begins)]):
-            raise ConnectionLost("a client did not begin as one of Warpbus does")
+            raise FrameError("a client did not begin as one of Warpbus does")
     return found
 
 

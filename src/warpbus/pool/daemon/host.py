@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from warpbus.cuda.jit import cache_directory
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, StorageError, UsageError, WarpbusError
+from warpbus.errors import (
+    ConnectionLostError,
+    DeviceError,
+    LeaseLostError,
+    PeerTimeoutError,
+    PoolError,
+    StorageError,
+    UsageError,
+    WarpbusError,
+)
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
@@ -182,6 +191,7 @@ class Host:
         Raises:
             UsageError: the lease is here already, or there is no such GPU.
             DeviceError: the process did not start; the message has what it said.
+            PeerTimeoutError: it was not ready in time.
         """
         places = self.tenancies if order.ticket is None else self._arriving
         if order.lease in places:
@@ -206,7 +216,7 @@ class Host:
             await self._end(tenancy, "it did not start")
             if isinstance(error, TimeoutError):
                 late = f"its process was not ready after {_SECONDS_TO_START:g} s"
-                raise DeviceError(f"lease {order.lease}: {late}: is {self.name} busy?") from None
+                raise PeerTimeoutError(f"lease {order.lease}: {late}: is {self.name} busy?") from None
             if isinstance(error, OSError) and not isinstance(error, WarpbusError):
                 raise StorageError(f"lease {order.lease}: what was saved of it cannot be read ({error})") from None
             raise
@@ -245,7 +255,7 @@ class Host:
 
         Raises:
             UsageError: there is no such lease.
-            DeviceError: it did not come about, and the lease lives here as before.
+            DeviceError, PoolError: the move failed, and the lease lives here as before.
             LeaseLostError: its process has died over it.
         """
         tenancy = self._living(lease)
@@ -329,7 +339,7 @@ class Host:
             if tls:
                 given, inner = socket.socketpair()
             await tenancy.process.tell({"do": "client"}, given.fileno())
-        except DeviceError:
+        except (DeviceError, PoolError):
             if inner is not None:
                 given.close()
                 inner.close()
@@ -361,7 +371,7 @@ class Host:
     async def _end(self, tenancy: Tenancy, why: str) -> None:
         if tenancy.ending is None:
             tenancy.ending = why
-            with suppress(DeviceError):
+            with suppress(PoolError):
                 await tenancy.process.tell({"do": "end", "reason": why})
             await tenancy.process.end()
         await tenancy.ended.wait()
@@ -441,7 +451,7 @@ class Host:
             return
         there = [each for each in self.tenancies.values() if each.order.gpu == gpu and each.ending is None]
         for each in there:
-            with suppress(DeviceError):
+            with suppress(PoolError):
                 await each.process.tell({"do": "neighbours", "count": len(there) - 1})
 
     def _heard(self, tenancy: Tenancy, said: dict[str, Any]) -> None:
@@ -495,7 +505,7 @@ class Host:
                     told = news
                     tell(news)
         except TimeoutError:
-            raise ConnectionLost(
+            raise ConnectionLostError(
                 f"the process of lease {lease} says nothing of its move for {_SECONDS_OF_SILENCE:g} s: see its status"
             ) from None
         finally:

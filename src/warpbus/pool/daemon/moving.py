@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from warpbus.errors import ConnectionLost, LeaseLostError, UnavailableError, WarpbusError
+from warpbus.errors import ConnectionLostError, LeaseLostError, UnavailableError, WarpbusError
 from warpbus.pool.broker.leases import Lease
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.books import Books
@@ -111,7 +111,7 @@ class Moving:
 
     async def _failed(self, lease: Lease, source: str, target: str, move: _Move, error: WarpbusError) -> None:
         """Find out where the lease lives; raises `error`, or that the lease is lost, unless it is the target."""
-        if move.source_died or isinstance(error, LeaseLostError | ConnectionLost):
+        if move.source_died or isinstance(error, LeaseLostError | ConnectionLostError):
             end = time.monotonic() + self._claim
             while not (move.target_died or await self._has_arrived(lease, target, move)) and time.monotonic() < end:
                 move.news.clear()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from warpbus.errors import ConnectionLost, UsageError
+from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.broker.leases import Gpu
 from warpbus.pool.daemon.desk import Asker
 from warpbus.pool.daemon.host import Host, Order
@@ -31,7 +31,7 @@ async def ask(to: Address, token: str | None, question: Mapping[str, Any], tell:
 
     Raises:
         WarpbusError: what it answers with.
-        ConnectionLost: it is gone.
+        ConnectionLostError: it is gone.
     """
     loop = asyncio.get_running_loop()
     steering = await asyncio.to_thread(Steering, to, token)
@@ -231,7 +231,7 @@ async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) 
         for to in peers:
             try:
                 answer = await ask(to, token, {"do": "broker"})
-            except ConnectionLost:
+            except ConnectionLostError:
                 continue
             if answer["known"]:
                 at = to if answer["address"] is None else read_address(str(answer["address"]))

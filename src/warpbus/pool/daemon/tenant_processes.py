@@ -41,7 +41,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ConnectionLostError, PeerTimeoutError, PoolError
 from warpbus.pool.protocol import control, wire
 from warpbus.pool.tenant.sandbox import Confinement
 
@@ -106,7 +106,7 @@ class TenantProcess:
         """Say something to it, perhaps with sockets, of which it gets copies.
 
         Raises:
-            DeviceError: it is gone, or takes nothing in.
+            PoolError: it is gone, or takes nothing in.
         """
         packet = wire.encode(dict(what))
         end = self._loop.time() + _SECONDS_TO_TAKE
@@ -119,11 +119,11 @@ class TenantProcess:
                 return
             except BlockingIOError:
                 if self._loop.time() > end:
-                    raise DeviceError(f"the tenant's process {self.pid} is too busy to take a message") from None
+                    raise PeerTimeoutError(f"the tenant's process {self.pid} is too busy to take a message") from None
                 await asyncio.sleep(0.01)
             except OSError:
                 self._hang_up()
-        raise DeviceError(f"the tenant's process {self.pid} is gone")
+        raise ConnectionLostError(f"the tenant's process {self.pid} is gone")
 
     async def end(self) -> str:
         """Let it go: it ends when its socket closes, or is killed. Its directory is removed.
@@ -156,7 +156,7 @@ class TenantProcess:
         assert self._socket is not None
         try:
             said, sockets = control.receive(self._socket)
-        except DeviceError:
+        except PoolError:
             self._hang_up()
             return
         for each in sockets:

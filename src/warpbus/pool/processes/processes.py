@@ -13,7 +13,7 @@ from typing import Protocol
 from warpbus.cuda.checkpoint import State
 from warpbus.cuda.inventory import InstalledGpu
 from warpbus.cuda.memory_size import gigabytes
-from warpbus.errors import DeviceError, UsageError, WarpbusError
+from warpbus.errors import DeviceError, PoolError, StateError, UsageError, WarpbusError
 from warpbus.pool.processes.machine import Machine
 from warpbus.pool.processes.obstacles import Obstacle, mps_pipes, obstacles, obstacles_to_target
 from warpbus.pool.processes.proc import Process
@@ -77,7 +77,8 @@ def migrate_process(
 
     Raises:
         UsageError: no such GPU, or it is there already.
-        DeviceError: it cannot be carried, with every reason; or a step failed, with what became of the process.
+        StateError: it cannot be moved; the message names every reason.
+        DeviceError: a step failed; the message says in which state the process is.
     """
     target = _gpu(host, to)
     trip = _Trip.of_running(host, pid, source, force, target)
@@ -117,7 +118,8 @@ def resume_process(pid: int, host: Host, *, to: int | None = None, source: int |
 
     Raises:
         UsageError: it runs, or it is not known where it was.
-        DeviceError: there is no room, which leaves it suspended; or a step failed, with what became of it.
+        DeviceError: there is no room, which leaves it suspended, or a step failed; the message says in which state
+            the process is.
     """
     process = host.machine.process(pid)
     state = host.driver.state(pid)
@@ -125,7 +127,7 @@ def resume_process(pid: int, host: Host, *, to: int | None = None, source: int |
         host.suspensions.forget(pid)
         raise UsageError(f"process {pid} is not suspended: it runs")
     if state is State.FAILED:
-        raise DeviceError(f"process {pid}: {_AFTER[state]}")
+        raise StateError(f"process {pid}: {_AFTER[state]}")
     known = host.suspensions.of(process)
     if state is State.LOCKED:
         gpu = _where(host, process)
@@ -140,7 +142,7 @@ def resume_process(pid: int, host: Host, *, to: int | None = None, source: int |
     needed = known.memory if known else None
     found = obstacles_to_target(old, target, needed)
     if found:
-        raise DeviceError(f"process {pid} stays suspended: {_listed(found)}")
+        raise StateError(f"process {pid} stays suspended: {_listed(found)}")
     trip = _Trip(host, process, old, needed, resumes=True)
     trip.aimed = target
     with trip.returning():
@@ -198,7 +200,7 @@ class _Trip:
         state = host.driver.state(pid)
         if state is not State.RUNNING:
             advice = "end it" if state is State.FAILED else f"give warpbus pool resume {pid}"
-            raise DeviceError(f"process {pid} is {state.name.lower()}, not running: {advice}")
+            raise StateError(f"process {pid} is {state.name.lower()}, not running: {advice}")
         gpu = _gpu(host, source) if source is not None else _where(host, process)
         if target is not None and gpu.uuid == target.uuid:
             raise UsageError(f"process {pid} is on GPU {gpu.index} already: choose another")
@@ -223,7 +225,7 @@ class _Trip:
         before = time.perf_counter()
         try:
             step()
-        except DeviceError as error:
+        except (DeviceError, PoolError) as error:
             raise DeviceError(f"{name} failed ({error})") from error
         self.seconds[name] = time.perf_counter() - before
 
@@ -269,14 +271,14 @@ class _Trip:
                 driver.restore(self._pid, {})
             if state in (State.CHECKPOINTED, State.LOCKED):
                 driver.unlock(self._pid)
-        except DeviceError as error:
+        except (DeviceError, PoolError) as error:
             trouble = f"bringing it back failed too: {error}: "
         if self._ended():
             self._host.suspensions.forget(self._pid)
             return "it has ended meanwhile"
         try:
             state = driver.state(self._pid)
-        except DeviceError as error:
+        except (DeviceError, PoolError) as error:
             return f"{trouble}its state is not known ({error}): try warpbus pool resume {self._pid}, or end it"
         if state is State.RUNNING:
             self._host.suspensions.forget(self._pid)
@@ -285,7 +287,7 @@ class _Trip:
     def _ended(self) -> bool:
         try:
             return self._host.machine.process(self._pid).started != self._process.started
-        except DeviceError:
+        except PoolError:
             return True
 
 
@@ -313,11 +315,11 @@ def _where(host: Host, process: Process) -> InstalledGpu:
     several = named or mapped
     if several:
         numbers = ", ".join(str(gpu.index) for gpu in several)
-        raise DeviceError(
+        raise StateError(
             f"process {process.pid} uses GPUs {numbers}: one that uses a single GPU can be carried; if it is, give it "
             "with --from"
         )
-    raise DeviceError(f"process {process.pid}: it cannot be seen which GPU it is on: give it with --from")
+    raise StateError(f"process {process.pid}: it cannot be seen which GPU it is on: give it with --from")
 
 
 def _exchange(host: Host, old: InstalledGpu, new: InstalledGpu) -> dict[str, str]:
@@ -330,7 +332,7 @@ def _refuse(pid: int, found: list[Obstacle], force: bool) -> None:
     against = [each for each in found if each.certain or not force]
     if against:
         advice = "" if any(each.certain for each in against) else " (this is not certain: --force tries it)"
-        raise DeviceError(f"process {pid} stays as it is, it cannot be carried: {_listed(against)}{advice}")
+        raise StateError(f"process {pid} stays as it is, it cannot be carried: {_listed(against)}{advice}")
 
 
 def _listed(found: list[Obstacle]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from warpbus import errors
-from warpbus.errors import DeviceError, WarpbusError
+from warpbus.errors import DeviceError, PoolError, ProtocolError, WarpbusError
 from warpbus.pool.protocol.wire import Value
 
 # Those of Python and torch that callers tell apart; each stands before what it is derived from.
@@ -17,9 +17,7 @@ _PLAIN: dict[str, type[Exception]] = {
 }
 # What is raised again as what it was: these are made from a message alone.
 _OWN: dict[str, type[WarpbusError]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, WarpbusError) and not issubclass(kind, errors.RequestError)
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, WarpbusError)
 }
 _MAX_MESSAGE = 16_384
 
@@ -63,16 +61,16 @@ class Failure:
 
     @staticmethod
     def read(value: Any) -> "Failure":
-        """From what `plain` gave. Raises DeviceError for anything else."""
+        """From what `plain` gave. Raises ProtocolError for anything else."""
         kinds = {"type": str, "message": str, "operator": str, "batch": int}
         if not isinstance(value, dict) or {key: type(item) for key, item in value.items()} != kinds:
-            raise DeviceError("what is said to be a failure is none")
+            raise ProtocolError("what is said to be a failure is none")
         return Failure(**value)
 
 
 def sent_error(said: Mapping[str, Any]) -> WarpbusError:
-    """The error that a daemon sent; one of an unknown kind becomes a `DeviceError`."""
-    return _OWN.get(str(said.get("type")), DeviceError)(str(said.get("message")))
+    """The error that a daemon sent; one of an unknown kind becomes a `PoolError`."""
+    return _OWN.get(str(said.get("type")), PoolError)(str(said.get("message")))
 
 
 class PoisonedError(DeviceError):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from warpbus.errors import ConnectionLost, UsageError
+from warpbus.errors import ConnectionLostError, FrameError, UsageError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.channel import connect
@@ -30,9 +30,9 @@ class Steering:
         welcome: "tenant", "role", "host", and "tokens": whether the pool asks for tokens; as the daemon says.
 
     Raises:
-        ConnectionLost: nobody answers there, or not as a pool does.
-        UsageError: the pool does not accept the token.
-        DeviceError: its certificate is not trusted.
+        ConnectionLostError: nobody answers there, or not as a pool does.
+        TokenError: the pool does not accept the token.
+        AuthorizationError: its certificate is not trusted.
     """
 
     def __init__(self, to: Address, token: str | None) -> None:
@@ -45,7 +45,7 @@ class Steering:
             if kind in (Kind.REFUSED, Kind.ERROR):
                 raise sent_error(said)
             if kind is not Kind.WELCOME:
-                raise ConnectionLost(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
+                raise FrameError(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
         except BaseException:
             self.close()
             raise
@@ -70,7 +70,7 @@ class Steering:
 
         Raises:
             WarpbusError: what the daemon answered with.
-            ConnectionLost: it is gone, silent, or says what cannot be understood.
+            ConnectionLostError: it is gone, silent, or says what cannot be understood.
         """
         self._number += 1
         self._channel.send(Kind.ASK, self._number, wire.encode(dict(question)))
@@ -79,18 +79,18 @@ class Steering:
             if kind is Kind.ERROR:
                 raise sent_error(said)
             if kind is not Kind.ANSWER or number != self._number:
-                raise ConnectionLost(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
+                raise FrameError(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
             if is_final(said):
                 return said
             if tell is not None:
                 tell(said)
 
     def close(self) -> None:
-        """Hang up. What waits in `ask` raises `ConnectionLost`."""
+        """Hang up. What waits in `ask` raises `ConnectionLostError`."""
         self._channel.close()
 
     def abandon(self, why: str) -> None:
-        """In a forked child: leave the connection to the parent; `ask` raises `ConnectionLost` with `why`."""
+        """In a forked child: leave the connection to the parent; `ask` raises `ConnectionLostError` with `why`."""
         self._channel.abandon(why)
 
     def __enter__(self) -> Self:
@@ -109,10 +109,10 @@ class Steering:
             watch()
             frame = self._channel.receive(_WATCH_SECONDS)
         if frame is None:
-            raise ConnectionLost(f"{self._channel.peer} did not answer within {timeout:g} s: is it stopped?")
+            raise ConnectionLostError(f"{self._channel.peer} did not answer within {timeout:g} s: is it stopped?")
         said = wire.decode(frame.payload)
         if not isinstance(said, dict):
-            raise ConnectionLost(f"{self._channel.peer} sent what is no answer: it speaks another protocol")
+            raise FrameError(f"{self._channel.peer} sent what is no answer: it speaks another protocol")
         return frame.kind, frame.number, said
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.ipc import Place
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, PoolError, ProtocolError
 from warpbus.pool.protocol.wire import Value, decode
 from warpbus.pool.tenant.crossing import Reading
 from warpbus.pool.tenant.parcels import ENTRY, MAX_STATE, check, malformed, numbers
@@ -33,7 +33,7 @@ class Arrival:
         reading: what reads memory that the source shares, or None.
 
     Raises (all methods):
-        DeviceError: what the source sent is malformed, damaged or does not fit.
+        ProtocolError: what the source sent is malformed, damaged or does not fit.
         torch.OutOfMemoryError: it is more than the quota.
     """
 
@@ -70,7 +70,7 @@ class Arrival:
             check(values[0], raw, f"the lease's {what}")
             blob, most = (self._state, MAX_STATE) if what == "state" else (self._manifest, MAX_STORAGES * ENTRY.size)
             if len(blob) + len(raw) > most:
-                raise DeviceError(f"the lease's {what} has more than {most:,} bytes, which is too much to be moved")
+                raise ProtocolError(f"the lease's {what} has more than {most:,} bytes, which is too much to be moved")
             blob += raw
         else:
             raise malformed(f"{what[:40]!a} with {len(values)} values")
@@ -89,7 +89,7 @@ class Arrival:
         before = {piece.handle: self._known(piece.handle) for piece in pieces}
         try:
             self._reading.copy(list(zip(self._targets(pieces), places, strict=True)))
-        except DeviceError as error:
+        except (DeviceError, PoolError) as error:
             self._received.update(before)
             return str(error)
         return ""
@@ -108,7 +108,9 @@ class Arrival:
         for handle, nbytes, version in entries:
             got = self._received.get(handle)
             if got is None or sizes[handle] != nbytes or (nbytes and got != (version, nbytes)):
-                raise DeviceError(f"storage {handle} of {nbytes:,} bytes did not arrive in full: move the lease again")
+                raise ProtocolError(
+                    f"storage {handle} of {nbytes:,} bytes did not arrive in full: move the lease again"
+                )
         self._executor.restore(_state(decode(self._state)))
         if self._executor.executed != values[0]:
             raise malformed(f"the state after batch {self._executor.executed}, and said it was {str(values[0])[:20]}")

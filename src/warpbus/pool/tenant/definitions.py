@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, ProtocolError
 from warpbus.pool.protocol.failures import Failure
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.inference import flat, infer
@@ -54,7 +54,8 @@ class Definition:
         refusal: why it can never be called, or None.
 
     Raises:
-        DeviceError: the signature is malformed, or its operator not allowed.
+        ProtocolError: the signature is malformed.
+        DeviceError: the pool does not run this operator.
     """
 
     def __init__(self, encoded: bytes, storages: Storages) -> None:
@@ -110,12 +111,12 @@ class Definition:
         """The new results among what `run` gave, each at its place in a storage of its own, of the announced bytes.
 
         Raises:
-            DeviceError: it gave something else than was announced.
+            ProtocolError: it gave something else than was announced.
         """
         results = flat(result)
         outputs = self.signature.outputs or ()
         if len(results) != len(outputs):
-            raise DeviceError(f"{self.operator} gave {len(results)} results where {len(outputs)} were announced")
+            raise ProtocolError(f"{self.operator} gave {len(results)} results where {len(outputs)} were announced")
         known = {*map(id, values)}
         fresh = []
         for tensor, output in zip(results, outputs, strict=True):
@@ -128,7 +129,7 @@ class Definition:
         """A result where it was announced: itself, or a copy. Those whose `id` is `known` it must not be."""
         if not isinstance(tensor, Tensor) or tensor.shape != geometry.shape or tensor.dtype is not geometry.dtype:
             given = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
-            raise DeviceError(f"{self.operator} gave {given} where {geometry.dtype} {geometry.shape} was announced")
+            raise ProtocolError(f"{self.operator} gave {given} where {geometry.dtype} {geometry.shape} was announced")
         if self._zero:
             tensor = torch.zeros_like(tensor)
         if tensor.stride() == geometry.stride and owns(tensor, nbytes, known) and tensor.device == self._device:
@@ -164,13 +165,13 @@ class Definition:
         named = [(argument.name, value) for argument, value in zip(schema, self.signature.arguments, strict=False)]
         for name, value in (*named, *self.signature.keywords):
             if name in devices and not (value is None or isinstance(value, Device)):
-                raise DeviceError(
+                raise ProtocolError(
                     f"{self.operator}: {name}={value!r:.40}: a client does not choose the tenant's device"
                 )
         announced = self.signature.outputs
         for output in announced or ():
             if isinstance(output, New) and output.geometry.offset:
-                raise DeviceError(f"{self.operator}: a new result begins at the start of its storage")
+                raise ProtocolError(f"{self.operator}: a new result begins at the start of its storage")
         try:
             inferred = infer(self.signature)
         except NotImplementedError:
@@ -178,9 +179,9 @@ class Definition:
         if announced is None:
             return
         if inferred is None:
-            raise DeviceError(f"{self.operator}: what it gives is known only after it ran, and yet was announced")
+            raise ProtocolError(f"{self.operator}: what it gives is known only after it ran, and yet was announced")
         if [_outline(output) for output in inferred] != [_outline(output) for output in announced]:
-            raise DeviceError(
+            raise ProtocolError(
                 f"{self.operator} gives {[_outline(output) for output in inferred]}, and not "
                 f"{[_outline(output) for output in announced]} as was announced"
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, ProtocolError
 from warpbus.pool.protocol.failures import Failure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.instructions import SHA256_BYTES, Instruction, parse
@@ -86,13 +86,13 @@ class Executor:
             What failed in it, the first few. What was to be computed by it gives the same errors when it is read.
 
         Raises:
-            DeviceError: batches are missing before this one, and nothing was done; or it is malformed, and what came
+            ProtocolError: batches are missing before this one, and nothing was done; or it is malformed, and what came
                 before the damage was done: it counts as executed.
         """
         if number <= self.executed:
             return [failure for failure in self.failures if failure.batch == number]
         if number != self.executed + 1:
-            raise DeviceError(f"batch {number} came after batch {self.executed}: those between are missing")
+            raise ProtocolError(f"batch {number} came after batch {self.executed}: those between are missing")
         self.executed = number
         self._failed = []
         definitions, call, programs = self._definitions, self._call, self._programs
@@ -117,7 +117,7 @@ class Executor:
 
         Raises:
             PoisonedError: what is asked for was never computed.
-            DeviceError: there is no such question, or it is about something that is not there.
+            ProtocolError: there is no such question, or it is about something that is not there.
         """
         match question:
             case ["read", int(handle), int(offset), int(nbytes)]:
@@ -126,7 +126,7 @@ class Executor:
                 yield [self._described(handle) for handle in handles]
             case ["known", list(hashes)] if len(hashes) <= MAX_ASKED:
                 if not all(isinstance(each, bytes) and len(each) == SHA256_BYTES for each in hashes):
-                    raise DeviceError(f"what is asked to be known are SHA-256 hashes, of {SHA256_BYTES} bytes each")
+                    raise ProtocolError(f"what is asked to be known are SHA-256 hashes, of {SHA256_BYTES} bytes each")
                 yield self._promises(hashes)
             case ["random"]:
                 yield random_state(self.device)
@@ -136,7 +136,7 @@ class Executor:
                 self.storages.synchronize()
                 yield None
             case _:
-                raise DeviceError(f"a pool cannot answer {question!r:.80}")
+                raise ProtocolError(f"a pool cannot answer {question!r:.80}")
 
     def settle(self) -> None:
         """Wait until uploads that came are kept."""
@@ -181,7 +181,7 @@ class Executor:
         """Get ready for calls that the state which is to be restored will define: that takes longer than the state.
 
         Raises:
-            DeviceError: that is no definition.
+            ProtocolError: the bytes are no definition.
         """
         self._define(number, encoded)
 
@@ -189,7 +189,7 @@ class Executor:
         """Become what another executor was, whose storages have been made here already.
 
         Raises:
-            DeviceError: that is no state, or one of another kind of device.
+            ProtocolError: the value is no state, or the state of another kind of device.
         """
         try:
             for number, encoded in state["definitions"]:
@@ -206,13 +206,13 @@ class Executor:
             set_random_state(self.device, state["random"])
             self.executed, self.calls = int(state["executed"]), int(state["calls"])
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:
-            raise DeviceError(f"what was to be a lease's state is none: {type(error).__name__}: {error}") from None
+            raise ProtocolError(f"what was to be a lease's state is none: {type(error).__name__}: {error}") from None
 
     def _layout(self, number: int) -> struct.Struct:
         try:
             return self._definitions[number].layout
         except KeyError:
-            raise DeviceError(f"a call of kind {number}, which was not defined") from None
+            raise ProtocolError(f"a call of kind {number}, which was not defined") from None
 
     def _call(self, definition: Definition, operands: tuple[Any, ...]) -> None:
         """Run a call. What one costs besides its operator is here, and written out for that."""
@@ -271,7 +271,9 @@ class Executor:
     def _settle_dynamic(self, definition: Definition, handles: tuple[int, ...], values: list[Any], result: Any) -> None:
         results = _leaves(result)
         if len(results) > len(handles):
-            raise DeviceError(f"{definition.operator} gave {len(results)} results: at most {len(handles)} can be kept")
+            raise ProtocolError(
+                f"{definition.operator} gave {len(results)} results: at most {len(handles)} can be kept"
+            )
         kept: list[int] = []
         try:
             for handle, item in zip(handles, results, strict=False):
@@ -301,7 +303,7 @@ class Executor:
         """Poison storages, the first `new` of which were to be made: one that is there already is another's."""
         for index, handle in enumerate(handles):
             if index >= new or handle not in self.storages.live:
-                with suppress(DeviceError):  # a handle that cannot be
+                with suppress(ProtocolError):  # a handle that cannot be
                     self.storages.poison(handle, failure)
 
     def _report(self, error: Exception, operator: str) -> Failure:
@@ -328,11 +330,11 @@ class Executor:
 
     def _define(self, number: int, encoded: bytes | memoryview) -> None:
         if number >= MAX_DEFINITIONS:
-            raise DeviceError(f"a kind of call with the number {number}: they end at {MAX_DEFINITIONS - 1}")
+            raise ProtocolError(f"a kind of call with the number {number}: they end at {MAX_DEFINITIONS - 1}")
         before = self._definitions.get(number)
         defined = self._defined_bytes + len(encoded) - (0 if before is None else len(before.encoded))
         if defined > MAX_DEFINED_BYTES:
-            raise DeviceError(f"kinds of calls of {defined:,} bytes together: a lease may have {MAX_DEFINED_BYTES:,}")
+            raise ProtocolError(f"kinds of calls of {defined:,} bytes together: a lease may have {MAX_DEFINED_BYTES:,}")
         self._definitions[number] = Definition(bytes(encoded), self.storages)
         self._defined_bytes = defined
 
@@ -366,7 +368,7 @@ class Executor:
     def _known(self, handle: int, offset: int, nbytes: int, sha256: bytes) -> None:
         content = None if self.content is None else self.content.take(sha256)
         if content is None or len(content) != nbytes:
-            raise DeviceError(f"{nbytes} bytes that were to be known here are not: upload them")
+            raise ProtocolError(f"{nbytes} bytes that were to be known here are not: upload them")
         self.storages.write(handle, offset, content)
 
     def _seed(self, seed: int) -> None:

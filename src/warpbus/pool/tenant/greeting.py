@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from warpbus.errors import ConnectionLost, DeviceError, WarpbusError
+from warpbus.errors import FrameError, PoolError, ProtocolError, WarpbusError
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, Channel
 from warpbus.pool.protocol.frames import MAX_HELLO, Kind
 from warpbus.pool.protocol.wire import decode, encode
@@ -63,10 +63,10 @@ class Greeter:
         try:
             frame = channel.receive(self._seconds, most=MAX_HELLO)
             if frame is None or frame.kind is not Kind.HELLO:
-                raise ConnectionLost(f"{channel.peer} does not say HELLO")
+                raise FrameError(f"{channel.peer} does not say HELLO")
             hello = decode(frame.payload)
             if not isinstance(hello, dict):
-                raise DeviceError(f"{channel.peer} says HELLO with something else than a dictionary")
+                raise ProtocolError(f"{channel.peer} says HELLO with something else than a dictionary")
             self._come.put((channel, hello))
             os.eventfd_write(self._wake, 1)
         except WarpbusError:
@@ -77,7 +77,7 @@ class Greeter:
 
 def refuse(channel: Channel, error: Exception) -> None:
     """Tell the other side why it is not let in, and close the connection."""
-    with suppress(DeviceError):
+    with suppress(PoolError):
         said: Mapping[str, str] = {"type": type(error).__name__, "message": str(error)}
         channel.send(Kind.REFUSED, 0, encode(said))
     channel.close()

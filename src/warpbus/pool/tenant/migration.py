@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
+from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PeerTimeoutError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
@@ -157,7 +157,7 @@ class Source:
         state: where it stands; `state.may_execute` says whether batches may be executed.
 
     Raises (all methods):
-        DeviceError: the move failed, and why; the lease stays.
+        DeviceError, PoolError: the move failed; the message says why. The lease stays.
     """
 
     def __init__(
@@ -238,10 +238,10 @@ class Source:
             paused = self._precopy.sent - ahead + state
             self.state = SourceState.MOVED
         # From here on nothing can be taken back: the word may arrive even if sending it fails.
-        with suppress(DeviceError, OSError):
+        with suppress(PoolError, OSError):
             self._say("commit")
         now, confirmed = self._clock(), False
-        with suppress(DeviceError, OSError):
+        with suppress(PoolError, OSError):
             self._timeout = min(self._timeout, _CONFIRMATION)
             confirmed = self._hear("living")[0] == "living"
         self._channel.close()
@@ -253,7 +253,7 @@ class Source:
     def cancel(self) -> None:
         """Give the move up. The lease stays."""
         if self.state is SourceState.MOVED:
-            raise DeviceError("this lease has moved already: move it back from where it is")
+            raise StateError("this lease has moved already: move it back from where it is")
         if self.state is not SourceState.STAYS:
             self._stay()
 
@@ -307,13 +307,13 @@ class Source:
         self._number += 1
         try:
             parcels.say(self._channel, self._number, what, *values, raw=raw)
-        except ConnectionLost:
+        except ConnectionLostError:
             self._explain()
             raise
 
     def _explain(self) -> None:
         """Raise why the destination hung up, if it has said so."""
-        with suppress(ConnectionLost):
+        with suppress(ConnectionLostError):
             while (frame := self._channel.receive(0.0)) is not None:
                 _raise_refusal(frame)
 
@@ -325,13 +325,13 @@ class Source:
     def _frame(self) -> Frame:
         frame = self._channel.receive(self._timeout)
         if frame is None:
-            raise DeviceError(f"the destination has not answered for {self._timeout:.0f} seconds")
+            raise PeerTimeoutError(f"the destination has not answered for {self._timeout:.0f} seconds")
         _raise_refusal(frame)
         return frame
 
     def _expect(self, state: SourceState) -> None:
         if self.state is not state:
-            raise DeviceError(f"this move is {self.state.name} ({self.state.value}), not {state.name}: begin another")
+            raise StateError(f"this move is {self.state.name} ({self.state.value}), not {state.name}: begin another")
 
     @contextmanager
     def _staying(self) -> Iterator[None]:
@@ -344,7 +344,7 @@ class Source:
 
     def _stay(self) -> None:
         self.state = SourceState.STAYS
-        with suppress(DeviceError, OSError):
+        with suppress(PoolError, OSError):
             self._say("cancel")
         self._channel.close()
 
@@ -393,7 +393,7 @@ class Destination:
         """
         refusal = self._refusal(hello)
         if refusal:
-            with suppress(DeviceError, OSError):
+            with suppress(PoolError, OSError):
                 channel.send(Kind.REFUSED, 0, encode({"type": "DeviceError", "message": refusal}))
             channel.close()
             return False
@@ -497,7 +497,7 @@ class Destination:
 
     def _live(self) -> None:
         self.state = DestinationState.LIVING
-        with suppress(DeviceError, OSError):
+        with suppress(PoolError, OSError):
             self._answer("living")
         self._hang_up()
 
@@ -521,11 +521,11 @@ class Destination:
             if self.state is DestinationState.PREPARED:
                 self._hang_up()
                 return
-            with suppress(DeviceError, OSError):
-                if self._channel is not None and not isinstance(error, ConnectionLost):
+            with suppress(PoolError, OSError):
+                if self._channel is not None and not isinstance(error, ConnectionLostError):
                     self._channel.send(Kind.ERROR, 0, encode({"type": "DeviceError", "message": str(error)}))
             self._discard(str(error))
-            if not isinstance(error, DeviceError | torch.OutOfMemoryError):
+            if not isinstance(error, DeviceError | PoolError | torch.OutOfMemoryError):
                 raise
 
     def _discard(self, reason: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from warpbus.errors import DeviceError, WarpbusError
+from warpbus.errors import DeviceError, PoolError, StateError, WarpbusError
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, begin, context_for
 from warpbus.pool.protocol.sockets import Tls
@@ -25,7 +25,7 @@ class Leaving(Protocol):
     """The process (`warpbus.pool.tenant.process.Tenant`)."""
 
     executor: Executor
-    over: DeviceError | None
+    over: DeviceError | PoolError | None
 
     def tell(self, **what: Value) -> None:
         """Tell the daemon something."""
@@ -97,5 +97,5 @@ def save(tenant: Leaving, path: Path) -> Iterator[None]:
     except WarpbusError as error:
         tenant.tell(event="failed", type=type(error).__name__, message=str(error))
         return
-    tenant.over = DeviceError(SUSPENDED)
+    tenant.over = StateError(SUSPENDED)
     tenant.tell(event="suspended", seconds=time.perf_counter() - began, bytes=nbytes)

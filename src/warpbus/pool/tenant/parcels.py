@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Sequence
 from typing import cast
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
@@ -49,7 +49,7 @@ def heard(frame: Frame) -> tuple[str, list[Value], memoryview]:
     """What a STATE frame says, the values that belong to it, and its raw bytes.
 
     Raises:
-        DeviceError: it is not a STATE frame, or malformed.
+        ProtocolError: it is not a STATE frame, or malformed.
     """
     if frame.kind is not Kind.STATE or len(frame.payload) < _LENGTH.size:
         raise malformed(f"a {frame.kind.name} frame of {len(frame.payload)} bytes")
@@ -66,7 +66,7 @@ def numbers(values: Sequence[Value], each: int, *, most: int = MOST_PIECES) -> l
     """Groups of `each` non-negative integers.
 
     Raises:
-        DeviceError: they are something else, or more than `most` groups.
+        ProtocolError: they are something else, or more than `most` groups.
     """
     if len(values) % each or len(values) > each * most or any(type(value) is not int or value < 0 for value in values):
         raise malformed(f"{len(values)} values where groups of {each} numbers were expected")
@@ -88,11 +88,13 @@ def checksum(raw: Sequence[memoryview | bytes]) -> int:
 
 
 def check(crc: Value, raw: memoryview, what: str) -> None:
-    """Raises DeviceError unless `raw` has this CRC-32."""
+    """Raises ProtocolError unless `raw` has this CRC-32."""
     if crc != zlib.crc32(raw):
-        raise DeviceError(f"{what} arrived damaged: its checksum is wrong; move the lease again")
+        raise ProtocolError(f"{what} arrived damaged: its checksum is wrong; move the lease again")
 
 
-def malformed(what: str) -> DeviceError:
+def malformed(what: str) -> ProtocolError:
     """The error of a side that does not keep to this."""
-    return DeviceError(f"a migration cannot go on: the other side sent {what}; it may have another version of Warpbus")
+    return ProtocolError(
+        f"a migration cannot go on: the other side sent {what}; it may have another version of Warpbus"
+    )

@@ -22,7 +22,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, WarpbusError
+from warpbus.errors import (
+    AuthorizationError,
+    ConnectionLostError,
+    DeviceError,
+    LeaseLostError,
+    PoolError,
+    ProtocolError,
+    StateError,
+    WarpbusError,
+)
 from warpbus.pool.protocol import control
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import Failure, PoisonedError
@@ -71,7 +80,7 @@ class Tenant:
         self.executor = executor
         self.channel: Channel | None = None
         self.moved = ""
-        self.over: DeviceError | None = None
+        self.over: DeviceError | PoolError | None = None
         self._end = end
         self._setup = setup
         self._on_gpu = executor.device.type == "cuda"
@@ -91,7 +100,7 @@ class Tenant:
         self._ends: float | None = None
 
     def serve(self) -> None:
-        """Do all this until the daemon says that it is the end. Raises ConnectionLost when the daemon is gone."""
+        """Do all this until the daemon says that it is the end. Raises ConnectionLostError when the daemon is gone."""
         self.tell(event="ready")
         going = True
         while going:
@@ -123,7 +132,7 @@ class Tenant:
         if final:
             self.moved = address
         if self.channel is not None:
-            with suppress(ConnectionLost):
+            with suppress(ConnectionLostError):
                 self._acknowledge()
                 self.channel.send(Kind.MOVED, 0, encode({"address": address, "final": final}))
 
@@ -191,7 +200,7 @@ class Tenant:
             case {"do": "end"}:
                 return False
             case _:
-                raise DeviceError(f"the daemon says what a tenant's process does not know: {message!r:.80}")
+                raise ProtocolError(f"the daemon says what a tenant's process does not know: {message!r:.80}")
         return True
 
     def _share_with(self, neighbours: int) -> None:
@@ -214,15 +223,17 @@ class Tenant:
         key, destination = hello.get("key"), self._destination
         if "ticket" in hello:
             if destination is None:
-                refuse(channel, DeviceError("no lease is to move to here"))
+                refuse(channel, StateError("no lease is to move to here"))
             else:
                 destination.admit(channel, hello)
         elif not isinstance(key, bytes) or not hmac.compare_digest(key, self._setup["key"]):
-            refuse(channel, DeviceError("this is not the key of the lease: connect with what the pool gave for it"))
+            refuse(
+                channel, AuthorizationError("this is not the key of the lease: connect with what the pool gave for it")
+            )
         elif hello.get("protocol") != PROTOCOL:
-            refuse(channel, DeviceError(f"this pool speaks protocol {PROTOCOL}: use one version of Warpbus"))
+            refuse(channel, ProtocolError(f"this pool speaks protocol {PROTOCOL}: use one version of Warpbus"))
         elif self.moved:
-            with suppress(ConnectionLost):
+            with suppress(ConnectionLostError):
                 channel.send(Kind.MOVED, 0, encode({"address": self.moved, "final": True}))
             channel.close()
         elif self.over is not None:
@@ -232,7 +243,7 @@ class Tenant:
         elif hello.get("claim") is True:
             self._claims.append((channel, hello))
         else:
-            refuse(channel, ConnectionLost("the lease is on its way and not here yet"))
+            refuse(channel, ConnectionLostError("the lease is on its way and not here yet"))
 
     def _welcome(self, channel: Channel, hello: dict[str, Any]) -> None:
         """The client is here; if another one was, it has been taken the place of."""
@@ -258,7 +269,7 @@ class Tenant:
             channel.send(Kind.WELCOME, 0, encode(said))
             if isinstance(acknowledged, int):
                 self._report([each for each in self.executor.failures if each.batch > acknowledged])
-        except ConnectionLost:
+        except ConnectionLostError:
             self.hang_up()
         self._tell_clients()
 
@@ -296,10 +307,13 @@ class Tenant:
                     self._deal(channel, frame)
             if self._owed >= _UNACKNOWLEDGED or (self._owed and (self._kept or not channel.pending())):
                 self._acknowledge()
-        except ConnectionLost:
+        except ConnectionLostError:
             self.hang_up()
-        except DeviceError as error:  # a batch that is none, or one that is missing: nothing after it makes sense
-            with suppress(ConnectionLost):
+        except (
+            DeviceError,
+            PoolError,
+        ) as error:  # a batch that is none, or one that is missing: nothing after it makes sense
+            with suppress(ConnectionLostError):
                 self._report([Failure.of(error, "batch", self.executor.executed)])
                 channel.send(Kind.BYE)
             self.hang_up()
@@ -316,9 +330,9 @@ class Tenant:
         elif frame.kind is Kind.ASK:
             self._answer(channel, frame)
         elif frame.kind is Kind.BYE:
-            raise ConnectionLost("the client said goodbye")
+            raise ConnectionLostError("the client said goodbye")
         else:
-            raise DeviceError(f"a client does not send {frame.kind.name} frames in the middle of a session")
+            raise ProtocolError(f"a client does not send {frame.kind.name} frames in the middle of a session")
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
         question: Any = decode(frame.payload)
@@ -333,7 +347,7 @@ class Tenant:
                     channel.send(Kind.DATA, frame.number, part)
                 else:
                     channel.send(Kind.ANSWER, frame.number, encode(part))
-        except ConnectionLost:
+        except ConnectionLostError:
             raise
         except PoisonedError as error:
             channel.send(Kind.ERROR, frame.number, encode(error.failure.plain()))
@@ -348,12 +362,12 @@ class Tenant:
                 if not leaving.arrived:
                     return
                 self.channel.send(Kind.DATA, number, leaving.data)
-            except ConnectionLost:
+            except ConnectionLostError:
                 self.hang_up()
                 return
             except Exception as error:  # CUDA's: what was launched before comes to light here
                 failure = Failure.of(error, "", self.executor.executed)
-                with suppress(ConnectionLost):
+                with suppress(ConnectionLostError):
                     self.channel.send(Kind.ERROR, number, encode(failure.plain()))
             self._leaving.popleft()
 
@@ -387,7 +401,7 @@ class Tenant:
         """End the client's connection so that it gets to read what was said last: closing a socket with something
         unread in it would take that away."""
         channel, until = self.channel, time.monotonic() + _LINGER
-        with suppress(DeviceError):
+        with suppress(PoolError):
             if channel is not None:
                 if not self.moved:
                     channel.send(Kind.BYE)
@@ -418,7 +432,7 @@ def main(descriptor: int) -> NoReturn:
         else:
             tenant.serve()
             tenant.executor.settle()
-    except ConnectionLost:
+    except ConnectionLostError:
         pass  # the daemon is gone
     except BaseException:
         traceback.print_exc()
@@ -457,7 +471,7 @@ def _check_gpu(device: torch.device, wanted: str) -> None:
     the environment was set would have made it see all."""
     found = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     if wanted.startswith("GPU-") and found != wanted:
-        raise DeviceError(f"the lease's process got {found}, and was to get {wanted}: start another")
+        raise ProtocolError(f"the lease's process got {found}, and was to get {wanted}: start another")
 
 
 def _limit_memory(nbytes: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.capture import Graph, GraphMemory, capture
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, ProtocolError, StateError
 from warpbus.kernels.ops.workspace import lent
 from warpbus.pool.protocol.failures import Failure
 from warpbus.pool.protocol.operators import SOLVERS
@@ -113,7 +113,7 @@ class Programs:
     def record(self, number: int) -> None:
         """Begin to record a program."""
         if self.recording is not None or number in self._programs or len(self._programs) == MAX_PROGRAMS:
-            raise DeviceError(
+            raise StateError(
                 f"program {number} cannot be recorded: it exists, or another one is being recorded, or there are "
                 f"{MAX_PROGRAMS}"
             )
@@ -124,7 +124,7 @@ class Programs:
         program = self.recording
         assert program is not None
         if len(program.steps) >= MAX_STEPS:
-            raise DeviceError(f"a program of more than {MAX_STEPS} calls")
+            raise ProtocolError(f"a program of more than {MAX_STEPS} calls")
         program.steps.append((definition, operands))
         sizes = (
             [nbytes for _, nbytes in definition.news] if definition.news else [0] * len(operands[definition.carried :])
@@ -152,7 +152,7 @@ class Programs:
         """End recording."""
         program, self.recording = self.recording, None
         if program is None:
-            raise DeviceError("no program is being recorded that could end here")
+            raise StateError("no program is being recorded that could end here")
         program.close()
 
     def run(self, number: int) -> None:
@@ -160,7 +160,7 @@ class Programs:
         program = self._program(number)
         self.at = ""
         if program is self.recording:
-            raise DeviceError(f"program {number} is still being recorded: it cannot be run yet")
+            raise StateError(f"program {number} is still being recorded: it cannot be run yet")
         if program.graph is not None and program.moved != self._storages.moved:
             self._look(program)
         if program.graph is None:
@@ -251,13 +251,13 @@ class Programs:
         try:
             return self._programs[number]
         except KeyError:
-            raise DeviceError(f"there is no program {number}: it was dropped, or never recorded") from None
+            raise StateError(f"there is no program {number}: it was dropped, or never recorded") from None
 
     def _missing(self, program: Program) -> dict[int, int]:
         """Bytes of what the program makes and is not there yet, or not any more, by handle.
 
         Raises:
-            DeviceError: what is there under one of its handles is something else.
+            ProtocolError: what is there under one of its handles is something else.
         """
         live = self._storages.live
         for handle, nbytes in program.made.items():
@@ -267,7 +267,9 @@ class Programs:
             if storage.failure is not None:
                 self._storages.free(handle)
             elif storage.base is None or storage.nbytes != nbytes:
-                raise DeviceError(f"the handle {handle}, of {nbytes} bytes that a program makes, is in use for others")
+                raise ProtocolError(
+                    f"the handle {handle}, of {nbytes} bytes that a program makes, is in use for others"
+                )
         new = {handle: nbytes for handle, nbytes in program.made.items() if handle not in live}
         self._storages.check_all_new(new)
         return new

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.failures import Failure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.wire import Value
@@ -41,7 +41,7 @@ class Place:
         self._fits = -1  # a storage of so many bytes, and of all that have more
 
     def check(self, nbytes: int) -> None:
-        """Raises DeviceError unless every element lies in a storage of `nbytes` bytes."""
+        """Raises ProtocolError unless every element lies in a storage of `nbytes` bytes."""
         if nbytes < self._fits or self._fits < 0:
             self.geometry.check(nbytes)
             self._fits = nbytes
@@ -124,7 +124,7 @@ class Storages:
 
         Raises:
             torch.OutOfMemoryError: with the figures; nothing has changed.
-            DeviceError: the handle is taken or not possible.
+            ProtocolError: the handle is taken or not possible.
         """
         self.check_new(handle)
         self.charge(nbytes)
@@ -191,7 +191,7 @@ class Storages:
         """The tensor that lies in a storage so.
 
         Raises:
-            DeviceError: there is no such storage, it was never computed, or the tensor does not lie inside it.
+            ProtocolError: there is no such storage, it was never computed, or the tensor does not lie inside it.
         """
         return self.at(self.memory_of(handle), self.place(geometry))
 
@@ -212,7 +212,7 @@ class Storages:
         if storage.failure is not None:
             raise PoisonedError(storage.failure)
         if storage.base is None:
-            raise DeviceError(f"a result that is no tensor but {storage.value!r:.40} is used as one")
+            raise ProtocolError(f"a result that is no tensor but {storage.value!r:.40} is used as one")
         place.check(storage.nbytes)
         geometry, base = place.geometry, storage.base
         if base.dtype is geometry.dtype and torch.is_inference_mode_enabled():  # see `whole`
@@ -287,36 +287,38 @@ class Storages:
         return self._sizes
 
     def check_new(self, handle: int) -> None:
-        """Raises DeviceError unless the handle may come to stand for something."""
+        """Raises ProtocolError unless the handle may come to stand for something."""
         if handle in self.live:
-            raise DeviceError(f"the handle {handle} is in use: a client must not choose one twice")
+            raise ProtocolError(f"the handle {handle} is in use: a client must not choose one twice")
         if not 0 <= handle < MAX_HANDLE or len(self.live) >= MAX_STORAGES:
-            raise DeviceError(f"a storage more, with handle {handle}: a lease has at most {MAX_STORAGES}")
+            raise ProtocolError(f"a storage more, with handle {handle}: a lease has at most {MAX_STORAGES}")
 
     def check_all_new(self, handles: Collection[int]) -> None:
         """The same of handles that come to stand for something together, or not at all."""
         for handle in handles:
             self.check_new(handle)
         if len(set(handles)) != len(handles):
-            raise DeviceError(f"a handle stands twice among the results {[*handles]!r:.80}: each needs its own")
+            raise ProtocolError(f"a handle stands twice among the results {[*handles]!r:.80}: each needs its own")
         if len(self.live) + len(handles) > MAX_STORAGES:
-            raise DeviceError(f"{len(handles)} storages more: a lease has at most {MAX_STORAGES}")
+            raise ProtocolError(f"{len(handles)} storages more: a lease has at most {MAX_STORAGES}")
 
     def memory_of(self, handle: int) -> Storage:
-        """The storage of a handle, which has memory. Raises DeviceError if there is none or it was never computed."""
+        """The storage of a handle, which has memory. Raises ProtocolError if there is none or it was never computed."""
         storage = self.live.get(handle)
         if storage is None:
-            raise DeviceError(f"there is no storage with the handle {handle}: it was freed, or never made")
+            raise ProtocolError(f"there is no storage with the handle {handle}: it was freed, or never made")
         if storage.failure is not None:
             raise PoisonedError(storage.failure)
         if storage.base is None:
-            raise DeviceError(f"the handle {handle} stands for {storage.value!r:.40}, which is no tensor")
+            raise ProtocolError(f"the handle {handle} stands for {storage.value!r:.40}, which is no tensor")
         return storage
 
     def _slice(self, handle: int, offset: int, nbytes: int) -> Tensor:
         whole = self.raw(handle)
         if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
-            raise DeviceError(f"bytes {offset} to {offset + nbytes} of a storage of {len(whole)}: they must be inside")
+            raise ProtocolError(
+                f"bytes {offset} to {offset + nbytes} of a storage of {len(whole)}: they must be inside"
+            )
         return whole[offset : offset + nbytes]
 
     def _add(self, handle: int, storage: Storage) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warpbus.errors import CheckpointError, DeviceError, StorageError
+from warpbus.errors import CheckpointError, DeviceError, ProtocolError, StorageError
 from warpbus.formats.files import check_space, replace_file, sync
 from warpbus.formats.safetensors_io import Entry, raw_bytes, read_header
 from warpbus.pool.protocol.wire import Value, decode, encode
@@ -175,7 +175,7 @@ def _opened(path: Path) -> tuple[Mapping[str, Value], dict[int, Entry]]:
         if len(data) < _CRC.size or _CRC.unpack_from(data)[0] != zlib.crc32(data[_CRC.size :]):
             raise _damaged(path, "its header has another checksum")
         header = decode(data[_CRC.size :])
-    except (CheckpointError, DeviceError) as error:
+    except (CheckpointError, ProtocolError) as error:
         raise _damaged(path, str(error)) from None
     if not isinstance(header, dict) or header.keys() != {"version", "device", "executed", "state", "checksums"}:
         raise _damaged(path, "its header is another one")
