@@ -423,7 +423,7 @@ def test_the_source_dies_before_and_the_lease_is_lost_once(served, peers, steeri
 
 
 async def _patience(daemon: Daemon, seconds: float) -> None:
-    daemon._desk._moving._claim = seconds
+    daemon._handler._moving._claim = seconds
 
 
 def test_a_machine_is_drained(served, peers, steering):

@@ -1,4 +1,4 @@
-"""Who holds what: the hosts, the living leases and what happened lately. It keeps books and decides nothing.
+"""Who holds what: the hosts, the living leases and what happened lately. It records and decides nothing.
 
 What is free is never stored, it is computed from the leases, so that it cannot be wrong.
 """

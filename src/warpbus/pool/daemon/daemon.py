@@ -35,9 +35,9 @@ from warpbus.errors import (
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.membership import RayMembership
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.books import Books, OwnBooks, SharedBooks
+from warpbus.pool.daemon.broker_store import BrokerStore, LocalBrokerStore, RayBrokerStore
+from warpbus.pool.daemon.control_handler import Asker, ControlHandler
 from warpbus.pool.daemon.conversation import Conversation, error_value, hang_up
-from warpbus.pool.daemon.desk import Asker, Desk
 from warpbus.pool.daemon.host import Host
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.peers import Membership, Peer, find_broker, obey, read_report
@@ -88,11 +88,11 @@ class Daemon:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfinished: dict[asyncio.Task[None], str] = {}  # with the address that each came from
         self.host: Host
-        self._books: Books | None = None
-        self._own: OwnBooks | None = None
+        self._store: BrokerStore | None = None
+        self._own: LocalBrokerStore | None = None
         self._stack = ExitStack()
         self._membership: Membership | None = None
-        self._desk: Desk | None = None
+        self._handler: ControlHandler | None = None
         self._broker_at: Address | None = None
         self._serving = False
 
@@ -118,8 +118,8 @@ class Daemon:
             peers = tuple(map(read_address, options.peers))
             self._broker_at = await find_broker(options.name, peers, options.peer_token)
         if options.cluster is not None:
-            self._books = await self._shared_books(options.cluster)
-            self._desk = self._new_desk(self._books)
+            self._store = await self._ray_store(options.cluster)
+            self._handler = self._new_handler(self._store)
         elif self._broker_at is not None:
             membership = Membership(self._broker_at, options.peer_token, self._life, self._gpus.gpus)
             await membership.report(self.host, [])
@@ -127,9 +127,9 @@ class Daemon:
         else:
             broker = Broker(grace=options.grace, limits=self._tokens.limits(), max_queued=options.max_queued)
             path = options.home / "pool.json"
-            own = OwnBooks(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
-            self._books = self._own = own
-            self._desk = self._new_desk(own)
+            own = LocalBrokerStore(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
+            self._store = self._own = own
+            self._handler = self._new_handler(own)
         self._spawn(self._tick())
 
     async def close(self) -> None:
@@ -141,8 +141,8 @@ class Daemon:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._desk is not None:
-            await self._desk.close()
+        if self._handler is not None:
+            await self._handler.close()
         if self._membership is not None:
             self._membership.close()
         if self._serving:
@@ -152,17 +152,17 @@ class Daemon:
         self._audit.close()
         os.close(self._lock)
 
-    def _new_desk(self, books: Books) -> Desk:
+    def _new_handler(self, store: BrokerStore) -> ControlHandler:
         options = self._options
-        return Desk(books, self._machine, self._audit, most=options.max_asking, rate=options.max_lease_rate)
+        return ControlHandler(store, self._machine, self._audit, most=options.max_asking, rate=options.max_lease_rate)
 
-    async def _shared_books(self, cluster: str) -> SharedBooks:
+    async def _ray_store(self, cluster: str) -> RayBrokerStore:
         limits = self._tokens.limits()
         membership = RayMembership(address=cluster, grace=self._options.grace, limits=limits)
         await asyncio.to_thread(self._stack.enter_context, membership)
         await asyncio.to_thread(membership.offer, self._options.name, self._gpus.gpus, self.address)
         self._stack.callback(self._withdraw, membership)
-        return SharedBooks(membership)
+        return RayBrokerStore(membership)
 
     def _withdraw(self, membership: RayMembership) -> None:
         with suppress(WarpbusError):  # the broker may be gone, too
@@ -172,15 +172,15 @@ class Daemon:
 
     def lost(self, lease: str, why: str, *, arriving: bool) -> None:
         """See `Reports`."""
-        if self._desk is not None:
-            self._desk.lost(self._options.name, lease, why, arriving=arriving)
+        if self._handler is not None:
+            self._handler.lost(self._options.name, lease, why, arriving=arriving)
         elif self._membership is not None:
             self._membership.lost(lease, why, arriving=arriving)
 
     def arrived(self, lease: str) -> None:
         """See `Reports`."""
-        if self._desk is not None:
-            self._desk.arrived(lease)
+        if self._handler is not None:
+            self._handler.arrived(lease)
         elif self._membership is not None:
             self._membership.arrived(lease)
 
@@ -358,7 +358,7 @@ class Daemon:
         if (do in _ADMINS or "for" in question) and not asker.tenant.admin:
             raise TokenError(f"{do}: only an admin may ask that: use an admin's token")
         if do == "broker":
-            known = self._desk is not None or self._membership is not None
+            known = self._handler is not None or self._membership is not None
             at = None if self._broker_at is None else str(self._broker_at)
             return {"known": known, "address": at, "host": self._options.name}
         if (answer := await obey(self.host, question, tell)) is not None:
@@ -367,7 +367,7 @@ class Daemon:
             return answer
         if self._membership is not None:
             return await self._membership.answer(question, asker, tell)
-        if self._desk is None:
+        if self._handler is None:
             raise UnavailableError(f"{self._options.name} has not found its pool yet: ask again later")
         if do == "join":
             return await self._join(question)
@@ -375,34 +375,34 @@ class Daemon:
             who = need(question, "for", dict)
             tenant = Tenant(need(who, "tenant", str), checked_role(need(who, "role", str)))
             asker = Asker(tenant, need(who, "address", str))
-        return await self._desk.answer(question, asker, tell)
+        return await self._handler.answer(question, asker, tell)
 
     async def _join(self, question: dict[str, Any]) -> dict[str, Any]:
         """Another machine says what it has and what happened there."""
-        assert self._desk is not None
+        assert self._handler is not None
         if self._own is None:
             raise UsageError("join: this pool is one of --cluster: start the other daemon with --cluster too")
         host = need(question, "host", str)
         measured, gpus, address, leases, news = read_report(question)
         end = self._own.join(host, gpus, address, need(question, "life", str), {lease for lease, _, _ in leases})
         for gpu, part, used in measured:
-            await self._own.call("measured", gpu, utilization=part, memory=used)
+            await self._own.measured(gpu, utilization=part, memory=used)
         for lease, connected, memory in leases:
             if connected and lease not in end:
-                await self._desk.seen(lease, memory)
+                await self._handler.seen(lease, memory)
         for each in news:
             if "arrived" in each:
-                self._desk.arrived(need(each, "arrived", str))
+                self._handler.arrived(need(each, "arrived", str))
             else:
                 why, arriving = need(each, "why", str), need(each, "arriving", bool)
-                self._desk.lost(host, need(each, "lost", str), why, arriving=arriving)
+                self._handler.lost(host, need(each, "lost", str), why, arriving=arriving)
         return {"end": end}
 
     async def _machine(self, name: str) -> Any:
         if name == self._options.name:
             return self.host
-        assert self._books is not None
-        found = (await self._books.addresses()).get(name)
+        assert self._store is not None
+        found = (await self._store.addresses()).get(name)
         if found is None:
             raise UnavailableError(f"host {name} is not in the pool now: wait until it joins again")
         return Peer(name, replace(read_address(found), ca=self._options.authority), self._options.peer_token)
@@ -423,14 +423,14 @@ class Daemon:
                     _log.warning("%s", told)
 
     async def _look_after(self) -> None:
-        assert self._desk is not None
-        assert self._books is not None
+        assert self._handler is not None
+        assert self._store is not None
         for lease, tenancy in list(self.host.tenancies.items()):
             if tenancy.clients:
-                await self._desk.seen(lease, tenancy.memory)
+                await self._handler.seen(lease, tenancy.memory)
         for name, part, memory in self._measured():
-            await self._books.call("measured", name, utilization=part, memory=memory)
-        await self._desk.tick()
+            await self._store.measured(name, utilization=part, memory=memory)
+        await self._handler.tick()
 
     def _measured(self) -> list[list[Any]]:
         """Of each GPU its name, the part of its time that it computes, and bytes in use."""

@@ -15,7 +15,7 @@ from typing import Any
 from warpbus.errors import ConnectionLostError, LeaseLostError, UnavailableError, WarpbusError
 from warpbus.pool.broker.leases import Lease
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.books import Books
+from warpbus.pool.daemon.broker_store import BrokerStore
 from warpbus.pool.daemon.host import new_key
 from warpbus.pool.protocol.steering import Tell
 
@@ -39,14 +39,14 @@ class Moving:
     """See above.
 
     Args:
-        books, machine, audit: as of `Desk`.
+        store, machine, audit: as of `ControlHandler`.
         claim: seconds that a client gets to claim its lease at the target when the source has died.
     """
 
     def __init__(
-        self, books: Books, machine: Callable[[str], Any], audit: AuditLog, *, claim: float = _SECONDS_TO_CLAIM
+        self, store: BrokerStore, machine: Callable[[str], Any], audit: AuditLog, *, claim: float = _SECONDS_TO_CLAIM
     ) -> None:
-        self._books = books
+        self._store = store
         self._machine = machine
         self._audit = audit
         self._claim = claim
@@ -85,7 +85,7 @@ class Moving:
             WarpbusError: it did not come about, and the lease lives where it was.
         """
         began = time.monotonic()
-        lease = await self._books.call("begin_move", lease.id, to)
+        lease = await self._store.begin_move(lease.id, to)
         assert lease.gpu is not None
         assert lease.target is not None
         source, target = (name.partition("/")[0] for name in (lease.gpu, lease.target))
@@ -100,7 +100,7 @@ class Moving:
             here = replace(order, gpu=lease.target, ticket=ticket, saved=False)
             address = await (await self._machine(target)).receive(here)
             done |= await (await self._machine(source)).send(lease.id, address, ticket, tell)
-            await self._books.call("end_move", lease.id, True, copied=done["bytes"], pause=done["pause"])
+            await self._store.end_move(lease.id, True, copied=done["bytes"], pause=done["pause"])
         except WarpbusError as error:
             await self._failed(lease, source, target, move, error)
         finally:
@@ -118,16 +118,16 @@ class Moving:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(move.news.wait(), _PAUSE)
         if await self._has_arrived(lease, target, move):
-            await self._books.call("end_move", lease.id, True)
+            await self._store.end_move(lease.id, True)
             return
         why = f"{type(error).__name__}: {error}"
         with suppress(WarpbusError):
             await (await self._machine(target)).call_off(lease.id, f"the move did not come about ({error})")
-        await self._books.call("end_move", lease.id, False)
+        await self._store.end_move(lease.id, False)
         self._note(lease, "the broker", moved=False, why=why)
         if move.source_died or isinstance(error, LeaseLostError):
             why = f"lease {lease.id} is lost: its process on {source} died while it moved to {target}"
-            await self._books.call("lose", lease.id, why)
+            await self._store.lose(lease.id, why)
             raise LeaseLostError(why) from None
         raise error
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.broker.leases import Gpu
-from warpbus.pool.daemon.desk import Asker
+from warpbus.pool.daemon.control_handler import Asker
 from warpbus.pool.daemon.host import Host, Order
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
@@ -114,7 +114,7 @@ class Membership:
     Args:
         to: the other daemon.
         token: an admin's there.
-        life: see `OwnBooks.join`.
+        life: see `LocalBrokerStore.join`.
         gpus: of this machine.
     """
 
