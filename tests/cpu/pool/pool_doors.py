@@ -21,14 +21,14 @@ def read_preamble(sock, key=b""):
     """The lease that a client with `key` asks for; None for the daemon. Raises ConnectionLostError without the key."""
     begun = exactly(sock, len(MAGIC) + LEASE_BYTES)
     assert begun.startswith(MAGIC)
-    door = begun[len(MAGIC) :]
-    if door == CONTROL:
+    lease_id = begun[len(MAGIC) :]
+    if lease_id == CONTROL:
         return None
     nonce = secrets.token_bytes(NONCE_BYTES)
     sock.sendall(nonce)
-    if not Proof(door, nonce, exactly(sock, MAC_BYTES)).shows(key):
+    if not Proof(lease_id, nonce, exactly(sock, MAC_BYTES)).shows(key):
         raise ConnectionLostError("this is another key")
-    return door
+    return lease_id
 
 
 def serve_tls(sock, certificate, key, timeout=10.0):

@@ -7,7 +7,7 @@ from pool_hand import Hand, handle
 
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol import wire
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.instructions import Writer, call_prefix
 from warpbus.pool.protocol.signature import Input, New, Number, Same, Signature
@@ -154,7 +154,7 @@ def test_the_quota_is_looked_at_before_the_operator_runs(hand):
         "aten::mul.Tensor", hand.view(there, (1 << 17, 1), (1, 1)), hand.view(there, (1, 1 << 17), (1, 1))
     )
     (failure,) = hand.send()
-    assert failure == Failure(
+    assert failure == CallFailure(
         "OutOfMemoryError",
         f"{4 << 34:,} bytes do not fit: {1 << 19:,} of the lease's {1 << 20:,} bytes are in use; "
         "free tensors, or lease more memory",

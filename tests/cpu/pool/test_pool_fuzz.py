@@ -14,7 +14,7 @@ from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Kind
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.instructions import Instruction, Writer, call_prefix, layout, parse
-from warpbus.pool.protocol.signature import Device, Input, New, Number, Same, Signature
+from warpbus.pool.protocol.signature import DevicePlaceholder, Input, New, Number, Same, Signature
 from warpbus.pool.protocol.wire import decode, encode
 
 SEED = 20261121
@@ -56,7 +56,7 @@ SIGNATURES = [
     Signature(
         "aten::zeros",
         ((2, 3),),
-        (("dtype", torch.float16), ("layout", torch.strided), ("device", Device()), ("pin_memory", False)),
+        (("dtype", torch.float16), ("layout", torch.strided), ("device", DevicePlaceholder()), ("pin_memory", False)),
         (),
         (),
         (New(contiguous(torch.float16, (2, 3)), 12),),

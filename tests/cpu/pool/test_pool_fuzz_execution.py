@@ -11,7 +11,7 @@ from pool_hand import Hand
 from pool_mutations import mutate, mutate_value, no_hang
 
 from warpbus.errors import DeviceError, PoolError
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.instructions import Instruction, Writer, call_prefix, parse
 from warpbus.pool.protocol.signature import Signature
 from warpbus.pool.protocol.wire import decode, encode
@@ -214,7 +214,7 @@ def batter(damage, corpus, seed, executors, batches):
             try:
                 number = executor.executed + 1
                 failures = executor.execute(number, memoryview(payload))
-                assert all(isinstance(each, Failure) and each.batch == number for each in failures)
+                assert all(isinstance(each, CallFailure) and each.batch == number for each in failures)
                 failed += bool(failures)
             except (DeviceError, PoolError) as error:
                 messages.append(str(error))

@@ -11,7 +11,7 @@ import ray
 
 from warpbus.errors import UnavailableError, UsageError
 from warpbus.pool.broker import membership
-from warpbus.pool.broker.leases import Gpu, Limits
+from warpbus.pool.broker.leases import Limits, PoolGpu
 from warpbus.pool.broker.membership import RayMembership
 from warpbus.pool.daemon.broker_store import RayBrokerStore
 from warpbus.pool.quota import Quota
@@ -19,8 +19,8 @@ from warpbus.pool.quota import Quota
 SPACE = "pool-test"
 
 
-def gpus(host: str, memory: int = 100) -> list[Gpu]:
-    return [Gpu(f"{host}/0", host, 0, "H200", memory)]
+def gpus(host: str, memory: int = 100) -> list[PoolGpu]:
+    return [PoolGpu(f"{host}/0", host, 0, "H200", memory)]
 
 
 def until(true: Callable[[], bool], seconds: float = 90) -> None:

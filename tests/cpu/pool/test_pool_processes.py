@@ -8,7 +8,7 @@ from pool_processes_machine import GB, PID, FakeDriver, FakeMachine, cuda_proces
 
 from warpbus.cuda.checkpoint import State
 from warpbus.errors import DeviceError, UsageError
-from warpbus.pool.processes.processes import Host, migrate_process, resume_process, suspend_process
+from warpbus.pool.processes.processes import ProcessHost, migrate_process, resume_process, suspend_process
 from warpbus.pool.processes.suspensions import Suspensions
 
 STEPS = ("lock", "checkpoint", "restore", "unlock")
@@ -21,7 +21,7 @@ def make(tmp_path):
 
     def host(machine=None, failures=()):
         machine = machine or FakeMachine()
-        return Host(machine, FakeDriver(machine, failures), Suspensions(tmp_path))
+        return ProcessHost(machine, FakeDriver(machine, failures), Suspensions(tmp_path))
 
     return host
 
@@ -109,7 +109,7 @@ def test_a_mover_that_is_killed_leaves_a_process_that_can_be_resumed(make, kille
     host = make()
     driver = host.driver
 
-    dead = Host(host.machine, _Cut(driver, killed_after, KilledError), host.suspensions)
+    dead = ProcessHost(host.machine, _Cut(driver, killed_after, KilledError), host.suspensions)
     with pytest.raises(KilledError):
         migrate_process(PID, 1, dead)
     assert len(driver.calls) == killed_after

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from warpbus.errors import DeviceError
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.tenant.storages import MAX_STORAGES, Storages
 
-FAILURE = Failure("ValueError", "no", "aten::add", 3)
+FAILURE = CallFailure("ValueError", "no", "aten::add", 3)
 
 
 @pytest.fixture

@@ -19,12 +19,12 @@ from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
 from warpbus.pool.protocol.wire import decode, encode
-from warpbus.pool.tenant.turns import NAP, Line, Turns
+from warpbus.pool.tenant.time_slices import NAP, GpuQueue, TimeSlices
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from warpbus.pool.tenant.turns import Line
+from warpbus.pool.tenant.time_slices import Line
 line = Line(Path(sys.argv[1]))
 print(line.step_forward(), flush=True)
 time.sleep(600)
@@ -44,7 +44,7 @@ def line(file):
     with ExitStack() as stack:
 
         def another():
-            found = Line(file)
+            found = GpuQueue(file)
             stack.callback(lambda: found.close())
             return found
 
@@ -61,7 +61,7 @@ class Client:
 
     def __init__(self, share, line, batch, window=None, think=0.0):
         self.share = share
-        self.turns = Turns(share, line, 0.0)
+        self.turns = TimeSlices(share, line, 0.0)
         self.line = line
         self.batch = batch if callable(batch) else lambda: batch
         self.window, self.think = window, think
@@ -216,7 +216,7 @@ def test_a_line_that_is_full(line):
 
 
 def test_who_gives_up_its_place_is_not_waited_for(line):
-    first, second, third = (Turns(0.3, line(), 0.0) for _ in range(3))
+    first, second, third = (TimeSlices(0.3, line(), 0.0) for _ in range(3))
     assert first.may_execute(0.0)
     assert not second.may_execute(0.001)
     assert not third.may_execute(0.001)
@@ -226,7 +226,7 @@ def test_who_gives_up_its_place_is_not_waited_for(line):
 
 
 def test_the_turn_goes_on_a_moment_without_work(line):
-    turns, other = Turns(0.5, line(), 0.0), Turns(0.5, line(), 0.0)
+    turns, other = TimeSlices(0.5, line(), 0.0), TimeSlices(0.5, line(), 0.0)
     assert turns.may_execute(0.0)
     turns.attend(0.004, waiting=False, running=True)
     turns.attend(0.0045, waiting=False, running=False)
@@ -360,7 +360,7 @@ def test_a_gpu_has_one_line_and_a_cpu_none(tmp_path):
     assert gpus.turns("a/0") is None
     gpus._installed = [None, None]  # as if it had two
     with gpus:
-        one, again, other = (Line(Path(gpus.turns(gpu))) for gpu in ("a/0", "a/0", "a/1"))
+        one, again, other = (GpuQueue(Path(gpus.turns(gpu))) for gpu in ("a/0", "a/0", "a/1"))
         assert one.step_forward()
         assert not again.step_forward()
         assert other.step_forward()

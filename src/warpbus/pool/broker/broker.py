@@ -22,8 +22,8 @@ from warpbus.cuda.memory_size import gigabytes
 from warpbus.errors import QueueFullError, UsageError
 from warpbus.pool.broker import ledger_file, status
 from warpbus.pool.broker.admission import check_limits, check_possible, checked_gpus, no_place
-from warpbus.pool.broker.leases import Gpu, Lease, Limits, Move
-from warpbus.pool.broker.ledger import Host, Ledger
+from warpbus.pool.broker.leases import Lease, LeaseMove, Limits, PoolGpu
+from warpbus.pool.broker.ledger import HostEntry, Ledger
 from warpbus.pool.broker.moves import evacuate, make_room
 from warpbus.pool.broker.placement import best_fit, outlook
 from warpbus.pool.quota import Quota
@@ -62,11 +62,11 @@ class Broker:
         self._max_queued = max_queued
         self._ledger = Ledger()
         self._loaded = float("-inf")
-        self._measured: dict[str, status.Measured] = {}
+        self._measured: dict[str, status.GpuUsage] = {}
 
     # Hosts
 
-    def join(self, host: str, gpus: Iterable[Gpu], now: float) -> list[Lease]:
+    def join(self, host: str, gpus: Iterable[PoolGpu], now: float) -> list[Lease]:
         """Take in a host and its GPUs, or hear again of one that is here: it keeps the leases of the GPUs it still has.
 
         A host that had left comes back without leases, and has to have ended what ran on it.
@@ -87,7 +87,7 @@ class Broker:
                 )
         gone = [] if before is None else [name for name in before.gpus if name not in offered]
         lost = self._lose(gone, f"{host} joined without this GPU", now)
-        self._ledger.hosts[host] = Host(host, offered, now, draining=before is not None and before.draining)
+        self._ledger.hosts[host] = HostEntry(host, offered, now, draining=before is not None and before.draining)
         if before is None or before.lost or before.gpus != offered:
             self._ledger.record(now, "joined", source=host, text=f"{host} joined with {len(offered)} GPUs")
         return lost
@@ -134,9 +134,9 @@ class Broker:
         """
         if self._ledger.gpu(gpu) is None:
             raise no_place(self._ledger, "GPU", gpu)
-        self._measured[gpu] = status.Measured(utilization, memory)
+        self._measured[gpu] = status.GpuUsage(utilization, memory)
 
-    def drain(self, host: str, now: float) -> list[Move]:
+    def drain(self, host: str, now: float) -> list[LeaseMove]:
         """Let no new leases onto a host.
 
         Returns:
@@ -377,7 +377,7 @@ class Broker:
             raise UsageError(f"lease {id} is {lease.state}, it does not move: there is no move to end")
         return self._ledger.end_move(lease, moved, "the move failed", now, copied=copied, pause=pause)
 
-    def defragment(self) -> list[Move]:
+    def defragment(self) -> list[LeaseMove]:
         """The moves that would let the first lease of the queue in (`warpbus.pool.broker.moves.make_room`)."""
         return make_room(self._ledger, self._aging)
 
@@ -453,7 +453,7 @@ class Broker:
     def _vanished(self, seen: float, now: float) -> bool:
         return now - max(seen, self._loaded) > self._grace
 
-    def _host(self, name: str) -> Host:
+    def _host(self, name: str) -> HostEntry:
         host = self._ledger.hosts.get(name)
         if host is None:
             raise no_place(self._ledger, "host", name)

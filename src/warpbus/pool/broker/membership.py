@@ -25,7 +25,7 @@ from warpbus.dist.ray_cluster import connect, load_ray
 from warpbus.errors import UnavailableError, UsageError, WarpbusError
 from warpbus.pool.broker.admission import checked_gpus
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.leases import Gpu, Lease, Limits
+from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Member:
 
     host: str
     address: str
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[PoolGpu, ...]
     node: str
 
 
@@ -125,7 +125,7 @@ class RayMembership:
         if self._connected_here:
             self._ray.shutdown()
 
-    def offer(self, host: str, gpus: Iterable[Gpu], address: str, *, node: str | None = None) -> Member:
+    def offer(self, host: str, gpus: Iterable[PoolGpu], address: str, *, node: str | None = None) -> Member:
         """Let a host join the pool, until `withdraw` or the end of this process.
 
         Args:

@@ -8,7 +8,7 @@ from torch._ops import OpOverload
 
 from warpbus.pool.client.tensors import geometry_of
 from warpbus.pool.protocol.geometry import Geometry
-from warpbus.pool.protocol.signature import Argument, Device, Input, Number, NumberKind, Signature
+from warpbus.pool.protocol.signature import Argument, DevicePlaceholder, Input, Number, NumberKind, Signature
 
 NUMBER_KINDS: dict[type, NumberKind] = {int: "int", float: "float", bool: "bool"}
 
@@ -31,7 +31,7 @@ def goes_along(value: Any, is_number: bool) -> bool:
     return value.__class__ is not int or -(1 << 63) <= value < 1 << 63
 
 
-class Reading:
+class SignatureBuilder:
     """Reads the arguments of one call into a signature; a tensor of the CPU is a number there."""
 
     def __init__(self, overload: OpOverload, numbers: dict[str, bool]) -> None:
@@ -57,7 +57,7 @@ class Reading:
         if isinstance(value, list | tuple):
             return tuple(self._argument(item, is_number) for item in value)
         if isinstance(value, torch.device):
-            return Device()
+            return DevicePlaceholder()
         return value  # what else PyTorch's dispatcher gives is plain
 
     def _number(self, value: Any) -> Number:

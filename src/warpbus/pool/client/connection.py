@@ -18,7 +18,7 @@ import torch
 from warpbus.errors import ConnectionLostError, FrameError, LeaseLostError, StateError
 from warpbus.pool.protocol.address import Address, address
 from warpbus.pool.protocol.channel import Channel, connect
-from warpbus.pool.protocol.failures import Failure, sent_error
+from warpbus.pool.protocol.failures import CallFailure, sent_error
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 
@@ -46,7 +46,7 @@ class _Moving(NamedTuple):
     final: bool
 
 
-class Reading:
+class PendingRead:
     """A question for bytes of a storage that was asked and is not waited for: others may follow it.
 
     It may be asked again after a reconnection, when what was sent after it has been executed: what it asks for must
@@ -58,7 +58,7 @@ class Reading:
         self.payload = encode(question)
         self.data = bytearray(nbytes)
         self.filled = 0
-        self.failure: Failure | None = None
+        self.failure: CallFailure | None = None
 
     @property
     def arrived(self) -> bool:
@@ -67,7 +67,7 @@ class Reading:
     def take(self, frame: Frame) -> None:
         """A part of its answer."""
         if frame.kind is Kind.ERROR:
-            self.failure = Failure.read(decode(frame.payload))
+            self.failure = CallFailure.read(decode(frame.payload))
             return
         end = self.filled + len(frame.payload)
         if end > len(self.data):
@@ -95,9 +95,9 @@ class Connection:
         self._kept_bytes = 0
         self._sent = 0
         self._question = 0
-        self._readings: WeakValueDictionary[int, Reading] = WeakValueDictionary()
+        self._readings: WeakValueDictionary[int, PendingRead] = WeakValueDictionary()
         self._moving: _Moving | None = None
-        self._failures: deque[Failure] = deque()
+        self._failures: deque[CallFailure] = deque()
         self._abandoned: str | None = None
         self.reconnections = 0
         self._channel, self.welcome = self._open(where, claim=False)
@@ -139,10 +139,10 @@ class Connection:
 
         self._answered(["read", handle, offset, len(into)], take, restart)
 
-    def ask_for(self, handle: int, offset: int, nbytes: int) -> Reading:
+    def ask_for(self, handle: int, offset: int, nbytes: int) -> PendingRead:
         """Ask for bytes of a storage, as they are after everything sent before; `wait_for` gives them."""
         self._question += 1
-        reading = Reading(self._question, ["read", handle, offset, nbytes], nbytes)
+        reading = PendingRead(self._question, ["read", handle, offset, nbytes], nbytes)
         self._readings[reading.number] = reading
         try:
             self._channel.send(Kind.ASK, reading.number, reading.payload)
@@ -150,7 +150,7 @@ class Connection:
             self._reconnect(lost)
         return reading
 
-    def wait_for(self, reading: Reading) -> bytearray:
+    def wait_for(self, reading: PendingRead) -> bytearray:
         """The bytes that were asked for."""
         while not reading.arrived:
             try:
@@ -205,7 +205,7 @@ class Connection:
                         continue
                     if frame.kind is Kind.ERROR:
                         self._failures.clear()  # what led to this one, most likely
-                        raise Failure.read(decode(frame.payload)).exception()
+                        raise CallFailure.read(decode(frame.payload)).exception()
                     finished, answer = take(frame)
                     if finished:
                         self._raise()
@@ -230,7 +230,7 @@ class Connection:
             while self._kept and self._kept[0][0] <= frame.number:
                 self._kept_bytes -= len(self._kept.popleft()[1])
         elif frame.kind is Kind.ERROR:
-            self._failures.append(Failure.read(decode(frame.payload)))
+            self._failures.append(CallFailure.read(decode(frame.payload)))
         elif frame.kind is Kind.MOVED:
             self._moving = _moving(frame)
             if self._moving.final:

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.nn import Parameter
 
 from warpbus.errors import StateError
-from warpbus.pool.client.calls import NUMBER_KINDS, Reading, Wrapped, goes_along, number_positions
+from warpbus.pool.client.calls import NUMBER_KINDS, SignatureBuilder, Wrapped, goes_along, number_positions
 from warpbus.pool.client.session import Session, current
 from warpbus.pool.client.tensors import NAME, Remote, new_tensor, set_geometry
 from warpbus.pool.protocol.geometry import Geometry
@@ -244,7 +244,7 @@ class Operator:
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         args, kwargs = self._own(args), {name: self._own(value) for name, value in kwargs.items()}
-        return Reading(self.overload, self._is_number).signature(args, kwargs)
+        return SignatureBuilder(self.overload, self._is_number).signature(args, kwargs)
 
     def _own(self, value: Any) -> Any:
         """An argument with tensors of the CPU replaced, as `_take_foreign` does it."""

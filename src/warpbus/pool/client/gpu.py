@@ -17,9 +17,9 @@ from warpbus.errors import LeaseLostError, StateError, WarpbusError
 from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import let_gradients_flow, register
 from warpbus.pool.client.program import Program, recorded
-from warpbus.pool.client.session import FORKED, Session, Statistics, refuse_second, use
+from warpbus.pool.client.session import FORKED, Session, SessionStatistics, refuse_second, use
 from warpbus.pool.protocol import address as addresses
-from warpbus.pool.protocol.steering import Steering
+from warpbus.pool.protocol.control_channel import ControlChannel
 from warpbus.pool.quota import Quota
 
 TOKEN = "WARPBUS_POOL_TOKEN"
@@ -56,7 +56,7 @@ def connect(
     refuse_second()
     quota = Quota.parse(memory, share)
     register()  # takes seconds at first: a lease that is granted waits for its client only so long
-    steering = Steering(addresses.address(where), token or os.environ.get(TOKEN))
+    control = ControlChannel(addresses.address(where), token or os.environ.get(TOKEN))
     asked = {
         "do": "lease",
         "memory": quota.memory,
@@ -66,10 +66,10 @@ def connect(
         "movable": True,
     }
     try:
-        granted = steering.ask(asked, None if queued is None else lambda said: queued(said["queued"], said["why"]))
-        return Gpu(steering, granted, quota)
+        granted = control.ask(asked, None if queued is None else lambda said: queued(said["queued"], said["why"]))
+        return Gpu(control, granted, quota)
     except BaseException:
-        steering.close()
+        control.close()
         raise
 
 
@@ -82,13 +82,13 @@ class Gpu:
         lease: its id, as `warpbus pool status` shows it.
     """
 
-    def __init__(self, steering: Steering, grant: dict[str, Any], quota: Quota) -> None:
-        self._steering = steering
+    def __init__(self, control: ControlChannel, grant: dict[str, Any], quota: Quota) -> None:
+        self._control = control
         self.lease: str = grant["lease"]
         self.quota = quota
         self.device = register()
         other = grant.get("address")  # of another machine, which knows nothing of the files of this one
-        where = replace(addresses.address(other), ca=steering.to.ca) if other else steering.to
+        where = replace(addresses.address(other), ca=control.to.ca) if other else control.to
         self._connection = Connection(where, bytes.fromhex(self.lease), grant["key"])
         self._closed = False
         welcome = self._connection.welcome
@@ -127,7 +127,7 @@ class Gpu:
         return self._connection.reconnections
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> SessionStatistics:
         """Operators, batches, round trips and bytes since the connection was made."""
         return self.session.statistics
 
@@ -153,9 +153,9 @@ class Gpu:
         question = {"do": "migrate", "lease": self.lease, "to": to}
         try:
             # A client whose source died has to claim its lease at the destination: the pool waits for that.
-            moved = self._steering.ask(question, progress, watch=self.session.watch)
+            moved = self._control.ask(question, progress, watch=self.session.watch)
         except LeaseLostError:
-            self._steering.close()  # its answer may still come; there is nothing more to ask
+            self._control.close()  # its answer may still come; there is nothing more to ask
             raise
         self.synchronize()  # follows the lease
         return moved
@@ -175,11 +175,11 @@ class Gpu:
 
     def _leave_to_parent(self) -> None:
         self._closed = True  # the lease is the parent's to give back
-        self._steering.abandon(FORKED)
+        self._control.abandon(FORKED)
 
     def _release(self) -> None:
-        with self._steering, suppress(WarpbusError):  # what a client leaves behind is reclaimed in any case
-            self._steering.ask({"do": "release", "lease": self.lease})
+        with self._control, suppress(WarpbusError):  # what a client leaves behind is reclaimed in any case
+            self._control.ask({"do": "release", "lease": self.lease})
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from warpbus.errors import ProtocolError, StateError, UsageError
-from warpbus.pool.client.connection import Connection, Reading
+from warpbus.pool.client.connection import Connection, PendingRead
 from warpbus.pool.client.tensors import Remote
 from warpbus.pool.protocol.instructions import MAX_RANDOM_STATE, MAX_WRITE, Writer
 from warpbus.pool.protocol.signature import Signature
@@ -28,7 +28,7 @@ _NOT_CONNECTED = "no remote GPU is connected: gpu = warpbus.pool.connect('warpbu
 
 
 @dataclass
-class Statistics:
+class SessionStatistics:
     """Counts since the connection was made."""
 
     operators: int = 0
@@ -57,7 +57,7 @@ class Session:
     capability: tuple[int, int] | None = None
     used: int = 0
     peak: int = 0
-    statistics: Statistics = field(default_factory=Statistics)
+    statistics: SessionStatistics = field(default_factory=SessionStatistics)
     lock: threading.RLock = field(default_factory=threading.RLock)
     freed: deque[tuple[int, int]] = field(default_factory=deque)
     writer: Writer = field(default_factory=Writer)
@@ -146,14 +146,14 @@ class Session:
             self.statistics.bytes_received += len(into)
             self.connection.read(remote.handle, offset, into)
 
-    def ask_for(self, remote: Remote, offset: int, nbytes: int) -> Reading:
+    def ask_for(self, remote: Remote, offset: int, nbytes: int) -> PendingRead:
         """Ask for bytes of a storage that is not written any more, and go on."""
         with self.lock:
             self._waits()
             self.statistics.bytes_received += nbytes
             return self.connection.ask_for(remote.handle, offset, nbytes)
 
-    def wait_for(self, reading: Reading) -> bytearray:
+    def wait_for(self, reading: PendingRead) -> bytearray:
         """What was asked for. What was sent since goes on meanwhile."""
         with self.lock:
             return self.connection.wait_for(reading)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.leases import Gpu, Lease, Move
+from warpbus.pool.broker.leases import Lease, LeaseMove, PoolGpu
 from warpbus.pool.broker.membership import RayMembership
 from warpbus.pool.quota import Quota
 
@@ -50,7 +50,7 @@ class BrokerStore(ABC):
     async def measured(self, gpu: str, *, utilization: float | None, memory: int | None) -> None:
         await self._run(lambda broker, _: broker.measured(gpu, utilization=utilization, memory=memory), repeatable=True)
 
-    async def drain(self, host: str) -> list[Move]:
+    async def drain(self, host: str) -> list[LeaseMove]:
         return await self._run(lambda broker, now: broker.drain(host, now), repeatable=True)
 
     async def undrain(self, host: str) -> None:
@@ -99,7 +99,7 @@ class BrokerStore(ABC):
     async def end_move(self, id: str, moved: bool, *, copied: int | None = None, pause: float | None = None) -> Lease:
         return await self._run(lambda broker, now: broker.end_move(id, moved, now, copied=copied, pause=pause))
 
-    async def defragment(self) -> list[Move]:
+    async def defragment(self) -> list[LeaseMove]:
         return await self._run(lambda broker, _: broker.defragment(), repeatable=True)
 
 
@@ -115,7 +115,7 @@ class LocalBrokerStore(BrokerStore):
         DataError: the file is damaged; the message says what to do.
     """
 
-    def __init__(self, broker: Broker, path: Path, *, host: str, gpus: list[Gpu], address: str) -> None:
+    def __init__(self, broker: Broker, path: Path, *, host: str, gpus: list[PoolGpu], address: str) -> None:
         self._broker = broker
         self._path = path
         self._host = host
@@ -150,7 +150,7 @@ class LocalBrokerStore(BrokerStore):
         self._write()
         return ended
 
-    def join(self, host: str, gpus: list[Gpu], address: str, life: str, living: set[str]) -> list[str]:
+    def join(self, host: str, gpus: list[PoolGpu], address: str, life: str, living: set[str]) -> list[str]:
         """Another machine joins, or reports again.
 
         Args:

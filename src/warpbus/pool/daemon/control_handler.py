@@ -13,8 +13,8 @@
     {"do": "suspend", "lease"}  {"phase"...}...          {"suspended": id, "seconds", "bytes"}
     {"do": "resume", "lease", "on": str | None}          as "lease"
 
-A tenant controls its own leases, and sees of other leases only how much room they take. Only admins drain hosts. A viewer
-sees everything and changes nothing.
+A tenant controls its own leases, and sees of other leases only how much room they take. Only admins drain hosts. A
+viewer sees everything and changes nothing.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ from warpbus.pool.broker.status import seen_by
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.broker_store import BrokerStore
 from warpbus.pool.daemon.host import Order, new_key
-from warpbus.pool.daemon.moving import Moving
+from warpbus.pool.daemon.lease_moves import LeaseMover
 from warpbus.pool.daemon.rates import RateLimit
 from warpbus.pool.daemon.tokens import Tenant
-from warpbus.pool.protocol.steering import Tell, need
+from warpbus.pool.protocol.control_channel import Tell, need
 from warpbus.pool.quota import Quota
 
 _log = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ class Asker:
     address: str
 
 
-class Machine(Protocol):
+class HostDaemon(Protocol):
     """The daemon of a machine, as the broker's daemon uses it: `Host` for this machine, `Peer` over the network."""
 
     async def receive(self, order: Order) -> str: ...
     async def end(self, lease: str, why: str) -> None: ...
     async def call_off(self, lease: str, why: str) -> None: ...
-    async def send(self, lease: str, to: str, ticket: bytes, tell: Tell) -> dict[str, Any]: ...
+    async def send(self, lease: str, to: str, migration_token: bytes, tell: Tell) -> dict[str, Any]: ...
     async def save(self, lease: str, tell: Tell) -> dict[str, Any]: ...
     async def order(self, lease: str) -> Order | None: ...
     async def forget(self, lease: str) -> None: ...
@@ -80,7 +80,7 @@ class ControlHandler:
     def __init__(
         self,
         store: BrokerStore,
-        machine: Callable[[str], Awaitable[Machine]],
+        machine: Callable[[str], Awaitable[HostDaemon]],
         audit: AuditLog,
         *,
         most: int,
@@ -92,7 +92,7 @@ class ControlHandler:
         self._most = most
         self._tenant_rate = RateLimit(rate, "leases")
         self._address_rate = RateLimit(_TENANTS_OF_ADDRESS * rate, "leases")
-        self._moving = Moving(store, machine, audit)
+        self._moving = LeaseMover(store, machine, audit)
         self._busy: dict[str, str] = {}
         self._waiting: dict[str, int] = {}
         self._placed = asyncio.Event()

@@ -36,19 +36,19 @@ from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.membership import RayMembership
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.broker_store import BrokerStore, LocalBrokerStore, RayBrokerStore
+from warpbus.pool.daemon.control_connection import ControlConnection, error_value, hang_up
 from warpbus.pool.daemon.control_handler import Asker, ControlHandler
-from warpbus.pool.daemon.conversation import Conversation, error_value, hang_up
-from warpbus.pool.daemon.host import Host
+from warpbus.pool.daemon.host import LocalHost
 from warpbus.pool.daemon.options import PoolOptions
-from warpbus.pool.daemon.peers import Membership, Peer, find_broker, obey, read_report
+from warpbus.pool.daemon.remote_host import Membership, RemoteHost, find_broker, obey, read_report
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.tokens import Tenant, Tokens, checked_role
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
+from warpbus.pool.protocol.control_channel import Tell, need
 from warpbus.pool.protocol.frames import MAX_HELLO, PROTOCOL, Kind
 from warpbus.pool.protocol.preamble import CONTROL, LEASE_BYTES, MAC_BYTES, MAGIC, NONCE_BYTES, Proof
 from warpbus.pool.protocol.sockets import name_of
-from warpbus.pool.protocol.steering import Tell, need
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Daemon:
         self._listening: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfinished: dict[asyncio.Task[None], str] = {}  # with the address that each came from
-        self.host: Host
+        self.host: LocalHost
         self._store: BrokerStore | None = None
         self._own: LocalBrokerStore | None = None
         self._stack = ExitStack()
@@ -105,7 +105,7 @@ class Daemon:
         if options.unix is not None:
             self._listening.append(_bind_unix(options.unix))
         self.address = str(options.address(tcp.getsockname()[1]))
-        self.host = Host(options, self._gpus, self._audit, self.address, self, self._program)
+        self.host = LocalHost(options, self._gpus, self._audit, self.address, self, self._program)
         self._serving = True
         if not self._tokens:
             _log.warning("there are no --tokens: every user and program of this machine is an admin of the pool")
@@ -225,8 +225,8 @@ class Daemon:
         assert task is not None
         try:
             async with asyncio.timeout(self._options.handshake_timeout):
-                door = await _preamble(sock)
-                proof = None if door == CONTROL else await _proof(door, sock)
+                lease_id = await _preamble(sock)
+                proof = None if lease_id == CONTROL else await _proof(lease_id, sock)
             if proof is None:
                 await self._converse(sock, peer, task, tls=tls)
             elif (tenancy := self.host.asked_for(proof)) is not None:
@@ -244,7 +244,7 @@ class Daemon:
             sock.close()
 
     async def _say_what_became(self, proof: Proof, sock: socket.socket, peer: str, *, tls: bool) -> None:
-        lease = proof.door.hex()
+        lease = proof.lease_id.hex()
         conversation = await self._begin(sock, peer, tls=tls)
         await conversation.receive(self._options.handshake_timeout, MAX_HELLO)  # so that it gets to read the answer
         gone, saved = await self.host.gone(lease), self.host.saved(lease)
@@ -263,11 +263,11 @@ class Daemon:
         self._audit.note("refused", address=peer, lease=lease, why=str(error))
         await hang_up(conversation, Kind.REFUSED, error_value(error))
 
-    async def _begin(self, sock: socket.socket, peer: str, *, tls: bool) -> Conversation:
+    async def _begin(self, sock: socket.socket, peer: str, *, tls: bool) -> ControlConnection:
         timeout = self._options.handshake_timeout
         # The transport closes it when it has sent all, and nobody else before.
         own = socket.socket(fileno=sock.detach())
-        return await Conversation.accept(own, peer, self._tls if tls else None, timeout=timeout)
+        return await ControlConnection.accept(own, peer, self._tls if tls else None, timeout=timeout)
 
     async def _converse(self, sock: socket.socket, peer: str, task: "asyncio.Task[None]", *, tls: bool) -> None:
         conversation = await self._begin(sock, peer, tls=tls)
@@ -294,7 +294,7 @@ class Daemon:
         finally:
             conversation.close()
 
-    async def _hello(self, conversation: Conversation, peer: str) -> Tenant | None:
+    async def _hello(self, conversation: ControlConnection, peer: str) -> Tenant | None:
         """Who has connected; None if it was refused."""
         kind, _, hello = await conversation.receive(self._options.handshake_timeout, MAX_HELLO)
         error, tenant = None, None
@@ -321,7 +321,9 @@ class Daemon:
         await conversation.send(Kind.WELCOME, 0, welcome)
         return tenant
 
-    async def _answer(self, conversation: Conversation, number: int, question: dict[str, Any], asker: Asker) -> None:
+    async def _answer(
+        self, conversation: ControlConnection, number: int, question: dict[str, Any], asker: Asker
+    ) -> None:
         """Answer one question; the work for it is given up if nobody waits for it any more."""
         said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         work = asyncio.create_task(self._work(question, asker, said.put_nowait))
@@ -405,7 +407,7 @@ class Daemon:
         found = (await self._store.addresses()).get(name)
         if found is None:
             raise UnavailableError(f"host {name} is not in the pool now: wait until it joins again")
-        return Peer(name, replace(read_address(found), ca=self._options.authority), self._options.peer_token)
+        return RemoteHost(name, replace(read_address(found), ca=self._options.authority), self._options.peer_token)
 
     async def _tick(self) -> None:
         told = ""
@@ -455,11 +457,11 @@ async def _preamble(sock: socket.socket) -> bytes:
     return begun[len(MAGIC) :]
 
 
-async def _proof(door: bytes, sock: socket.socket) -> Proof:
+async def _proof(lease_id: bytes, sock: socket.socket) -> Proof:
     """What a client that asks for a lease answers to a nonce."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, nonce)
-    return Proof(door, nonce, await _exactly(sock, MAC_BYTES))
+    return Proof(lease_id, nonce, await _exactly(sock, MAC_BYTES))
 
 
 async def _exactly(sock: socket.socket, nbytes: int, begins: bytes = b"") -> bytes:

@@ -17,7 +17,7 @@ from warpbus.cuda.devices import free_memory
 from warpbus.cuda.inventory import InstalledGpu, Inventory
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.errors import DeviceError, UsageError
-from warpbus.pool.broker.leases import Gpu
+from warpbus.pool.broker.leases import PoolGpu
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.tenant.storages import allowance
 
@@ -53,7 +53,7 @@ class SharedGpus:
         else:
             self.device = "cpu"
             memory = parse_memory(options.cpu_memory, free_memory(torch.device("cpu")))
-            self.gpus = [Gpu(f"{options.name}/0", options.name, 0, f"CPU ({cpu_model()})", memory)]
+            self.gpus = [PoolGpu(f"{options.name}/0", options.name, 0, f"CPU ({cpu_model()})", memory)]
 
     def __enter__(self) -> Self:
         if self._installed and not self.mps:
@@ -72,7 +72,7 @@ class SharedGpus:
         self._stack.close()
 
     def turns(self, gpu: str) -> str | None:
-        """The file at which the tenants of a GPU stand in line (`warpbus.pool.tenant.turns`), where they take turns."""
+        """The queue file of a GPU that tenants share by time slices (`warpbus.pool.tenant.time_slices`), else None."""
         if self.mps or not self._installed:
             return None
         path = self._lines / gpu.partition("/")[2]
@@ -127,7 +127,7 @@ def _visible() -> list[InstalledGpu]:
     return chosen
 
 
-def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) -> Gpu:
+def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) -> PoolGpu:
     gpu, inventory = installed[index], Inventory()
     memory = gpu.memory - parse_memory(options.gpu_memory_reserve, gpu.memory)
     if memory <= 0:
@@ -137,4 +137,4 @@ def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) ->
         for number, other in enumerate(installed)
         if number != index and inventory.linked(gpu, other)
     )
-    return Gpu(f"{options.name}/{index}", options.name, index, gpu.name, memory, links)
+    return PoolGpu(f"{options.name}/{index}", options.name, index, gpu.name, memory, links)

@@ -23,7 +23,7 @@ PATIENCE = 10.0
 """Seconds that a process gets to be locked in; it goes on as before if it is not by then."""
 
 
-class Driver(Protocol):
+class CheckpointDriver(Protocol):
     """What `warpbus.cuda.checkpoint.Checkpoint` does."""
 
     def state(self, pid: int) -> State: ...
@@ -34,11 +34,11 @@ class Driver(Protocol):
 
 
 @dataclass(frozen=True)
-class Host:
+class ProcessHost:
     """Where the processes are."""
 
     machine: Machine
-    driver: Driver
+    driver: CheckpointDriver
     suspensions: Suspensions
 
 
@@ -65,7 +65,7 @@ class Carried:
 
 
 def migrate_process(
-    pid: int, to: int, host: Host, *, source: int | None = None, force: bool = False, patience: float = PATIENCE
+    pid: int, to: int, host: ProcessHost, *, source: int | None = None, force: bool = False, patience: float = PATIENCE
 ) -> Carried:
     """Move a running process to another GPU of this machine. It notices a pause.
 
@@ -93,7 +93,7 @@ def migrate_process(
 
 
 def suspend_process(
-    pid: int, host: Host, *, source: int | None = None, force: bool = False, patience: float = PATIENCE
+    pid: int, host: ProcessHost, *, source: int | None = None, force: bool = False, patience: float = PATIENCE
 ) -> Carried:
     """Take a running process off its GPU, into main memory. It stays so until `resume_process`, or ends with it.
 
@@ -107,7 +107,7 @@ def suspend_process(
     return Carried(pid, trip.source, None, trip.seconds, trip.freed)
 
 
-def resume_process(pid: int, host: Host, *, to: int | None = None, source: int | None = None) -> Carried:
+def resume_process(pid: int, host: ProcessHost, *, to: int | None = None, source: int | None = None) -> Carried:
     """Let a suspended process go on, on the GPU that it was on or on another.
 
     It also frees a process that was left locked or suspended when the one that moved it was killed.
@@ -174,7 +174,7 @@ class _Trip:
     """
 
     def __init__(
-        self, host: Host, process: Process, source: InstalledGpu, needed: int | None, *, resumes: bool = False
+        self, host: ProcessHost, process: Process, source: InstalledGpu, needed: int | None, *, resumes: bool = False
     ) -> None:
         self.source = source
         self.aimed = source
@@ -187,7 +187,9 @@ class _Trip:
         self._needed = needed
 
     @classmethod
-    def of_running(cls, host: Host, pid: int, source: int | None, force: bool, target: InstalledGpu | None) -> "_Trip":
+    def of_running(
+        cls, host: ProcessHost, pid: int, source: int | None, force: bool, target: InstalledGpu | None
+    ) -> "_Trip":
         """Look for all that speaks against it, and write down where the process is."""
         process = host.machine.process(pid)
         found = obstacles(
@@ -291,19 +293,19 @@ class _Trip:
             return True
 
 
-def _gpu(host: Host, index: int) -> InstalledGpu:
+def _gpu(host: ProcessHost, index: int) -> InstalledGpu:
     gpus = host.machine.gpus()
     if not 0 <= index < len(gpus):
         raise UsageError(f"GPU {index}: this machine has {len(gpus)} GPU(s), numbered from 0: choose one of them")
     return gpus[index]
 
 
-def _gpu_of(host: Host, suspension: Suspension | None) -> InstalledGpu | None:
+def _gpu_of(host: ProcessHost, suspension: Suspension | None) -> InstalledGpu | None:
     uuid = suspension and suspension.gpu
     return next((gpu for gpu in host.machine.gpus() if gpu.uuid == uuid), None)
 
 
-def _where(host: Host, process: Process) -> InstalledGpu:
+def _where(host: ProcessHost, process: Process) -> InstalledGpu:
     """The one GPU that a process is on: whose registers it has mapped, or which the driver names."""
     gpus = host.machine.gpus()
     mapped = [gpu for gpu in gpus if gpu.minor in process.minors]
@@ -322,7 +324,7 @@ def _where(host: Host, process: Process) -> InstalledGpu:
     raise StateError(f"process {process.pid}: it cannot be seen which GPU it is on: give it with --from")
 
 
-def _exchange(host: Host, old: InstalledGpu, new: InstalledGpu) -> dict[str, str]:
+def _exchange(host: ProcessHost, old: InstalledGpu, new: InstalledGpu) -> dict[str, str]:
     """The map of a move: every GPU of the machine, of which the two are exchanged."""
     swapped = {old.uuid: new.uuid, new.uuid: old.uuid}
     return {gpu.uuid: swapped.get(gpu.uuid, gpu.uuid) for gpu in host.machine.gpus()}

@@ -23,7 +23,7 @@ _MAX_MESSAGE = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CallFailure:
     """An error of a call.
 
     Attributes:
@@ -39,16 +39,16 @@ class Failure:
     batch: int
 
     @staticmethod
-    def of(error: Exception, operator: str, batch: int) -> "Failure":
+    def of(error: Exception, operator: str, batch: int) -> "CallFailure":
         """The failure that an exception is."""
         message = str(error)[:_MAX_MESSAGE]
         name = type(error).__name__
         if name in _OWN:
-            return Failure(name, message, operator, batch)
+            return CallFailure(name, message, operator, batch)
         if "can't allocate memory" in message:  # how PyTorch words it on a CPU
-            return Failure("OutOfMemoryError", message, operator, batch)
+            return CallFailure("OutOfMemoryError", message, operator, batch)
         plain = next((name for name, kind in _PLAIN.items() if isinstance(error, kind)), "RuntimeError")
-        return Failure(plain, message, operator, batch)
+        return CallFailure(plain, message, operator, batch)
 
     def exception(self) -> Exception:
         """The exception that it is on the client's side: of the same name, or a RuntimeError."""
@@ -60,12 +60,12 @@ class Failure:
         return {"type": self.type, "message": self.message, "operator": self.operator, "batch": self.batch}
 
     @staticmethod
-    def read(value: Any) -> "Failure":
+    def read(value: Any) -> "CallFailure":
         """From what `plain` gave. Raises ProtocolError for anything else."""
         kinds = {"type": str, "message": str, "operator": str, "batch": int}
         if not isinstance(value, dict) or {key: type(item) for key, item in value.items()} != kinds:
             raise ProtocolError("what is said to be a failure is none")
-        return Failure(**value)
+        return CallFailure(**value)
 
 
 def sent_error(said: Mapping[str, Any]) -> WarpbusError:
@@ -80,6 +80,6 @@ class PoisonedError(DeviceError):
         failure: of the call that should have.
     """
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: CallFailure) -> None:
         super().__init__(f"{failure.operator}: {failure.message}")
         self.failure = failure

@@ -42,13 +42,13 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DevicePlaceholder:
     """The tenant's device stands here: a client does not know which one that is."""
 
 
 Argument: TypeAlias = (
-    "bool | int | float | complex | str | torch.dtype | torch.layout | torch.memory_format | Input | Number | Device"
-    " | tuple[Argument, ...] | None"
+    "bool | int | float | complex | str | torch.dtype | torch.layout | torch.memory_format | Input | Number"
+    " | DevicePlaceholder | tuple[Argument, ...] | None"
 )
 
 
@@ -218,7 +218,7 @@ def _plain(argument: Argument) -> Any:
         return {"input": argument.index}
     if isinstance(argument, Number):
         return {"number": argument.kind, "index": argument.index}
-    if isinstance(argument, Device):
+    if isinstance(argument, DevicePlaceholder):
         return {"device": None}
     if isinstance(argument, tuple):
         return [_plain(item) for item in argument]
@@ -236,7 +236,7 @@ def _argument(value: Any, depth: int = 0) -> Argument:
         if set(value) == {"number", "index"}:
             return Number(NUMBER_KINDS[NUMBER_KINDS.index(value["number"])], _whole(value["index"]))
         if set(value) == {"device"}:
-            return Device()
+            return DevicePlaceholder()
         raise ValueError(f"an argument with the keys {sorted(value)[:4]!r:.80}")
     if isinstance(value, bytes):
         raise ValueError("an argument of bytes")

@@ -79,7 +79,7 @@ def encode(value: object) -> bytes:
         ProtocolError: something in it is no `Value`, or beyond a limit.
     """
     out = bytearray()
-    _Encoder(out).write(value, 0)
+    _ValueEncoder(out).write(value, 0)
     return bytes(out)
 
 
@@ -95,7 +95,7 @@ def decode(data: bytes | bytearray | memoryview) -> Value:
     return value
 
 
-class _Encoder:
+class _ValueEncoder:
     def __init__(self, out: bytearray) -> None:
         self._out = out
         self._items = 0

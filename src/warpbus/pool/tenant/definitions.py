@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import DeviceError, ProtocolError
-from warpbus.pool.protocol.failures import Failure
+from warpbus.pool.protocol.failures import CallFailure
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.inference import flat, infer
 from warpbus.pool.protocol.instructions import layout
 from warpbus.pool.protocol.operators import operator
-from warpbus.pool.protocol.signature import Argument, Device, Input, New, Number, Output, Signature
+from warpbus.pool.protocol.signature import Argument, DevicePlaceholder, Input, New, Number, Output, Signature
 from warpbus.pool.tenant.indices import guarded
 from warpbus.pool.tenant.shape_checks import check_shapes
-from warpbus.pool.tenant.storages import Place, Storages
+from warpbus.pool.tenant.storages import CheckedGeometry, Storages
 
 Values = Sequence[Any]
 Build = Callable[[Values], Any]
@@ -90,7 +90,7 @@ class Definition:
         # that may be marked as conjugate.
         looked_at = self._zero or (self.written and not self._verified)
         looked_at = looked_at or any(place.geometry.dtype.is_complex for place, _ in self.news)
-        self.only: Place | None = self.news[0][0] if alone and not looked_at else None
+        self.only: CheckedGeometry | None = self.news[0][0] if alone and not looked_at else None
 
     def run(self, values: Values) -> Any:
         """Call the operator; `values` are the tensors, then the numbers."""
@@ -148,7 +148,7 @@ class Definition:
             if tensors[index].shape != geometry.shape or tensors[index].stride() != geometry.stride:
                 raise DeviceError(f"{self.operator} made a tensor that it writes another size; give it the right one")
 
-    def poison_resized(self, handles: Sequence[int], storages: Storages, failure: Failure) -> None:
+    def poison_resized(self, handles: Sequence[int], storages: Storages, failure: CallFailure) -> None:
         """After a call that failed: memory that it has made more of than is charged is let go of."""
         if self._verified:
             return
@@ -164,7 +164,7 @@ class Definition:
         devices = {argument.name for argument in schema if "Device" in str(argument.type)}
         named = [(argument.name, value) for argument, value in zip(schema, self.signature.arguments, strict=False)]
         for name, value in (*named, *self.signature.keywords):
-            if name in devices and not (value is None or isinstance(value, Device)):
+            if name in devices and not (value is None or isinstance(value, DevicePlaceholder)):
                 raise ProtocolError(
                     f"{self.operator}: {name}={value!r:.40}: a client does not choose the tenant's device"
                 )
@@ -219,7 +219,7 @@ class Definition:
         if isinstance(argument, Number):
             at = len(self.places) + argument.index
             return (lambda values: bool(values[at])) if argument.kind == "bool" else (lambda values: values[at])
-        if isinstance(argument, Device):
+        if isinstance(argument, DevicePlaceholder):
             return self._device
         if isinstance(argument, tuple):
             items = [self._prepared(item) for item in argument]
@@ -251,7 +251,7 @@ def standing_alone(tensor: Tensor, known: Values) -> tuple[Tensor, Geometry]:
     return tensor, geometry
 
 
-def _dense(new: tuple[Place, int]) -> bool:
+def _dense(new: tuple[CheckedGeometry, int]) -> bool:
     """Every byte of the storage belongs to an element: an operator that fills the tensor fills it all."""
     geometry = new[0].geometry
     elements = 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import DeviceError, ProtocolError
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.instructions import SHA256_BYTES, Instruction, parse
 from warpbus.pool.protocol.wire import Value
@@ -57,14 +57,14 @@ class Executor:
         self.executed = 0
         self.storages = Storages(device, quota.memory)
         self.device = self.storages.device
-        self.failures: deque[Failure] = deque(maxlen=_REMEMBERED)
+        self.failures: deque[CallFailure] = deque(maxlen=_REMEMBERED)
         self.calls = 0
         self.content = content
         self._uploads = None if content is None else Uploads(content)
         self._definitions: dict[int, Definition] = {}
         self._defined_bytes = 0
         self._programs = Programs(self.storages)
-        self._failed: list[Failure] = []
+        self._failed: list[CallFailure] = []
         self._others: dict[int, Callable[..., None]] = {
             Instruction.NEW: self._new,
             Instruction.FREE: self._free,
@@ -79,7 +79,7 @@ class Executor:
             Instruction.DROP: self._programs.drop,
         }
 
-    def execute(self, number: int, payload: memoryview) -> list[Failure]:
+    def execute(self, number: int, payload: memoryview) -> list[CallFailure]:
         """Execute a batch; one that was executed before is not executed again.
 
         Returns:
@@ -196,13 +196,13 @@ class Executor:
                 if number not in self._definitions or self._definitions[number].encoded != encoded:
                     self._define(number, encoded)
             for handle, failure in state["poisoned"]:
-                self.storages.poison(handle, Failure.read(failure))
+                self.storages.poison(handle, CallFailure.read(failure))
             for handle, value in state["values"]:
                 self.storages.keep(handle, value)
             for handle, dtype, shape, stride in state["results"]:
                 self.storages.memory_of(handle).result = Geometry(dtype, tuple(shape), tuple(stride))
             self._programs.restore(state["programs"])
-            self.failures.extend(Failure.read(failure) for failure in state["failures"])
+            self.failures.extend(CallFailure.read(failure) for failure in state["failures"])
             set_random_state(self.device, state["random"])
             self.executed, self.calls = int(state["executed"]), int(state["calls"])
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:
@@ -299,15 +299,15 @@ class Executor:
         self._poison(handles, failure, new=len(operands) - definition.carried)
         definition.poison_resized(operands, self.storages, failure)
 
-    def _poison(self, handles: list[int], failure: Failure, *, new: int) -> None:
+    def _poison(self, handles: list[int], failure: CallFailure, *, new: int) -> None:
         """Poison storages, the first `new` of which were to be made: one that is there already is another's."""
         for index, handle in enumerate(handles):
             if index >= new or handle not in self.storages.live:
                 with suppress(ProtocolError):  # a handle that cannot be
                     self.storages.poison(handle, failure)
 
-    def _report(self, error: Exception, operator: str) -> Failure:
-        failure = Failure.of(error, operator, self.executed)
+    def _report(self, error: Exception, operator: str) -> CallFailure:
+        failure = CallFailure.of(error, operator, self.executed)
         if len(self._failed) < _REPORTED:
             self._failed.append(failure)
         return failure

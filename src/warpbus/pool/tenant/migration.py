@@ -2,7 +2,7 @@
 
 The source's process drives it between batches:
 
-    source = Source(executor, channel, ticket=ticket)
+    source = Source(executor, channel, migration_token=migration_token)
     source.begin()
     while not source.copy_ahead(budget).settled:
         ...                                   # execute batches
@@ -12,8 +12,8 @@ The source's process drives it between batches:
 
 and the destination's, which has an empty executor of the same quota:
 
-    destination = Destination(executor, ticket=ticket)
-    destination.admit(channel, hello)         # for the connection whose HELLO has the ticket
+    destination = Destination(executor, migration_token=migration_token)
+    destination.admit(channel, hello)         # for the connection whose HELLO has the migration token
     while destination.step(timeout) not in ENDS:
         ...                                   # and claim(), when the client asks for it
 
@@ -22,7 +22,7 @@ of the destination, has to be told that this is off before anything else is exec
 COMMIT it never executes again, whatever becomes of the word: the destination lives if it arrives, or if the client
 claims it. So at most one of them executes; and if the one that had to go on dies, the lease is lost, with a reason.
 
-Nothing here opens connections or starts processes. What is said is listed in `parcels`, what is copied ahead is chosen
+Nothing here opens connections or starts processes. The messages are listed in `migration_messages`, what is copied ahead is chosen
 in `precopy`, how bytes get across is the business of `crossing`, and what arrived is checked in `arrival`.
 """
 
@@ -40,12 +40,19 @@ from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, Pee
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
-from warpbus.pool.tenant import parcels
+from warpbus.pool.tenant import migration_messages
 from warpbus.pool.tenant.arrival import Arrival
-from warpbus.pool.tenant.crossing import Outgoing, Reading, Sharing, reading, sharing, this_host
-from warpbus.pool.tenant.parcels import ENTRY
+from warpbus.pool.tenant.migration_messages import ENTRY
 from warpbus.pool.tenant.precopy import LITTLE, MOST_PIECES, Precopy
 from warpbus.pool.tenant.staging import CHUNK
+from warpbus.pool.tenant.transport import (
+    MemoryExporter,
+    MemoryReader,
+    Outgoing,
+    memory_exporter,
+    memory_reader,
+    this_host,
+)
 
 if TYPE_CHECKING:
     from warpbus.pool.tenant.execution import Executor
@@ -84,7 +91,7 @@ class SourceState(Enum):
 class DestinationState(Enum):
     """Of a lease that is to move, on the side that gets it."""
 
-    WAITING = "for a source that has the ticket"
+    WAITING = "for a source that has the migration token"
     RECEIVING = "the source copies"
     PREPARED = "all is here; it executes when the source says so or the client claims it"
     LIVING = "it executes here"
@@ -100,7 +107,7 @@ ENDS = (DestinationState.LIVING, DestinationState.DISCARDED)
 
 
 @dataclass(frozen=True)
-class Progress:
+class MigrationProgress:
     """How far copying ahead is.
 
     Attributes:
@@ -117,7 +124,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Report:
+class MigrationReport:
     """What a move took.
 
     Attributes:
@@ -141,13 +148,13 @@ class Report:
     confirmed: bool
 
 
-class Source:
+class MigrationSource:
     """The side that has the lease. For the thread that executes it.
 
     Args:
         executor: the lease.
         channel: to the destination; closed at the end, whatever the end is.
-        ticket: what the destination knows the source by.
+        migration_token: what the destination knows the source by.
         timeout: seconds in which the destination has to answer.
         little: bytes that may be left to copy in the pause before it is worth its while to go on copying ahead.
         shared: this device's memory, for a destination on this host to read; None where it cannot be read so.
@@ -165,16 +172,16 @@ class Source:
         executor: "Executor",
         channel: Channel,
         *,
-        ticket: bytes,
+        migration_token: bytes,
         timeout: float = ANSWER,
         little: int = LITTLE,
-        shared: Callable[[torch.device], Sharing | None] = sharing,
+        shared: Callable[[torch.device], MemoryExporter | None] = memory_exporter,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.state = SourceState.NEW
         self._executor = executor
         self._channel = channel
-        self._ticket = ticket
+        self._migration_token = migration_token
         self._timeout = timeout
         self._shared = shared
         self._clock = clock
@@ -193,7 +200,7 @@ class Source:
             shared = self._shared(storages.device)
             hello: dict[str, Value] = {
                 "protocol": PROTOCOL,
-                "ticket": self._ticket,
+                "migration_token": self._migration_token,
                 "device": storages.device.type,
                 "used": storages.used,
                 "shared": None if shared is None else this_host(),
@@ -202,11 +209,11 @@ class Source:
             frame = self._frame()
             answer = decode(frame.payload)
             if frame.kind is not Kind.WELCOME or not isinstance(answer, dict):
-                raise parcels.malformed(f"a {frame.kind.name} frame where WELCOME was expected")
+                raise migration_messages.malformed(f"a {frame.kind.name} frame where WELCOME was expected")
             self._outgoing = Outgoing(storages, self._say, self._hear, shared if answer.get("reads") is True else None)
             self.state = SourceState.COPYING
 
-    def copy_ahead(self, budget: int | None = None) -> Progress:
+    def copy_ahead(self, budget: int | None = None) -> MigrationProgress:
         """Copy about `budget` bytes of what is not written at the moment, and at least a piece of a storage.
 
         None is what keeps the next batch waiting for a few milliseconds.
@@ -218,9 +225,9 @@ class Source:
             precopy = self._precopy
             self._outgoing.send(precopy.ahead(self._outgoing.budget if budget is None else budget))
             settled = precopy.settled if self._is_ready(_NAP if precopy.settled else 0.0) else ""
-            return Progress(precopy.sent, self._executor.storages.used, precopy.rounds, settled)
+            return MigrationProgress(precopy.sent, self._executor.storages.used, precopy.rounds, settled)
 
-    def finish(self) -> Report:
+    def finish(self) -> MigrationReport:
         """Stop the lease, copy the rest, and hand it over. After this it is MOVED."""
         self._expect(SourceState.COPYING)
         with self._staying():
@@ -246,7 +253,7 @@ class Source:
             confirmed = self._hear("living")[0] == "living"
         self._channel.close()
         precopy, path = self._precopy, self._outgoing.path
-        return Report(
+        return MigrationReport(
             ahead, paused, now - stopped, now - self._began, precopy.rounds, precopy.settled or "asked", path, confirmed
         )
 
@@ -288,25 +295,25 @@ class Source:
 
     def _heard(self, frame: Frame, *expected: str) -> tuple[str, list[Value]] | None:
         """What a frame says; None if it is that the destination is ready, and something else is expected."""
-        what, values, _ = parcels.heard(frame)
+        what, values, _ = migration_messages.heard(frame)
         if what == "ready" and self._awaited:
             self._awaited -= 1
             return (what, values) if what in expected else None
         if what not in expected:
-            raise parcels.malformed(f"{what[:40]!a} where {' or '.join(expected)} was expected")
+            raise migration_messages.malformed(f"{what[:40]!a} where {' or '.join(expected)} was expected")
         return what, values
 
     def _blob(self, what: str, data: bytes) -> int:
         view = memoryview(data)
         for start in range(0, len(data), CHUNK):
             part = view[start : start + CHUNK]
-            self._say(what, parcels.checksum([part]), raw=[part])
+            self._say(what, migration_messages.checksum([part]), raw=[part])
         return len(data)
 
     def _say(self, what: str, *values: Value, raw: "list[memoryview] | tuple[()]" = ()) -> None:
         self._number += 1
         try:
-            parcels.say(self._channel, self._number, what, *values, raw=raw)
+            migration_messages.say(self._channel, self._number, what, *values, raw=raw)
         except ConnectionLostError:
             self._explain()
             raise
@@ -349,12 +356,12 @@ class Source:
         self._channel.close()
 
 
-class Destination:
+class MigrationDestination:
     """The side that gets the lease. For one thread.
 
     Args:
         executor: empty, with the lease's quota.
-        ticket: what the source is known by; it is good for one connection.
+        migration_token: what the source is known by; it is good for one connection.
         silence: seconds without a word from the source, or when all is here from the client, after which nothing is
             kept.
         reads: what reads memory that a source on this host shares; None where nothing can.
@@ -369,15 +376,15 @@ class Destination:
         self,
         executor: "Executor",
         *,
-        ticket: bytes,
+        migration_token: bytes,
         silence: float = SILENCE,
-        reads: Callable[[torch.device], Reading | None] = reading,
+        reads: Callable[[torch.device], MemoryReader | None] = memory_reader,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = DestinationState.WAITING
         self.reason = ""
         self._executor = executor
-        self._ticket = ticket
+        self._migration_token = migration_token
         self._silence = silence
         self._clock = clock
         self._channel: Channel | None = None
@@ -387,7 +394,7 @@ class Destination:
         self._heard = clock()
 
     def admit(self, channel: Channel, hello: Mapping[str, Value]) -> bool:
-        """Answer the HELLO of a connection that brings a ticket: whether it is the source.
+        """Answer the HELLO of a connection that brings a migration token: whether it is the source.
 
         One that is not is refused and closed, and changes nothing.
         """
@@ -453,11 +460,11 @@ class Destination:
             self._discard("it was given up")
 
     def _refusal(self, hello: Mapping[str, Value]) -> str:
-        ticket, storages = hello.get("ticket"), self._executor.storages
-        if not isinstance(ticket, bytes) or not hmac.compare_digest(ticket, self._ticket):
-            return "this is not the ticket of the lease that is expected here"
+        migration_token, storages = hello.get("migration_token"), self._executor.storages
+        if not isinstance(migration_token, bytes) or not hmac.compare_digest(migration_token, self._migration_token):
+            return "this is not the migration token of the lease that is expected here"
         if self.state is not DestinationState.WAITING:
-            return "this ticket was used before: ask for another move"
+            return "this migration token was used before: ask for another move"
         if hello.get("protocol") != PROTOCOL:
             return f"migration protocol {hello.get('protocol')!r} is not {PROTOCOL}: install one version of Warpbus"
         if hello.get("device") != storages.device.type:
@@ -471,7 +478,7 @@ class Destination:
         if self.state is DestinationState.PREPARED:
             self._decide(frame)
             return
-        what, values, raw = parcels.heard(frame)
+        what, values, raw = migration_messages.heard(frame)
         if what == "cancel":
             self._discard("the source went on with it")
         elif what == "copy":
@@ -489,7 +496,7 @@ class Destination:
             self._arrival.take(what, values, raw)
 
     def _decide(self, frame: Frame) -> None:
-        what, _, _ = parcels.heard(frame)
+        what, _, _ = migration_messages.heard(frame)
         if what == "commit":
             self._live()
         elif what == "cancel":
@@ -504,7 +511,7 @@ class Destination:
     def _answer(self, what: str, *values: Value) -> None:
         if self._channel is not None:
             self._answers += 1
-            parcels.say(self._channel, self._answers, what, *values)
+            migration_messages.say(self._channel, self._answers, what, *values)
 
     def _hang_up(self) -> None:
         self._arrival.close()

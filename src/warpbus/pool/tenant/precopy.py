@@ -37,7 +37,7 @@ class Versions(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StorageRange:
     """Bytes `[offset, offset + length)` of a storage as it is at a version; pieces of a version follow each other."""
 
     handle: int
@@ -95,16 +95,16 @@ class Precopy:
         """Bytes that would have to be copied if the lease stopped now."""
         return sum(nbytes - self._valid(handle) for handle, nbytes in self._storages.sizes().items())
 
-    def ahead(self, budget: int) -> Iterator[list[Piece]]:
-        """Pieces to copy now, about `budget` bytes and at least a piece, in parcels of `CHUNK` bytes; until `settled`.
+    def ahead(self, budget: int) -> Iterator[list[StorageRange]]:
+        """Pieces to copy now, about `budget` bytes and at least a piece, in chunks of `CHUNK` bytes; until `settled`.
 
         The lease must not execute while this is iterated.
         """
-        return self._parcels(self._cold(), budget)
+        return self._chunks(self._cold(), budget)
 
-    def rest(self) -> Iterator[list[Piece]]:
+    def rest(self) -> Iterator[list[StorageRange]]:
         """Pieces of all that is left, the lease having stopped."""
-        return self._parcels(iter(list(self._storages.sizes())), None)
+        return self._chunks(iter(list(self._storages.sizes())), None)
 
     def _cold(self) -> Iterator[int]:
         """Storages that were not written since the round began, those that were not written for longest first."""
@@ -140,26 +140,26 @@ class Precopy:
         sent = self._sent.get(handle)
         return sent.nbytes if sent is not None and sent.version == self._storages.version(handle) else 0
 
-    def _parcels(self, handles: Iterator[int], budget: int | None) -> Iterator[list[Piece]]:
-        parcel: list[Piece] = []
+    def _chunks(self, handles: Iterator[int], budget: int | None) -> Iterator[list[StorageRange]]:
+        chunk: list[StorageRange] = []
         size = total = 0
         for handle in handles:
             for piece in self._pieces(handle):
-                if parcel and (size + piece.length > CHUNK or len(parcel) == MOST_PIECES):
-                    yield parcel
-                    parcel, size = [], 0
-                parcel.append(piece)
+                if chunk and (size + piece.length > CHUNK or len(chunk) == MOST_PIECES):
+                    yield chunk
+                    chunk, size = [], 0
+                chunk.append(piece)
                 size += piece.length
                 total += piece.length
                 self.sent += piece.length
                 self._sent[handle] = _Sent(piece.version, piece.offset + piece.length)
                 if budget is not None and total >= budget:
-                    yield parcel
+                    yield chunk
                     return
-        if parcel:
-            yield parcel
+        if chunk:
+            yield chunk
 
-    def _pieces(self, handle: int) -> Iterator[Piece]:
+    def _pieces(self, handle: int) -> Iterator[StorageRange]:
         nbytes, version, start = self._storages.sizes()[handle], self._storages.version(handle), self._valid(handle)
         for offset in range(start, nbytes, CHUNK):
-            yield Piece(handle, version, offset, min(CHUNK, nbytes - offset))
+            yield StorageRange(handle, version, offset, min(CHUNK, nbytes - offset))

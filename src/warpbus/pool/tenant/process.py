@@ -32,9 +32,9 @@ from warpbus.errors import (
     StateError,
     WarpbusError,
 )
-from warpbus.pool.protocol import control
+from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.inference import infer
@@ -42,17 +42,17 @@ from warpbus.pool.protocol.signature import Input, Signature
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.quota import Quota
+from warpbus.pool.tenant.acceptor import Acceptor, refuse
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.greeting import Greeter, refuse
 from warpbus.pool.tenant.meter import Meter
-from warpbus.pool.tenant.migration import Destination, DestinationState
+from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
 from warpbus.pool.tenant.moving_out import migrate, save
 from warpbus.pool.tenant.sandbox import seal
-from warpbus.pool.tenant.staging import Leaving
+from warpbus.pool.tenant.staging import HostCopy
 from warpbus.pool.tenant.storages import allowance
 from warpbus.pool.tenant.suspension import resume
-from warpbus.pool.tenant.turns import Line, Turns
+from warpbus.pool.tenant.time_slices import GpuQueue, TimeSlices
 
 _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
@@ -61,7 +61,7 @@ _LINGER = 2.0
 _SECONDS_TO_HEAR = 10.0
 
 
-class Tenant:
+class TenantServer:
     """One lease, as its daemon has set it up.
 
     Args:
@@ -84,15 +84,15 @@ class Tenant:
         self._end = end
         self._setup = setup
         self._on_gpu = executor.device.type == "cuda"
-        self._greeter = Greeter()
+        self._acceptor = Acceptor()
         self._work: Iterator[None] | None = None
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
-        self._destination: Destination | None = None
-        if setup["ticket"] is not None:
-            self._destination = Destination(executor, ticket=setup["ticket"])
-        self._leaving: deque[tuple[int, Leaving]] = deque()  # answers that are not here yet, by the question's number
+        self._destination: MigrationDestination | None = None
+        if setup["migration_token"] is not None:
+            self._destination = MigrationDestination(executor, migration_token=setup["migration_token"])
+        self._leaving: deque[tuple[int, HostCopy]] = deque()  # answers that are not here yet, by the question's number
         self._meter = Meter(executor.device)
-        self._turns: Turns | None = None
+        self._turns: TimeSlices | None = None
         self._kept: Frame | None = None  # the client's next batch, which waits for this lease's turn
         self._owed = 0
         self._told: tuple[int, int] | None = None
@@ -125,7 +125,7 @@ class Tenant:
 
     def tell(self, **what: Value) -> None:
         """Tell the daemon something."""
-        control.send(self._end, what)
+        process_messages.send(self._end, what)
 
     def warn_client(self, address: str, *, final: bool) -> None:
         """Tell the client, if there is one, where to look if this process vanishes; `final`: where the lease is now."""
@@ -157,7 +157,7 @@ class Tenant:
         busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
         busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
-        for other in (self._end, self._greeter):
+        for other in (self._end, self._acceptor):
             waiting.register(other, select.POLLIN)
         if talking and not busy and self.channel is not None:
             waiting.register(self.channel, select.POLLIN)
@@ -169,8 +169,8 @@ class Tenant:
         found = {at for at, _ in waiting.poll(0 if busy else 1000 * patience)}
         if self._end.fileno() in found and not self._obey():
             return False
-        if self._greeter.fileno() in found:
-            while (come := self._greeter.come()) is not None:
+        if self._acceptor.fileno() in found:
+            while (come := self._acceptor.come()) is not None:
                 self._meet(*come)
         if self._destination is not None:
             self._receive_lease(self._destination)
@@ -186,13 +186,19 @@ class Tenant:
 
     def _obey(self) -> bool:
         """Do what the daemon says. False if that is to end."""
-        message, sockets = control.receive(self._end)
+        message, sockets = process_messages.receive(self._end)
         match message:
             case {"do": "client"} if len(sockets) == 1:
-                self._greeter.greet(sockets[0])
-            case {"do": "migrate", "to": str(to), "ca": ca, "ticket": bytes(ticket), "door": bytes(door)} if sockets:
+                self._acceptor.accept(sockets[0])
+            case {
+                "do": "migrate",
+                "to": str(to),
+                "ca": ca,
+                "migration_token": bytes(migration_token),
+                "lease_id": bytes(lease_id),
+            } if sockets:
                 tls = None if ca is None else Tls(Path(ca))
-                self._begin(migrate(self, to, sockets[0], tls, ticket, door))
+                self._begin(migrate(self, to, sockets[0], tls, migration_token, lease_id))
             case {"do": "suspend", "path": str(path)}:
                 self._begin(save(self, Path(path)))
             case {"do": "neighbours", "count": int(count)}:
@@ -206,7 +212,7 @@ class Tenant:
     def _share_with(self, neighbours: int) -> None:
         """Begin to take turns, where that is how the GPU is shared, or cease to."""
         if neighbours and self._turns is None and self._setup["turns"] is not None:
-            self._turns = Turns(self._setup["share"], Line(Path(self._setup["turns"])), time.monotonic())
+            self._turns = TimeSlices(self._setup["share"], GpuQueue(Path(self._setup["turns"])), time.monotonic())
         elif not neighbours and self._turns is not None:
             self._turns.close()
             self._turns = None
@@ -221,7 +227,7 @@ class Tenant:
     def _meet(self, channel: Channel, hello: dict[str, Any]) -> None:
         """Somebody has said who it is."""
         key, destination = hello.get("key"), self._destination
-        if "ticket" in hello:
+        if "migration_token" in hello:
             if destination is None:
                 refuse(channel, StateError("no lease is to move to here"))
             else:
@@ -273,7 +279,7 @@ class Tenant:
             self.hang_up()
         self._tell_clients()
 
-    def _receive_lease(self, destination: Destination) -> None:
+    def _receive_lease(self, destination: MigrationDestination) -> None:
         """Go on with a lease that moves to here."""
         state = destination.step(0.0)
         if self._claims and state is not DestinationState.DISCARDED and destination.claim():
@@ -314,7 +320,7 @@ class Tenant:
             PoolError,
         ) as error:  # a batch that is none, or one that is missing: nothing after it makes sense
             with suppress(ConnectionLostError):
-                self._report([Failure.of(error, "batch", self.executor.executed)])
+                self._report([CallFailure.of(error, "batch", self.executor.executed)])
                 channel.send(Kind.BYE)
             self.hang_up()
 
@@ -352,7 +358,7 @@ class Tenant:
         except PoisonedError as error:
             channel.send(Kind.ERROR, frame.number, encode(error.failure.plain()))
         except Exception as error:  # CUDA's, too: what was launched before may come to light here
-            channel.send(Kind.ERROR, frame.number, encode(Failure.of(error, "", self.executor.executed).plain()))
+            channel.send(Kind.ERROR, frame.number, encode(CallFailure.of(error, "", self.executor.executed).plain()))
 
     def _deliver(self) -> None:
         """Send the answers that have arrived from the GPU."""
@@ -366,12 +372,12 @@ class Tenant:
                 self.hang_up()
                 return
             except Exception as error:  # CUDA's: what was launched before comes to light here
-                failure = Failure.of(error, "", self.executor.executed)
+                failure = CallFailure.of(error, "", self.executor.executed)
                 with suppress(ConnectionLostError):
                     self.channel.send(Kind.ERROR, number, encode(failure.plain()))
             self._leaving.popleft()
 
-    def _report(self, failures: list[Failure]) -> None:
+    def _report(self, failures: list[CallFailure]) -> None:
         for failure in failures:
             if self.channel is not None:
                 self.channel.send(Kind.ERROR, 0, encode(failure.plain()))
@@ -425,7 +431,7 @@ def main(descriptor: int) -> NoReturn:
     code = 0
     try:
         _warm()
-        setup, _ = control.receive(end)
+        setup, _ = process_messages.receive(end)
         tenant = _set_up(end, setup)
         if tenant is None:
             code = 1
@@ -443,7 +449,7 @@ def main(descriptor: int) -> NoReturn:
     os._exit(code)
 
 
-def _set_up(end: socket.socket, setup: dict[str, Any]) -> Tenant | None:
+def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
     """The lease that the daemon wants; if it cannot be had, the daemon is told why."""
     try:
         os.environ.update(setup["environment"])
@@ -459,10 +465,10 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> Tenant | None:
             resume(Path(setup["saved"]), executor)
         if setup["sandbox"]:
             seal(gpu=device.type == "cuda")
-        return Tenant(end, setup, executor)
+        return TenantServer(end, setup, executor)
     except (WarpbusError, RuntimeError, KeyError) as error:  # torch's are RuntimeErrors
         kind = type(error).__name__ if isinstance(error, WarpbusError) else "DeviceError"
-        control.send(end, {"event": "failed", "type": kind, "message": str(error).partition("\n")[0]})
+        process_messages.send(end, {"event": "failed", "type": kind, "message": str(error).partition("\n")[0]})
         return None
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from warpbus.errors import ProtocolError
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.wire import Value
-from warpbus.pool.tenant.staging import CHUNK, Leaving, Staging
+from warpbus.pool.tenant.staging import CHUNK, HostCopy, PinnedStaging
 
 MAX_STORAGES = 1 << 20
 """Storages of a lease: those without bytes are charged with nothing, and have to end somewhere."""
@@ -31,7 +31,7 @@ def allowance(memory: int) -> int:
     return max(_LEAST_SLACK, memory // _SLACK)
 
 
-class Place:
+class CheckedGeometry:
     """A geometry that is known by what it is, not by what is in it: looked up without hashing its shape."""
 
     __slots__ = ("__weakref__", "_fits", "geometry")
@@ -64,9 +64,9 @@ class Storage:
 
     nbytes: int
     base: Tensor | None
-    views: dict[Place, Tensor]
+    views: dict[CheckedGeometry, Tensor]
     version: int
-    failure: Failure | None = None
+    failure: CallFailure | None = None
     result: Geometry | None = None
     value: Value = None
     pinned: bool = False
@@ -96,8 +96,8 @@ class Storages:
         self.clock = 0
         self.moved = 0
         self._sizes: dict[int, int] = {}
-        self._places: WeakValueDictionary[Geometry, Place] = WeakValueDictionary()
-        self._staging = Staging(self.device)
+        self._places: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
+        self._staging = PinnedStaging(self.device)
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (memory + allowance(memory)) / total), self.device)
@@ -142,7 +142,7 @@ class Storages:
         self.charge(nbytes)
         self._add(handle, Storage(nbytes, tensor, {}, 0))
 
-    def hold(self, handle: int, tensor: Tensor, nbytes: int, place: Place) -> None:
+    def hold(self, handle: int, tensor: Tensor, nbytes: int, place: CheckedGeometry) -> None:
         """Take over a result that is charged already and lies at `place` in `nbytes` that nobody else has."""
         if handle in self.live or handle >= MAX_HANDLE or len(self.live) >= MAX_STORAGES:
             self.check_new(handle)
@@ -176,7 +176,7 @@ class Storages:
                 if storage.pinned:
                     self._let_go(storage)
 
-    def poison(self, handle: int, failure: Failure) -> None:
+    def poison(self, handle: int, failure: CallFailure) -> None:
         """From now on there is only the failure; memory is let go of. The handle need not have stood for anything."""
         storage = self.live.get(handle)
         if storage is None:
@@ -195,19 +195,19 @@ class Storages:
         """
         return self.at(self.memory_of(handle), self.place(geometry))
 
-    def place(self, geometry: Geometry) -> Place:
+    def place(self, geometry: Geometry) -> CheckedGeometry:
         """The one place that equal geometries have."""
         place = self._places.get(geometry)
         if place is None:
-            place = self._places[geometry] = Place(geometry)
+            place = self._places[geometry] = CheckedGeometry(geometry)
         return place
 
-    def at(self, storage: Storage, place: Place) -> Tensor:
+    def at(self, storage: Storage, place: CheckedGeometry) -> Tensor:
         """The tensor at a place of a storage that need not have a handle."""
         found = storage.views.get(place)
         return self.view(storage, place) if found is None else found
 
-    def view(self, storage: Storage, place: Place) -> Tensor:
+    def view(self, storage: Storage, place: CheckedGeometry) -> Tensor:
         """The tensor at a place that has not been looked up yet."""
         if storage.failure is not None:
             raise PoisonedError(storage.failure)
@@ -253,9 +253,9 @@ class Storages:
         for _, (part,) in self._staging.read((None, [piece]) for piece in source.split(CHUNK)):
             yield part
 
-    def leave(self, handle: int, offset: int, nbytes: int) -> Leaving:
+    def leave(self, handle: int, offset: int, nbytes: int) -> HostCopy:
         """The same of a GPU, as they are now, without waiting for them."""
-        return Leaving(self._slice(handle, offset, nbytes))
+        return HostCopy(self._slice(handle, offset, nbytes))
 
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
         """Overwrite bytes of a storage; on a GPU it is done when its stream gets there."""

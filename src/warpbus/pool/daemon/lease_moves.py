@@ -17,7 +17,7 @@ from warpbus.pool.broker.leases import Lease
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.broker_store import BrokerStore
 from warpbus.pool.daemon.host import new_key
-from warpbus.pool.protocol.steering import Tell
+from warpbus.pool.protocol.control_channel import Tell
 
 # A client that has lost the source asks the target, which it was told of, for its lease.
 _SECONDS_TO_CLAIM = 60.0
@@ -35,7 +35,7 @@ class _Move:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Moving:
+class LeaseMover:
     """See above.
 
     Args:
@@ -96,10 +96,10 @@ class Moving:
             order = await (await self._machine(source)).order(lease.id)
             if order is None:
                 raise UnavailableError(f"lease {lease.id} is not on {source}: see warpbus pool status")
-            ticket = new_key()
-            here = replace(order, gpu=lease.target, ticket=ticket, saved=False)
+            migration_token = new_key()
+            here = replace(order, gpu=lease.target, migration_token=migration_token, saved=False)
             address = await (await self._machine(target)).receive(here)
-            done |= await (await self._machine(source)).send(lease.id, address, ticket, tell)
+            done |= await (await self._machine(source)).send(lease.id, address, migration_token, tell)
             await self._store.end_move(lease.id, True, copied=done["bytes"], pause=done["pause"])
         except WarpbusError as error:
             await self._failed(lease, source, target, move, error)

@@ -11,7 +11,7 @@ from warpbus.pool.client.session import current
 from warpbus.pool.client.transfers import fetch
 
 
-class Lease:
+class RemoteDevice:
     """The session that is connected, whichever it is; see `warpbus.cuda.lent.LentDevice`."""
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """How the bytes of storages get from one process to another: through the socket, or from GPU to GPU of one host.
 
-Through the socket they go in parcels, by way of pinned memory on both sides: while one is sent the GPU fills the next.
+Through the socket they go in chunks, by way of pinned memory on both sides: while one is sent the GPU fills the next.
 Between GPUs of one host the source says where the storages lie, and the destination's GPU reads them there (over NVLink
 where there is one); what cannot be read so goes through the socket.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 from warpbus.cuda.ipc import Opened, Place, Shared
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.wire import Value
-from warpbus.pool.tenant.parcels import checksum, flat
-from warpbus.pool.tenant.precopy import MOST_PIECES, Piece
-from warpbus.pool.tenant.staging import Staging
+from warpbus.pool.tenant.migration_messages import checksum, flat
+from warpbus.pool.tenant.precopy import MOST_PIECES, StorageRange
+from warpbus.pool.tenant.staging import PinnedStaging
 
 # At 2 GB/s, and at 100.
 _BUDGETS = {"sockets": 16 * 2**20, "GPU to GPU": 256 * 2**20}
 
 
-class Lying(Protocol):
+class StorageMemory(Protocol):
     """Where storages are (`warpbus.pool.tenant.storages.Storages`)."""
 
     device: torch.device
@@ -32,14 +32,14 @@ class Lying(Protocol):
         """A storage as uint8 `[nbytes]`."""
 
 
-class Sharing(Protocol):
+class MemoryExporter(Protocol):
     """Memory that others read (`warpbus.cuda.ipc.Shared`)."""
 
     def synchronize(self) -> None: ...
     def places(self, tensors: list[Tensor]) -> list[Place]: ...
 
 
-class Reading(Protocol):
+class MemoryReader(Protocol):
     """Memory that others share (`warpbus.cuda.ipc.Opened`)."""
 
     def copy(self, parts: list[tuple[Tensor, Place]]) -> None: ...
@@ -51,12 +51,12 @@ def this_host() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def sharing(device: torch.device) -> Sharing | None:
+def memory_exporter(device: torch.device) -> MemoryExporter | None:
     """What shares the memory of a device, if that can be shared."""
     return Shared(device) if device.type == "cuda" else None
 
 
-def reading(device: torch.device) -> Reading | None:
+def memory_reader(device: torch.device) -> MemoryReader | None:
     """What reads other processes' memory into that of a device, if anything can."""
     return Opened(device) if device.type == "cuda" else None
 
@@ -77,16 +77,16 @@ class Outgoing:
 
     def __init__(
         self,
-        storages: Lying,
+        storages: StorageMemory,
         say: Callable[..., None],
         hear: Callable[..., tuple[str, list[Value]]],
-        shared: Sharing | None,
+        shared: MemoryExporter | None,
     ) -> None:
         self._storages = storages
         self._say = say
         self._hear = hear
         self._shared = shared
-        self._staging = Staging(storages.device)
+        self._staging = PinnedStaging(storages.device)
 
     @property
     def path(self) -> str:
@@ -96,38 +96,38 @@ class Outgoing:
     def budget(self) -> int:
         return _BUDGETS[self.path]
 
-    def send(self, parcels: Iterator[list[Piece]]) -> None:
+    def send(self, chunks: Iterator[list[StorageRange]]) -> None:
         """Send pieces of storages."""
-        remaining = ((pieces, self._tensors(pieces)) for pieces in self._not_read(parcels))
+        remaining = ((pieces, self._tensors(pieces)) for pieces in self._not_read(chunks))
         for pieces, views in self._staging.read(remaining):
             self._say("bytes", checksum(views), *flat(pieces), raw=views)
 
-    def _tensors(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _tensors(self, pieces: Sequence[StorageRange]) -> list[Tensor]:
         raw = self._storages.raw
         return [raw(each.handle)[each.offset : each.offset + each.length] for each in pieces]
 
-    def _not_read(self, parcels: Iterator[list[Piece]]) -> Iterator[list[Piece]]:
+    def _not_read(self, chunks: Iterator[list[StorageRange]]) -> Iterator[list[StorageRange]]:
         """Have the destination read what it can; what it did not read."""
         if self._shared is None:
-            yield from parcels
+            yield from chunks
             return
-        together: list[list[Piece]] = []
-        for parcel in parcels:
-            if sum(map(len, together)) + len(parcel) > MOST_PIECES:
+        together: list[list[StorageRange]] = []
+        for chunk in chunks:
+            if sum(map(len, together)) + len(chunk) > MOST_PIECES:
                 yield from self._offer(together)
                 together = []
-            together.append(parcel)
+            together.append(chunk)
         yield from self._offer(together)
 
-    def _offer(self, parcels: list[list[Piece]]) -> list[list[Piece]]:
-        if self._shared is None or not parcels:
-            return parcels
-        pieces = [piece for parcel in parcels for piece in parcel]
+    def _offer(self, chunks: list[list[StorageRange]]) -> list[list[StorageRange]]:
+        if self._shared is None or not chunks:
+            return chunks
+        pieces = [piece for chunk in chunks for piece in chunk]
         try:
             places = self._shared.places(self._tensors(pieces))
         except DeviceError:  # memory of a kind that the driver does not share
             self._shared = None
-            return parcels
+            return chunks
         segments = {place.handle: place.size for place in places}
         number = {handle: index for index, handle in enumerate(segments)}
         self._shared.synchronize()
@@ -139,4 +139,4 @@ class Outgoing:
         if answer == "copied":
             return []
         self._shared = None
-        return parcels
+        return chunks

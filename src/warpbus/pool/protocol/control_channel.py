@@ -18,7 +18,7 @@ Tell = Callable[[dict[str, Any]], None]
 """Called with answers that are not final: they say how far something is."""
 
 
-class Steering:
+class ControlChannel:
     """A control connection; one question at a time.
 
     Args:

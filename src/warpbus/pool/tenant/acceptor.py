@@ -19,7 +19,7 @@ from warpbus.pool.protocol.wire import decode, encode
 _MOST = 16
 
 
-class Greeter:
+class Acceptor:
     """Takes in the HELLO of connections.
 
     Args:
@@ -37,12 +37,12 @@ class Greeter:
         """To be waited on for reading: somebody has come."""
         return self._wake
 
-    def greet(self, sock: socket.socket) -> None:
+    def accept(self, sock: socket.socket) -> None:
         """Begin with a connection, which becomes this object's."""
         if not self._places.acquire(blocking=False):
             sock.close()
             return
-        threading.Thread(target=self._greet, args=(sock,), name="greeting", daemon=True).start()
+        threading.Thread(target=self._accept, args=(sock,), name="acceptor", daemon=True).start()
 
     def come(self) -> tuple[Channel, dict[str, Any]] | None:
         """The next connection that has said HELLO, and what it said; None if there is none."""
@@ -53,7 +53,7 @@ class Greeter:
         except queue.Empty:
             return None
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _accept(self, sock: socket.socket) -> None:
         try:
             channel = Channel(sock)
         except OSError:  # it has gone

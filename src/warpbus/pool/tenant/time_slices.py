@@ -21,7 +21,7 @@ _PLACES = 16
 _LOCK = struct.Struct("hhqqi0q")  # struct flock of fcntl(2): type, whence, start, length, process
 
 
-class Line:
+class GpuQueue:
     """The tenants of one GPU that have work, in a line; the one in place 0 has the turn.
 
     A place is a byte of a file, locked by whoever stands there (F_OFD_SETLK of fcntl(2)); who steps forward locks the
@@ -82,7 +82,7 @@ class Line:
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, place, 1, 0))
 
 
-class Turns:
+class TimeSlices:
     """One tenant's turns. It calls `may_execute` before each batch, and `attend` again and again.
 
     Args:
@@ -91,7 +91,7 @@ class Turns:
         now: seconds, as all times here.
     """
 
-    def __init__(self, share: float, line: Line, now: float) -> None:
+    def __init__(self, share: float, line: GpuQueue, now: float) -> None:
         self._share = share
         self._turn = share * _ROUND
         self._line = line

@@ -28,7 +28,7 @@ from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
-from warpbus.pool.tenant.precopy import MOST_PIECES, Piece
+from warpbus.pool.tenant.precopy import MOST_PIECES, StorageRange
 
 MAX_STATE = 256 * 2**20
 """Bytes of an executor's state without its storages, at most."""
@@ -74,7 +74,7 @@ def numbers(values: Sequence[Value], each: int, *, most: int = MOST_PIECES) -> l
     return [tuple(plain[start : start + each]) for start in range(0, len(plain), each)]
 
 
-def flat(pieces: Sequence[Piece]) -> list[Value]:
+def flat(pieces: Sequence[StorageRange]) -> list[Value]:
     """Pieces as `numbers` reads them."""
     return [number for each in pieces for number in (each.handle, each.version, each.offset, each.length)]
 

@@ -17,7 +17,7 @@ MOST = 1 << 20
 """Bytes of a question."""
 
 
-class _Reader(asyncio.StreamReader):
+class _LimitedReader(asyncio.StreamReader):
     """Knows when the other side has gone, without being read."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class _Reader(asyncio.StreamReader):
         self.gone.set()
 
 
-class Conversation:
+class ControlConnection:
     """A connection after its preamble and TLS. For one task at a time.
 
     Args:
@@ -41,7 +41,9 @@ class Conversation:
         patience: seconds that the other side gets to take what is sent.
     """
 
-    def __init__(self, reader: _Reader, writer: asyncio.StreamWriter, peer: str, *, patience: float = 30.0) -> None:
+    def __init__(
+        self, reader: _LimitedReader, writer: asyncio.StreamWriter, peer: str, *, patience: float = 30.0
+    ) -> None:
         self._reader = reader
         self._writer = writer
         self._patience = patience
@@ -50,14 +52,14 @@ class Conversation:
     @classmethod
     async def accept(
         cls, sock: socket.socket, peer: str, tls: ssl.SSLContext | None, *, timeout: float
-    ) -> "Conversation":
+    ) -> "ControlConnection":
         """Speak on a socket that somebody has connected to, from after the preamble on.
 
         Raises:
             ConnectionLostError: TLS does not come about in time.
         """
         loop = asyncio.get_running_loop()
-        reader = _Reader()
+        reader = _LimitedReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
             transport, _ = await loop.connect_accepted_socket(
@@ -120,7 +122,7 @@ def error_value(error: BaseException) -> dict[str, wire.Value]:
     return {"type": type(error).__name__, "message": str(error)}
 
 
-async def hang_up(conversation: Conversation, kind: Kind, value: wire.Value) -> None:
+async def hang_up(conversation: ControlConnection, kind: Kind, value: wire.Value) -> None:
     """Say a last thing, and close; nobody need be there any more."""
     with suppress(ConnectionLostError):
         await conversation.send(kind, 0, value)
