@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_doors import read_preamble, serve_tls
 
-from warpbus.errors import ConnectionLostError, DeviceError, UsageError
+from warpbus.errors import AuthorizationError, ConnectionLostError, ProtocolError, UsageError
 from warpbus.pool.protocol import channel as channel_module
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.channel import Channel, connect
@@ -293,7 +293,7 @@ def test_frames_before_nonsense_still_come():
 
 def test_too_much_is_not_sent():
     left, right = pair()
-    with pytest.raises(DeviceError, match=f"at most {MAX_FRAME}") as caught:
+    with pytest.raises(ProtocolError, match=f"at most {MAX_FRAME}") as caught:
         left.send(Kind.DATA, 1, bytes(MAX_FRAME), b"x")
     assert not isinstance(caught.value, ConnectionLostError)
     left.send(Kind.BYE, 2)
@@ -442,7 +442,7 @@ def test_certificates_that_are_not_trusted(certificates, certificate, ca, host, 
 
         peer = Peer(listener, serve)
         address = Address("tls", host, listener.getsockname()[1])
-        with pytest.raises(DeviceError, match=message) as caught:
+        with pytest.raises(AuthorizationError, match=message) as caught:
             connect(address, LEASE, tls=Tls(certificates / f"{ca}.pem") if ca else None)
         assert not isinstance(caught.value, ConnectionLostError)  # another try would not help
         assert str(address) in str(caught.value)

@@ -14,7 +14,14 @@ import pytest
 import trustme
 from pool_daemons import MEMORY, entry, lease, say_hello, serving, until
 
-from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, UnavailableError, UsageError
+from warpbus.errors import (
+    AuthorizationError,
+    ConnectionLostError,
+    DeviceError,
+    LeaseLostError,
+    UnavailableError,
+    UsageError,
+)
 from warpbus.pool.daemon.daemon import Daemon
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.tenant_processes import TenantProcess
@@ -352,7 +359,7 @@ def test_tokens_limits_and_tls(tmp_path):
             with pytest.raises(UsageError, match="only an admin"):
                 bob.ask({"do": "release", "lease": granted["lease"], "for": {"tenant": "ann", "role": "admin"}})
             admin.ask({"do": "release", "lease": granted["lease"]})
-        with pytest.raises(DeviceError, match="not trusted"):
+        with pytest.raises(AuthorizationError, match="not trusted"):
             ControlChannel(address(secured.daemon.address), ANN)
         said = (tmp_path / "audit.jsonl").read_text()
         assert not any(secret in said for secret in (ADMIN, ANN, BOB, granted["key"].hex()))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from pool_hand import Hand, handle
 
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, ProtocolError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
@@ -105,7 +105,7 @@ def test_results_that_share_a_storage_with_something_are_copied(hand):
     alone = torch.ones(4)
     assert definition.conformed(alone, VECTOR, 16, {id(given)}) is alone
     for wrong in (None, torch.ones(5), torch.ones(4, dtype=torch.float64)):
-        with pytest.raises(DeviceError, match="was announced"):
+        with pytest.raises(ProtocolError, match="was announced"):
             definition.conformed(wrong, VECTOR, 16, {id(given)})
 
 
@@ -349,7 +349,7 @@ def test_batches_are_executed_once_and_in_order(hand):
     assert len(failures) == 1
     assert executor.execute(2, again) == failures
     assert executor.execute(1, memoryview(b"nonsense")) == []
-    with pytest.raises(DeviceError, match="between are missing"):
+    with pytest.raises(ProtocolError, match="between are missing"):
         executor.execute(4, again)
     hand.batch = 2
     assert hand.get(x).tolist() == [2] * 4
@@ -361,7 +361,7 @@ def test_batches_are_executed_once_and_in_order(hand):
 def test_malformed_batches_count_as_executed(hand, damage):
     writer = Writer()
     writer.new(1, 16)
-    with pytest.raises(DeviceError):
+    with pytest.raises(ProtocolError):
         hand.executor.execute(1, memoryview(bytes(writer.take()) + damage))
     assert (hand.executor.executed, used(hand)) == (1, 16)
 
@@ -425,7 +425,7 @@ def test_questions(hand):
     assert wire.decode(wire.encode(usage)) == usage
     assert [bytes(part) for part in answer(["read", x, 4, 4])] == [torch.tensor([1.0]).numpy().tobytes()]
     for wrong in (["read", 9, 0, 1], ["read", x, 0, 17], ["known", [b"short"]], ["shutdown"], [], ["read", x, "0", 1]):
-        with pytest.raises(DeviceError):
+        with pytest.raises(ProtocolError):
             list(answer(wrong))
 
 
@@ -462,7 +462,7 @@ def test_state_goes_over_to_another_executor(hand):
 
 @pytest.mark.parametrize("damaged", [{}, {"definitions": 3}, {"definitions": [[0, b"xx"]]}])
 def test_a_state_that_is_none(damaged):
-    with pytest.raises(DeviceError):
+    with pytest.raises(ProtocolError):
         Executor(CPU, Quota(100, 1.0)).restore(damaged)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from warpbus import errors
-from warpbus.errors import DeviceError, LeaseLostError, QueueFullError, TensorError, WarpbusError
+from warpbus.errors import DeviceError, LeaseLostError, ProtocolError, QueueFullError, TensorError, WarpbusError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.failures import CallFailure, sent_error
 
@@ -61,7 +61,7 @@ def test_messages_end_somewhere():
     "value", [None, {}, {"type": "ValueError"}, {"type": 1, "message": "", "operator": "", "batch": 0}]
 )
 def test_what_is_no_failure(value):
-    with pytest.raises(DeviceError):
+    with pytest.raises(ProtocolError):
         CallFailure.read(value)
 
 

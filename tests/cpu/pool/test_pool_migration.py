@@ -15,7 +15,7 @@ from pool_migration_work import CUT_SHORT, contents, execute, lease
 from pool_random_lease import CPU, TOKEN, Lease
 
 from warpbus.cuda.ipc import Place
-from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PoolError
+from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.protocol.frames import Frame, Kind
@@ -417,7 +417,7 @@ def test_a_move_that_is_called_off_leaves_nothing_behind() -> None:
     assert source.state is SourceState.STAYS
     assert destination.state is DestinationState.DISCARDED
     assert there.storages.used == 0
-    with pytest.raises(DeviceError, match="begin another"):
+    with pytest.raises(StateError, match="begin another"):
         source.copy_ahead()
 
 

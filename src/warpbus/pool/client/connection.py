@@ -1,8 +1,9 @@
-"""A client's connection to its lease: batches and questions, across connections that break and GPUs that change.
+"""A client's connection to its lease: sends batches and questions, reconnects, and follows a lease that moves.
 
-What the tenant has not acknowledged is kept, and sent again after a reconnection; the tenant skips what it has done.
-Where the lease has moved, the connection follows it. Where the source of a move vanished in the middle, the connection
-claims the copy, and so decides which of the two lives: it never goes back.
+The connection keeps each batch until the tenant acknowledges it and sends it again after a reconnection; the tenant
+skips batches that it has executed. If the lease has moved, the connection follows it. If the source of a migration
+vanishes midway, the connection claims the copy at the destination, which decides that the copy lives; it never goes
+back.
 """
 
 import time
@@ -23,7 +24,7 @@ from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 
 PATIENCE_SECONDS = 30.0
-"""How long a connection that broke is tried again."""
+"""Seconds for which a broken connection is retried."""
 
 _KEPT_BYTES = 256 << 20
 _LOOKED_EVERY = 8
@@ -32,7 +33,7 @@ _RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Welcome(NamedTuple):
-    """What a tenant says of itself."""
+    """What a tenant reports when it accepts a connection."""
 
     executed: int
     device: str
@@ -47,10 +48,10 @@ class _Moving(NamedTuple):
 
 
 class PendingRead:
-    """A question for bytes of a storage that was asked and is not waited for: others may follow it.
+    """An asynchronous read of bytes of a storage; other requests may be sent before its data has arrived.
 
-    It may be asked again after a reconnection, when what was sent after it has been executed: what it asks for must
-    not be written any more. One that nobody holds any more is forgotten.
+    A reconnection may repeat the read after later batches were executed, so the storage must not be written any more.
+    The connection holds a weak reference: a read that nobody references is dropped.
     """
 
     def __init__(self, number: int, question: list[Value], nbytes: int) -> None:
@@ -65,7 +66,7 @@ class PendingRead:
         return self.filled == len(self.data) or self.failure is not None
 
     def take(self, frame: Frame) -> None:
-        """A part of its answer."""
+        """Take in one frame of the answer."""
         if frame.kind is Kind.ERROR:
             self.failure = CallFailure.read(decode(frame.payload))
             return
@@ -77,13 +78,13 @@ class PendingRead:
 
 
 class Connection:
-    """Not for several threads at once.
+    """The connection to a lease. Not thread-safe.
 
     Args:
         where: the daemon of the machine that has the lease.
-        lease: its 16 bytes.
-        key: the secret that came with it.
-        patience: seconds for which a lost connection is tried again.
+        lease: the id of the lease, 16 bytes.
+        key: the secret of the lease.
+        patience: seconds for which a lost connection is retried.
     """
 
     def __init__(self, where: Address, lease: bytes, key: bytes, *, patience: float = PATIENCE_SECONDS) -> None:
@@ -103,7 +104,7 @@ class Connection:
         self._channel, self.welcome = self._open(where, claim=False)
 
     def send(self, payload: bytearray) -> None:
-        """Send a batch. Raises what a call of an earlier one raised on the other side."""
+        """Send a batch. Raises the error of a call in an earlier batch, if one failed."""
         self._sent += 1
         self._kept.append((self._sent, payload))
         self._kept_bytes += len(payload)
@@ -118,7 +119,7 @@ class Connection:
         self._raise()
 
     def ask(self, question: list[Value]) -> Value:
-        """A question's answer, once everything sent before is executed."""
+        """Ask a question and return its answer, once everything sent before has been executed."""
         return self._answered(question, lambda frame: (True, decode(frame.payload)), lambda: None)
 
     def read(self, handle: int, offset: int, into: memoryview) -> None:
@@ -140,7 +141,7 @@ class Connection:
         self._answered(["read", handle, offset, len(into)], take, restart)
 
     def ask_for(self, handle: int, offset: int, nbytes: int) -> PendingRead:
-        """Ask for bytes of a storage, as they are after everything sent before; `wait_for` gives them."""
+        """Request bytes of a storage, as they are after everything sent before; `wait_for` returns them."""
         self._question += 1
         reading = PendingRead(self._question, ["read", handle, offset, nbytes], nbytes)
         self._readings[reading.number] = reading
@@ -151,7 +152,7 @@ class Connection:
         return reading
 
     def wait_for(self, reading: PendingRead) -> bytearray:
-        """The bytes that were asked for."""
+        """Wait for the data of a read."""
         while not reading.arrived:
             try:
                 self._take(self._channel.receive())
@@ -164,7 +165,7 @@ class Connection:
         return reading.data
 
     def watch(self) -> None:
-        """Take in what has come without being asked for, and make a broken connection again. Does not wait otherwise.
+        """Handle frames that arrived unasked, and reconnect if the connection is broken. Otherwise it does not wait.
 
         Raises:
             LeaseLostError: the lease is gone.
@@ -175,14 +176,14 @@ class Connection:
             self._reconnect(lost)
 
     def close(self) -> None:
-        """Say that the connection ends as it was meant, and end it."""
+        """Send BYE and close the connection."""
         with suppress(ConnectionLostError):
             self._channel.send(Kind.BYE)
         self._channel.close()
 
     def abandon(self, why: str) -> None:
-        """Close this process's copy of the socket and leave the connection to the process that this one was forked
-        from. From now on sending and asking raise StateError with `why`."""
+        """In a forked child: close the child's copy of the socket and leave the connection to the parent. Sending and
+        asking raise StateError with `why` from now on."""
         self._abandoned = why
         self._channel.abandon(why)
 
@@ -218,7 +219,7 @@ class Connection:
             self._take(self._channel.receive())
 
     def _take(self, frame: Frame | None) -> None:
-        """A frame that does not answer the question that is waited for."""
+        """Handle a frame that does not answer the current question."""
         if frame is None:
             return
         if frame.kind in _ANSWERS and frame.number:
@@ -245,11 +246,11 @@ class Connection:
             raise self._failures.popleft().exception()
 
     def _reconnect(self, lost: ConnectionLostError) -> None:
-        """Find the lease again, and send what may not have arrived.
+        """Reconnect to the lease, and send again what may not have arrived.
 
         Raises:
-            LeaseLostError: it is gone, or cannot be reached within the patience.
-            StateError: the connection is another process's.
+            LeaseLostError: the lease is gone, or cannot be reached within `patience` seconds.
+            StateError: the connection belongs to the parent process.
         """
         if self._abandoned is not None:
             raise StateError(self._abandoned) from None
@@ -273,7 +274,7 @@ class Connection:
             attempt += 1
 
     def _candidates(self) -> list[tuple[Address, bool]]:
-        """Where the lease may be: the copy only if the source does not answer, and then for good."""
+        """The addresses to try, each with whether to claim the copy there: the source first, then the destination."""
         if self._moving is None:
             return [(self._where, False)]
         # Other machines know nothing of the files of this one.

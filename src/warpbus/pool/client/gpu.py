@@ -104,17 +104,17 @@ class Gpu:
 
     @property
     def name(self) -> str:
-        """Where it is now, such as "host/1"."""
+        """The name of the GPU in the pool, such as "host/1"."""
         return self._connection.welcome.gpu
 
     @property
     def model(self) -> str:
-        """What it is, such as "NVIDIA H100 80GB HBM3"."""
+        """The model of the GPU, such as "NVIDIA H100 80GB HBM3"."""
         return self._connection.welcome.name
 
     @property
     def patience(self) -> float:
-        """Seconds for which a lost connection is tried again before the lease counts as lost."""
+        """Seconds for which a lost connection is retried before the lease counts as lost."""
         return self._connection.patience
 
     @patience.setter
@@ -123,7 +123,7 @@ class Gpu:
 
     @property
     def reconnections(self) -> int:
-        """How often the connection was made again, moves included."""
+        """The number of reconnections, including those of migrations."""
         return self._connection.reconnections
 
     @property
@@ -132,15 +132,15 @@ class Gpu:
         return self.session.statistics
 
     def synchronize(self) -> None:
-        """Wait until everything asked for is done; raises what went wrong on the way."""
+        """Wait until all calls have been executed. Raises the error of the first call that failed."""
         self.session.ask(["sync"])
 
     def usage(self) -> dict[str, Any]:
-        """Bytes used and the like, as the tenant counts them."""
+        """The tenant's counters, such as bytes in use."""
         return self.session.ask(["usage"])  # type: ignore[return-value]
 
     def migrate(self, to: str, progress: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
-        """Move to another GPU ("host/1") or host while the program goes on; its tensors stay valid.
+        """Migrate the lease to another GPU ("host/1") or host while the program runs; its tensors stay valid.
 
         Returns:
             `moved` (where to), `seconds`, `pause` (seconds without execution) and `bytes`.
@@ -161,11 +161,11 @@ class Gpu:
         return moved
 
     def record(self) -> AbstractContextManager[Program]:
-        """A program of the operators in a block; see `recorded`."""
+        """Record the operators in a block as a program; see `recorded`."""
         return recorded(self.session)
 
     def close(self) -> None:
-        """Give the lease back; tensors on it are gone."""
+        """Release the lease. Its tensors are lost."""
         if self._closed:
             return
         self._closed = True

@@ -1,10 +1,10 @@
-"""The daemon of a machine: one port for its leases' clients and for whoever controls the pool.
+"""The daemon of a machine: one port for the clients of its leases and for control connections.
 
-A connection says in its first 24 bytes what it wants. Where that is a lease of this machine and the client proves that
-it has the lease's key, the socket is handed to the lease's process (with TLS, by a relay), and the daemon reads none of
-what follows. Otherwise the daemon speaks on it itself. A connection that has not said what it wants, or who it is, is
-closed after some seconds, and never keeps others out: where there are too many, in all or of one address, the oldest of
-them is closed.
+The first 24 bytes of a connection name its target. If that is a lease of this machine and the client proves that it has
+the lease's key, the daemon passes the socket to the lease's process (with TLS, through a relay) and reads nothing more
+from it. Otherwise the daemon serves the connection itself. Connections that do not complete the preamble or HELLO are
+closed after some seconds and cannot keep others out: if there are too many, in all or per address, the oldest is
+closed.
 """
 
 import asyncio
@@ -57,22 +57,22 @@ _ADMINS = ("join", "broker", "receive", "end", "call off", "send", "save", "orde
 
 
 class Daemon:
-    """See above.
+    """The daemon of this machine. All methods run on one event loop.
 
         daemon = Daemon(options)
-        await daemon.start()        # it answers
+        await daemon.start()        # it accepts connections
         ...
         await daemon.close()        # its leases end
 
     Args:
-        options: of it.
-        program: the module that is a tenant's process.
+        options: of the command line.
+        program: the module to run as the process of a tenant.
 
     Attributes:
-        address: how clients reach it; known after `start`.
+        address: the address for clients; set by `start`.
 
     Raises:
-        UsageError, DeviceError, StorageError: something that it was told to use is not there; `start` raises them too.
+        UsageError, DeviceError, StorageError: an option names something that does not exist; `start` raises them too.
     """
 
     def __init__(self, options: PoolOptions, *, program: str = "warpbus.pool.tenant.process") -> None:
@@ -97,7 +97,7 @@ class Daemon:
         self._serving = False
 
     async def start(self) -> None:
-        """Listen, join the pool or begin one, and answer."""
+        """Listen, join a pool or start one, and accept connections."""
         options = self._options
         self._stack.enter_context(self._gpus)
         tcp = _bind(options.host, options.port)
@@ -133,7 +133,7 @@ class Daemon:
         self._spawn(self._tick())
 
     async def close(self) -> None:
-        """Take no more connections, end all leases, and tell their clients why."""
+        """Stop listening, and end all leases, whose clients get the reason."""
         for listening in self._listening:
             listening.close()
         if self._options.unix is not None:
@@ -209,7 +209,7 @@ class Daemon:
             self._unfinished[task] = source
 
     def _make_place(self, source: str) -> None:
-        """Close the oldest connections that have not said who they are, where one more would be too many."""
+        """Close the oldest unauthenticated connections if there are too many."""
         options = self._options
         own = [task for task, other in self._unfinished.items() if other == source]
         first = own[: max(0, len(own) + 1 - options.max_unfinished_of_address)]
@@ -220,7 +220,7 @@ class Daemon:
             task.cancel()
 
     async def _meet(self, sock: socket.socket, peer: str, *, tls: bool) -> None:
-        """Find out what a connection wants, and see to it that it gets it."""
+        """Read the preamble of a connection, and pass it to a lease's process or serve it here."""
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -295,7 +295,7 @@ class Daemon:
             conversation.close()
 
     async def _hello(self, conversation: ControlConnection, peer: str) -> Tenant | None:
-        """Who has connected; None if it was refused."""
+        """Authenticate a control connection. Returns its tenant, or None if it was refused."""
         kind, _, hello = await conversation.receive(self._options.handshake_timeout, MAX_HELLO)
         error, tenant = None, None
         if kind is not Kind.HELLO or not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
@@ -324,7 +324,7 @@ class Daemon:
     async def _answer(
         self, conversation: ControlConnection, number: int, question: dict[str, Any], asker: Asker
     ) -> None:
-        """Answer one question; the work for it is given up if nobody waits for it any more."""
+        """Answer one request; its work is cancelled if the client disconnects."""
         said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         work = asyncio.create_task(self._work(question, asker, said.put_nowait))
         work.add_done_callback(lambda _: said.put_nowait(None))
@@ -380,7 +380,7 @@ class Daemon:
         return await self._handler.answer(question, asker, tell)
 
     async def _join(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Another machine says what it has and what happened there."""
+        """Handle the report of another machine: its GPUs, leases and events."""
         assert self._handler is not None
         if self._own is None:
             raise UsageError("join: this pool is one of --cluster: start the other daemon with --cluster too")
@@ -435,7 +435,7 @@ class Daemon:
         await self._handler.tick()
 
     def _measured(self) -> list[list[Any]]:
-        """Of each GPU its name, the part of its time that it computes, and bytes in use."""
+        """For each GPU its name, its utilization from 0 to 1 or None, and the bytes in use."""
         found = self._gpus.measured().items()
         return [[name, gpu.utilization, gpu.memory - gpu.free] for name, gpu in found]
 
@@ -452,20 +452,20 @@ class Daemon:
 
 
 async def _preamble(sock: socket.socket) -> bytes:
-    """The 16 bytes after the magic. ConnectionLostError if the client begins otherwise."""
+    """The 16 bytes after the magic. Raises FrameError if the connection begins with something else."""
     begun = await _exactly(sock, len(MAGIC) + LEASE_BYTES, MAGIC)
     return begun[len(MAGIC) :]
 
 
 async def _proof(lease_id: bytes, sock: socket.socket) -> Proof:
-    """What a client that asks for a lease answers to a nonce."""
+    """Send a nonce to the client of a lease, and return its answer."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, nonce)
     return Proof(lease_id, nonce, await _exactly(sock, MAC_BYTES))
 
 
 async def _exactly(sock: socket.socket, nbytes: int, begins: bytes = b"") -> bytes:
-    """So many bytes and none beyond. ConnectionLostError if the client hangs up or does not begin so."""
+    """Read exactly `nbytes` bytes. Raises FrameError if the client hangs up, or does not start with `begins`."""
     loop = asyncio.get_running_loop()
     found = b""
     while len(found) < nbytes:
@@ -483,8 +483,8 @@ def _process_of(sock: socket.socket) -> int:
 
 
 def _source(came: Any) -> str:
-    """Whose places a connection takes, by what `accept` says of it: an IPv4 address, the /64 of an IPv6 address (which
-    one machine has whole), or this machine's user at the Unix socket."""
+    """The key by which connections are limited, from the address that `accept` returns: an IPv4 address, the /64 of an
+    IPv6 address (one machine usually has all of it), or the user id of a Unix socket's peer."""
     if not isinstance(came, tuple):
         return "unix"
     try:
@@ -522,7 +522,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """A Unix socket that only this user can open; one that a daemon left behind is replaced."""
+    """Bind a Unix socket that only this user can open, and replace one that an earlier daemon left behind."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

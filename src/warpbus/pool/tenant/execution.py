@@ -1,8 +1,8 @@
-"""A lease's state and what its batches do to it. Knows no sockets.
+"""The state of a lease, and the execution of its batches. This module knows no sockets.
 
-Batches are numbered 1, 2, 3 ... for the life of the lease, over reconnections and migrations; each is executed once. A
-call that fails poisons its new results and what other calls would have computed from them; what it was writing is as it
-left it. Autograd never runs here: the client has it. Nothing is read back from the device but for an answer.
+Batches are numbered 1, 2, 3 ... for the life of the lease, across reconnections and migrations; each is executed once.
+A call that fails poisons its new results, and the results of calls that use them; tensors that it was writing stay as
+it left them. Autograd runs at the client, never here. Data is read back from the device only to answer a question.
 """
 
 import struct
@@ -28,9 +28,9 @@ from warpbus.pool.tenant.storages import Storages
 
 MAX_DEFINITIONS = 1 << 16
 MAX_DEFINED_BYTES = 64 << 20
-"""Bytes of all definitions of a lease as they came. They are in main memory, which no quota counts."""
+"""The most bytes of all encoded definitions of a lease. They are in main memory, which has no quota."""
 MAX_ASKED = 1 << 16
-"""Handles or hashes in one question."""
+"""The most handles or hashes in one question."""
 
 _REPORTED = 16  # failures of a batch: what fails once fails a thousand times
 _REMEMBERED = 256
@@ -39,18 +39,18 @@ _uses = torch._C._storage_Use_Count
 
 
 class Executor:
-    """One lease.
+    """The state of one lease.
 
     Args:
         device: "cpu" or a CUDA device.
-        quota: of memory.
-        content: what was uploaded before, or None.
+        quota: of the lease; its memory is in bytes.
+        content: the store of earlier uploads, or None.
 
     Attributes:
-        executed: the number of the last batch.
-        storages: all that it holds.
-        failures: the last ones that were reported, for a client that has not heard of them.
-        calls: how many were executed, those of programs left out.
+        executed: the number of the last executed batch.
+        storages: the storages of the lease.
+        failures: the latest reported failures, kept for a client that was not connected.
+        calls: the number of executed calls, without those of programs.
     """
 
     def __init__(self, device: torch.device, quota: Quota, content: ContentStore | None = None) -> None:
@@ -80,7 +80,7 @@ class Executor:
         }
 
     def execute(self, number: int, payload: memoryview) -> list[CallFailure]:
-        """Execute a batch; one that was executed before is not executed again.
+        """Execute a batch; a batch that was executed before is skipped.
 
         Returns:
             What failed in it, the first few. What was to be computed by it gives the same errors when it is read.
@@ -139,12 +139,12 @@ class Executor:
                 raise ProtocolError(f"a pool cannot answer {question!r:.80}")
 
     def settle(self) -> None:
-        """Wait until uploads that came are kept."""
+        """Wait until received uploads are stored."""
         if self._uploads is not None:
             self._uploads.settle()
 
     def usage(self) -> dict[str, Value]:
-        """What the lease has, and has done."""
+        """The counters of the lease."""
         storages = self.storages
         return {
             "memory": storages.memory,
@@ -174,11 +174,11 @@ class Executor:
 
     @property
     def definitions(self) -> Mapping[int, Definition]:
-        """Kinds of calls, by the number that the client calls them by."""
+        """The definitions of calls, by number."""
         return self._definitions
 
     def foresee(self, number: int, encoded: bytes | memoryview) -> None:
-        """Get ready for calls that the state which is to be restored will define: that takes longer than the state.
+        """Prepare a definition of the state that will be restored: preparing takes longer than transferring the state.
 
         Raises:
             ProtocolError: the bytes are no definition.
@@ -186,7 +186,7 @@ class Executor:
         self._define(number, encoded)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what another executor was, whose storages have been made here already.
+        """Restore the state of another executor, whose storages have been created here already.
 
         Raises:
             ProtocolError: the value is no state, or the state of another kind of device.
@@ -215,7 +215,7 @@ class Executor:
             raise ProtocolError(f"a call of kind {number}, which was not defined") from None
 
     def _call(self, definition: Definition, operands: tuple[Any, ...]) -> None:
-        """Run a call. What one costs besides its operator is here, and written out for that."""
+        """Run a call. This is the hot path: the code is inlined to keep the overhead per operator low."""
         storages = self.storages
         live = storages.live
         charge = 0
@@ -257,7 +257,7 @@ class Executor:
             self._fail(definition, operands, error)
 
     def _settle(self, definition: Definition, operands: tuple[Any, ...], values: list[Any], result: Any) -> None:
-        """Keep the results of a call that has not just one."""
+        """Store the results of a call that has several, or none."""
         handles = operands[definition.carried :]
         definition.check_written(values)
         if definition.dynamic:
@@ -300,7 +300,7 @@ class Executor:
         definition.poison_resized(operands, self.storages, failure)
 
     def _poison(self, handles: list[int], failure: CallFailure, *, new: int) -> None:
-        """Poison storages, the first `new` of which were to be made: one that is there already is another's."""
+        """Poison storages. The first `new` would have been created by the call; an existing one belongs to another."""
         for index, handle in enumerate(handles):
             if index >= new or handle not in self.storages.live:
                 with suppress(ProtocolError):  # a handle that cannot be
@@ -313,7 +313,7 @@ class Executor:
         return failure
 
     def _other(self, kind: Instruction, *operands: Any) -> None:
-        """Any instruction but a call."""
+        """Execute an instruction that is not a call."""
         if kind == Instruction.DEFINE:
             self._define(*operands)
             return
@@ -359,7 +359,7 @@ class Executor:
             self._uploads.wrote(handle, offset, data, self.storages.sizes()[handle])
 
     def _promises(self, hashes: list[bytes]) -> list[Value]:
-        """Which contents are here, and stay so."""
+        """Which contents are stored here, and keep them."""
         content = self.content
         if content is not None and any(each in content.expected for each in hashes):
             self.settle()  # what was asked for before may have come, and not be kept yet

@@ -1,6 +1,6 @@
-"""Live migration of a lease: from the process that executes it to another one, on the same host or on another.
+"""Live migration of a lease to another process, on the same host or on another one.
 
-The source's process drives it between batches:
+The source's process drives the migration between batches:
 
     source = Source(executor, channel, migration_token=migration_token)
     source.begin()
@@ -10,20 +10,20 @@ The source's process drives it between batches:
     report = source.finish()                  # the pause
     ...                                       # MOVED(final=True), and free everything
 
-and the destination's, which has an empty executor of the same quota:
+The destination's process has an empty executor with the same quota:
 
     destination = Destination(executor, migration_token=migration_token)
     destination.admit(channel, hello)         # for the connection whose HELLO has the migration token
     while destination.step(timeout) not in ENDS:
         ...                                   # and claim(), when the client asks for it
 
-Whatever the source's methods raise, the lease lives on there as if nothing had been tried: the client, if it was told
-of the destination, has to be told that this is off before anything else is executed. Once the source begins to say
-COMMIT it never executes again, whatever becomes of the word: the destination lives if it arrives, or if the client
-claims it. So at most one of them executes; and if the one that had to go on dies, the lease is lost, with a reason.
+If a method of the source raises, the lease stays there unchanged. If the client was told of the destination, it has to
+be told that the move failed before anything else is executed. Once the source begins to send COMMIT it never executes
+again, even if the message is lost: the destination takes over when COMMIT arrives, or when the client claims the lease.
+So at most one side executes; if the side that has to continue dies, the lease is lost, with a reason.
 
-Nothing here opens connections or starts processes. The messages are listed in `migration_messages`, what is copied ahead is chosen
-in `precopy`, how bytes get across is the business of `crossing`, and what arrived is checked in `arrival`.
+This module opens no connections and starts no processes. `migration_messages` lists the messages, `precopy` chooses the
+bytes to copy ahead, `transport` transfers them, and `arrival` checks them at the destination.
 """
 
 import hmac
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
 PROTOCOL = 1
 
 ANSWER = 60.0
-"""Seconds in which the destination has to answer."""
+"""Seconds within which the destination has to answer."""
 
 SILENCE = 600.0
-"""Seconds after which a destination gives up a source that says nothing, or a client that does not claim it."""
+"""Seconds after which the destination gives up a silent source, or a client that does not claim the lease."""
 
 
 # Seconds between two batches, when there is nothing to do but to wait for the destination.
@@ -74,7 +74,7 @@ _CONFIRMATION = 2.0
 
 
 class SourceState(Enum):
-    """Of a lease that is to move, on the side that has it."""
+    """The states of a migration on the source's side."""
 
     NEW = "nothing was said"
     COPYING = "the destination wants it; it executes on"
@@ -84,12 +84,12 @@ class SourceState(Enum):
 
     @property
     def may_execute(self) -> bool:
-        """Batches may be executed."""
+        """Whether batches may be executed."""
         return self not in (SourceState.STOPPED, SourceState.MOVED)
 
 
 class DestinationState(Enum):
-    """Of a lease that is to move, on the side that gets it."""
+    """The states of a migration on the destination's side."""
 
     WAITING = "for a source that has the migration token"
     RECEIVING = "the source copies"
@@ -108,13 +108,13 @@ ENDS = (DestinationState.LIVING, DestinationState.DISCARDED)
 
 @dataclass(frozen=True)
 class MigrationProgress:
-    """How far copying ahead is.
+    """The progress of the pre-copy phase.
 
     Attributes:
-        copied: bytes sent, those that had to be sent again included.
-        total: bytes of the storages that there are now.
-        rounds: of copying, that have begun.
-        settled: why it is time for `finish`, or "".
+        copied: bytes sent, including bytes that were sent again.
+        total: bytes of the storages that exist now.
+        rounds: copying rounds that have begun.
+        settled: the reason to call `finish` now, or "".
     """
 
     copied: int
@@ -125,7 +125,7 @@ class MigrationProgress:
 
 @dataclass(frozen=True)
 class MigrationReport:
-    """What a move took.
+    """The figures of a completed migration.
 
     Attributes:
         ahead: bytes copied while the lease executed.
@@ -149,19 +149,19 @@ class MigrationReport:
 
 
 class MigrationSource:
-    """The side that has the lease. For the thread that executes it.
+    """The source of a migration. Used by the thread that executes the lease.
 
     Args:
-        executor: the lease.
-        channel: to the destination; closed at the end, whatever the end is.
-        migration_token: what the destination knows the source by.
-        timeout: seconds in which the destination has to answer.
-        little: bytes that may be left to copy in the pause before it is worth its while to go on copying ahead.
-        shared: this device's memory, for a destination on this host to read; None where it cannot be read so.
-        clock: seconds.
+        executor: the lease's state.
+        channel: to the destination; closed when the migration ends, in any way.
+        migration_token: the secret by which the destination recognizes the source.
+        timeout: seconds within which the destination has to answer.
+        little: the pre-copy phase ends once at most this many bytes are left for the pause.
+        shared: exports this device's memory to a destination on the same host; returns None if that is impossible.
+        clock: returns seconds.
 
     Attributes:
-        state: where it stands; `state.may_execute` says whether batches may be executed.
+        state: `state.may_execute` tells whether batches may be executed.
 
     Raises (all methods):
         DeviceError, PoolError: the move failed; the message says why. The lease stays.
@@ -192,7 +192,7 @@ class MigrationSource:
         self._began = 0.0
 
     def begin(self) -> None:
-        """Ask the destination whether it takes the lease."""
+        """Ask the destination to accept the lease."""
         self._expect(SourceState.NEW)
         with self._staying():
             self._began = self._clock()
@@ -214,7 +214,7 @@ class MigrationSource:
             self.state = SourceState.COPYING
 
     def copy_ahead(self, budget: int | None = None) -> MigrationProgress:
-        """Copy about `budget` bytes of what is not written at the moment, and at least a piece of a storage.
+        """Copy about `budget` bytes of storages that are not being written, and at least one range of a storage.
 
         None is what keeps the next batch waiting for a few milliseconds.
         """
@@ -228,7 +228,7 @@ class MigrationSource:
             return MigrationProgress(precopy.sent, self._executor.storages.used, precopy.rounds, settled)
 
     def finish(self) -> MigrationReport:
-        """Stop the lease, copy the rest, and hand it over. After this it is MOVED."""
+        """Stop the lease, copy the rest, and commit. The state is MOVED afterwards."""
         self._expect(SourceState.COPYING)
         with self._staying():
             self.state = SourceState.STOPPED
@@ -258,7 +258,7 @@ class MigrationSource:
         )
 
     def cancel(self) -> None:
-        """Give the move up. The lease stays."""
+        """Cancel the migration. The lease stays."""
         if self.state is SourceState.MOVED:
             raise StateError("this lease has moved already: move it back from where it is")
         if self.state is not SourceState.STAYS:
@@ -319,7 +319,7 @@ class MigrationSource:
             raise
 
     def _explain(self) -> None:
-        """Raise why the destination hung up, if it has said so."""
+        """Raise the destination's reason for closing the connection, if it has sent one."""
         with suppress(ConnectionLostError):
             while (frame := self._channel.receive(0.0)) is not None:
                 _raise_refusal(frame)
@@ -342,7 +342,7 @@ class MigrationSource:
 
     @contextmanager
     def _staying(self) -> Iterator[None]:
-        """If anything fails, the lease stays."""
+        """If the block raises, cancel the migration."""
         try:
             yield
         except BaseException:
@@ -357,11 +357,11 @@ class MigrationSource:
 
 
 class MigrationDestination:
-    """The side that gets the lease. For one thread.
+    """The destination of a migration. Not thread-safe.
 
     Args:
         executor: empty, with the lease's quota.
-        migration_token: what the source is known by; it is good for one connection.
+        migration_token: the secret of the source, valid for one connection.
         silence: seconds without a word from the source, or when all is here from the client, after which nothing is
             kept.
         reads: what reads memory that a source on this host shares; None where nothing can.
@@ -394,7 +394,7 @@ class MigrationDestination:
         self._heard = clock()
 
     def admit(self, channel: Channel, hello: Mapping[str, Value]) -> bool:
-        """Answer the HELLO of a connection that brings a migration token: whether it is the source.
+        """Answer the HELLO of a connection with a migration token. Returns whether it is the source.
 
         One that is not is refused and closed, and changes nothing.
         """
@@ -412,7 +412,7 @@ class MigrationDestination:
         return True
 
     def step(self, timeout: float) -> DestinationState:
-        """Deal with the source's next frame, if one comes within `timeout` seconds.
+        """Handle the source's next frame, if one arrives within `timeout` seconds.
 
         What the source does wrong discards what is here, unless it was PREPARED already.
         """
@@ -432,7 +432,7 @@ class MigrationDestination:
         return self.state
 
     def claim(self) -> bool:
-        """The client has lost the source and will never go back: whether the lease lives here.
+        """Claim the lease for a client that lost the source for good. Returns whether the lease runs here.
 
         False while the source is still copying: then it does as soon as all is here, and can be asked for again.
 
@@ -447,15 +447,15 @@ class MigrationDestination:
         return self.state is DestinationState.LIVING
 
     def fileno(self) -> int | None:
-        """What to wait on for the source's next frame."""
+        """The file descriptor that becomes readable when the source sends a frame."""
         return None if self._channel is None else self._channel.fileno()
 
     def pending(self) -> bool:
-        """Whether a frame, or a part of one, has been read already: then there may be nothing to wait for."""
+        """Whether a frame, or a part of one, is buffered already, so that the descriptor may not become readable."""
         return self._channel is not None and self._channel.pending()
 
     def close(self) -> None:
-        """Give it up, unless it lives."""
+        """Discard the copy, unless the lease runs here."""
         if self.state not in ENDS:
             self._discard("it was given up")
 
@@ -521,7 +521,7 @@ class MigrationDestination:
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
-        """What fails before all is here discards it; afterwards the source is merely not listened to any more."""
+        """An error discards the copy if it is incomplete; later errors only close the connection to the source."""
         try:
             yield
         except Exception as error:
@@ -542,7 +542,7 @@ class MigrationDestination:
 
 
 def _raise_refusal(frame: Frame) -> None:
-    """Raise what a REFUSED or ERROR frame says."""
+    """Raise the error that a REFUSED or ERROR frame carries."""
     if frame.kind in (Kind.REFUSED, Kind.ERROR):
         said = decode(frame.payload)
         message = said.get("message") if isinstance(said, dict) else None

@@ -1,9 +1,9 @@
-"""The process of one lease: it executes what the lease's client sends, until its daemon ends it.
+"""The process of one lease: executes the batches of the lease's client until the daemon ends it.
 
-One loop waits for the daemon (see `tenant_processes` for what is said), for connections that have said who they are,
-and for the client's frames. Between two frames it does a piece of what else there is to do: a move, for instance. The
-client may go and come back, or come back from elsewhere with the lease's key: the state stays. Whatever a client can do
-here ends with this process.
+One loop waits for messages of the daemon (`tenant_processes` lists them), for new connections that have sent HELLO, and
+for frames of the client. Between two frames it does a part of other work, such as a migration. The client may
+disconnect and reconnect, from any machine, with the lease's key: the state stays. A client can affect nothing outside
+this process.
 """
 
 import hmac
@@ -62,18 +62,18 @@ _SECONDS_TO_HEAR = 10.0
 
 
 class TenantServer:
-    """One lease, as its daemon has set it up.
+    """The process of one lease.
 
     Args:
-        end: of the socket to the daemon.
-        setup: what the daemon said first.
-        executor: of the lease; empty, or resumed.
+        end: the socket to the daemon.
+        setup: the "setup" message of the daemon.
+        executor: the state of the lease: empty, or resumed from a file.
 
     Attributes:
-        executor: see there.
-        channel: to the client, if one is connected.
+        executor: the state of the lease.
+        channel: to the client, or None.
         moved: the address that the lease has moved to, or "".
-        over: why nothing is executed here any more, or None.
+        over: the error that clients get because nothing is executed here any more, or None.
     """
 
     def __init__(self, end: socket.socket, setup: dict[str, Any], executor: Executor) -> None:
@@ -100,7 +100,7 @@ class TenantServer:
         self._ends: float | None = None
 
     def serve(self) -> None:
-        """Do all this until the daemon says that it is the end. Raises ConnectionLostError when the daemon is gone."""
+        """Serve the lease until the daemon ends it. Raises ConnectionLostError when the daemon is gone."""
         self.tell(event="ready")
         going = True
         while going:
@@ -115,8 +115,8 @@ class TenantServer:
         self._say_goodbye()
 
     def _lose(self, error: RuntimeError) -> None:
-        """The GPU has failed this process, as after a wrong access to memory: nothing on it can be used any more. The
-        client is given a moment to come and hear of it."""
+        """End the lease after a failure of the GPU, such as an illegal memory access, which makes the CUDA context
+        unusable. The client gets a moment to connect and read the reason."""
         self.over = LeaseLostError(f"this lease is lost, its GPU has failed: {str(error).partition(chr(10))[0]}")
         self._work, self._meter = None, Meter(torch.device("cpu"))
         self._share_with(0)
@@ -124,11 +124,11 @@ class TenantServer:
         self.hang_up()
 
     def tell(self, **what: Value) -> None:
-        """Tell the daemon something."""
+        """Send a message to the daemon."""
         process_messages.send(self._end, what)
 
     def warn_client(self, address: str, *, final: bool) -> None:
-        """Tell the client, if there is one, where to look if this process vanishes; `final`: where the lease is now."""
+        """Send the client the destination's address: to try if this process vanishes; if `final`, to use now."""
         if final:
             self.moved = address
         if self.channel is not None:
@@ -137,7 +137,7 @@ class TenantServer:
                 self.channel.send(Kind.MOVED, 0, encode({"address": address, "final": final}))
 
     def hang_up(self) -> None:
-        """End the client's connection; it comes back, and asks here first whatever it was told before."""
+        """Close the client's connection. The client reconnects, and forgets an address that was not final."""
         if self.channel is not None:
             self.channel.close()
             self.channel = self._kept = None
@@ -145,13 +145,13 @@ class TenantServer:
             self._tell_clients()
 
     def step_aside(self) -> None:
-        """Let other tenants have the GPU while this process waits for something that is not the GPU."""
+        """Give up the time slice while this process waits for something other than the GPU."""
         if self._turns is not None:
             self.executor.storages.synchronize()
             self._turns.give_up(time.monotonic())
 
     def _turn(self) -> bool:
-        """Wait for something to do, and do a piece of everything. False at the end."""
+        """Run one iteration of the event loop. Returns False when the process has to end."""
         patience = self._attend()
         talking = self.channel is not None and self._kept is None
         busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
@@ -185,7 +185,7 @@ class TenantServer:
         return self._ends is None or time.monotonic() < self._ends
 
     def _obey(self) -> bool:
-        """Do what the daemon says. False if that is to end."""
+        """Handle a message of the daemon. Returns False if the process has to end."""
         message, sockets = process_messages.receive(self._end)
         match message:
             case {"do": "client"} if len(sockets) == 1:
@@ -210,7 +210,7 @@ class TenantServer:
         return True
 
     def _share_with(self, neighbours: int) -> None:
-        """Begin to take turns, where that is how the GPU is shared, or cease to."""
+        """Start or stop using time slices, if that is how the GPU is shared."""
         if neighbours and self._turns is None and self._setup["turns"] is not None:
             self._turns = TimeSlices(self._setup["share"], GpuQueue(Path(self._setup["turns"])), time.monotonic())
         elif not neighbours and self._turns is not None:
@@ -225,7 +225,7 @@ class TenantServer:
             self._work = work
 
     def _meet(self, channel: Channel, hello: dict[str, Any]) -> None:
-        """Somebody has said who it is."""
+        """Handle the HELLO of a new connection."""
         key, destination = hello.get("key"), self._destination
         if "migration_token" in hello:
             if destination is None:
@@ -252,7 +252,7 @@ class TenantServer:
             refuse(channel, ConnectionLostError("the lease is on its way and not here yet"))
 
     def _welcome(self, channel: Channel, hello: dict[str, Any]) -> None:
-        """The client is here; if another one was, it has been taken the place of."""
+        """Accept a client. It replaces the client that was connected before."""
         if self.channel is not None:
             self.channel.close()
         self.channel, self._owed, self._kept = channel, 0, None
@@ -280,7 +280,7 @@ class TenantServer:
         self._tell_clients()
 
     def _receive_lease(self, destination: MigrationDestination) -> None:
-        """Go on with a lease that moves to here."""
+        """Continue the migration of a lease to this process."""
         state = destination.step(0.0)
         if self._claims and state is not DestinationState.DISCARDED and destination.claim():
             state = destination.state
@@ -300,7 +300,7 @@ class TenantServer:
             self.tell(event="failed", type="DeviceError", message=destination.reason)
 
     def _converse(self) -> None:
-        """Deal with the client's next frame."""
+        """Handle the client's next frame."""
         channel = self.channel
         if channel is None:
             return
@@ -361,7 +361,7 @@ class TenantServer:
             channel.send(Kind.ERROR, frame.number, encode(CallFailure.of(error, "", self.executor.executed).plain()))
 
     def _deliver(self) -> None:
-        """Send the answers that have arrived from the GPU."""
+        """Send the answers whose copy from the GPU has completed."""
         while self._leaving and self.channel is not None:
             number, leaving = self._leaving[0]
             try:
@@ -388,7 +388,7 @@ class TenantServer:
             self._owed = 0
 
     def _attend(self) -> float:
-        """Look at what the GPU has done, and give up a turn that is over. Returns the seconds until the next look."""
+        """Measure the GPU's work and end a time slice that is over. Returns the seconds until the next check."""
         self._meter.collect(behind=self._turns is not None)
         if self._turns is None:
             return _TICK
@@ -404,8 +404,8 @@ class TenantServer:
             self.tell(event="clients", connected=now[0], memory=now[1], busy=self._meter.busy)
 
     def _say_goodbye(self) -> None:
-        """End the client's connection so that it gets to read what was said last: closing a socket with something
-        unread in it would take that away."""
+        """Close the client's connection after it has read the last message: closing a socket that has unread input
+        resets the connection, which would discard the message."""
         channel, until = self.channel, time.monotonic() + _LINGER
         with suppress(PoolError):
             if channel is not None:
@@ -416,13 +416,13 @@ class TenantServer:
 
 
 def _warm() -> None:
-    """Have PyTorch load what it asks for a call's results: a second or more, which no lease has to wait for."""
+    """Make PyTorch import its meta kernels, which takes a second or more, before a lease needs them."""
     x = contiguous(torch.float32, (2,))
     infer(Signature("aten::native_layer_norm", (Input(0), (2,), Input(1), None, 1e-5), (), (x, x), ()))
 
 
 def main(descriptor: int) -> NoReturn:
-    """The main program of the process.
+    """The main function of the process.
 
     Args:
         descriptor: of its end of the socket pair that `tenant_processes` tells of.
@@ -450,7 +450,7 @@ def main(descriptor: int) -> NoReturn:
 
 
 def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
-    """The lease that the daemon wants; if it cannot be had, the daemon is told why."""
+    """Set up the lease. If that fails, send the reason to the daemon and return None."""
     try:
         os.environ.update(setup["environment"])
         torch.set_num_threads(setup["threads"])
