@@ -95,7 +95,7 @@ def test_a_refusal_says_what_was_expected():
     x, one = hand.put(torch.randn(2, 300)), hand.put(torch.ones(1))
     hand.call("aten::native_batch_norm", x, one, None, None, None, True, 0.1, 1e-5)
     (failure,) = hand.send()
-    assert failure.type == "DeviceError"
+    assert failure.type == "ProtocolError"
     assert failure.message == "aten::native_batch_norm: weight is (1,): expected (300,)"
 
 

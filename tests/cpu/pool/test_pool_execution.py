@@ -221,7 +221,7 @@ def test_announcements_are_checked(hand, outputs, message):
     lie = Signature("aten::add.Tensor", (Input(0), Input(1)), (), (VECTOR, VECTOR), (), outputs)
     hand.signed(lie, [x, x])
     (failure,) = hand.send()
-    assert failure.type == "DeviceError"
+    assert failure.type == "ProtocolError"
     assert message in failure.message
     assert used(hand) == 16
 

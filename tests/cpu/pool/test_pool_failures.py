@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from warpbus import errors
-from warpbus.errors import DeviceError, LeaseLostError, ProtocolError, QueueFullError, TensorError, WarpbusError
+from warpbus.errors import (
+    DeviceError,
+    LeaseLostError,
+    PoolError,
+    ProtocolError,
+    QueueFullError,
+    StateError,
+    TensorError,
+    TokenError,
+    WarpbusError,
+)
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.failures import CallFailure, sent_error
 
@@ -41,7 +51,9 @@ def test_the_kind_of_an_error_goes_over(error, name):
         ("OutOfMemoryError", torch.OutOfMemoryError),
         ("LeaseLostError", LeaseLostError),
         ("QueueFullError", QueueFullError),
-        ("RequestError", RuntimeError),  # is not made from a message alone
+        ("StateError", StateError),
+        ("TokenError", TokenError),
+        ("RequestError", RuntimeError),  # of the server, which the pool does not know
         ("SystemExit", RuntimeError),
         ("__doc__", RuntimeError),
     ],
@@ -50,7 +62,7 @@ def test_a_client_raises_it_again(name, kind):
     error = CallFailure(name, "no", "aten::add", 4).exception()
     assert (type(error), str(error)) == (kind, "no")
     own = issubclass(kind, WarpbusError)
-    assert type(sent_error({"type": name, "message": "no"})) is (kind if own else DeviceError)
+    assert type(sent_error({"type": name, "message": "no"})) is (kind if own else PoolError)
 
 
 def test_messages_end_somewhere():

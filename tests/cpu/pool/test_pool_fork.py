@@ -59,7 +59,7 @@ def test_a_forked_child_cannot_use_the_device(session: Session) -> None:
         lambda: torch.warpbus.synchronize(),
         lambda: torch.save(x, os.devnull),
     ):
-        assert in_child(work) == f"DeviceError: {FORKED}"
+        assert in_child(work) == f"StateError: {FORKED}"
     assert torch.equal(waiting.cpu(), torch.arange(4.0) + 1)
 
 

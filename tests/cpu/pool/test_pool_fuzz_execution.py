@@ -250,7 +250,7 @@ def test_one_handle_for_two_results_is_not_charged_once():
     data = bytes(hand.writer.take()).replace(packed(int(indices)), packed(int(values)))
     for _ in range(3):
         [failure] = hand.executor.execute(hand.executor.executed + 1, memoryview(data))
-        assert (failure.type, failure.operator) == ("DeviceError", "aten::topk")
+        assert (failure.type, failure.operator) == ("ProtocolError", "aten::topk")
         check_sound(hand.executor)
         hand.writer.free([x, values])
         hand.executor.execute(hand.executor.executed + 1, memoryview(hand.writer.take()))
@@ -268,6 +268,6 @@ def test_what_a_program_makes_must_not_be_something_else():
     hand.writer.run(1)
     hand.batch += 1
     [failure] = hand.executor.execute(hand.batch, memoryview(hand.writer.take()))
-    assert failure.type == "DeviceError"
+    assert failure.type == "ProtocolError"
     assert "is in use for others" in failure.message
     check_sound(hand.executor)

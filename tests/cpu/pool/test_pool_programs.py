@@ -153,7 +153,7 @@ def test_programs_that_are_not_there(hand):
     for wrong in (lambda: hand.writer.run(5), lambda: hand.writer.drop(5), hand.writer.stop):
         wrong()
         (failure,) = hand.send()
-        assert failure.type == "DeviceError"
+        assert failure.type == "StateError"
     hand.writer.record(1)
     hand.writer.record(2)
     hand.writer.run(1)

@@ -86,7 +86,7 @@ def test_failures_are_told_and_told_again_to_who_has_not_heard(daemon):
     assert "999" in failure["message"]
     assert ask(channel, "read", 1000, 0, 4) == (Kind.ERROR, failure)
     kind, why = ask(channel, "read", 5, 0, 4)
-    assert (kind, why["type"]) == (Kind.ERROR, "DeviceError")
+    assert (kind, why["type"]) == (Kind.ERROR, "ProtocolError")
     channel.close()
     again, _ = daemon.client(acknowledged=start)
     assert decode(again.receive(90).payload) == failure
