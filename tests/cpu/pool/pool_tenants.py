@@ -27,7 +27,7 @@ SETUP = {
     "device": "cpu",
     "memory": 1 << 20,
     "share": 1.0,
-    "turns": None,
+    "queue_file": None,
     "threads": 1,
     "environment": {},
     "migration_token": None,

@@ -82,7 +82,7 @@ def neighbour(path):
 
     def work():
         while not over.is_set():
-            if line.step_forward():
+            if line.advance():
                 time.sleep(0.005)
                 line.leave()
             time.sleep(0.0005)
@@ -97,19 +97,19 @@ def neighbour(path):
         line.close()
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_a_lease_moves(in_turns, tmp_path):
+@pytest.mark.parametrize("in_slices", [False, True])
+def test_a_lease_moves(in_slices, tmp_path):
     ready = {"migration_token": TOKEN, "gpu": "mill/1"}
     line = tmp_path / "line"
     line.touch()
     with ExitStack() as stack:
-        if in_turns:
+        if in_slices:
             stack.enter_context(neighbour(line))
-        old = stack.enter_context(started(turns=str(line), share=0.5))
+        old = stack.enter_context(started(queue_file=str(line), share=0.5))
         new, small = (stack.enter_context(started(**ready, **changes)) for changes in ({}, {"memory": 4096}))
         for each in (old, new, small):
             assert each.hear("ready", "failed")["event"] == "ready"
-        old.tell(do="neighbours", count=int(in_turns))
+        old.tell(do="neighbours", count=int(in_slices))
         channel, _ = old.client()
         early, answer = new.client()
         assert (answer.kind, decode(answer.payload)["type"]) == (Kind.REFUSED, "ConnectionLostError")

@@ -1,7 +1,7 @@
-"""Control connections as the daemon has them, for asyncio: frames after the preamble, with limits and times.
+"""The daemon's side of a control connection, for asyncio: frames after the preamble, with limits of size and time.
 
-HELLO and WELCOME or REFUSED, then ASKs and their ANSWERs (several where work takes a while, the last of which is final)
-or ERROR.
+The client sends HELLO and gets WELCOME or REFUSED. Then each ASK gets one or more ANSWERs, the last of which is final,
+or an ERROR.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.frames import HEADER, Kind, pack_header, parse_header
 
 MOST = 1 << 20
-"""Bytes of a question."""
+"""The most bytes of a request."""
 
 
 class _LimitedReader(asyncio.StreamReader):
-    """Knows when the other side has gone, without being read."""
+    """A reader that detects the end of the connection without being read."""
 
     def __init__(self) -> None:
         super().__init__(limit=1 << 16)

@@ -146,20 +146,20 @@ class EndedLease:
 
 
 class LocalHost:
-    """The leases of this machine. Belongs to the event loop.
+    """The leases of this machine. All methods run on the daemon's event loop.
 
-    While a lease moves from one GPU of this machine to another, there are two processes of it.
+    While a lease moves from one GPU of this machine to another, it has two processes.
 
     Args:
         options: of the daemon.
         gpus: of the machine.
         audit: gets a line when a process dies.
-        address: of the daemon, as clients reach it.
+        address: the daemon's address for clients.
         reports: see `Reports`.
         program: see `TenantProcess`.
 
     Attributes:
-        tenancies: the leases that live here, by id.
+        tenancies: the leases that run here, by id.
     """
 
     def __init__(
@@ -411,7 +411,7 @@ class LocalHost:
             "device": self._gpus.device,
             "memory": order.memory,
             "share": order.share,
-            "turns": self._gpus.turns(order.gpu),
+            "queue_file": self._gpus.queue_file(order.gpu),
             "threads": self._gpus.threads(order.share),
             "environment": self._gpus.environment(order.gpu, order.memory, order.share),
             "migration_token": order.migration_token,

@@ -1,8 +1,8 @@
-"""Moving a lease from one tenant's process to another: what the daemon of the broker has the two machines do.
+"""Moves a lease from one tenant's process to another, on the daemon of the broker, which commands the two machines.
 
-The processes see to it that at most one of them executes (`warpbus.pool.tenant.migration`). Here it is only found out
-which one that is in the end: the source says so; where it dies over it, the target says whether the lease lives there,
-because the source's last word arrived or the client claimed it.
+The processes ensure that at most one of them executes (`warpbus.pool.tenant.migration`). This module finds out which
+one does in the end: the source reports it; if the source dies during the move, the target reports whether the lease
+runs there, because COMMIT arrived or the client claimed the lease.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ from warpbus.pool.daemon.broker_store import BrokerStore
 from warpbus.pool.daemon.host import new_key
 from warpbus.pool.protocol.control_channel import Tell
 
-# A client that has lost the source asks the target, which it was told of, for its lease.
+# A client that has lost the source claims its lease at the target within this time.
 _SECONDS_TO_CLAIM = 60.0
-# How often the target is asked, whose word may go to another daemon.
+# How often the target is polled, because its message may have gone to another daemon.
 _PAUSE = 0.5
 
 
 @dataclass
 class _Move:
-    """What is known of a move under way: which of its processes died, and whether the lease lives at the target."""
+    """The state of a running move: which of its processes died, and whether the lease runs at the target."""
 
     source_died: bool = False
     target_died: bool = False
@@ -36,11 +36,11 @@ class _Move:
 
 
 class LeaseMover:
-    """See above.
+    """Moves leases between machines.
 
     Args:
-        store, machine, audit: as of `ControlHandler`.
-        claim: seconds that a client gets to claim its lease at the target when the source has died.
+        store, machine, audit: see `ControlHandler`.
+        claim: seconds within which a client may claim its lease at the target after the source has died.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LeaseMover:
         self._moves: dict[str, _Move] = {}
 
     def lost(self, lease: str, *, arriving: bool) -> bool:
-        """The process of a lease has died, or that which it was to move to. False if the lease does not move."""
+        """The process of a lease, or of its target, has died. Returns False if the lease is not moving."""
         move = self._moves.get(lease)
         if move is not None:
             move.target_died |= arriving

@@ -42,7 +42,7 @@ class SharedGpus:
         self._installed = _visible() if torch.cuda.is_available() else []
         self._stack = ExitStack()
         self._daemons: list[mps.ControlDaemon] = []
-        self._lines = options.home / "turns"
+        self._queues = options.home / "queues"
         why = mps.available() if self._installed else "this machine has no NVIDIA GPU"
         if options.sharing == "mps" and why is not None:
             raise UsageError(f"--sharing mps: {why}; give slices")
@@ -57,7 +57,7 @@ class SharedGpus:
 
     def __enter__(self) -> Self:
         if self._installed and not self.mps:
-            self._lines.mkdir(mode=0o700, exist_ok=True)
+            self._queues.mkdir(mode=0o700, exist_ok=True)
         if self.mps:
             self._daemons = [mps.ControlDaemon.of_gpu(gpu) for gpu in self._installed]
             with ExitStack() as stack:
@@ -71,17 +71,17 @@ class SharedGpus:
     ) -> None:
         self._stack.close()
 
-    def turns(self, gpu: str) -> str | None:
+    def queue_file(self, gpu: str) -> str | None:
         """The queue file of a GPU that tenants share by time slices (`warpbus.pool.tenant.time_slices`), else None."""
         if self.mps or not self._installed:
             return None
-        path = self._lines / gpu.partition("/")[2]
+        path = self._queues / gpu.partition("/")[2]
         path.touch(mode=0o600)
         return str(path)
 
     def directories(self) -> list[Path]:
         """What tenants' processes use together: where they stand in line, and the pipes to MPS."""
-        return [*([self._lines] if self._lines.exists() else ()), *(each.pipes for each in self._daemons)]
+        return [*([self._queues] if self._queues.exists() else ()), *(each.pipes for each in self._daemons)]
 
     def environment(self, gpu: str, memory: int, share: float) -> dict[str, str]:
         """What lets a process see one GPU, and with MPS no more of it than its lease is for."""

@@ -1,4 +1,4 @@
-"""A connection to a daemon by which a pool is controlled: by the command line, by clients, and by other daemons."""
+"""The client side of a control connection to a daemon, for the command line, clients and other daemons."""
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -15,22 +15,23 @@ _SECONDS = 10.0
 _WATCH_SECONDS = 0.2
 
 Tell = Callable[[dict[str, Any]], None]
-"""Called with answers that are not final: they say how far something is."""
+"""Called with the answers that report progress before the final one."""
 
 
 class ControlChannel:
-    """A control connection; one question at a time.
+    """A control connection. It carries one request at a time.
 
     Args:
-        to: the daemon.
-        token: the tenant's; None where the pool wants none.
+        to: the address of the daemon.
+        token: of the tenant; None for a pool without tokens.
 
     Attributes:
-        to: the daemon.
-        welcome: "tenant", "role", "host", and "tokens": whether the pool asks for tokens; as the daemon says.
+        to: the address of the daemon.
+        welcome: the daemon's answer to HELLO: "tenant", "role", "host", and "tokens", whether the pool uses tokens.
 
     Raises:
-        ConnectionLostError: nobody answers there, or not as a pool does.
+        ConnectionLostError: no daemon answers at the address.
+        FrameError: the answer is not of the pool's protocol.
         TokenError: the pool does not accept the token.
         AuthorizationError: its certificate is not trusted.
     """
@@ -59,18 +60,19 @@ class ControlChannel:
         timeout: float | None = None,
         watch: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
-        """Ask, and return the final answer.
+        """Send a request and return its final answer.
 
         Args:
-            question: with its "do".
-            tell: gets the answers before.
+            question: the request; "do" names the operation.
+            tell: gets the answers that report progress.
             timeout: seconds until the next answer; None waits as long as it takes. With a `watch` it has no effect.
             watch: called several times per second while there is no answer. What it raises ends the wait; the
                 connection is of no use afterwards, because the answer may still come.
 
         Raises:
-            WarpbusError: what the daemon answered with.
-            ConnectionLostError: it is gone, silent, or says what cannot be understood.
+            WarpbusError: the error that the daemon answered with.
+            ConnectionLostError: the daemon is gone or silent.
+            FrameError: the answer is not of the pool's protocol.
         """
         self._number += 1
         self._channel.send(Kind.ASK, self._number, wire.encode(dict(question)))
@@ -86,7 +88,7 @@ class ControlChannel:
                 tell(said)
 
     def close(self) -> None:
-        """Hang up. What waits in `ask` raises `ConnectionLostError`."""
+        """Close the connection. A call of `ask` in another thread raises `ConnectionLostError`."""
         self._channel.close()
 
     def abandon(self, why: str) -> None:
@@ -117,15 +119,15 @@ class ControlChannel:
 
 
 def is_final(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer is the last: those that say how far something is have "queued" or "phase"."""
+    """Whether an answer is final: progress reports have "queued" or "phase"."""
     return "queued" not in answer and "phase" not in answer
 
 
 def need(question: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """A field of a question from outside.
+    """A field of a request, checked.
 
     Raises:
-        UsageError: it is missing or of none of these types.
+        UsageError: the field is missing or of none of these types.
     """
     value = question.get(name)
     # True is an int to Python, and to nobody else.

@@ -1,7 +1,7 @@
-"""Messages between a machine's daemon and its tenants' processes, with sockets along: over one Unix socketpair each.
+"""Messages between a machine's daemon and the processes of its tenants, over one Unix socket pair per process.
 
-A message is one datagram of a `SOCK_SEQPACKET` socket, a dictionary as `wire` writes it; a connection that the daemon
-hands over comes with it as a file descriptor (unix(7), SCM_RIGHTS).
+A message is one datagram of a `SOCK_SEQPACKET` socket: a dictionary, encoded by `wire`. It can carry sockets that the
+daemon passes to the process, as file descriptors (unix(7), SCM_RIGHTS).
 """
 
 import socket

@@ -1,22 +1,22 @@
-"""What the two sides of a migration say to each other, in STATE frames.
+"""The messages between the two sides of a migration, in STATE frames.
 
-A frame's payload is u32 bytes of a header, the header (a list that begins with what is said, as `wire` encodes it) and
-raw bytes. From the source, where S stands for a storage's handle:
+A frame's payload is the length of a header (u32), the header (a list that begins with the name of the message, encoded
+by `wire`) and raw bytes. Messages of the source, where S is the handle of a storage:
 
-    drop      S...                                   these are gone
-    create    S, nbytes...                           make these
-    bytes     crc32, (S, version, offset, length)... raw: the bytes of these pieces
-    copy      segments, (S, version, offset, length, segment, place)...   copy these pieces from the GPU's memory
-    define    number                                 raw: a definition of the executor's: get ready for it
-    ready                                            say so when all this is done
+    drop      S...                                   free these storages
+    create    S, nbytes...                           create these storages
+    bytes     crc32, (S, version, offset, length)... raw: the bytes of these ranges
+    copy      segments, (S, version, offset, length, segment, place)...   copy these ranges from the GPU's memory
+    define    number                                 raw: a definition of the executor, to be prepared
+    ready                                            answer when all earlier messages have been handled
     state     crc32                                  raw: the next bytes of the executor's state
-    manifest  crc32                                  raw: the next entries (S, nbytes, version as u64) of what there is
-    end       executed, bytes of the state, entries of the manifest       that was all: check it
-    commit                                           it is yours
-    cancel                                           the lease goes on here
+    manifest  crc32                                  raw: the next entries (S, nbytes, version as u64) of all storages
+    end       executed, bytes of the state, entries of the manifest       everything was sent: check it
+    commit                                           the destination takes over
+    cancel                                           the lease stays at the source
 
-and from the destination `ready`, `copied` (after `copy`), `cannot` why (instead), `prepared` executed (after `end`),
-`living` (after `commit`). Why it refuses anything else comes as an ERROR frame.
+The destination answers `ready`, `copied` (after `copy`) or `cannot` with a reason, `prepared` executed (after `end`),
+and `living` (after `commit`). If it refuses another message, it sends the reason in an ERROR frame.
 """
 
 import struct
@@ -31,10 +31,10 @@ from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.tenant.precopy import MOST_PIECES, StorageRange
 
 MAX_STATE = 256 * 2**20
-"""Bytes of an executor's state without its storages, at most."""
+"""The most bytes of an executor's state without its storages."""
 
 ENTRY = struct.Struct("<QQQ")
-"""Of the manifest: handle, bytes, version."""
+"""An entry of the manifest: handle, bytes, version."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -46,7 +46,7 @@ def say(channel: Channel, number: int, what: str, *values: Value, raw: Sequence[
 
 
 def heard(frame: Frame) -> tuple[str, list[Value], memoryview]:
-    """What a STATE frame says, the values that belong to it, and its raw bytes.
+    """The name of the message in a STATE frame, its values, and its raw bytes.
 
     Raises:
         ProtocolError: it is not a STATE frame, or malformed.
@@ -80,7 +80,7 @@ def flat(pieces: Sequence[StorageRange]) -> list[Value]:
 
 
 def checksum(raw: Sequence[memoryview | bytes]) -> int:
-    """CRC-32 of bytes, one part after the other: it took 0.26 s for a gigabyte on the CPU that this was written on."""
+    """The CRC-32 of several parts of bytes, in order."""
     crc = 0
     for part in raw:
         crc = zlib.crc32(part, crc)
@@ -94,7 +94,7 @@ def check(crc: Value, raw: memoryview, what: str) -> None:
 
 
 def malformed(what: str) -> ProtocolError:
-    """The error of a side that does not keep to this."""
+    """The error of a message that does not follow this protocol."""
     return ProtocolError(
         f"a migration cannot go on: the other side sent {what}; it may have another version of Warpbus"
     )

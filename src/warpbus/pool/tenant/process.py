@@ -90,10 +90,10 @@ class TenantServer:
         self._destination: MigrationDestination | None = None
         if setup["migration_token"] is not None:
             self._destination = MigrationDestination(executor, migration_token=setup["migration_token"])
-        self._leaving: deque[tuple[int, HostCopy]] = deque()  # answers that are not here yet, by the question's number
+        self._leaving: deque[tuple[int, HostCopy]] = deque()  # answers still being copied, by the question's number
         self._meter = Meter(executor.device)
-        self._turns: TimeSlices | None = None
-        self._kept: Frame | None = None  # the client's next batch, which waits for this lease's turn
+        self._time_slices: TimeSlices | None = None
+        self._kept: Frame | None = None  # the client's next batch, which waits for a time slice
         self._owed = 0
         self._told: tuple[int, int] | None = None
         self._next_tick = 0.0
@@ -105,7 +105,7 @@ class TenantServer:
         going = True
         while going:
             try:
-                going = self._turn()
+                going = self._iterate()
             except WarpbusError:
                 raise
             except RuntimeError as error:
@@ -146,11 +146,11 @@ class TenantServer:
 
     def step_aside(self) -> None:
         """Give up the time slice while this process waits for something other than the GPU."""
-        if self._turns is not None:
+        if self._time_slices is not None:
             self.executor.storages.synchronize()
-            self._turns.give_up(time.monotonic())
+            self._time_slices.give_up(time.monotonic())
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         """Run one iteration of the event loop. Returns False when the process has to end."""
         patience = self._attend()
         talking = self.channel is not None and self._kept is None
@@ -211,11 +211,12 @@ class TenantServer:
 
     def _share_with(self, neighbours: int) -> None:
         """Start or stop using time slices, if that is how the GPU is shared."""
-        if neighbours and self._turns is None and self._setup["turns"] is not None:
-            self._turns = TimeSlices(self._setup["share"], GpuQueue(Path(self._setup["turns"])), time.monotonic())
-        elif not neighbours and self._turns is not None:
-            self._turns.close()
-            self._turns = None
+        if neighbours and self._time_slices is None and self._setup["queue_file"] is not None:
+            queue = GpuQueue(Path(self._setup["queue_file"]))
+            self._time_slices = TimeSlices(self._setup["share"], queue, time.monotonic())
+        elif not neighbours and self._time_slices is not None:
+            self._time_slices.close()
+            self._time_slices = None
 
     def _begin(self, work: Iterator[None]) -> None:
         if self._work is not None or self._destination is not None or self.over or self.moved:
@@ -307,7 +308,8 @@ class TenantServer:
         try:
             frame, self._kept = self._kept or channel.receive(0.0), None
             if frame is not None and not self.over and not self.moved:
-                if frame.kind is Kind.BATCH and self._turns and not self._turns.may_execute(time.monotonic()):
+                slices = self._time_slices
+                if frame.kind is Kind.BATCH and slices and not slices.may_execute(time.monotonic()):
                     self._kept = frame
                 else:
                     self._deal(channel, frame)
@@ -389,12 +391,12 @@ class TenantServer:
 
     def _attend(self) -> float:
         """Measure the GPU's work and end a time slice that is over. Returns the seconds until the next check."""
-        self._meter.collect(behind=self._turns is not None)
-        if self._turns is None:
+        self._meter.collect(behind=self._time_slices is not None)
+        if self._time_slices is None:
             return _TICK
         now, waiting = time.monotonic(), self._kept is not None
-        self._turns.attend(now, waiting=waiting, running=self._meter.running or bool(self._leaving))
-        patience = self._turns.patience(now, waiting=waiting)
+        self._time_slices.attend(now, waiting=waiting, running=self._meter.running or bool(self._leaving))
+        patience = self._time_slices.patience(now, waiting=waiting)
         return _TICK if patience is None else min(patience, _TICK)
 
     def _tell_clients(self) -> None:

@@ -1,8 +1,8 @@
-"""How the bytes of storages get from one process to another: through the socket, or from GPU to GPU of one host.
+"""Transfers the bytes of storages to another process: through the socket, or from GPU to GPU on one host.
 
-Through the socket they go in chunks, by way of pinned memory on both sides: while one is sent the GPU fills the next.
-Between GPUs of one host the source says where the storages lie, and the destination's GPU reads them there (over NVLink
-where there is one); what cannot be read so goes through the socket.
+Through the socket the bytes go in chunks, by way of pinned memory on both sides: the GPU fills one buffer while the
+other is sent. On one host the source sends the addresses of the storages, and the destination's GPU reads them there
+(over NVLink if there is one); ranges that it cannot read go through the socket.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +19,12 @@ from warpbus.pool.tenant.migration_messages import checksum, flat
 from warpbus.pool.tenant.precopy import MOST_PIECES, StorageRange
 from warpbus.pool.tenant.staging import PinnedStaging
 
-# At 2 GB/s, and at 100.
+# A few milliseconds at 2 GB/s, and at 100 GB/s.
 _BUDGETS = {"sockets": 16 * 2**20, "GPU to GPU": 256 * 2**20}
 
 
 class StorageMemory(Protocol):
-    """Where storages are (`warpbus.pool.tenant.storages.Storages`)."""
+    """The memory of storages (`warpbus.pool.tenant.storages.Storages`)."""
 
     device: torch.device
 
@@ -33,46 +33,46 @@ class StorageMemory(Protocol):
 
 
 class MemoryExporter(Protocol):
-    """Memory that others read (`warpbus.cuda.ipc.Shared`)."""
+    """Exports memory to other processes (`warpbus.cuda.ipc.Shared`)."""
 
     def synchronize(self) -> None: ...
     def places(self, tensors: list[Tensor]) -> list[Place]: ...
 
 
 class MemoryReader(Protocol):
-    """Memory that others share (`warpbus.cuda.ipc.Opened`)."""
+    """Reads memory that other processes export (`warpbus.cuda.ipc.Opened`)."""
 
     def copy(self, parts: list[tuple[Tensor, Place]]) -> None: ...
     def close(self) -> None: ...
 
 
 def this_host() -> str:
-    """What processes of one running system have in common, and those of no other have."""
+    """An id that the processes of one booted system share, and no others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def memory_exporter(device: torch.device) -> MemoryExporter | None:
-    """What shares the memory of a device, if that can be shared."""
+    """The exporter of a device's memory; None if it cannot be exported."""
     return Shared(device) if device.type == "cuda" else None
 
 
 def memory_reader(device: torch.device) -> MemoryReader | None:
-    """What reads other processes' memory into that of a device, if anything can."""
+    """The reader of other processes' memory into that of a device; None if there is none."""
     return Opened(device) if device.type == "cuda" else None
 
 
 class Outgoing:
-    """The source's side.
+    """The sender of storages, on the source's side.
 
     Args:
-        storages: whose bytes go.
-        say: sends a STATE frame: what is said, its values, `raw`.
-        hear: the destination's next word and its values; one of those given.
-        shared: where the destination can read this memory itself, else None.
+        storages: of the lease.
+        say: sends a STATE frame: the name of the message, its values, `raw`.
+        hear: returns the destination's next message and its values; the arguments are the expected names.
+        shared: the exporter, if the destination can read this memory itself, else None.
 
     Attributes:
         path: "GPU to GPU" or "sockets".
-        budget: bytes that go in a few milliseconds, or little more.
+        budget: bytes that are transferred in a few milliseconds.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Outgoing:
         return _BUDGETS[self.path]
 
     def send(self, chunks: Iterator[list[StorageRange]]) -> None:
-        """Send pieces of storages."""
+        """Send ranges of storages."""
         remaining = ((pieces, self._tensors(pieces)) for pieces in self._not_read(chunks))
         for pieces, views in self._staging.read(remaining):
             self._say("bytes", checksum(views), *flat(pieces), raw=views)
@@ -107,7 +107,7 @@ class Outgoing:
         return [raw(each.handle)[each.offset : each.offset + each.length] for each in pieces]
 
     def _not_read(self, chunks: Iterator[list[StorageRange]]) -> Iterator[list[StorageRange]]:
-        """Have the destination read what it can; what it did not read."""
+        """Let the destination read the ranges itself. Yields those that it could not read."""
         if self._shared is None:
             yield from chunks
             return
