@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 import warpbus
 from warpbus.engine import Grammar
-from warpbus.errors import RequestError
 from warpbus.server import admin, failures
 from warpbus.server.chat import ChatForm, ToolUse, messages_of, tools_of
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
@@ -25,6 +24,7 @@ from warpbus.server.options import ServerOptions
 from warpbus.server.page import page_router
 from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params
 from warpbus.server.registry import Model, Models
+from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Responder
 from warpbus.server.schema import ChatRequest, CompletionRequest
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from warpbus.engine import Grammar, TextPiece
-from warpbus.errors import RequestError
 from warpbus.models.templates import Message
 from warpbus.models.templates.tools import AnswerStream, ToolCall, ToolDialect, Turn
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer
 from warpbus.server.options import ServerOptions
 from warpbus.server.params import check_size
 from warpbus.server.registry import Model
+from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Json, new_id
 from warpbus.server.schema import ChatMessage, ChatRequest, NamedTool
 

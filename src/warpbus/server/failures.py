@@ -15,12 +15,12 @@ from starlette.responses import Response
 from warpbus.errors import (
     ContextLengthError,
     QueueFullError,
-    RequestError,
     UnavailableError,
     UsageError,
     WarpbusError,
 )
 from warpbus.server.registry import RETRY_SECONDS
+from warpbus.server.request_error import RequestError
 
 _log = logging.getLogger("warpbus.server")
 

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from warpbus.engine import SamplingParams, TextPiece
-from warpbus.errors import RequestError
 from warpbus.server.failures import ClientGoneError
 from warpbus.server.metrics import Metrics
 from warpbus.server.registry import Model
+from warpbus.server.request_error import RequestError
 
 T = TypeVar("T")
 

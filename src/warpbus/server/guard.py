@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from warpbus.errors import RequestError
 from warpbus.server.failures import response_of
 from warpbus.server.generation import RequestRecord
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import LOOPBACK_NAMES, ServerOptions
+from warpbus.server.request_error import RequestError
 
 _access = logging.getLogger("warpbus.access")
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from warpbus.engine import Grammar, SamplingParams
-from warpbus.errors import ContextLengthError, RequestError, UsageError
+from warpbus.errors import ContextLengthError, UsageError
 from warpbus.server.options import ServerOptions
+from warpbus.server.request_error import RequestError
 from warpbus.server.schema import MOST_CHOICES, Generating
 
 _SEEDS = 2**63

@@ -15,10 +15,11 @@ from warpbus.engine import SamplingParams, TextPiece
 from warpbus.engine.moving import Moved
 from warpbus.engine.service import State
 from warpbus.engine.stats import Stats
-from warpbus.errors import RequestError, UsageError
+from warpbus.errors import UsageError
 from warpbus.models.templates import Template
 from warpbus.models.templates.tools import ToolDialect, find_dialect
 from warpbus.models.tokenizers import Tokenizer
+from warpbus.server.request_error import RequestError
 
 T = TypeVar("T")
 

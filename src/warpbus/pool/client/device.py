@@ -17,8 +17,8 @@ from warpbus.pool.client import attention, autocast, transfers
 from warpbus.pool.client.device_module import DeviceModule
 from warpbus.pool.client.dispatch import Operator
 from warpbus.pool.client.generators import Generator, knowing_generators
-from warpbus.pool.client.lending import Lease
 from warpbus.pool.client.marks import knowing_marks
+from warpbus.pool.client.remote_device import RemoteDevice
 from warpbus.pool.client.storage_methods import replace_storage_methods
 from warpbus.pool.client.tensors import META, NAME
 from warpbus.pool.protocol.inference import gives_tensors
@@ -60,7 +60,7 @@ def register() -> torch.device:
     _keep(rest, *libraries.values())
     replace_storage_methods()
     torch.Generator = Generator  # type: ignore[misc]
-    lend(NAME, Lease())
+    lend(NAME, RemoteDevice())
     return torch.device(NAME, 0)
 
 

@@ -19,14 +19,14 @@ from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
 from warpbus.pool.protocol.wire import decode, encode
-from warpbus.pool.tenant.turns import NAP, Line, Turns
+from warpbus.pool.tenant.time_slices import NAP, GpuQueue, TimeSlices
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from warpbus.pool.tenant.turns import Line
-line = Line(Path(sys.argv[1]))
-print(line.step_forward(), flush=True)
+from warpbus.pool.tenant.time_slices import GpuQueue
+line = GpuQueue(Path(sys.argv[1]))
+print(line.advance(), flush=True)
 time.sleep(600)
 """
 
@@ -44,7 +44,7 @@ def line(file):
     with ExitStack() as stack:
 
         def another():
-            found = Line(file)
+            found = GpuQueue(file)
             stack.callback(lambda: found.close())
             return found
 
@@ -61,7 +61,7 @@ class Client:
 
     def __init__(self, share, line, batch, window=None, think=0.0):
         self.share = share
-        self.turns = Turns(share, line, 0.0)
+        self.slices = TimeSlices(share, line, 0.0)
         self.line = line
         self.batch = batch if callable(batch) else lambda: batch
         self.window, self.think = window, think
@@ -88,8 +88,8 @@ class Client:
                 self.sent = 0
         there = now >= self.comes and self.sent != self.window and len(self.ends) < 2
         if now >= self.next or (there and not self.kept):  # what comes from a client wakes its process
-            self.turns.attend(now, waiting=self.kept, running=bool(self.ends))
-            self.kept = there and not self.turns.may_execute(now)
+            self.slices.attend(now, waiting=self.kept, running=bool(self.ends))
+            self.kept = there and not self.slices.may_execute(now)
             if there and not self.kept:
                 took = self.batch()
                 self.ends.append(max([now, *self.ends]) + took)
@@ -97,7 +97,7 @@ class Client:
                 self.sent += 1
                 self.longest = max(self.longest, now - self.comes)
                 self.comes = now
-            patience = self.turns.patience(now, waiting=self.kept)
+            patience = self.slices.patience(now, waiting=self.kept)
             self.next = now + (1.0 if patience is None else patience)
             self.naps += 1
         return bool(self.ends)
@@ -186,29 +186,29 @@ def test_waiting_is_no_busy_waiting(line):
 
 def test_in_a_line_nobody_is_overtaken(line):
     a, b, c = line(), line(), line()
-    assert a.step_forward()
+    assert a.advance()
     assert not a.others()
-    assert not b.step_forward()
-    assert not c.step_forward()
+    assert not b.advance()
+    assert not c.advance()
     assert a.others()
     a.leave()
-    assert not a.standing
-    assert not a.step_forward()
-    assert not c.step_forward()
-    assert b.step_forward()
+    assert not a.queued
+    assert not a.advance()
+    assert not c.advance()
+    assert b.advance()
     b.leave()
-    assert not a.step_forward()
-    assert c.step_forward()
+    assert not a.advance()
+    assert c.advance()
     c.leave()
-    assert a.step_forward()
+    assert a.advance()
 
 
 def test_a_line_that_is_full(line):
     many = [line() for _ in range(20)]
-    assert [each.step_forward() for each in many].count(True) == 1
-    assert not many[-1].standing
+    assert [each.advance() for each in many].count(True) == 1
+    assert not many[-1].queued
     for turn in range(20):
-        first = [each for each in many if each.step_forward()]
+        first = [each for each in many if each.advance()]
         assert len(first) == 1, turn
         first[0].leave()
         many.remove(first[0])
@@ -216,7 +216,7 @@ def test_a_line_that_is_full(line):
 
 
 def test_who_gives_up_its_place_is_not_waited_for(line):
-    first, second, third = (Turns(0.3, line(), 0.0) for _ in range(3))
+    first, second, third = (TimeSlices(0.3, line(), 0.0) for _ in range(3))
     assert first.may_execute(0.0)
     assert not second.may_execute(0.001)
     assert not third.may_execute(0.001)
@@ -226,15 +226,15 @@ def test_who_gives_up_its_place_is_not_waited_for(line):
 
 
 def test_the_turn_goes_on_a_moment_without_work(line):
-    turns, other = Turns(0.5, line(), 0.0), Turns(0.5, line(), 0.0)
-    assert turns.may_execute(0.0)
-    turns.attend(0.004, waiting=False, running=True)
-    turns.attend(0.0045, waiting=False, running=False)
+    slices, other = TimeSlices(0.5, line(), 0.0), TimeSlices(0.5, line(), 0.0)
+    assert slices.may_execute(0.0)
+    slices.attend(0.004, waiting=False, running=True)
+    slices.attend(0.0045, waiting=False, running=False)
     assert not other.may_execute(0.0046)
-    assert turns.patience(0.0046, waiting=False) == 0.001
-    turns.attend(0.0056, waiting=False, running=False)
+    assert slices.patience(0.0046, waiting=False) == 0.001
+    slices.attend(0.0056, waiting=False, running=False)
     assert other.may_execute(0.0057)
-    assert turns.patience(0.0057, waiting=False) is None
+    assert slices.patience(0.0057, waiting=False) is None
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -243,19 +243,19 @@ def test_who_is_killed_leaves_the_line(how, file, line):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(file)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "True\n"
-        assert not mine.step_forward()
+        assert not mine.advance()
     finally:
         holder.send_signal(how)
         holder.wait()
         holder.stdout.close()
-    assert mine.step_forward()
+    assert mine.advance()
 
 
 def test_processes_wait_for_their_turn_and_others_go_on(file, line):
     """The test has the turn; of two processes one is killed while it waits, the other one gets the turn."""
     mine = line()
     with ExitStack() as stack:
-        tenants = [stack.enter_context(started(turns=str(file), share=0.5)) for _ in range(2)]
+        tenants = [stack.enter_context(started(queue_file=str(file), share=0.5)) for _ in range(2)]
         channels = []
         for tenant in tenants:
             tenant.hear("ready")
@@ -265,7 +265,7 @@ def test_processes_wait_for_their_turn_and_others_go_on(file, line):
             tenant.tell(do="neighbours", count=1)
             channel.send(Kind.BATCH, 1, write(lambda writer: writer.new(1, 16)))
             assert acknowledged(channel, 1) == 1
-        while not mine.step_forward():
+        while not mine.advance():
             pass
         for tenant, channel in zip(tenants, channels, strict=True):
             channel.send(Kind.BATCH, 2, write(lambda writer: writer.write(1, 0, torch.ones(4).numpy().tobytes())))
@@ -278,7 +278,7 @@ def test_processes_wait_for_their_turn_and_others_go_on(file, line):
         mine.leave()
         assert acknowledged(channels[1], 2) == 2
         tenants[1].tell(do="neighbours", count=0)
-        while not mine.step_forward():
+        while not mine.advance():
             pass
         channels[1].send(Kind.BATCH, 3, write(lambda writer: writer.free([1])))
         assert acknowledged(channels[1], 3) == 3  # nobody is left to take turns with
@@ -308,7 +308,7 @@ def test_before_a_channel_waits_it_says_so():
 
 def test_who_waits_for_its_client_lets_others_have_the_gpu(file, line):
     mine = line()
-    with started(turns=str(file), share=0.5) as tenant:
+    with started(queue_file=str(file), share=0.5) as tenant:
         tenant.hear("ready")
         channel, _ = tenant.client()
         tenant.tell(do="neighbours", count=1)
@@ -319,7 +319,7 @@ def test_who_waits_for_its_client_lets_others_have_the_gpu(file, line):
         for number in range(2, 40):
             channel.send(Kind.BATCH, number, write(lambda writer: writer.seed(3)))
             channel.send(Kind.ASK, number, encode(["read", 1, 0, 1 << 20]))
-        while not mine.step_forward():
+        while not mine.advance():
             pass
         mine.leave()
         read = 0
@@ -332,8 +332,8 @@ def test_who_waits_for_its_client_lets_others_have_the_gpu(file, line):
 def test_to_be_suspended_no_turn_is_waited_for(file, line, tmp_path):
     """A batch waits for its turn meanwhile, not executed any more: its client sends it to where the lease goes on."""
     mine = line()
-    assert mine.step_forward()
-    with started(turns=str(file), share=0.5) as tenant:
+    assert mine.advance()
+    with started(queue_file=str(file), share=0.5) as tenant:
         tenant.hear("ready")
         channel, _ = tenant.client()
         tenant.tell(do="neighbours", count=1)
@@ -357,12 +357,12 @@ def test_a_gpu_has_one_line_and_a_cpu_none(tmp_path):
     gpus = SharedGpus(PoolOptions(directory=tmp_path, sharing="slices"))
     if torch.cuda.is_available():
         pytest.skip("it is for machines without a GPU")
-    assert gpus.turns("a/0") is None
+    assert gpus.queue_file("a/0") is None
     gpus._installed = [None, None]  # as if it had two
     with gpus:
-        one, again, other = (Line(Path(gpus.turns(gpu))) for gpu in ("a/0", "a/0", "a/1"))
-        assert one.step_forward()
-        assert not again.step_forward()
-        assert other.step_forward()
+        one, again, other = (GpuQueue(Path(gpus.queue_file(gpu))) for gpu in ("a/0", "a/0", "a/1"))
+        assert one.advance()
+        assert not again.advance()
+        assert other.advance()
         for each in (one, again, other):
             each.close()

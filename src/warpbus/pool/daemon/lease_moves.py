@@ -1,8 +1,8 @@
-"""Moving a lease from one tenant's process to another: what the daemon of the broker has the two machines do.
+"""Moves a lease from one tenant's process to another, on the daemon of the broker, which commands the two machines.
 
-The processes see to it that at most one of them executes (`warpbus.pool.tenant.migration`). Here it is only found out
-which one that is in the end: the source says so; where it dies over it, the target says whether the lease lives there,
-because the source's last word arrived or the client claimed it.
+The processes ensure that at most one of them executes (`warpbus.pool.tenant.migration`). This module finds out which
+one does in the end: the source reports it; if the source dies during the move, the target reports whether the lease
+runs there, because COMMIT arrived or the client claimed the lease.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from warpbus.errors import ConnectionLost, LeaseLostError, UnavailableError, WarpbusError
+from warpbus.errors import ConnectionLostError, LeaseLostError, UnavailableError, WarpbusError
 from warpbus.pool.broker.leases import Lease
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.books import Books
+from warpbus.pool.daemon.broker_store import BrokerStore
 from warpbus.pool.daemon.host import new_key
-from warpbus.pool.protocol.steering import Tell
+from warpbus.pool.protocol.control_channel import Tell
 
-# A client that has lost the source asks the target, which it was told of, for its lease.
+# A client that has lost the source claims its lease at the target within this time.
 _SECONDS_TO_CLAIM = 60.0
-# How often the target is asked, whose word may go to another daemon.
+# How often the target is polled, because its message may have gone to another daemon.
 _PAUSE = 0.5
 
 
 @dataclass
 class _Move:
-    """What is known of a move under way: which of its processes died, and whether the lease lives at the target."""
+    """The state of a running move: which of its processes died, and whether the lease runs at the target."""
 
     source_died: bool = False
     target_died: bool = False
@@ -35,25 +35,25 @@ class _Move:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Moving:
-    """See above.
+class LeaseMover:
+    """Moves leases between machines.
 
     Args:
-        books, machine, audit: as of `Desk`.
-        claim: seconds that a client gets to claim its lease at the target when the source has died.
+        store, machine, audit: see `ControlHandler`.
+        claim: seconds within which a client may claim its lease at the target after the source has died.
     """
 
     def __init__(
-        self, books: Books, machine: Callable[[str], Any], audit: AuditLog, *, claim: float = _SECONDS_TO_CLAIM
+        self, store: BrokerStore, machine: Callable[[str], Any], audit: AuditLog, *, claim: float = _SECONDS_TO_CLAIM
     ) -> None:
-        self._books = books
+        self._store = store
         self._machine = machine
         self._audit = audit
         self._claim = claim
         self._moves: dict[str, _Move] = {}
 
     def lost(self, lease: str, *, arriving: bool) -> bool:
-        """The process of a lease has died, or that which it was to move to. False if the lease does not move."""
+        """The process of a lease, or of its target, has died. Returns False if the lease is not moving."""
         move = self._moves.get(lease)
         if move is not None:
             move.target_died |= arriving
@@ -85,7 +85,7 @@ class Moving:
             WarpbusError: it did not come about, and the lease lives where it was.
         """
         began = time.monotonic()
-        lease = await self._books.call("begin_move", lease.id, to)
+        lease = await self._store.begin_move(lease.id, to)
         assert lease.gpu is not None
         assert lease.target is not None
         source, target = (name.partition("/")[0] for name in (lease.gpu, lease.target))
@@ -96,11 +96,11 @@ class Moving:
             order = await (await self._machine(source)).order(lease.id)
             if order is None:
                 raise UnavailableError(f"lease {lease.id} is not on {source}: see warpbus pool status")
-            ticket = new_key()
-            here = replace(order, gpu=lease.target, ticket=ticket, saved=False)
+            migration_token = new_key()
+            here = replace(order, gpu=lease.target, migration_token=migration_token, saved=False)
             address = await (await self._machine(target)).receive(here)
-            done |= await (await self._machine(source)).send(lease.id, address, ticket, tell)
-            await self._books.call("end_move", lease.id, True, copied=done["bytes"], pause=done["pause"])
+            done |= await (await self._machine(source)).send(lease.id, address, migration_token, tell)
+            await self._store.end_move(lease.id, True, copied=done["bytes"], pause=done["pause"])
         except WarpbusError as error:
             await self._failed(lease, source, target, move, error)
         finally:
@@ -111,23 +111,23 @@ class Moving:
 
     async def _failed(self, lease: Lease, source: str, target: str, move: _Move, error: WarpbusError) -> None:
         """Find out where the lease lives; raises `error`, or that the lease is lost, unless it is the target."""
-        if move.source_died or isinstance(error, LeaseLostError | ConnectionLost):
+        if move.source_died or isinstance(error, LeaseLostError | ConnectionLostError):
             end = time.monotonic() + self._claim
             while not (move.target_died or await self._has_arrived(lease, target, move)) and time.monotonic() < end:
                 move.news.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(move.news.wait(), _PAUSE)
         if await self._has_arrived(lease, target, move):
-            await self._books.call("end_move", lease.id, True)
+            await self._store.end_move(lease.id, True)
             return
         why = f"{type(error).__name__}: {error}"
         with suppress(WarpbusError):
             await (await self._machine(target)).call_off(lease.id, f"the move did not come about ({error})")
-        await self._books.call("end_move", lease.id, False)
+        await self._store.end_move(lease.id, False)
         self._note(lease, "the broker", moved=False, why=why)
         if move.source_died or isinstance(error, LeaseLostError):
             why = f"lease {lease.id} is lost: its process on {source} died while it moved to {target}"
-            await self._books.call("lose", lease.id, why)
+            await self._store.lose(lease.id, why)
             raise LeaseLostError(why) from None
         raise error
 

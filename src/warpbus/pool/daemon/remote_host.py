@@ -1,7 +1,7 @@
-"""Daemons of one pool among each other: control connections with an admin's token, each for one question.
+"""Control connections between the daemons of one pool, with an admin's token.
 
-The daemon that has the broker asks the others to start, move and end processes (`Peer`). The others hand the questions
-of their own callers on to it, and tell it each second what lives with them (`Membership`).
+The daemon that has the broker asks the others to start, move and end processes (`RemoteHost`). The others forward the
+requests of their own clients to it, and report to it each second which leases they have (`Membership`).
 """
 
 import asyncio
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from warpbus.errors import ConnectionLost, UsageError
-from warpbus.pool.broker.leases import Gpu
-from warpbus.pool.daemon.desk import Asker
-from warpbus.pool.daemon.host import Host, Order
+from warpbus.errors import ConnectionLostError, UsageError
+from warpbus.pool.broker.leases import PoolGpu
+from warpbus.pool.daemon.control_handler import Asker
+from warpbus.pool.daemon.host import LocalHost, Order
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
-from warpbus.pool.protocol.steering import Steering, Tell, need
+from warpbus.pool.protocol.control_channel import ControlChannel, Tell, need
 
 # A process may have to be started for an answer.
 _SECONDS = 240.0
@@ -31,23 +31,23 @@ async def ask(to: Address, token: str | None, question: Mapping[str, Any], tell:
 
     Raises:
         WarpbusError: what it answers with.
-        ConnectionLost: it is gone.
+        ConnectionLostError: it is gone.
     """
     loop = asyncio.get_running_loop()
-    steering = await asyncio.to_thread(Steering, to, token)
+    control = await asyncio.to_thread(ControlChannel, to, token)
 
     def told(answer: dict[str, Any]) -> None:
         if tell is not None:
             loop.call_soon_threadsafe(tell, answer)
 
     try:
-        return await asyncio.to_thread(steering.ask, question, told, timeout=_SECONDS)
+        return await asyncio.to_thread(control.ask, question, told, timeout=_SECONDS)
     finally:
-        steering.close()
+        control.close()
 
 
-class Peer:
-    """A machine whose daemon is another one. See `Host` for what its methods do."""
+class RemoteHost:
+    """A machine with another daemon. Its methods have the arguments, results and errors of `LocalHost`."""
 
     def __init__(self, name: str, to: Address, token: str | None) -> None:
         self.name = name
@@ -63,8 +63,8 @@ class Peer:
     async def call_off(self, lease: str, why: str) -> None:
         await self._ask({"do": "call off", "lease": lease, "why": why})
 
-    async def send(self, lease: str, to: str, ticket: bytes, tell: Tell) -> dict[str, Any]:
-        return await self._ask({"do": "send", "lease": lease, "to": to, "ticket": ticket}, tell)
+    async def send(self, lease: str, to: str, migration_token: bytes, tell: Tell) -> dict[str, Any]:
+        return await self._ask({"do": "send", "lease": lease, "to": to, "migration_token": migration_token}, tell)
 
     async def save(self, lease: str, tell: Tell) -> dict[str, Any]:
         return await self._ask({"do": "save", "lease": lease}, tell)
@@ -80,11 +80,11 @@ class Peer:
         return await ask(self._to, self._token, question, tell)
 
 
-async def obey(host: Host, question: Mapping[str, Any], tell: Tell) -> dict[str, Any] | None:
-    """What `Peer` asks for, done here; None if it is another kind of question.
+async def obey(host: LocalHost, question: Mapping[str, Any], tell: Tell) -> dict[str, Any] | None:
+    """What `RemoteHost` asks for, done here; None if it is another kind of question.
 
     Raises:
-        WarpbusError: as `Host`; UsageError also if the question is malformed.
+        WarpbusError: as `LocalHost`; UsageError also if the question is malformed.
     """
     do = question.get("do")
     if do == "receive":
@@ -97,7 +97,7 @@ async def obey(host: Host, question: Mapping[str, Any], tell: Tell) -> dict[str,
     elif do == "call off":
         await host.call_off(lease, need(question, "why", str))
     elif do == "send":
-        return await host.send(lease, need(question, "to", str), need(question, "ticket", bytes), tell)
+        return await host.send(lease, need(question, "to", str), need(question, "migration_token", bytes), tell)
     elif do == "save":
         return await host.save(lease, tell)
     elif do == "order":
@@ -114,17 +114,17 @@ class Membership:
     Args:
         to: the other daemon.
         token: an admin's there.
-        life: see `OwnBooks.join`.
+        life: see `LocalBrokerStore.join`.
         gpus: of this machine.
     """
 
-    def __init__(self, to: Address, token: str | None, life: str, gpus: list[Gpu]) -> None:
+    def __init__(self, to: Address, token: str | None, life: str, gpus: list[PoolGpu]) -> None:
         self._to = to
         self._token = token
         self._life = life
         self._gpus = gpus
         self._news: list[dict[str, Any]] = []
-        self._steering: Steering | None = None
+        self._control: ControlChannel | None = None
 
     async def answer(self, question: Mapping[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
         """What the broker's daemon answers."""
@@ -141,21 +141,21 @@ class Membership:
 
     async def _told(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Ask over the connection that is kept for reports."""
-        if self._steering is None:
-            self._steering = await asyncio.to_thread(Steering, self._to, self._token)
+        if self._control is None:
+            self._control = await asyncio.to_thread(ControlChannel, self._to, self._token)
         try:
-            return await asyncio.to_thread(self._steering.ask, question, timeout=_SECONDS_FOR_A_REPORT)
+            return await asyncio.to_thread(self._control.ask, question, timeout=_SECONDS_FOR_A_REPORT)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Hang up."""
-        if self._steering is not None:
-            self._steering.close()
-            self._steering = None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
-    async def report(self, host: Host, measured: list[list[Any]]) -> None:
+    async def report(self, host: LocalHost, measured: list[list[Any]]) -> None:
         """Say what lives here, and end what ended there.
 
         Args:
@@ -182,20 +182,20 @@ class Membership:
             await host.end(str(lease), "it has ended in the pool: it was not heard of for too long")
 
 
-class Report(NamedTuple):
+class HostReport(NamedTuple):
     """What `Membership.report` says: leases are their ids, whether a client is connected, and bytes in use."""
 
     measured: list[tuple[str, float | None, int]]
-    gpus: list[Gpu]
+    gpus: list[PoolGpu]
     address: str
     leases: list[tuple[str, bool, int | None]]
     news: list[dict[str, Any]]
 
 
-def read_report(question: Mapping[str, Any]) -> Report:
+def read_report(question: Mapping[str, Any]) -> HostReport:
     """What another machine reports. Raises UsageError if it is malformed."""
     try:
-        gpus = [Gpu(**{**gpu, "links": tuple(gpu["links"])}) for gpu in need(question, "gpus", list)]
+        gpus = [PoolGpu(**{**gpu, "links": tuple(gpu["links"])}) for gpu in need(question, "gpus", list)]
         for gpu in gpus:
             for name, kind in (("name", str), ("host", str), ("index", int), ("model", str), ("memory", int)):
                 need({"do": "join", name: getattr(gpu, name)}, name, kind)
@@ -206,7 +206,7 @@ def read_report(question: Mapping[str, Any]) -> Report:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"join: the report is malformed ({error}): is the other machine's Warpbus older?") from None
-    return Report(measured, gpus, str(read_address(need(question, "address", str))), leases, news)
+    return HostReport(measured, gpus, str(read_address(need(question, "address", str))), leases, news)
 
 
 async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) -> Address | None:
@@ -231,7 +231,7 @@ async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) 
         for to in peers:
             try:
                 answer = await ask(to, token, {"do": "broker"})
-            except ConnectionLost:
+            except ConnectionLostError:
                 continue
             if answer["known"]:
                 at = to if answer["address"] is None else read_address(str(answer["address"]))

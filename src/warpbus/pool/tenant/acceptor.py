@@ -1,6 +1,6 @@
-"""Connections that have not said who they are yet: each has a thread and a time limit, and none holds up another.
+"""Accepts new connections of a lease: each gets a thread and a time limit for its HELLO, so none delays another.
 
-The daemon has seen the proof of each that it has the lease's key, see `warpbus.pool.protocol.preamble`.
+The daemon has checked the proof of each client that it has the lease's key: see `warpbus.pool.protocol.preamble`.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from warpbus.errors import ConnectionLost, DeviceError, WarpbusError
+from warpbus.errors import FrameError, PoolError, ProtocolError, WarpbusError
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, Channel
 from warpbus.pool.protocol.frames import MAX_HELLO, Kind
 from warpbus.pool.protocol.wire import decode, encode
@@ -19,12 +19,12 @@ from warpbus.pool.protocol.wire import decode, encode
 _MOST = 16
 
 
-class Greeter:
-    """Takes in the HELLO of connections.
+class Acceptor:
+    """Reads the HELLO of new connections.
 
     Args:
-        seconds: in which a connection has to say HELLO.
-        most: that may be at it at a time; others are closed.
+        seconds: the time limit of a HELLO.
+        most: the most connections that may wait for their HELLO at once; others are closed.
     """
 
     def __init__(self, seconds: float = HANDSHAKE_SECONDS, most: int = _MOST) -> None:
@@ -34,18 +34,18 @@ class Greeter:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """To be waited on for reading: somebody has come."""
+        """The descriptor that becomes readable when a connection has sent HELLO."""
         return self._wake
 
-    def greet(self, sock: socket.socket) -> None:
-        """Begin with a connection, which becomes this object's."""
+    def accept(self, sock: socket.socket) -> None:
+        """Take over a socket and wait for its HELLO in a thread."""
         if not self._places.acquire(blocking=False):
             sock.close()
             return
-        threading.Thread(target=self._greet, args=(sock,), name="greeting", daemon=True).start()
+        threading.Thread(target=self._accept, args=(sock,), name="acceptor", daemon=True).start()
 
     def come(self) -> tuple[Channel, dict[str, Any]] | None:
-        """The next connection that has said HELLO, and what it said; None if there is none."""
+        """The next connection that has sent HELLO, with that message; None if there is none."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         try:
@@ -53,7 +53,7 @@ class Greeter:
         except queue.Empty:
             return None
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _accept(self, sock: socket.socket) -> None:
         try:
             channel = Channel(sock)
         except OSError:  # it has gone
@@ -63,10 +63,10 @@ class Greeter:
         try:
             frame = channel.receive(self._seconds, most=MAX_HELLO)
             if frame is None or frame.kind is not Kind.HELLO:
-                raise ConnectionLost(f"{channel.peer} does not say HELLO")
+                raise FrameError(f"{channel.peer} does not say HELLO")
             hello = decode(frame.payload)
             if not isinstance(hello, dict):
-                raise DeviceError(f"{channel.peer} says HELLO with something else than a dictionary")
+                raise ProtocolError(f"{channel.peer} says HELLO with something else than a dictionary")
             self._come.put((channel, hello))
             os.eventfd_write(self._wake, 1)
         except WarpbusError:
@@ -76,8 +76,8 @@ class Greeter:
 
 
 def refuse(channel: Channel, error: Exception) -> None:
-    """Tell the other side why it is not let in, and close the connection."""
-    with suppress(DeviceError):
+    """Send REFUSED with the error, and close the connection."""
+    with suppress(PoolError):
         said: Mapping[str, str] = {"type": type(error).__name__, "message": str(error)}
         channel.send(Kind.REFUSED, 0, encode(said))
     channel.close()

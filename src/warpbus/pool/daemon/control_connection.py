@@ -1,7 +1,7 @@
-"""Control connections as the daemon has them, for asyncio: frames after the preamble, with limits and times.
+"""The daemon's side of a control connection, for asyncio: frames after the preamble, with limits of size and time.
 
-HELLO and WELCOME or REFUSED, then ASKs and their ANSWERs (several where work takes a while, the last of which is final)
-or ERROR.
+The client sends HELLO and gets WELCOME or REFUSED. Then each ASK gets one or more ANSWERs, the last of which is final,
+or an ERROR.
 """
 
 import asyncio
@@ -9,16 +9,16 @@ import socket
 import ssl
 from contextlib import suppress
 
-from warpbus.errors import ConnectionLost, DeviceError
+from warpbus.errors import ConnectionLostError, FrameError, ProtocolError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.frames import HEADER, Kind, pack_header, parse_header
 
 MOST = 1 << 20
-"""Bytes of a question."""
+"""The most bytes of a request."""
 
 
-class _Reader(asyncio.StreamReader):
-    """Knows when the other side has gone, without being read."""
+class _LimitedReader(asyncio.StreamReader):
+    """A reader that detects the end of the connection without being read."""
 
     def __init__(self) -> None:
         super().__init__(limit=1 << 16)
@@ -33,7 +33,7 @@ class _Reader(asyncio.StreamReader):
         self.gone.set()
 
 
-class Conversation:
+class ControlConnection:
     """A connection after its preamble and TLS. For one task at a time.
 
     Args:
@@ -41,7 +41,9 @@ class Conversation:
         patience: seconds that the other side gets to take what is sent.
     """
 
-    def __init__(self, reader: _Reader, writer: asyncio.StreamWriter, peer: str, *, patience: float = 30.0) -> None:
+    def __init__(
+        self, reader: _LimitedReader, writer: asyncio.StreamWriter, peer: str, *, patience: float = 30.0
+    ) -> None:
         self._reader = reader
         self._writer = writer
         self._patience = patience
@@ -50,14 +52,14 @@ class Conversation:
     @classmethod
     async def accept(
         cls, sock: socket.socket, peer: str, tls: ssl.SSLContext | None, *, timeout: float
-    ) -> "Conversation":
+    ) -> "ControlConnection":
         """Speak on a socket that somebody has connected to, from after the preamble on.
 
         Raises:
-            ConnectionLost: TLS does not come about in time.
+            ConnectionLostError: TLS does not come about in time.
         """
         loop = asyncio.get_running_loop()
-        reader = _Reader()
+        reader = _LimitedReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
             transport, _ = await loop.connect_accepted_socket(
@@ -65,14 +67,14 @@ class Conversation:
             )
         except (OSError, ValueError) as error:
             sock.close()
-            raise ConnectionLost(f"{peer} did not begin TLS ({error})") from None
+            raise ConnectionLostError(f"{peer} did not begin TLS ({error})") from None
         return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop), peer)
 
     async def send(self, kind: Kind, number: int, value: wire.Value) -> None:
         """Send a value.
 
         Raises:
-            ConnectionLost: the other side is gone, or takes nothing in.
+            ConnectionLostError: the other side is gone, or takes nothing in.
         """
         payload = wire.encode(value)
         try:
@@ -86,7 +88,8 @@ class Conversation:
         """The next frame, with a payload of at most `most` bytes: its kind, number and value.
 
         Raises:
-            ConnectionLost: the other side is gone, silent for `timeout` seconds, or sends what cannot be understood.
+            ConnectionLostError: the other side is gone, or silent for `timeout` seconds.
+            FrameError: it sends something that is no frame.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -98,10 +101,8 @@ class Conversation:
             raise self._lost(error) from None
         try:
             return kind, number, wire.decode(payload)
-        except ConnectionLost:
-            raise
-        except DeviceError as error:
-            raise ConnectionLost(f"{self.peer} sent nonsense: {error}") from None
+        except ProtocolError as error:
+            raise FrameError(f"{self.peer} sent nonsense: {error}") from None
 
     async def gone(self) -> None:
         """Return when the other side has gone."""
@@ -111,9 +112,9 @@ class Conversation:
         """Hang up; what was sent still goes over."""
         self._writer.close()
 
-    def _lost(self, error: BaseException) -> ConnectionLost:
+    def _lost(self, error: BaseException) -> ConnectionLostError:
         why = {asyncio.IncompleteReadError: "closed", TimeoutError: "silent for too long"}.get(type(error), str(error))
-        return ConnectionLost(f"the connection to {self.peer} is lost ({why})")
+        return ConnectionLostError(f"the connection to {self.peer} is lost ({why})")
 
 
 def error_value(error: BaseException) -> dict[str, wire.Value]:
@@ -121,8 +122,8 @@ def error_value(error: BaseException) -> dict[str, wire.Value]:
     return {"type": type(error).__name__, "message": str(error)}
 
 
-async def hang_up(conversation: Conversation, kind: Kind, value: wire.Value) -> None:
+async def hang_up(conversation: ControlConnection, kind: Kind, value: wire.Value) -> None:
     """Say a last thing, and close; nobody need be there any more."""
-    with suppress(ConnectionLost):
+    with suppress(ConnectionLostError):
         await conversation.send(kind, 0, value)
     conversation.close()

@@ -1,4 +1,4 @@
-"""`warpbus:0` as the rooms below see it: what is behind it, what the lease has left, how operators are recorded."""
+"""The device `warpbus:0` for lower layers: its capability, free memory, asynchronous reads and recording."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,8 +11,8 @@ from warpbus.pool.client.session import current
 from warpbus.pool.client.transfers import fetch
 
 
-class Lease:
-    """The session that is connected, whichever it is; see `warpbus.cuda.lent.LentDevice`."""
+class RemoteDevice:
+    """The device of the current session; implements `warpbus.cuda.lent.LentDevice`."""
 
     def check(self) -> None:
         current()
@@ -22,7 +22,7 @@ class Lease:
 
     def free_memory(self) -> int:
         session = current()
-        session.flush()  # with what was let go of
+        session.flush()  # so that freed storages count
         return session.memory - session.used
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:

@@ -1,10 +1,10 @@
-"""A connection to a daemon by which a pool is controlled: by the command line, by clients, and by other daemons."""
+"""The client side of a control connection to a daemon, for the command line, clients and other daemons."""
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from warpbus.errors import ConnectionLost, UsageError
+from warpbus.errors import ConnectionLostError, FrameError, UsageError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.channel import connect
@@ -15,24 +15,25 @@ _SECONDS = 10.0
 _WATCH_SECONDS = 0.2
 
 Tell = Callable[[dict[str, Any]], None]
-"""Called with answers that are not final: they say how far something is."""
+"""Called with the answers that report progress before the final one."""
 
 
-class Steering:
-    """A control connection; one question at a time.
+class ControlChannel:
+    """A control connection. It carries one request at a time.
 
     Args:
-        to: the daemon.
-        token: the tenant's; None where the pool wants none.
+        to: the address of the daemon.
+        token: of the tenant; None for a pool without tokens.
 
     Attributes:
-        to: the daemon.
-        welcome: "tenant", "role", "host", and "tokens": whether the pool asks for tokens; as the daemon says.
+        to: the address of the daemon.
+        welcome: the daemon's answer to HELLO: "tenant", "role", "host", and "tokens", whether the pool uses tokens.
 
     Raises:
-        ConnectionLost: nobody answers there, or not as a pool does.
-        UsageError: the pool does not accept the token.
-        DeviceError: its certificate is not trusted.
+        ConnectionLostError: no daemon answers at the address.
+        FrameError: the answer is not of the pool's protocol.
+        TokenError: the pool does not accept the token.
+        AuthorizationError: its certificate is not trusted.
     """
 
     def __init__(self, to: Address, token: str | None) -> None:
@@ -45,7 +46,7 @@ class Steering:
             if kind in (Kind.REFUSED, Kind.ERROR):
                 raise sent_error(said)
             if kind is not Kind.WELCOME:
-                raise ConnectionLost(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
+                raise FrameError(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
         except BaseException:
             self.close()
             raise
@@ -59,18 +60,19 @@ class Steering:
         timeout: float | None = None,
         watch: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
-        """Ask, and return the final answer.
+        """Send a request and return its final answer.
 
         Args:
-            question: with its "do".
-            tell: gets the answers before.
+            question: the request; "do" names the operation.
+            tell: gets the answers that report progress.
             timeout: seconds until the next answer; None waits as long as it takes. With a `watch` it has no effect.
             watch: called several times per second while there is no answer. What it raises ends the wait; the
                 connection is of no use afterwards, because the answer may still come.
 
         Raises:
-            WarpbusError: what the daemon answered with.
-            ConnectionLost: it is gone, silent, or says what cannot be understood.
+            WarpbusError: the error that the daemon answered with.
+            ConnectionLostError: the daemon is gone or silent.
+            FrameError: the answer is not of the pool's protocol.
         """
         self._number += 1
         self._channel.send(Kind.ASK, self._number, wire.encode(dict(question)))
@@ -79,18 +81,18 @@ class Steering:
             if kind is Kind.ERROR:
                 raise sent_error(said)
             if kind is not Kind.ANSWER or number != self._number:
-                raise ConnectionLost(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
+                raise FrameError(f"{self._channel.peer} answers with {kind.name}: it speaks another protocol")
             if is_final(said):
                 return said
             if tell is not None:
                 tell(said)
 
     def close(self) -> None:
-        """Hang up. What waits in `ask` raises `ConnectionLost`."""
+        """Close the connection. A call of `ask` in another thread raises `ConnectionLostError`."""
         self._channel.close()
 
     def abandon(self, why: str) -> None:
-        """In a forked child: leave the connection to the parent; `ask` raises `ConnectionLost` with `why`."""
+        """In a forked child: leave the connection to the parent; `ask` raises `ConnectionLostError` with `why`."""
         self._channel.abandon(why)
 
     def __enter__(self) -> Self:
@@ -109,23 +111,23 @@ class Steering:
             watch()
             frame = self._channel.receive(_WATCH_SECONDS)
         if frame is None:
-            raise ConnectionLost(f"{self._channel.peer} did not answer within {timeout:g} s: is it stopped?")
+            raise ConnectionLostError(f"{self._channel.peer} did not answer within {timeout:g} s: is it stopped?")
         said = wire.decode(frame.payload)
         if not isinstance(said, dict):
-            raise ConnectionLost(f"{self._channel.peer} sent what is no answer: it speaks another protocol")
+            raise FrameError(f"{self._channel.peer} sent what is no answer: it speaks another protocol")
         return frame.kind, frame.number, said
 
 
 def is_final(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer is the last: those that say how far something is have "queued" or "phase"."""
+    """Whether an answer is final: progress reports have "queued" or "phase"."""
     return "queued" not in answer and "phase" not in answer
 
 
 def need(question: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """A field of a question from outside.
+    """A field of a request, checked.
 
     Raises:
-        UsageError: it is missing or of none of these types.
+        UsageError: the field is missing or of none of these types.
     """
     value = question.get(name)
     # True is an int to Python, and to nobody else.
