@@ -13,6 +13,7 @@ from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import Kernel, runs_on
 from warpbus.cuda.lent import is_gpu
+from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
@@ -21,6 +22,17 @@ from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.reference import attention as reference
 from warpbus.kernels.units import unit
 
+_PARAMETERS = Parameters(
+    "const ELEMENT* qkv, const float* table, const int* positions, const int* block_table, Cache* keys, "
+    "Cache* values, float* key_scales, float* value_scales, ELEMENT* out, float* part_values, "
+    "float2* part_weights, int* counters, long long block_table_stride, long long key_head_stride, "
+    "long long value_head_stride, long long key_scale_block_stride, long long key_scale_head_stride, "
+    "long long value_scale_block_stride, long long value_scale_head_stride, unsigned int key_block_stride, "
+    "unsigned int key_token_stride, unsigned int value_block_stride, unsigned int value_token_stride, "
+    "int shift, int group, int head_dim, int rotary, int interleaved, int stages, int chunks_per_unit, "
+    "int units_per_group, int units_per_part, int parts_per_block, int parts, int combiners, int limit, "
+    "int late, int settled, float scale"
+)
 _HEAD_DIMS = (64, 128, 256)  # what the kernel is compiled for; others run on the next larger one
 _TILE = 16  # queries of a block, all of one KV head
 _THREADS = 128
@@ -304,7 +316,7 @@ def _device(device: torch.device) -> Device:
 @functools.cache
 def _kernel(dtype: torch.dtype, head_dim: int, code: int, stored: bool) -> Kernel:
     declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE=code, STORED=int(stored))
-    return declared.kernel("decode_attention", "P" * 12 + "q" * 7 + "I" * 4 + "i" * 15 + "f")
+    return declared.kernel("decode_attention", _PARAMETERS)
 
 
 def _launch(
@@ -350,44 +362,52 @@ def _launch(
         part_values = torch.empty(cut.parts * batch * heads * size, dtype=torch.float32, device=qkv.device)
         part_weights = torch.empty(cut.parts * batch * heads * 2, dtype=torch.float32, device=qkv.device)
         counting = counters(qkv.device, batch * kv_heads * cut.tiles)
+    key_scale_strides = (0, 0) if key_scales is None else key_scales.stride()[:2]
+    value_scale_strides = (0, 0) if value_scales is None else value_scales.stride()[:2]
     _kernel(qkv.dtype, cut.head_dim, CODES.get(keys.dtype, 0), stored)(
         (cut.blocks, kv_heads * cut.tiles, batch),
         _THREADS,
-        qkv,
-        table,
-        positions,
-        blocks,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        out,
-        part_values,
-        part_weights,
-        counting,
-        blocks.stride(0),
-        keys.stride(1),
-        values.stride(1),
-        *((0, 0) if key_scales is None else key_scales.stride()[:2]),
-        *((0, 0) if value_scales is None else value_scales.stride()[:2]),
-        *(tensor.stride(axis) * bits // 128 for tensor in (keys, values) for axis in (0, 2)),
-        block.bit_length() - 1,
-        group,
-        size,
-        table.shape[1],
-        int(interleaved),
-        cut.stages,
-        cut.chunks_per_unit,
-        cut.units_per_group,
-        cut.units_per_part,
-        cut.parts_per_block,
-        cut.parts,
-        cut.combiners,
-        limit,
-        int(cut.late),
+        qkv=qkv,
+        table=table,
+        positions=positions,
+        block_table=blocks,
+        keys=keys,
+        values=values,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        out=out,
+        part_values=part_values,
+        part_weights=part_weights,
+        counters=counting,
+        block_table_stride=blocks.stride(0),
+        key_head_stride=keys.stride(1),
+        value_head_stride=values.stride(1),
+        key_scale_block_stride=key_scale_strides[0],
+        key_scale_head_stride=key_scale_strides[1],
+        value_scale_block_stride=value_scale_strides[0],
+        value_scale_head_stride=value_scale_strides[1],
+        # In units of 16 bytes.
+        key_block_stride=keys.stride(0) * bits // 128,
+        key_token_stride=keys.stride(2) * bits // 128,
+        value_block_stride=values.stride(0) * bits // 128,
+        value_token_stride=values.stride(2) * bits // 128,
+        shift=block.bit_length() - 1,
+        group=group,
+        head_dim=size,
+        rotary=table.shape[1],
+        interleaved=interleaved,
+        stages=cut.stages,
+        chunks_per_unit=cut.chunks_per_unit,
+        units_per_group=cut.units_per_group,
+        units_per_part=cut.units_per_part,
+        parts_per_block=cut.parts_per_block,
+        parts=cut.parts,
+        combiners=cut.combiners,
+        limit=limit,
+        late=cut.late,
         # Blocks that fill the GPU begin when those ahead end: what is projected would only be asked for later.
-        int(settled and not cut.late),
-        math.log2(math.e) * size**-0.5,
+        settled=settled and not cut.late,
+        scale=math.log2(math.e) * size**-0.5,
         shared=cut.shared,
         dependent=True,
     )

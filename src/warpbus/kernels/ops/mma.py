@@ -12,11 +12,15 @@ from torch import Tensor
 
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, per_dtype
+from warpbus.kernels.ops.split_k import partial_sums, reduce
 from warpbus.kernels.units import unit
 
-_PARAMETERS = "PPPPPiiiqqqii"  # of sm80_hgemm
-_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
+_PARAMETERS = Parameters(
+    "const ELEMENT* a, const ELEMENT* b, const ELEMENT* bias, ELEMENT* out, float* partial, int m, int n, "
+    "int k, long long a_stride, long long b_stride, long long out_stride, int k_per_split, int activation"
+)
 _CHUNK = 8  # elements in 16 bytes
 
 
@@ -98,8 +102,18 @@ RUNGS = {
     "mma_swizzle": _ladder(4, 8),
 }
 _SINGLE_STAGE = {
-    "mma_naive": per_dtype("ladder/mma_naive.cu", "mma_naive", "PPPiiii", HALVES),
-    "mma_permuted": per_dtype("ladder/mma_permuted.cu", "mma_permuted", "PPPiiii", HALVES),
+    "mma_naive": per_dtype(
+        "ladder/mma_naive.cu",
+        "mma_naive",
+        "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, int m, int n, int k, int aligned",
+        HALVES,
+    ),
+    "mma_permuted": per_dtype(
+        "ladder/mma_permuted.cu",
+        "mma_permuted",
+        "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, int m, int n, int k, int aligned",
+        HALVES,
+    ),
 }
 _SINGLE_STAGE_TILE = 128  # kTileM, kTileN and kThreads in mma_tile.cuh
 _RUNG_KERNELS = {
@@ -116,7 +130,6 @@ _KERNELS = {
     )
     if not (tiling is WIDE and layout_a == layout_b == "column")
 }
-_REDUCE = per_dtype("gemm/split_k_reduce.cu", "split_k_reduce", "PPPiiiqi", HALVES)
 
 
 def launch(a: Tensor, b: Tensor, out: Tensor, rung: str) -> None:
@@ -129,11 +142,27 @@ def launch(a: Tensor, b: Tensor, out: Tensor, rung: str) -> None:
     (m, n), k = out.shape, a.shape[1]
     if rung in _SINGLE_STAGE:
         grid = blocks((m, _SINGLE_STAGE_TILE), (n, _SINGLE_STAGE_TILE))
-        _SINGLE_STAGE[rung][a.dtype](grid, _SINGLE_STAGE_TILE, a, b, out, m, n, k, int(aligned(a, b)))
+        kernel = _SINGLE_STAGE[rung][a.dtype]
+        kernel(grid, _SINGLE_STAGE_TILE, a=a, b=b, out=out, m=m, n=n, k=k, aligned=aligned(a, b))
         return
     tiling = RUNGS[rung][0 if aligned(a, b) else 1]
     _RUNG_KERNELS[tiling, a.dtype](
-        tiling.tiles(m, n), tiling.threads, a, b, None, out, None, m, n, k, k, n, n, k, 0, shared=tiling.shared
+        tiling.tiles(m, n),
+        tiling.threads,
+        a=a,
+        b=b,
+        bias=None,
+        out=out,
+        partial=None,
+        m=m,
+        n=n,
+        k=k,
+        a_stride=k,
+        b_stride=n,
+        out_stride=n,
+        k_per_split=k,
+        activation=0,
+        shared=tiling.shared,
     )
 
 
@@ -156,18 +185,26 @@ def sm80_gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: T
         tilings = (SQUARE, SMALL) if layout_a == layout_b == "column" else (WIDE, SQUARE, SMALL)
     tiling, part = plan(m, n, k, multiprocessors(a.device), tilings)
     splits = blocks((max(k, 1), part))
-    columns = -(-n // _CHUNK) * _CHUNK
-    partial = torch.empty(splits, m, columns, dtype=torch.float32, device=a.device) if splits > 1 else None
+    partial = partial_sums(splits, out)
     _KERNELS[tiling, a.dtype, layout_a, layout_b](
         (tiling.tiles(m, n), splits),
         tiling.threads,
-        *(a, b, bias, out, partial),
-        *(m, n, k, stride_a, stride_b, out.stride(0), part, activation),
+        a=a,
+        b=b,
+        bias=bias,
+        out=out,
+        partial=partial,
+        m=m,
+        n=n,
+        k=k,
+        a_stride=stride_a,
+        b_stride=stride_b,
+        out_stride=out.stride(0),
+        k_per_split=part,
+        activation=activation,
         shared=tiling.shared,
     )
-    if partial is not None:
-        grid = blocks((m * columns // _CHUNK, _REDUCE_BLOCK))
-        _REDUCE[a.dtype](grid, _REDUCE_BLOCK, partial, bias, out, splits, m, n, out.stride(0), activation)
+    reduce(partial, bias, out, activation)
 
 
 def _layout(matrix: Tensor) -> tuple[str, int, bool]:

@@ -13,15 +13,19 @@ from torch import Tensor
 from warpbus.cuda.devices import shared_memory
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, per_dtype
+from warpbus.cuda.parameters import Parameters
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
 from warpbus.kernels.ops.packed import TILE_COLUMNS, PackedWeight
+from warpbus.kernels.ops.split_k import partial_sums, reduce
 from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.units import unit
 
-_PARAMETERS = "PPPPPPPiiiiiiiqi"  # of sm80_wna16
+_PARAMETERS = Parameters(
+    "const ELEMENT* x, const uint4* codes, const ELEMENT* scales, const ELEMENT* zeros, const ELEMENT* bias, "
+    "ELEMENT* out, float* partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride, "
+    "long long out_stride, int k_per_split"
+)
 _STAGES = 3  # kStages in sm80_wna16.cu
-_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
-_CHUNK = 8  # elements in 16 bytes
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
 _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row
 
@@ -84,7 +88,6 @@ TILINGS = (LARGE, MEDIUM, SMALL)
 _KERNELS = {
     (tiling, dtype, bits): tiling.kernel(dtype, bits) for tiling, dtype, bits in product(TILINGS, HALVES, (4, 8))
 }
-_REDUCE = per_dtype("gemm/split_k_reduce.cu", "split_k_reduce", "PPPiiiqi", HALVES)
 
 
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
@@ -104,23 +107,31 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) 
     x = addressable(x)
     tiling, part = plan(m, n, k, weight.bits, multiprocessors(x.device), shared_memory(x.device))
     splits = blocks((max(k, 1), part))
-    columns = blocks((n, _CHUNK)) * _CHUNK
-    partial = torch.empty(splits, m, columns, dtype=torch.float32, device=x.device) if splits > 1 else None
+    partial = partial_sums(splits, out)
     group = weight.scheme.group_size
     _KERNELS[tiling, x.dtype, weight.bits](
         (tiling.tiles(m, n), splits),
         tiling.threads,
-        *(x, weight.codes, weight.scales, weight.zeros, bias, out, partial, m, n, k),
-        weight.scales.shape[1],
-        _WHOLE_ROW if group is None else group.bit_length() - 1,
-        weight.scheme.middle_code,
-        *(x.stride(0) if m > 1 else 0, out.stride(0), part),
+        x=x,
+        codes=weight.codes,
+        scales=weight.scales,
+        zeros=weight.zeros,
+        bias=bias,
+        out=out,
+        partial=partial,
+        m=m,
+        n=n,
+        k=k,
+        groups=weight.scales.shape[1],
+        group_shift=_WHOLE_ROW if group is None else group.bit_length() - 1,
+        middle=weight.scheme.middle_code,
+        x_stride=x.stride(0) if m > 1 else 0,
+        out_stride=out.stride(0),
+        k_per_split=part,
         shared=tiling.shared(weight.bits),
         dependent=True,
     )
-    if partial is not None:
-        grid = blocks((m * columns // _CHUNK, _REDUCE_BLOCK))
-        _REDUCE[x.dtype](grid, _REDUCE_BLOCK, partial, bias, out, splits, m, n, out.stride(0), 0)
+    reduce(partial, bias, out)
 
 
 # The model of `plan`, in clocks of a multiprocessor. The rates are an A100's; what matters is how they compare.

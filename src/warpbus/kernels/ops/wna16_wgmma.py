@@ -10,6 +10,7 @@ from torch import Tensor
 
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
@@ -17,6 +18,12 @@ from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.units import unit
 
+_PARAMETERS = Parameters(
+    "Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags, int symmetric, Problem p",
+    Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out",
+    Problem="int m, int n, int k, int chunks, int shift, int middle, int scale_words, int group, int waves, "
+    "int direct, int splits",
+)
 _NO_MAP = bytes(128)
 _FULL_ENOUGH = 0.9
 _HANDING_ON = 7  # blocks of k of a tile that take as long as to leave it for another and to add it up there, measured
@@ -109,13 +116,6 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     codes = weight.codes.view(rows, -1)
     direct = not fits(out)
     box = min(tiling.tokens, 64) if plan.splits == 1 else 16
-    maps = (
-        tile_maps(x, tiling.tokens, TILE_COLUMNS),
-        tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
-        scale_map(_words(weight.scales)),
-        _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
-        _NO_MAP if direct else tensor_map(out, box, 64),
-    )
     tiles = blocks((m, tiling.tokens), (n, tiling.rows))
     if plan.splits == 1:
         grid = min(processors, tiles * chunks)
@@ -127,14 +127,27 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     tiling.kernel(x.dtype, bits)(
         grid,
         tiling.threads,
-        *(b"".join(maps), bias, out, partials, counters(x.device, grid * tiling.consumers) if handed_on else None),
-        *(int(weight.zeros is None), m, n, k, chunks),
-        *(
-            31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
-            weight.scheme.middle_code,
-            scale_words,
-        ),
-        *(max(_GROUP // tiling.tokens, 1), waves, int(direct), plan.splits),
+        map_x=tile_maps(x, tiling.tokens, TILE_COLUMNS),
+        map_codes=tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
+        map_scales=scale_map(_words(weight.scales)),
+        map_zeros=_NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
+        map_out=_NO_MAP if direct else tensor_map(out, box, 64),
+        bias=bias,
+        out=out,
+        partials=partials,
+        flags=counters(x.device, grid * tiling.consumers) if handed_on else None,
+        symmetric=weight.zeros is None,
+        m=m,
+        n=n,
+        k=k,
+        chunks=chunks,
+        shift=31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
+        middle=weight.scheme.middle_code,
+        scale_words=scale_words,
+        group=max(_GROUP // tiling.tokens, 1),
+        waves=waves,
+        direct=direct,
+        splits=plan.splits,
         shared=tiling.shared(bits),
         cluster=plan.splits,
         dependent=True,
@@ -215,7 +228,7 @@ def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: 
         CONSUMERS=consumers,
         STAGES=stages,
     )
-    return declared.kernel("sm90_wna16", "768sPPPPiiiiiiiiiiii")
+    return declared.kernel("sm90_wna16", _PARAMETERS)
 
 
 for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):
