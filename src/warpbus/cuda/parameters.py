@@ -1,8 +1,9 @@
 """The parameters of a kernel: declared once by name and C type, checked and packed for a launch as C lays them out."""
 
+import operator
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -64,6 +65,11 @@ class Parameters:
         if len(set(self._names)) < len(self._names):
             raise ValueError(f"a parameter or field occurs twice in ({', '.join(self._names)}): give each its own name")
         self.offsets = tuple(offset for offset, _ in self.layout)
+        first, *others = self._names
+        # With one name alone, `itemgetter` gives no tuple.
+        self._ordered: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
+            operator.itemgetter(*self._names) if others else lambda arguments: (arguments[first],)
+        )
         self._packer = struct.Struct("".join(parts))
         self._pointers = [place for place, code in enumerate(self._codes) if code == _POINTER[0]]
         self._maps = [(place, int(code[:-1])) for place, code in enumerate(self._codes) if code.endswith("s")]
@@ -80,20 +86,24 @@ class Parameters:
         """
         first = None
         try:
-            values = list(map(arguments.__getitem__, self._names))
+            values = list(self._ordered(arguments))
             for place in self._pointers:
                 tensor = values[place]
                 if tensor is None:
                     values[place] = 0
-                else:
-                    values[place] = tensor.data_ptr()
-                    first = tensor if first is None else first
+                    continue
+                if first is None:
+                    first = tensor
+                values[place] = tensor.data_ptr()
             packed = self._packer.pack(*values)
         except (KeyError, AttributeError, struct.error):
             raise ValueError(self._mistake(arguments)) from None
         # `struct` cuts and fills bytes of another length, and arguments that nothing reads do not disturb it.
-        if len(arguments) != len(values) or any(len(values[place]) != size for place, size in self._maps):
+        if len(arguments) != len(values):
             raise ValueError(self._mistake(arguments))
+        for place, size in self._maps:
+            if len(values[place]) != size:
+                raise ValueError(self._mistake(arguments))
         return packed, first
 
     def _mistake(self, arguments: Mapping[str, Any]) -> str:
