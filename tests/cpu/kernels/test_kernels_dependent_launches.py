@@ -52,7 +52,7 @@ def test_wna16_decode(launches):
 
 def test_attention_takes_no_copy_as_settled(launches, monkeypatch):
     monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "_device", lambda device: attention.Device(132, 228 * 1024))
+    monkeypatch.setattr(attention, "_device", lambda device: attention.AttentionDevice(132, 228 * 1024))
     qkv = torch.zeros(2, (8 + 2 * 2) * 64, dtype=torch.float16)
     cache = torch.zeros(2, 4, 2, 32, 64, dtype=torch.float16)
     table, blocks = torch.zeros(64, 64), torch.zeros(2, 2, dtype=torch.int32)

@@ -172,7 +172,7 @@ def _check(
 
 
 @dataclass(frozen=True)
-class Device:
+class AttentionDevice:
     """What decides how a row is cut: multiprocessors, and bytes of shared memory of one."""
 
     multiprocessors: int
@@ -180,7 +180,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """How the keys of a row are cut; the names are those of csrc/attention/decode.cu.
 
     Attributes:
@@ -216,12 +216,12 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Device) -> Plan:
+def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: AttentionDevice) -> AttentionPlan:
     """The cut that takes least time, of such the one with fewest waves, then with most blocks. See `cuts`."""
     return min(cuts(pairs, group, size, bits, limit, device), key=lambda cut: (cut.time, cut.waves))
 
 
-def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Device) -> list[Plan]:
+def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: AttentionDevice) -> list[AttentionPlan]:
     """All ways to cut rows, of the same bits, those with more blocks first.
 
     The tree of sums, with its units, groups and quarters, depends on `limit` alone. A block takes a unit, or one or
@@ -237,7 +237,7 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
     units = -(-chunks // chunks_per_unit)
     in_group = -(-units // _GROUPS)
 
-    def cut(units_per_part: int, parts_per_block: int) -> Plan:
+    def cut(units_per_part: int, parts_per_block: int) -> AttentionPlan:
         parts = -(-units // units_per_part)
         blocks = -(-parts // parts_per_block)
         stages, shared, of_one = _fitted(head_dim, bits, parts_per_block * units_per_part * chunks_per_unit, device)
@@ -249,7 +249,7 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
         # Who waits for others must know that they run.
         combiners = _COMBINERS_OF_UNITS if of_units else _COMBINERS
         combiners = min(combiners, group, _TILE) if waves == 1 else 1
-        return Plan(
+        return AttentionPlan(
             head_dim,
             tiles,
             stages,
@@ -275,7 +275,7 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
     return found
 
 
-def _fitted(head_dim: int, bits: int, chunks: int, device: Device) -> tuple[int, int, int]:
+def _fitted(head_dim: int, bits: int, chunks: int, device: AttentionDevice) -> tuple[int, int, int]:
     """Stages, shared memory of a block, and how many blocks a multiprocessor holds, for blocks of so many chunks.
 
     Two blocks a multiprocessor, where each can have three stages. 8 sequences of 4,096 tokens took 19.1 us on an H100
@@ -309,8 +309,8 @@ def _keys(head_dim: int) -> int:
     return 32 if head_dim == 256 else 64
 
 
-def _device(device: torch.device) -> Device:
-    return Device(multiprocessors(device), shared_memory(device))
+def _device(device: torch.device) -> AttentionDevice:
+    return AttentionDevice(multiprocessors(device), shared_memory(device))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch import Tensor
 from warpbus.cuda.jit import architecture
 from warpbus.errors import DeviceError, TensorError, UsageError
 from warpbus.kernels.operators import autocast, differentiable, operator
-from warpbus.kernels.ops import gemv, mma, wgmma
+from warpbus.kernels.ops import gemm_sm80, gemm_sm90, gemv
 from warpbus.kernels.ops.arguments import ACTIVATIONS, HALVES, check_alike, check_epilogue, check_rank, check_shape
 from warpbus.kernels.reference import gemm as reference
 
@@ -84,11 +84,11 @@ def _launch(a: Tensor, b: Tensor, bias: Tensor | None, activation: str, variant:
     if variant == "sm90_wgmma":
         if bias is not None or activation != "none":
             raise UsageError("gemm: variant sm90_wgmma has neither bias nor activation: use sm90_hgemm")
-        wgmma.matmul(a.contiguous(), b.contiguous(), out)
+        gemm_sm90.matmul(a.contiguous(), b.contiguous(), out)
         return out
     a, b = _dense(a), _dense(b)
     bias = None if bias is None else bias.contiguous()
-    launch = wgmma.gemm if variant == "sm90_hgemm" else mma.sm80_gemm
+    launch = gemm_sm90.gemm if variant == "sm90_hgemm" else gemm_sm80.sm80_gemm
     launch(a, b, bias, ACTIVATIONS[activation], out)
     return out
 

@@ -14,7 +14,7 @@ from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import mma
+from warpbus.kernels.ops import gemm_sm80
 from warpbus.kernels.ops.arguments import (
     ELEMENTS,
     HALVES,
@@ -312,7 +312,7 @@ def _launch_wmma(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _launch_mma(rung: str) -> Callable[[Tensor, Tensor, Tensor], None]:
-    return lambda a, b, out: mma.launch(a.contiguous(), b.contiguous(), out, rung)
+    return lambda a, b, out: gemm_sm80.launch(a.contiguous(), b.contiguous(), out, rung)
 
 
 _GEMM_VARIANTS = {"wgmma": "sm90_wgmma", "wgmma_persistent": "sm90_hgemm"}

@@ -30,8 +30,8 @@ from warpbus.kernels.ops.arguments import (
     check_rank,
     check_shape,
 )
+from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.split_k import partial_sums, reduce
-from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.reference import w8a8 as reference
 from warpbus.kernels.reference.grid import LARGEST
 from warpbus.kernels.units import unit
@@ -52,7 +52,7 @@ _NEEDS = {torch.int8: "sm_80", torch.float8_e4m3fn: "sm_89"}
 _SUMS = {torch.int8: "int", torch.float8_e4m3fn: "float"}
 
 Finish = tuple[Tensor, Tensor, Tensor | None]
-_Tiling = TypeVar("_Tiling", bound="Tiling")
+_Tiling = TypeVar("_Tiling", bound="W8a8Tiling")
 
 
 def quantize_tokens(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -227,7 +227,7 @@ _quantize = operator(
 
 
 @dataclass(frozen=True)
-class Tiling:
+class W8a8Tiling:
     """How a kernel cuts a product.
 
     Attributes:
@@ -250,7 +250,7 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class HopperTiling(Tiling):
+class W8a8Sm90Tiling(W8a8Tiling):
     """A tiling of `w8a8/sm90_w8a8.cu`, with `buffers` staging buffers of a consumer."""
 
     buffers: int
@@ -264,15 +264,15 @@ class HopperTiling(Tiling):
 # float8_e4m3fn needs a second set of sums in registers, which 128 x 256 has no room for.
 HOPPER = {
     torch.float8_e4m3fn: (
-        HopperTiling(128, 192, 128, 4, 0.75, 3),
-        HopperTiling(128, 128, 128, 5, 0.7, 2),
+        W8a8Sm90Tiling(128, 192, 128, 4, 0.75, 3),
+        W8a8Sm90Tiling(128, 128, 128, 5, 0.7, 2),
     ),
     torch.int8: (
-        HopperTiling(128, 256, 128, 4, 0.78, 1),
-        HopperTiling(128, 128, 128, 6, 0.7, 1),
+        W8a8Sm90Tiling(128, 256, 128, 4, 0.78, 1),
+        W8a8Sm90Tiling(128, 128, 128, 6, 0.7, 1),
     ),
 }
-AMPERE = (Tiling(128, 128, 64, 4, 0.4), Tiling(64, 64, 128, 3, 0.25))
+AMPERE = (W8a8Tiling(128, 128, 64, 4, 0.4), W8a8Tiling(64, 64, 128, 3, 0.25))
 
 _BOX = 64  # elements of the output: one row of the 128-byte swizzle
 _NO_MAP = bytes(128)
@@ -333,7 +333,7 @@ def choose(m: int, n: int, k: int, tilings: tuple[_Tiling, ...], processors: int
     return tiling, part
 
 
-def _clocks(m: int, n: int, k: int, tiling: Tiling, part: int, processors: int) -> float:
+def _clocks(m: int, n: int, k: int, tiling: W8a8Tiling, part: int, processors: int) -> float:
     """Waves of tiles, each as long as its products or its share of the operands take; and adding up the parts of k."""
     splits = blocks((k, part))
     works = blocks((m, tiling.m), (n, tiling.n)) * splits
@@ -345,7 +345,7 @@ def _clocks(m: int, n: int, k: int, tiling: Tiling, part: int, processors: int) 
     return waves + combining
 
 
-def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: HopperTiling, part: int) -> None:
+def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: W8a8Sm90Tiling, part: int) -> None:
     """The product on an sm_90a GPU: codes a `[m, k]` and b `[n, k]`, no side 0, `out` `[m, n]` contiguous.
 
     Args:
@@ -383,7 +383,7 @@ def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: HopperTili
     reduce(partial, bias, out)
 
 
-def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: Tiling, part: int) -> None:
+def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: W8a8Tiling, part: int) -> None:
     """The same on any GPU that has the instructions."""
     (m, k), n = a.shape, b.shape[0]
     a_scale, b_scale, bias = finish

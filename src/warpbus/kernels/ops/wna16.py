@@ -14,7 +14,7 @@ from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import wna16_decode, wna16_mma, wna16_wgmma
+from warpbus.kernels.ops import wna16_decode, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import HALVES, check_alike, check_shape
 from warpbus.kernels.ops.norm import rms_norm
@@ -116,7 +116,7 @@ def _launch(
     if norm is not None:
         x = rms_norm(x, norm, eps)
     out = x.new_empty(m, n)
-    multiply = wna16_wgmma.multiply if arch == "sm_90a" else wna16_mma.multiply
+    multiply = wna16_sm90.multiply if arch == "sm_90a" else wna16_sm80.multiply
     multiply(x, weight, bias, out)
     if gated:
         out = swiglu(out)

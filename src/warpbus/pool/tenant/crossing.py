@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from warpbus.cuda.ipc import Opened, Place, Shared
+from warpbus.cuda.ipc import IpcLocation, IpcMapping, Shared
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.parcels import checksum, flat
@@ -36,13 +36,13 @@ class Sharing(Protocol):
     """Memory that others read (`warpbus.cuda.ipc.Shared`)."""
 
     def synchronize(self) -> None: ...
-    def places(self, tensors: list[Tensor]) -> list[Place]: ...
+    def places(self, tensors: list[Tensor]) -> list[IpcLocation]: ...
 
 
 class Reading(Protocol):
-    """Memory that others share (`warpbus.cuda.ipc.Opened`)."""
+    """Memory that others share (`warpbus.cuda.ipc.IpcMapping`)."""
 
-    def copy(self, parts: list[tuple[Tensor, Place]]) -> None: ...
+    def copy(self, parts: list[tuple[Tensor, IpcLocation]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -58,7 +58,7 @@ def sharing(device: torch.device) -> Sharing | None:
 
 def reading(device: torch.device) -> Reading | None:
     """What reads other processes' memory into that of a device, if anything can."""
-    return Opened(device) if device.type == "cuda" else None
+    return IpcMapping(device) if device.type == "cuda" else None
 
 
 class Outgoing:

@@ -15,9 +15,9 @@ from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
+from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.packed import TILE_COLUMNS, PackedWeight
 from warpbus.kernels.ops.split_k import partial_sums, reduce
-from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
@@ -31,7 +31,7 @@ _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
-class Tiling:
+class Wna16Sm80Tiling:
     """How sm80_wna16.cu divides a product.
 
     Attributes:
@@ -80,9 +80,9 @@ class Tiling:
 
 
 # In the large one two warps dequantize each weight, for 64 rows of x each; in the others one does, for all rows.
-LARGE = Tiling(128, 128, 64, 64, resident=2, efficiency=0.85)
-MEDIUM = Tiling(64, 128, 64, 32, resident=3, efficiency=0.7)
-SMALL = Tiling(32, 128, 32, 32, resident=4, efficiency=0.45)
+LARGE = Wna16Sm80Tiling(128, 128, 64, 64, resident=2, efficiency=0.85)
+MEDIUM = Wna16Sm80Tiling(64, 128, 64, 32, resident=3, efficiency=0.7)
+SMALL = Wna16Sm80Tiling(32, 128, 32, 32, resident=4, efficiency=0.45)
 TILINGS = (LARGE, MEDIUM, SMALL)
 
 _KERNELS = {
@@ -146,7 +146,7 @@ _MOST_SPLITS = 32
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory: int) -> tuple[Tiling, int]:
+def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory: int) -> tuple[Wna16Sm80Tiling, int]:
     """The tiling of least expected time, and how much of k a block sums.
 
     Splitting k gives work to multiprocessors that would have none, where the product has few tiles; it costs a second
@@ -168,7 +168,9 @@ def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory:
     return tiling, part
 
 
-def _clocks(m: int, n: int, k: int, bits: int, multiprocessors: int, tiling: Tiling, resident: int, part: int) -> float:
+def _clocks(
+    m: int, n: int, k: int, bits: int, multiprocessors: int, tiling: Wna16Sm80Tiling, resident: int, part: int
+) -> float:
     """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
     splits = blocks((max(k, 1), part))
     share = blocks((tiling.tiles(m, n) * splits, multiprocessors))

@@ -28,7 +28,7 @@ _EPILOGUE = 350  # what a tile costs beside its products, in elements of k: fill
 
 
 @dataclass(frozen=True)
-class Tiling:
+class GemmSm90Tiling:
     """How `gemm/sm90_hgemm.cu` cuts a product.
 
     Attributes:
@@ -71,16 +71,16 @@ class Tiling:
 
 
 TILINGS = (
-    Tiling(128, 256, 4, 2, 1, 1.0, variety=1),
-    Tiling(256, 128, 4, 2, 1, 0.99),
-    Tiling(256, 144, 4, 1, 1, 0.98),
-    Tiling(128, 208, 4, 2, 1, 0.97),
-    Tiling(128, 192, 5, 1, 2, 0.975),
-    Tiling(128, 144, 6, 1, 1, 0.98),
-    Tiling(128, 128, 6, 2, 1, 0.97, variety=2),
-    Tiling(128, 80, 8, 1, 1, 0.78),
-    Tiling(128, 64, 8, 2, 1, 0.70),
-    Tiling(64, 128, 8, 2, 1, 0.73, variety=1),
+    GemmSm90Tiling(128, 256, 4, 2, 1, 1.0, variety=1),
+    GemmSm90Tiling(256, 128, 4, 2, 1, 0.99),
+    GemmSm90Tiling(256, 144, 4, 1, 1, 0.98),
+    GemmSm90Tiling(128, 208, 4, 2, 1, 0.97),
+    GemmSm90Tiling(128, 192, 5, 1, 2, 0.975),
+    GemmSm90Tiling(128, 144, 6, 1, 1, 0.98),
+    GemmSm90Tiling(128, 128, 6, 2, 1, 0.97, variety=2),
+    GemmSm90Tiling(128, 80, 8, 1, 1, 0.78),
+    GemmSm90Tiling(128, 64, 8, 2, 1, 0.70),
+    GemmSm90Tiling(64, 128, 8, 2, 1, 0.73, variety=1),
 )
 
 _LARGEST = TILINGS[0]
@@ -106,7 +106,9 @@ def matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
     _WGMMA[a.dtype](grid, 256, map_a=map_a, map_b=map_b, out=out, m=m, n=n, k=k, shared=_WGMMA_SHARED)
 
 
-def gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor, tiling: Tiling | None = None) -> None:
+def gemm(
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor, tiling: GemmSm90Tiling | None = None
+) -> None:
     """`out = activation(a @ b + bias)` on an sm_90a GPU.
 
     Args:
@@ -157,13 +159,13 @@ def addressable(matrix: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, processors: int) -> Tiling:
+def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, processors: int) -> GemmSm90Tiling:
     """The tiling with the least estimated time: as many waves of tiles as it takes, a last one as long as a full one.
 
     Where L2 does not hold the operands, small tiles would fetch them too often.
     """
 
-    def cost(tiling: Tiling) -> float:
+    def cost(tiling: GemmSm90Tiling) -> float:
         clusters = blocks((m, tiling.m * tiling.cluster), (n, tiling.n))
         waves = blocks((clusters, processors // tiling.cluster))
         return waves * tiling.m * tiling.n * (k + _EPILOGUE) / tiling.efficiency
@@ -176,7 +178,7 @@ def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, 
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, tiling: Tiling, a_major: int, b_major: int, activation: int) -> Kernel:
+def _kernel(dtype: torch.dtype, tiling: GemmSm90Tiling, a_major: int, b_major: int, activation: int) -> Kernel:
     declared = unit(
         "gemm/sm90_hgemm.cu",
         needs="sm_90a",

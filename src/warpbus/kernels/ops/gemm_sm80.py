@@ -25,7 +25,7 @@ _CHUNK = 8  # elements in 16 bytes
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
-class Tiling:
+class GemmSm80Tiling:
     """How sm80_hgemm.cu divides a product.
 
     Attributes:
@@ -81,17 +81,17 @@ class Tiling:
         ).kernel("sm80_hgemm", _PARAMETERS)
 
 
-WIDE = Tiling(128, 256, 32, 64, 64, stages=3, resident=1, efficiency=0.95)
-SQUARE = Tiling(128, 128, 32, 64, 64, stages=3)
-SMALL = Tiling(64, 64, 64, 32, 32, stages=3, efficiency=0.7)
-UNALIGNED = Tiling(128, 128, 32, 64, 32, stages=2, align=1, resident=1, efficiency=0.3)
+WIDE = GemmSm80Tiling(128, 256, 32, 64, 64, stages=3, resident=1, efficiency=0.95)
+SQUARE = GemmSm80Tiling(128, 128, 32, 64, 64, stages=3)
+SMALL = GemmSm80Tiling(64, 64, 64, 32, 32, stages=3, efficiency=0.7)
+UNALIGNED = GemmSm80Tiling(128, 128, 32, 64, 32, stages=2, align=1, resident=1, efficiency=0.3)
 
 
-def _ladder(stages: int, swizzle: int) -> tuple[Tiling, Tiling]:
+def _ladder(stages: int, swizzle: int) -> tuple[GemmSm80Tiling, GemmSm80Tiling]:
     """A rung for aligned and for other operands."""
     return (
-        Tiling(128, 128, 32, 64, 64, stages=stages, swizzle=swizzle),
-        Tiling(128, 128, 32, 64, 32, stages=stages, swizzle=swizzle, align=1, resident=1),
+        GemmSm80Tiling(128, 128, 32, 64, 64, stages=stages, swizzle=swizzle),
+        GemmSm80Tiling(128, 128, 32, 64, 32, stages=stages, swizzle=swizzle, align=1, resident=1),
     )
 
 
@@ -180,7 +180,7 @@ def sm80_gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: T
         return
     layout_a, stride_a, aligned_a = _layout(a)
     layout_b, stride_b, aligned_b = _layout(b)
-    tilings: tuple[Tiling, ...] = (UNALIGNED,)
+    tilings: tuple[GemmSm80Tiling, ...] = (UNALIGNED,)
     if aligned_a and aligned_b:
         tilings = (SQUARE, SMALL) if layout_a == layout_b == "column" else (WIDE, SQUARE, SMALL)
     tiling, part = plan(m, n, k, multiprocessors(a.device), tilings)
@@ -234,7 +234,9 @@ _LEAST_PART = 256  # of k, below which splitting is not considered
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, multiprocessors: int, tilings: tuple[Tiling, ...]) -> tuple[Tiling, int]:
+def plan(
+    m: int, n: int, k: int, multiprocessors: int, tilings: tuple[GemmSm80Tiling, ...]
+) -> tuple[GemmSm80Tiling, int]:
     """The tiling of least expected time, and how much of k a block sums.
 
     Splitting k gives work to multiprocessors that would have none, where the product has few tiles; it costs a second
@@ -252,7 +254,7 @@ def plan(m: int, n: int, k: int, multiprocessors: int, tilings: tuple[Tiling, ..
     return tiling, part
 
 
-def _clocks(m: int, n: int, k: int, multiprocessors: int, tiling: Tiling, part: int) -> float:
+def _clocks(m: int, n: int, k: int, multiprocessors: int, tiling: GemmSm80Tiling, part: int) -> float:
     """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
     splits = blocks((max(k, 1), part))
     share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
