@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from warpbus.cuda import driver
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.devices import enter_context
 from warpbus.cuda.jit import Cubin, Resources, architecture, compile_source
 from warpbus.cuda.parameters import Parameters
@@ -185,7 +186,7 @@ class Kernel:
     @staticmethod
     @functools.cache
     def _may_depend(index: int) -> bool:
-        return runs_on(architecture(index), "sm_90")
+        return capabilities(architecture(index)).dependent_launch
 
     def _prepare(self, index: int, shared: int) -> ctypes.c_void_p:
         enter_context()

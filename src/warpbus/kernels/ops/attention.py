@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.devices import shared_memory
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import Kernel, runs_on
+from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.lent import is_gpu
 from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError, UsageError
@@ -124,7 +125,7 @@ def has_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
         and dtype in HALVES
         and 0 < head_dim <= _HEAD_DIMS[-1]
         and head_dim % 16 == 0
-        and runs_on(architecture(device), "sm_80")
+        and capabilities(architecture(device)).mma
     )
 
 

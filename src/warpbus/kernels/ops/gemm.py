@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.jit import architecture
 from warpbus.errors import DeviceError, TensorError, UsageError
 from warpbus.kernels.operators import autocast, differentiable, operator
@@ -77,8 +78,8 @@ def _launch(a: Tensor, b: Tensor, bias: Tensor | None, activation: str, variant:
     if variant == "auto":
         if a.shape[0] == 1 and b.stride(0) == 1:
             return gemv.launch(b.T, a[0], bias, activation)[None]
-        variant = "sm90_hgemm" if here == "sm_90a" else "sm80_hgemm"
-    if variant.startswith("sm90") and here != "sm_90a":
+        variant = "sm90_hgemm" if capabilities(here).wgmma else "sm80_hgemm"
+    if variant.startswith("sm90") and not capabilities(here).wgmma:
         raise DeviceError(f"gemm: variant {variant} needs sm_90a, {a.device} is {here}: use sm80_hgemm or auto")
     out = a.new_empty(a.shape[0], b.shape[1])
     if variant == "sm90_wgmma":

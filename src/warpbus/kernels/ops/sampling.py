@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import runs_on
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import aligned, check_alike, check_rank, check_shape, per_dtype
@@ -140,7 +140,7 @@ def _launch_sample(
 
 def _blocks_of_row(device: torch.device) -> int:
     """The blocks that share a row: they have to form a cluster to hear of each other."""
-    return _BLOCKS_OF_A_ROW if runs_on(architecture(device), "sm_90") else 1
+    return _BLOCKS_OF_A_ROW if capabilities(architecture(device)).clusters else 1
 
 
 def _fake(logits: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor]:

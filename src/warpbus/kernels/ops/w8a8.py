@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import runs_on
 from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.errors import DeviceError, TensorError
@@ -172,14 +172,10 @@ def _check_rows(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], codes: to
 
 def check_device(name: str, codes: torch.dtype, device: torch.device) -> None:
     """Raises DeviceError if a GPU has no instructions for these codes."""
-    if not _reaches(architecture(device), _NEEDS[codes]):
-        here = architecture(device)
+    here = architecture(device)
+    able = capabilities(here)
+    if not (able.e4m3 if codes == torch.float8_e4m3fn else able.mma):
         raise DeviceError(f"{name}: {codes} needs {_NEEDS[codes]} or later, {device} is {here}: use torch.int8")
-
-
-@functools.cache
-def _reaches(here: str, needs: str) -> bool:
-    return runs_on(here, needs)
 
 
 # ---- Rounding to codes ----
@@ -423,7 +419,7 @@ def _launch(
     a, b = addressable(a_codes), addressable(b_codes)
     finish = a_scales.contiguous(), b_scales.contiguous(), bias
     processors = multiprocessors(a.device)
-    if architecture(a.device) == "sm_90a":
+    if capabilities(architecture(a.device)).wgmma:
         hopper(a, b, finish, out, *choose(m, n, k, HOPPER[a.dtype], processors))
     else:
         ampere(a, b, finish, out, *choose(m, n, k, AMPERE, processors))
