@@ -294,10 +294,19 @@ def _fitted(head_dim: int, bits: int, chunks: int, device: AttentionDevice) -> t
 
 def shared_bytes(head_dim: int, bits: int, stages: int) -> int:
     """The dynamic shared memory of a block: `Memory` in csrc/attention/block.cuh."""
+    stage, others = _shared_parts(head_dim, bits)
+    return stages * stage + others
+
+
+def _shared_parts(head_dim: int, bits: int) -> tuple[int, int]:
+    """Bytes of shared memory of a stage, and of the rest of a block.
+
+    csrc/attention/block.cuh compares both with its structs, as the macros STAGE_BYTES and OTHER_BYTES.
+    """
     keys, row = _keys(head_dim), head_dim * bits // 8
     stage = 2 * keys * row + (8 * keys if bits == 8 else 0)
     weighed = 2 * (2 * keys + 2 * 4 * 4)
-    return stages * stage + _TILE * (2 * head_dim + weighed) + 2 * row + 16
+    return stage, _TILE * (2 * head_dim + weighed) + 2 * row + 16
 
 
 def _row(size: int) -> int:
@@ -316,7 +325,16 @@ def _device(device: torch.device) -> AttentionDevice:
 
 @functools.cache
 def _kernel(dtype: torch.dtype, head_dim: int, code: int, stored: bool) -> Kernel:
-    declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE=code, STORED=int(stored))
+    stage, others = _shared_parts(head_dim, 8 if code else 16)
+    declared = unit(
+        "attention/decode.cu",
+        ELEMENT=ELEMENTS[dtype],
+        HEAD_DIM=head_dim,
+        CODE=code,
+        STORED=int(stored),
+        STAGE_BYTES=stage,
+        OTHER_BYTES=others,
+    )
     return declared.kernel("decode_attention", _PARAMETERS)
 
 

@@ -123,13 +123,7 @@ def _stages(x: Tensor, weight: PackedWeight, *, streamed: bool) -> int:
 
 def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[int, int]:
     """Bytes of shared memory: of one stage, and of all the rest of a block."""
-    tokens = _tokens(m)
-    codes = 2 * _WARPS * 512 * weight.bits // 4
-    scales = 2 * (_WARPS * (2 if weight.scheme.group_size == 32 else 1) + 1) * 32
-    stage = blocks((codes + 2 * scales, 128)) * 128
-    sums = _WARPS * 2 * (tokens // 8) * 32 * 16
-    barriers, squares = 200, tokens * _WARPS * 4
-    others = sums + barriers + squares
+    stage, others = _shared_parts(weight.bits, weight.scheme.group_size == 32, _tokens(m))
     step = _WARPS * m * TILE_COLUMNS * 2
     if streamed:
         return stage + step, others
@@ -137,7 +131,21 @@ def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[in
 
 
 @functools.cache
+def _shared_parts(bits: int, two_scales: bool, tokens: int) -> tuple[int, int]:
+    """Bytes of shared memory of a stage, and of the sums, barriers and squares; x is in neither.
+
+    csrc/wna16/decode.cu compares both with its structs, as the macros STAGE_BYTES and OTHER_BYTES.
+    """
+    codes = 2 * _WARPS * 512 * bits // 4
+    scales = 2 * (_WARPS * (2 if two_scales else 1) + 1) * 32
+    sums = _WARPS * 2 * (tokens // 8) * 32 * 16
+    barriers, squares = 200, tokens * _WARPS * 4
+    return blocks((codes + 2 * scales, 128)) * 128, sums + barriers + squares
+
+
+@functools.cache
 def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Kernel:
+    stage, others = _shared_parts(bits, two_scales, tokens)
     declared = unit(
         "wna16/decode.cu",
         needs="sm_90",
@@ -147,6 +155,8 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Ker
         TOKENS=tokens,
         WARPS=_WARPS,
         FINISHERS=_FINISHERS,
+        STAGE_BYTES=stage,
+        OTHER_BYTES=others,
     )
     return declared.kernel("wna16_decode", _PARAMETERS)
 
