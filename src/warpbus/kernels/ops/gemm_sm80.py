@@ -15,6 +15,7 @@ from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, per_dtype
 from warpbus.kernels.ops.split_k import partial_sums, reduce
+from warpbus.kernels.ops.tiles_sm80 import cheapest, clocks
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
@@ -223,44 +224,30 @@ def _layout(matrix: Tensor) -> tuple[str, int, bool]:
     return next((view for view in views if view[2]), views[0])
 
 
-# The model of `plan`, in clocks of a multiprocessor. The rates are an A100's; what matters is how they compare.
-_PRODUCTS = 1024  # multiplications and additions a clock
-_BYTES = 40  # from L2 a clock, while all multiprocessors read
-_MEMORY = 10  # from and to global memory a clock
-_LATENCY = 800  # from a copy's start until it is there
-_START = 2000  # of a block: the first tiles, and the results
-_LAUNCH = 4000  # of split_k_reduce
-_LEAST_PART = 256  # of k, below which splitting is not considered
-
-
 @functools.lru_cache(maxsize=4096)
 def plan(
     m: int, n: int, k: int, multiprocessors: int, tilings: tuple[GemmSm80Tiling, ...]
 ) -> tuple[GemmSm80Tiling, int]:
-    """The tiling of least expected time, and how much of k a block sums.
-
-    Splitting k gives work to multiprocessors that would have none, where the product has few tiles; it costs a second
-    kernel, which reads all partial sums.
+    """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.cheapest`.
 
     Returns:
         A tiling of `tilings`, and a multiple of its `tile_k`.
     """
-    choices = []
-    for tiling in tilings:
-        for splits in range(1, max(1, min(32, k // _LEAST_PART)) + 1):
-            part = blocks((max(k, 1), splits * tiling.tile_k)) * tiling.tile_k
-            choices.append((_clocks(m, n, k, multiprocessors, tiling, part), tiling, part))
-    _, tiling, part = min(choices, key=lambda choice: choice[0])
-    return tiling, part
 
+    def cost(tiling: GemmSm80Tiling, part: int) -> float:
+        return clocks(
+            m=m,
+            n=n,
+            k=k,
+            part=part,
+            step=tiling.tile_k,
+            tiles=tiling.tiles(m, n),
+            tile=tiling.tile_m * tiling.tile_n,
+            efficiency=tiling.efficiency,
+            stages=tiling.stages,
+            resident=tiling.resident,
+            multiprocessors=multiprocessors,
+            bytes_per_k=2 * (min(m, tiling.tile_m) + min(n, tiling.tile_n)),
+        )
 
-def _clocks(m: int, n: int, k: int, multiprocessors: int, tiling: GemmSm80Tiling, part: int) -> float:
-    """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
-    splits = blocks((max(k, 1), part))
-    share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
-    rounds = blocks((share, tiling.resident))
-    computing = share * part * tiling.tile_m * tiling.tile_n / (_PRODUCTS * tiling.efficiency)
-    reading = share * part * 2 * (min(m, tiling.tile_m) + min(n, tiling.tile_n)) / _BYTES
-    waiting = rounds * part / tiling.tile_k * _LATENCY / (tiling.stages - 1)
-    combining = _LAUNCH + 2 * 4 * splits * m * n / (_MEMORY * multiprocessors) if splits > 1 else 0
-    return max(computing, reading, waiting) + rounds * _START + combining
+    return cheapest(tilings, k, lambda tiling: tiling.tile_k, cost)

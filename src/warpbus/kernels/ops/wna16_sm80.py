@@ -18,6 +18,7 @@ from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
 from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.packed import TILE_COLUMNS, PackedWeight
 from warpbus.kernels.ops.split_k import partial_sums, reduce
+from warpbus.kernels.ops.tiles_sm80 import cheapest, clocks
 from warpbus.kernels.units import unit
 
 _PARAMETERS = Parameters(
@@ -134,23 +135,9 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) 
     reduce(partial, bias, out)
 
 
-# The model of `plan`, in clocks of a multiprocessor. The rates are an A100's; what matters is how they compare.
-_PRODUCTS = 1024  # multiplications and additions a clock
-_BYTES = 40  # from L2 a clock, while all multiprocessors read
-_MEMORY = 10  # from and to global memory a clock
-_LATENCY = 800  # from a copy's start until it is there
-_START = 2000  # of a block: the first tiles, and the results
-_LAUNCH = 4000  # of split_k_reduce
-_LEAST_PART = 256  # of k, below which splitting is not considered
-_MOST_SPLITS = 32
-
-
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory: int) -> tuple[Wna16Sm80Tiling, int]:
-    """The tiling of least expected time, and how much of k a block sums.
-
-    Splitting k gives work to multiprocessors that would have none, where the product has few tiles; it costs a second
-    kernel, which reads all partial sums.
+    """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.cheapest`.
 
     Args:
         shared_memory: bytes of a multiprocessor.
@@ -158,26 +145,22 @@ def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory:
     Returns:
         A tiling of `TILINGS`, and a multiple of 64.
     """
-    choices = []
-    for tiling in TILINGS:
-        for splits in range(1, max(1, min(_MOST_SPLITS, k // _LEAST_PART)) + 1):
-            part = blocks((max(k, 1), splits * TILE_COLUMNS)) * TILE_COLUMNS
-            resident = tiling.resident_within(bits, shared_memory)
-            choices.append((_clocks(m, n, k, bits, multiprocessors, tiling, resident, part), tiling, part))
-    _, tiling, part = min(choices, key=lambda choice: choice[0])
-    return tiling, part
 
+    def cost(tiling: Wna16Sm80Tiling, part: int) -> float:
+        return clocks(
+            m=m,
+            n=n,
+            k=k,
+            part=part,
+            step=TILE_COLUMNS,
+            tiles=tiling.tiles(m, n),
+            tile=tiling.tile_m * tiling.tile_n,
+            efficiency=tiling.efficiency,
+            stages=_STAGES,
+            resident=tiling.resident_within(bits, shared_memory),
+            multiprocessors=multiprocessors,
+            bytes_per_k=2 * min(m, tiling.tile_m) + min(n, tiling.tile_n) * bits / 8,
+            weight_bytes=n * k * bits / 8,
+        )
 
-def _clocks(
-    m: int, n: int, k: int, bits: int, multiprocessors: int, tiling: Wna16Sm80Tiling, resident: int, part: int
-) -> float:
-    """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
-    splits = blocks((max(k, 1), part))
-    share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
-    rounds = blocks((share, resident))
-    computing = share * part * tiling.tile_m * tiling.tile_n / (_PRODUCTS * tiling.efficiency)
-    reading = share * part * (2 * min(m, tiling.tile_m) + min(n, tiling.tile_n) * bits / 8) / _BYTES
-    loading = n * k * bits / 8 / (_MEMORY * multiprocessors)
-    waiting = rounds * part / TILE_COLUMNS * _LATENCY / (_STAGES - 1)
-    combining = _LAUNCH + 2 * 4 * splits * m * n / (_MEMORY * multiprocessors) if splits > 1 else 0
-    return max(computing, reading, loading, waiting) + rounds * _START + combining
+    return cheapest(TILINGS, k, lambda tiling: TILE_COLUMNS, cost)
