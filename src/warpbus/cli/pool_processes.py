@@ -123,14 +123,14 @@ def resume(
 
 
 def _host() -> ProcessHost:
-    from warpbus.cuda.checkpoint import Checkpoint
+    from warpbus.cuda.checkpoint import CudaCheckpoint
     from warpbus.pool.processes.machine import ThisMachine
     from warpbus.pool.processes.processes import ProcessHost
     from warpbus.pool.processes.suspensions import Suspensions
     from warpbus.pool.processes.virtual import outside_mps
 
     os.environ.update(outside_mps())  # a client of MPS could not checkpoint others
-    return ProcessHost(ThisMachine(), Checkpoint(), Suspensions())
+    return ProcessHost(ThisMachine(), CudaCheckpoint(), Suspensions())
 
 
 def _show(carried: Carried, as_json: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from warpbus.cuda.staging import Staging
+from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
@@ -213,7 +213,7 @@ class _Source:
     head: Scheme | None = None
     embedding: torch.device | str | None = None
     part: Part | None = None
-    staging: Staging | None = None
+    staging: PinnedStaging | None = None
 
     @classmethod
     def open(
@@ -222,7 +222,7 @@ class _Source:
         """Compare the names in the file with those that the decoder needs, before anything is read."""
         layout, tensors = layout_of(checkpoint.config), tensor_map(config)
         schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
-        staging = Staging(torch.device(device)) if torch.device(device).type == "cuda" else None
+        staging = PinnedStaging(torch.device(device)) if torch.device(device).type == "cuda" else None
         source = cls(checkpoint, config, tensors, layout, schemes, device, dtype, staging=staging)
         source.refuse_prefix()
         source.refuse_unexpected()

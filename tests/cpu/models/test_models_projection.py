@@ -255,12 +255,10 @@ def test_w8a8_is_placed_as_it_is(monkeypatch, scheme):
 def test_fp8_is_refused_where_a_gpu_cannot_multiply_it(monkeypatch):
     monkeypatch.setattr(linear, "gpu_has_kernels", lambda device: True)
     monkeypatch.setattr(w8a8, "architecture", lambda device: "sm_80")
-    w8a8._reaches.cache_clear()
     QuantizedLinear(values("w8a8-int8"), dtype=torch.float16)
     QuantizedLinear(values("w8a8-fp8"), dtype=torch.float32)  # by the reference
     with pytest.raises(DeviceError, match=r"float8_e4m3fn needs sm_89 or later, cpu is sm_80: use torch\.int8"):
         QuantizedLinear(values("w8a8-fp8"), dtype=torch.float16)
-    w8a8._reaches.cache_clear()
 
 
 @pytest.mark.parametrize("scheme", W8A8)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pool_migration_work import CUT_SHORT, contents, execute, lease
 from pool_random_lease import CPU, TOKEN, Lease
 
-from warpbus.cuda.ipc import Place
+from warpbus.cuda.ipc import IpcLocation
 from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import PoisonedError
@@ -307,15 +307,15 @@ class FakeMemory:
 
     def synchronize(self) -> None: ...
 
-    def places(self, tensors: list[torch.Tensor]) -> list[Place]:
+    def places(self, tensors: list[torch.Tensor]) -> list[IpcLocation]:
         places = []
         for tensor in tensors:
             name = tensor.data_ptr().to_bytes(64, "little")
             self._tensors[name] = tensor
-            places.append(Place(name, len(tensor), 0))
+            places.append(IpcLocation(name, len(tensor), 0))
         return places
 
-    def copy(self, parts: list[tuple[torch.Tensor, Place]]) -> None:
+    def copy(self, parts: list[tuple[torch.Tensor, IpcLocation]]) -> None:
         if not self.readable:
             raise DeviceError("the driver does not open it")
         for tensor, place in parts:

@@ -8,8 +8,8 @@ from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError
 from warpbus.kernels.ops import w8a8
+from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.w8a8 import quantize_rows, quantize_tokens, scaled_gemm, w8a8_linear
-from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.reference import w8a8 as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from warpbus.cuda.checkpoint import Checkpoint, State
+from warpbus.cuda.checkpoint import CudaCheckpoint, State
 from warpbus.errors import DeviceError
 from warpbus.pool.processes.machine import ThisMachine
 from warpbus.pool.processes.processes import ProcessHost, migrate_process, resume_process, suspend_process
@@ -101,7 +101,7 @@ def training(request, tmp_path):
 @pytest.fixture
 def host(tmp_path):
     (tmp_path / "suspended").mkdir()
-    return ProcessHost(ThisMachine(), Checkpoint(), Suspensions(tmp_path / "suspended"))
+    return ProcessHost(ThisMachine(), CudaCheckpoint(), Suspensions(tmp_path / "suspended"))
 
 
 def on(host, pid):

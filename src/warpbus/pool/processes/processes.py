@@ -24,7 +24,7 @@ PATIENCE = 10.0
 
 
 class CheckpointDriver(Protocol):
-    """What `warpbus.cuda.checkpoint.Checkpoint` does."""
+    """What `warpbus.cuda.checkpoint.CudaCheckpoint` does."""
 
     def state(self, pid: int) -> State: ...
     def lock(self, pid: int, seconds: float) -> None: ...

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from warpbus.cuda.ipc import Place
+from warpbus.cuda.ipc import IpcLocation
 from warpbus.errors import DeviceError, PoolError, ProtocolError
 from warpbus.pool.protocol.wire import Value, decode
 from warpbus.pool.tenant.migration_messages import ENTRY, MAX_STATE, check, malformed, numbers
@@ -85,7 +85,7 @@ class Arrival:
         if any(row[4] >= len(shared) for row in rows):
             raise malformed("a piece of memory that it does not share")
         pieces = [StorageRange(*row[:4]) for row in rows]
-        places = [Place(*shared[segment], offset) for _, _, _, _, segment, offset in rows]
+        places = [IpcLocation(*shared[segment], offset) for _, _, _, _, segment, offset in rows]
         before = {piece.handle: self._known(piece.handle) for piece in pieces}
         try:
             self._reading.copy(list(zip(self._targets(pieces), places, strict=True)))

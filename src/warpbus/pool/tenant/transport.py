@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from warpbus.cuda.ipc import Opened, Place, Shared
+from warpbus.cuda.ipc import IpcLocation, IpcMapping, Shared
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.migration_messages import checksum, flat
@@ -36,13 +36,13 @@ class MemoryExporter(Protocol):
     """Exports memory to other processes (`warpbus.cuda.ipc.Shared`)."""
 
     def synchronize(self) -> None: ...
-    def places(self, tensors: list[Tensor]) -> list[Place]: ...
+    def places(self, tensors: list[Tensor]) -> list[IpcLocation]: ...
 
 
 class MemoryReader(Protocol):
-    """Reads memory that other processes export (`warpbus.cuda.ipc.Opened`)."""
+    """Reads memory that other processes export (`warpbus.cuda.ipc.IpcMapping`)."""
 
-    def copy(self, parts: list[tuple[Tensor, Place]]) -> None: ...
+    def copy(self, parts: list[tuple[Tensor, IpcLocation]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -58,7 +58,7 @@ def memory_exporter(device: torch.device) -> MemoryExporter | None:
 
 def memory_reader(device: torch.device) -> MemoryReader | None:
     """The reader of other processes' memory into that of a device; None if there is none."""
-    return Opened(device) if device.type == "cuda" else None
+    return IpcMapping(device) if device.type == "cuda" else None
 
 
 class Outgoing:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from warpbus.kernels.ops.wna16_wgmma import _GROUP, TILINGS, Plan, _waves, choose
+from warpbus.kernels.ops.wna16_sm90 import _GROUP, TILINGS, Wna16Sm90Plan, _waves, choose
 from warpbus.kernels.ops.workspace import MOST_OF_A_PRODUCT
 from warpbus.kernels.units import CSRC
 
@@ -154,22 +154,22 @@ def test_large_tiles_where_each_multiprocessor_gets_one():
     _, _, short, tall, low, high, wide = TILINGS
     for rows, smaller, larger in (((33, 64), short, tall), ((65, 128), low, high), ((129, 200, 256), high, wide)):
         for m in rows:
-            assert plan(m, 131 * larger.rows) == Plan(smaller)
-            assert plan(m, 131 * larger.rows + 1) == Plan(larger)
+            assert plan(m, 131 * larger.rows) == Wna16Sm90Plan(smaller)
+            assert plan(m, 131 * larger.rows + 1) == Wna16Sm90Plan(larger)
 
 
 def test_clusters_share_few_tiles():
     """ChatGLM2-6B's o and qkv, and down as it is split over four GPUs."""
     _, few, short, tall, low, high, wide = TILINGS
-    assert plan(32, 4096) == Plan(few, 5)  # 22 tiles
-    assert plan(64, 4096) == Plan(short, 4)  # 32 tiles: all 32 clusters of four
-    assert plan(64, 4608) == Plan(tall, 5)  # 24 of five, in place of 36 of three
-    assert plan(128, 4096) == Plan(low, 4)
-    assert plan(128, 4608) == Plan(high, 5)
-    assert plan(256, 4096) == Plan(wide, 4)
-    assert plan(256, 4608) == Plan(wide, 3)
-    assert plan(64, 4096, 3424) == Plan(short, 4)
-    assert plan(64, 100 * 128) == Plan(short)  # more than half as many tiles as multiprocessors
+    assert plan(32, 4096) == Wna16Sm90Plan(few, 5)  # 22 tiles
+    assert plan(64, 4096) == Wna16Sm90Plan(short, 4)  # 32 tiles: all 32 clusters of four
+    assert plan(64, 4608) == Wna16Sm90Plan(tall, 5)  # 24 of five, in place of 36 of three
+    assert plan(128, 4096) == Wna16Sm90Plan(low, 4)
+    assert plan(128, 4608) == Wna16Sm90Plan(high, 5)
+    assert plan(256, 4096) == Wna16Sm90Plan(wide, 4)
+    assert plan(256, 4608) == Wna16Sm90Plan(wide, 3)
+    assert plan(64, 4096, 3424) == Wna16Sm90Plan(short, 4)
+    assert plan(64, 100 * 128) == Wna16Sm90Plan(short)  # more than half as many tiles as multiprocessors
 
 
 def test_runs_share_tiles_where_clusters_would_leave_too_many_multiprocessors_idle():
@@ -179,8 +179,8 @@ def test_runs_share_tiles_where_clusters_would_leave_too_many_multiprocessors_id
     def uneven(tiling, splits):
         return 4 * (18 // splits) + 3 * (16 // splits) + 12 // splits
 
-    assert choose(64, 4096, 13696, 132, uneven) == Plan(short)
-    assert choose(64, 4096, 4096, 132, uneven) == Plan(tall, 5)  # with few blocks of k it pays all the same
+    assert choose(64, 4096, 13696, 132, uneven) == Wna16Sm90Plan(short)
+    assert choose(64, 4096, 4096, 132, uneven) == Wna16Sm90Plan(tall, 5)  # with few blocks of k it pays all the same
 
 
 @pytest.mark.parametrize("m", [17, 64, 100, 128, 200, 256])
@@ -234,10 +234,10 @@ def test_every_sum_of_a_shared_tile_is_added_up_once(tiling, splits):
 @pytest.mark.parametrize("n", [4096, 27392])
 def test_of_more_rows_than_any_tiling_little_is_wasted(n):
     low, wide = TILINGS[4], TILINGS[6]
-    assert plan(300, n) == Plan(low)  # 384 rows in place of 512
-    assert plan(512, n) == Plan(wide)
-    assert plan(1000, n) == Plan(wide)
-    assert plan(4096, n) == Plan(wide)
+    assert plan(300, n) == Wna16Sm90Plan(low)  # 384 rows in place of 512
+    assert plan(512, n) == Wna16Sm90Plan(wide)
+    assert plan(1000, n) == Wna16Sm90Plan(wide)
+    assert plan(4096, n) == Wna16Sm90Plan(wide)
     for m in range(257, 3000, 7):
         chosen = plan(m, n)
         assert chosen.tiling in (low, wide)

@@ -9,10 +9,15 @@ from torch import Tensor
 
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import ALIGNMENT, fits, tensor_map, tile_maps
 from warpbus.kernels.ops.arguments import ACTIVATIONS, ELEMENTS, HALVES, blocks, per_dtype
 from warpbus.kernels.units import unit
 
+_PARAMETERS = Parameters(
+    "TileMaps map_a, TensorMap map_b, TensorMap map_out, const ELEMENT* bias, ELEMENT* out, Problem p",
+    Problem="int m, int n, int k, int group, int direct",
+)
 _TILE_K = 64
 _BOX = 64  # elements: one row of the 128-byte swizzle
 _NO_MAP = bytes(128)
@@ -23,7 +28,7 @@ _EPILOGUE = 350  # what a tile costs beside its products, in elements of k: fill
 
 
 @dataclass(frozen=True)
-class Tiling:
+class GemmSm90Tiling:
     """How `gemm/sm90_hgemm.cu` cuts a product.
 
     Attributes:
@@ -66,22 +71,28 @@ class Tiling:
 
 
 TILINGS = (
-    Tiling(128, 256, 4, 2, 1, 1.0, variety=1),
-    Tiling(256, 128, 4, 2, 1, 0.99),
-    Tiling(256, 144, 4, 1, 1, 0.98),
-    Tiling(128, 208, 4, 2, 1, 0.97),
-    Tiling(128, 192, 5, 1, 2, 0.975),
-    Tiling(128, 144, 6, 1, 1, 0.98),
-    Tiling(128, 128, 6, 2, 1, 0.97, variety=2),
-    Tiling(128, 80, 8, 1, 1, 0.78),
-    Tiling(128, 64, 8, 2, 1, 0.70),
-    Tiling(64, 128, 8, 2, 1, 0.73, variety=1),
+    GemmSm90Tiling(128, 256, 4, 2, 1, 1.0, variety=1),
+    GemmSm90Tiling(256, 128, 4, 2, 1, 0.99),
+    GemmSm90Tiling(256, 144, 4, 1, 1, 0.98),
+    GemmSm90Tiling(128, 208, 4, 2, 1, 0.97),
+    GemmSm90Tiling(128, 192, 5, 1, 2, 0.975),
+    GemmSm90Tiling(128, 144, 6, 1, 1, 0.98),
+    GemmSm90Tiling(128, 128, 6, 2, 1, 0.97, variety=2),
+    GemmSm90Tiling(128, 80, 8, 1, 1, 0.78),
+    GemmSm90Tiling(128, 64, 8, 2, 1, 0.70),
+    GemmSm90Tiling(64, 128, 8, 2, 1, 0.73, variety=1),
 )
 
 _LARGEST = TILINGS[0]
 _MANY_WAVES = 8  # from which on a last one that is not full does not count
 
-_WGMMA = per_dtype("ladder/matmul_wgmma.cu", "matmul_wgmma", "128s128sPiii", HALVES, needs="sm_90a")
+_WGMMA = per_dtype(
+    "ladder/matmul_wgmma.cu",
+    "matmul_wgmma",
+    "TensorMap map_a, TensorMap map_b, ELEMENT* out, int m, int n, int k",
+    HALVES,
+    needs="sm_90a",
+)
 _WGMMA_TILE = 128
 _WGMMA_SHARED = 3 * 2 * _WGMMA_TILE * _TILE_K * 2 + 24 + 1024
 
@@ -90,12 +101,14 @@ def matmul(a: Tensor, b: Tensor, out: Tensor) -> None:
     """The ladder's rung "wgmma": `a [m, k] @ b [k, n]`, both contiguous, any sizes."""
     (m, k), n = a.shape, b.shape[1]
     rows_a, rows_b = addressable(a), addressable(b)  # held until the launch: copies that are given back are overwritten
-    maps = tensor_map(rows_a, _WGMMA_TILE, _BOX), tensor_map(rows_b, _TILE_K, _BOX)
+    map_a, map_b = tensor_map(rows_a, _WGMMA_TILE, _BOX), tensor_map(rows_b, _TILE_K, _BOX)
     grid = blocks((n, _WGMMA_TILE)), blocks((m, _WGMMA_TILE))
-    _WGMMA[a.dtype](grid, 256, *maps, out, m, n, k, shared=_WGMMA_SHARED)
+    _WGMMA[a.dtype](grid, 256, map_a=map_a, map_b=map_b, out=out, m=m, n=n, k=k, shared=_WGMMA_SHARED)
 
 
-def gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor, tiling: Tiling | None = None) -> None:
+def gemm(
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor, tiling: GemmSm90Tiling | None = None
+) -> None:
     """`out = activation(a @ b + bias)` on an sm_90a GPU.
 
     Args:
@@ -120,7 +133,16 @@ def gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: Tensor
     _kernel(a.dtype, tiling, a_major, b_major, activation)(
         min(clusters, resident) * tiling.cluster,
         tiling.threads,
-        *(map_a, map_b, map_out, bias, out, m, n, k, group, int(direct)),
+        map_a=map_a,
+        map_b=map_b,
+        map_out=map_out,
+        bias=bias,
+        out=out,
+        m=m,
+        n=n,
+        k=k,
+        group=group,
+        direct=direct,
         shared=tiling.shared,
         cluster=tiling.cluster,
         dependent=True,
@@ -137,13 +159,13 @@ def addressable(matrix: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, processors: int) -> Tiling:
+def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, processors: int) -> GemmSm90Tiling:
     """The tiling with the least estimated time: as many waves of tiles as it takes, a last one as long as a full one.
 
     Where L2 does not hold the operands, small tiles would fetch them too often.
     """
 
-    def cost(tiling: Tiling) -> float:
+    def cost(tiling: GemmSm90Tiling) -> float:
         clusters = blocks((m, tiling.m * tiling.cluster), (n, tiling.n))
         waves = blocks((clusters, processors // tiling.cluster))
         return waves * tiling.m * tiling.n * (k + _EPILOGUE) / tiling.efficiency
@@ -156,7 +178,7 @@ def choose(m: int, n: int, k: int, a_major: int, b_major: int, activation: int, 
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, tiling: Tiling, a_major: int, b_major: int, activation: int) -> Kernel:
+def _kernel(dtype: torch.dtype, tiling: GemmSm90Tiling, a_major: int, b_major: int, activation: int) -> Kernel:
     declared = unit(
         "gemm/sm90_hgemm.cu",
         needs="sm_90a",
@@ -170,7 +192,7 @@ def _kernel(dtype: torch.dtype, tiling: Tiling, a_major: int, b_major: int, acti
         B_MAJOR=b_major,
         ACTIVATION=activation,
     )
-    return declared.kernel("sm90_hgemm", "256s128s128sPPiiiii")
+    return declared.kernel("sm90_hgemm", _PARAMETERS)
 
 
 for _dtype, _tiling, _a, _b, _activation in itertools.product(HALVES, TILINGS, (0, 1), (0, 1), ACTIVATIONS.values()):

@@ -6,13 +6,18 @@ import pytest
 import torch
 from tile_errors import assert_close_everywhere
 
-from warpbus.kernels.ops import mma
+from warpbus.kernels.ops import gemm_sm80
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 DTYPES = [torch.float16, torch.bfloat16]
 LAYOUTS = list(itertools.product(("row", "column"), repeat=2))
-TILINGS = {"wide": mma.WIDE, "square": mma.SQUARE, "small": mma.SMALL, "unaligned": mma.UNALIGNED}
+TILINGS = {
+    "wide": gemm_sm80.WIDE,
+    "square": gemm_sm80.SQUARE,
+    "small": gemm_sm80.SMALL,
+    "unaligned": gemm_sm80.UNALIGNED,
+}
 ACTIVATIONS = [
     lambda x: x,
     torch.sigmoid,
@@ -71,27 +76,27 @@ def force(monkeypatch, tiling, part=None):
     def plan(m, n, k, multiprocessors, tilings):
         return tiling, part or max(-(-k // tiling.tile_k), 1) * tiling.tile_k
 
-    monkeypatch.setattr(mma, "plan", plan)
+    monkeypatch.setattr(gemm_sm80, "plan", plan)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rung", ["mma_naive", "mma_permuted", *mma.RUNGS])
+@pytest.mark.parametrize("rung", ["mma_naive", "mma_permuted", *gemm_sm80.RUNGS])
 @pytest.mark.parametrize("size", [*ODD_SIZES, (128, 128, 32), (512, 256, 128), (1024, 1024, 1024), (8, 4608, 4096)])
 def test_rungs(rung, dtype, size):
     m, n, k = size
     a = torch.randn(m, k, device="cuda").to(dtype)
     b = torch.randn(k, n, device="cuda").to(dtype)
     out, _ = poisoned(m, n, dtype, 0)
-    mma.launch(a, b, out, rung)
+    gemm_sm80.launch(a, b, out, rung)
     check(out, a.double() @ b.double(), k)
 
 
-@pytest.mark.parametrize("rung", ["mma_naive", "mma_permuted", *mma.RUNGS])
+@pytest.mark.parametrize("rung", ["mma_naive", "mma_permuted", *gemm_sm80.RUNGS])
 def test_rungs_where_rows_fit_and_the_beginning_does_not(rung):
     a = torch.randn(64 * 64 + 1, device="cuda").half()[1:].view(64, 64)
     b = torch.randn(64, 72, device="cuda").half()
     out, _ = poisoned(64, 72, torch.float16, 0)
-    mma.launch(a, b, out, rung)
+    gemm_sm80.launch(a, b, out, rung)
     check(out, a.double() @ b.double(), 64)
 
 
@@ -100,14 +105,14 @@ def test_rungs_where_rows_fit_and_the_beginning_does_not(rung):
 @pytest.mark.parametrize("name", TILINGS)
 def test_tilings(monkeypatch, name, layouts, dtype):
     tiling = TILINGS[name]
-    if tiling is mma.WIDE and layouts == ("column", "column"):
+    if tiling is gemm_sm80.WIDE and layouts == ("column", "column"):
         pytest.skip("not compiled for two column-major operands, and never planned for them")
     force(monkeypatch, tiling)
     for spare, (m, n, k) in enumerate(ODD_SIZES):
         a = operand(m, k, layouts[0], dtype, tiling.align == 8)
         b = operand(k, n, layouts[1], dtype, tiling.align == 8)
         out, whole = poisoned(m, n, dtype, spare)
-        mma.sm80_gemm(a, b, None, 0, out)
+        gemm_sm80.sm80_gemm(a, b, None, 0, out)
         check(out, a.double() @ b.double(), k)
         assert torch.isnan(whole[:, n:]).all()
 
@@ -119,7 +124,7 @@ def test_pipelines_of_every_length(monkeypatch, name, k):
     force(monkeypatch, tiling)
     a, b = operand(130, k, aligned=tiling.align == 8), operand(k, 264, "column", aligned=tiling.align == 8)
     out, _ = poisoned(130, 264, torch.float16, 0)
-    mma.sm80_gemm(a, b, None, 0, out)
+    gemm_sm80.sm80_gemm(a, b, None, 0, out)
     check(out, a.double() @ b.double(), k)
 
 
@@ -134,7 +139,7 @@ def test_split_k_gives_the_same_bits_every_time(monkeypatch, name, size):
     results = []
     for _ in range(3):
         out, whole = poisoned(m, n, torch.float16, 3)
-        mma.sm80_gemm(a, b, bias, 4, out)
+        gemm_sm80.sm80_gemm(a, b, bias, 4, out)
         assert torch.isnan(whole[:, n:]).all()
         results.append(out)
     check(results[0], torch.nn.functional.silu(a.double() @ b.double() + bias.double()), k)
@@ -155,7 +160,7 @@ def test_epilogues(monkeypatch, name, size, with_bias, activation, dtype):
     b = operand(k, n, "column", dtype, tiling.align == 8)
     bias = torch.randn(n, device="cuda").to(dtype) if with_bias else None
     out, _ = poisoned(m, n, dtype, 0)
-    mma.sm80_gemm(a, b, bias, activation, out)
+    gemm_sm80.sm80_gemm(a, b, bias, activation, out)
     sums = a.double() @ b.double() + (bias.double() if with_bias else 0)
     check(out, ACTIVATIONS[activation](sums), k)
 
@@ -167,7 +172,7 @@ def test_glm_shapes_as_planned(n, k, m, dtype):
     x = torch.randn(m, k, device="cuda").to(dtype)
     weight = torch.randn(n, k, device="cuda").to(dtype)
     out, _ = poisoned(m, n, dtype, 0)
-    mma.sm80_gemm(x, weight.T, None, 0, out)
+    gemm_sm80.sm80_gemm(x, weight.T, None, 0, out)
     check(out, x.double() @ weight.double().T, k)
 
 
@@ -178,7 +183,7 @@ def test_as_planned(size, aligned, layouts):
     m, n, k = size
     a, b = operand(m, k, layouts[0], aligned=aligned), operand(k, n, layouts[1], aligned=aligned)
     out, whole = poisoned(m, n, torch.float16, 5)
-    mma.sm80_gemm(a, b, None, 0, out)
+    gemm_sm80.sm80_gemm(a, b, None, 0, out)
     check(out, a.double() @ b.double(), k)
     assert torch.isnan(whole[:, n:]).all()
 
@@ -187,7 +192,7 @@ def test_one_row_for_all():
     a = torch.randn(1, 256, device="cuda").half().expand(100, 256)
     b = torch.randn(256, 72, device="cuda").half()
     out, _ = poisoned(100, 72, torch.float16, 0)
-    mma.sm80_gemm(a, b, None, 0, out)
+    gemm_sm80.sm80_gemm(a, b, None, 0, out)
     check(out, a.double() @ b.double(), 256)
 
 
@@ -196,7 +201,7 @@ def test_nothing_to_sum(activation):
     bias = torch.randn(70, device="cuda").half()
     out, _ = poisoned(130, 70, torch.float16, 2)
     nothing = torch.empty(130, 0, device="cuda").half(), torch.empty(0, 70, device="cuda").half()
-    mma.sm80_gemm(*nothing, bias, activation, out)
+    gemm_sm80.sm80_gemm(*nothing, bias, activation, out)
     check(out, ACTIVATIONS[activation](bias.double()).expand(130, 70), 1)
 
 
@@ -205,7 +210,7 @@ def test_nan_and_infinity_stay_where_they_belong():
     a[3, 5] = float("nan")
     a[100, 7] = float("inf")
     out, _ = poisoned(200, 200, torch.float16, 0)
-    mma.sm80_gemm(a, b, None, 2, out)
+    gemm_sm80.sm80_gemm(a, b, None, 2, out)
     assert torch.isnan(out[3]).all()
     assert torch.equal(torch.isinf(out[100]), b[7] > 0)
     rest = [row for row in range(200) if row not in (3, 100)]
@@ -220,13 +225,13 @@ def test_in_a_graph_and_on_a_second_stream(size):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        mma.sm80_gemm(a, b, None, 0, out)
+        gemm_sm80.sm80_gemm(a, b, None, 0, out)
     stream.synchronize()
     check(out, a.double() @ b.double(), k)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        mma.sm80_gemm(a, b, None, 0, out)
+        gemm_sm80.sm80_gemm(a, b, None, 0, out)
     for _ in range(2):
         a.copy_(torch.randn(m, k, device="cuda"))
         out.fill_(float("nan"))

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from warpbus.kernels.ops import wna16_mma
+from warpbus.kernels.ops import wna16_sm80
 from warpbus.kernels.ops.packed import pack
 from warpbus.qtensor import QTensor, Scheme
 
 A100, ADA = 164 * 1024, 100 * 1024  # bytes of shared memory of a multiprocessor
-TILINGS = {"large": wna16_mma.LARGE, "medium": wna16_mma.MEDIUM, "small": wna16_mma.SMALL}
+TILINGS = {"large": wna16_sm80.LARGE, "medium": wna16_sm80.MEDIUM, "small": wna16_sm80.SMALL}
 DTYPES = [torch.float16, torch.bfloat16]
 LANES = np.arange(32)
 
@@ -166,8 +166,8 @@ def test_kernels_keep_their_registers(name, dtype, bits):
     "size", [(1, 1, 0), (1, 1, 1), (17, 4096, 13696), (1024, 27392, 4096), (4096, 4096, 4096), (64, 64, 100_000)]
 )
 def test_plans_cover_k(size, bits, multiprocessors):
-    tiling, part = wna16_mma.plan(*size, bits, multiprocessors, A100)
-    assert tiling in wna16_mma.TILINGS
+    tiling, part = wna16_sm80.plan(*size, bits, multiprocessors, A100)
+    assert tiling in wna16_sm80.TILINGS
     assert part > 0
     assert part % 64 == 0
     assert part < size[2] + 64 or size[2] == 0
@@ -177,17 +177,17 @@ def test_plans_cover_k(size, bits, multiprocessors):
     ("m", "expected"), [(17, "small"), (32, "small"), (64, "medium"), (128, "large"), (2048, "large")]
 )
 def test_tiles_are_as_high_as_x_has_rows(m, expected):
-    tiling, _ = wna16_mma.plan(m, 27392, 4096, 4, 108, A100)
+    tiling, _ = wna16_sm80.plan(m, 27392, 4096, 4, 108, A100)
     assert tiling is TILINGS[expected]
 
 
 def test_many_tiles_are_not_split():
     for m in (17, 64, 256, 4096):
-        assert wna16_mma.plan(m, 27392, 4096, 4, 108, A100)[1] == 4096
+        assert wna16_sm80.plan(m, 27392, 4096, 4, 108, A100)[1] == 4096
 
 
 def test_few_tiles_with_a_long_sum_are_split():
-    tiling, part = wna16_mma.plan(32, 128, 65_536, 4, 108, A100)
+    tiling, part = wna16_sm80.plan(32, 128, 65_536, 4, 108, A100)
     assert tiling.tiles(32, 128) * -(-65_536 // part) >= 32
 
 
@@ -196,13 +196,13 @@ def test_few_tiles_with_a_long_sum_are_split():
     [(4, A100, [2, 3, 4]), (8, A100, [2, 3, 4]), (4, ADA, [1, 2, 3]), (8, ADA, [1, 1, 2])],
 )
 def test_blocks_of_a_multiprocessor_share_its_memory(bits, shared_memory, blocks):
-    found = [tiling.resident_within(bits, shared_memory) for tiling in wna16_mma.TILINGS]
+    found = [tiling.resident_within(bits, shared_memory) for tiling in wna16_sm80.TILINGS]
     assert found == blocks
-    for tiling, count in zip(wna16_mma.TILINGS, blocks, strict=True):
+    for tiling, count in zip(wna16_sm80.TILINGS, blocks, strict=True):
         assert count * (tiling.shared(bits) + 1024) <= shared_memory
 
 
 def test_a_plan_knows_how_many_blocks_have_room():
     """On GPUs with 100 KB a wave of small tiles is shorter."""
-    plans = [wna16_mma.plan(32, n, 4096, 8, 108, room) for room in (A100, ADA) for n in range(128, 65_536, 128)]
+    plans = [wna16_sm80.plan(32, n, 4096, 8, 108, room) for room in (A100, ADA) for n in range(128, 65_536, 128)]
     assert plans[: len(plans) // 2] != plans[len(plans) // 2 :]

@@ -13,21 +13,26 @@ from torch import Tensor
 from warpbus.cuda.devices import shared_memory
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
-from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, per_dtype
+from warpbus.cuda.parameters import Parameters
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
+from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.packed import TILE_COLUMNS, PackedWeight
-from warpbus.kernels.ops.wgmma import addressable
+from warpbus.kernels.ops.split_k import partial_sums, reduce
+from warpbus.kernels.ops.tiles_sm80 import cheapest, clocks
 from warpbus.kernels.units import unit
 
-_PARAMETERS = "PPPPPPPiiiiiiiqi"  # of sm80_wna16
+_PARAMETERS = Parameters(
+    "const ELEMENT* x, const uint4* codes, const ELEMENT* scales, const ELEMENT* zeros, const ELEMENT* bias, "
+    "ELEMENT* out, float* partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride, "
+    "long long out_stride, int k_per_split"
+)
 _STAGES = 3  # kStages in sm80_wna16.cu
-_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
-_CHUNK = 8  # elements in 16 bytes
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
 _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
-class Tiling:
+class Wna16Sm80Tiling:
     """How sm80_wna16.cu divides a product.
 
     Attributes:
@@ -76,15 +81,14 @@ class Tiling:
 
 
 # In the large one two warps dequantize each weight, for 64 rows of x each; in the others one does, for all rows.
-LARGE = Tiling(128, 128, 64, 64, resident=2, efficiency=0.85)
-MEDIUM = Tiling(64, 128, 64, 32, resident=3, efficiency=0.7)
-SMALL = Tiling(32, 128, 32, 32, resident=4, efficiency=0.45)
+LARGE = Wna16Sm80Tiling(128, 128, 64, 64, resident=2, efficiency=0.85)
+MEDIUM = Wna16Sm80Tiling(64, 128, 64, 32, resident=3, efficiency=0.7)
+SMALL = Wna16Sm80Tiling(32, 128, 32, 32, resident=4, efficiency=0.45)
 TILINGS = (LARGE, MEDIUM, SMALL)
 
 _KERNELS = {
     (tiling, dtype, bits): tiling.kernel(dtype, bits) for tiling, dtype, bits in product(TILINGS, HALVES, (4, 8))
 }
-_REDUCE = per_dtype("gemm/split_k_reduce.cu", "split_k_reduce", "PPPiiiqi", HALVES)
 
 
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
@@ -104,42 +108,36 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) 
     x = addressable(x)
     tiling, part = plan(m, n, k, weight.bits, multiprocessors(x.device), shared_memory(x.device))
     splits = blocks((max(k, 1), part))
-    columns = blocks((n, _CHUNK)) * _CHUNK
-    partial = torch.empty(splits, m, columns, dtype=torch.float32, device=x.device) if splits > 1 else None
+    partial = partial_sums(splits, out)
     group = weight.scheme.group_size
     _KERNELS[tiling, x.dtype, weight.bits](
         (tiling.tiles(m, n), splits),
         tiling.threads,
-        *(x, weight.codes, weight.scales, weight.zeros, bias, out, partial, m, n, k),
-        weight.scales.shape[1],
-        _WHOLE_ROW if group is None else group.bit_length() - 1,
-        weight.scheme.middle_code,
-        *(x.stride(0) if m > 1 else 0, out.stride(0), part),
+        x=x,
+        codes=weight.codes,
+        scales=weight.scales,
+        zeros=weight.zeros,
+        bias=bias,
+        out=out,
+        partial=partial,
+        m=m,
+        n=n,
+        k=k,
+        groups=weight.scales.shape[1],
+        group_shift=_WHOLE_ROW if group is None else group.bit_length() - 1,
+        middle=weight.scheme.middle_code,
+        x_stride=x.stride(0) if m > 1 else 0,
+        out_stride=out.stride(0),
+        k_per_split=part,
         shared=tiling.shared(weight.bits),
         dependent=True,
     )
-    if partial is not None:
-        grid = blocks((m * columns // _CHUNK, _REDUCE_BLOCK))
-        _REDUCE[x.dtype](grid, _REDUCE_BLOCK, partial, bias, out, splits, m, n, out.stride(0), 0)
-
-
-# The model of `plan`, in clocks of a multiprocessor. The rates are an A100's; what matters is how they compare.
-_PRODUCTS = 1024  # multiplications and additions a clock
-_BYTES = 40  # from L2 a clock, while all multiprocessors read
-_MEMORY = 10  # from and to global memory a clock
-_LATENCY = 800  # from a copy's start until it is there
-_START = 2000  # of a block: the first tiles, and the results
-_LAUNCH = 4000  # of split_k_reduce
-_LEAST_PART = 256  # of k, below which splitting is not considered
-_MOST_SPLITS = 32
+    reduce(partial, bias, out)
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory: int) -> tuple[Tiling, int]:
-    """The tiling of least expected time, and how much of k a block sums.
-
-    Splitting k gives work to multiprocessors that would have none, where the product has few tiles; it costs a second
-    kernel, which reads all partial sums.
+def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory: int) -> tuple[Wna16Sm80Tiling, int]:
+    """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.cheapest`.
 
     Args:
         shared_memory: bytes of a multiprocessor.
@@ -147,24 +145,22 @@ def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory:
     Returns:
         A tiling of `TILINGS`, and a multiple of 64.
     """
-    choices = []
-    for tiling in TILINGS:
-        for splits in range(1, max(1, min(_MOST_SPLITS, k // _LEAST_PART)) + 1):
-            part = blocks((max(k, 1), splits * TILE_COLUMNS)) * TILE_COLUMNS
-            resident = tiling.resident_within(bits, shared_memory)
-            choices.append((_clocks(m, n, k, bits, multiprocessors, tiling, resident, part), tiling, part))
-    _, tiling, part = min(choices, key=lambda choice: choice[0])
-    return tiling, part
 
+    def cost(tiling: Wna16Sm80Tiling, part: int) -> float:
+        return clocks(
+            m=m,
+            n=n,
+            k=k,
+            part=part,
+            step=TILE_COLUMNS,
+            tiles=tiling.tiles(m, n),
+            tile=tiling.tile_m * tiling.tile_n,
+            efficiency=tiling.efficiency,
+            stages=_STAGES,
+            resident=tiling.resident_within(bits, shared_memory),
+            multiprocessors=multiprocessors,
+            bytes_per_k=2 * min(m, tiling.tile_m) + min(n, tiling.tile_n) * bits / 8,
+            weight_bytes=n * k * bits / 8,
+        )
 
-def _clocks(m: int, n: int, k: int, bits: int, multiprocessors: int, tiling: Tiling, resident: int, part: int) -> float:
-    """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
-    splits = blocks((max(k, 1), part))
-    share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
-    rounds = blocks((share, resident))
-    computing = share * part * tiling.tile_m * tiling.tile_n / (_PRODUCTS * tiling.efficiency)
-    reading = share * part * (2 * min(m, tiling.tile_m) + min(n, tiling.tile_n) * bits / 8) / _BYTES
-    loading = n * k * bits / 8 / (_MEMORY * multiprocessors)
-    waiting = rounds * part / TILE_COLUMNS * _LATENCY / (_STAGES - 1)
-    combining = _LAUNCH + 2 * 4 * splits * m * n / (_MEMORY * multiprocessors) if splits > 1 else 0
-    return max(computing, reading, loading, waiting) + rounds * _START + combining
+    return cheapest(TILINGS, k, lambda tiling: TILE_COLUMNS, cost)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from tile_errors import assert_close_everywhere
 
-from warpbus.kernels.ops import wna16_mma
+from warpbus.kernels.ops import wna16_sm80
 from warpbus.kernels.ops.packed import pack
 from warpbus.qtensor import QTensor, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 DTYPES = [torch.float16, torch.bfloat16]
-TILINGS = {"large": wna16_mma.LARGE, "medium": wna16_mma.MEDIUM, "small": wna16_mma.SMALL}
+TILINGS = {"large": wna16_sm80.LARGE, "medium": wna16_sm80.MEDIUM, "small": wna16_sm80.SMALL}
 ODD_SIZES = [
     (1, 1, 1),
     (7, 17, 63),
@@ -77,7 +77,7 @@ def force(monkeypatch, tiling, part=None):
     def plan(m, n, k, bits, multiprocessors, shared_memory):
         return tiling, part or max(-(-k // 64), 1) * 64
 
-    monkeypatch.setattr(wna16_mma, "plan", plan)
+    monkeypatch.setattr(wna16_sm80, "plan", plan)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +89,7 @@ def test_tilings(monkeypatch, name, scheme, dtype):
         weight, x = quantized(scheme, n, k), activations(m, k, dtype)
         bias = torch.randn(n, device="cuda").to(dtype) if spare % 2 else None
         out, whole = poisoned(m, n, dtype, spare)
-        wna16_mma.multiply(x, pack(weight, dtype), bias, out)
+        wna16_sm80.multiply(x, pack(weight, dtype), bias, out)
         check(out, product(x, weight, bias), k)
         assert torch.isnan(whole[:, n:]).all()
 
@@ -106,7 +106,7 @@ def test_groups(monkeypatch, name, scheme, dtype):
             k = groups * Scheme.parse(scheme).group_size
             weight, x = quantized(scheme, n, k), activations(m, k, dtype)
             out, _ = poisoned(m, n, dtype)
-            wna16_mma.multiply(x, pack(weight, dtype), None, out)
+            wna16_sm80.multiply(x, pack(weight, dtype), None, out)
             check(out, product(x, weight), k)
 
 
@@ -116,7 +116,7 @@ def test_pipelines_of_every_length(monkeypatch, name, k):
     force(monkeypatch, TILINGS[name])
     weight, x = quantized("w4a16", 264, k), activations(130, k, torch.float16)
     out, _ = poisoned(130, 264, torch.float16)
-    wna16_mma.multiply(x, pack(weight, torch.float16), None, out)
+    wna16_sm80.multiply(x, pack(weight, torch.float16), None, out)
     check(out, product(x, weight), k)
 
 
@@ -131,7 +131,7 @@ def test_split_k_gives_the_same_bits_every_time(monkeypatch, name, size, scheme)
     results = []
     for _ in range(3):
         out, whole = poisoned(m, n, torch.float16, 3)
-        wna16_mma.multiply(x, packed, bias, out)
+        wna16_sm80.multiply(x, packed, bias, out)
         assert torch.isnan(whole[:, n:]).all()
         results.append(out)
     check(results[0], product(x, weight, bias), k)
@@ -146,7 +146,7 @@ def test_glm_shapes_as_planned(n, k, m, dtype):
     scheme = "w4a16-g128" if k % 128 == 0 else "w4a16-g32"
     weight, x = quantized(scheme, n, k), torch.randn(m, k, device="cuda").to(dtype)
     out, _ = poisoned(m, n, dtype)
-    wna16_mma.multiply(x, pack(weight, dtype), None, out)
+    wna16_sm80.multiply(x, pack(weight, dtype), None, out)
     check(out, product(x, weight), k)
 
 
@@ -156,7 +156,7 @@ def test_as_planned(size, aligned):
     m, n, k = size
     weight, x = quantized("w4a16-asym", n, k), activations(m, k, torch.float16, aligned)
     out, whole = poisoned(m, n, torch.float16, 5)
-    wna16_mma.multiply(x, pack(weight, torch.float16), None, out)
+    wna16_sm80.multiply(x, pack(weight, torch.float16), None, out)
     check(out, product(x, weight), k)
     assert torch.isnan(whole[:, n:]).all()
 
@@ -170,7 +170,7 @@ def test_one_row_for_all_and_rows_that_are_columns():
         torch.randn(100, 512, device="cuda").half()[:, ::2],
     ):
         out, _ = poisoned(x.shape[0], 72, torch.float16)
-        wna16_mma.multiply(x, packed, None, out)
+        wna16_sm80.multiply(x, packed, None, out)
         check(out, product(x, weight), 256)
 
 
@@ -179,7 +179,7 @@ def test_nan_and_infinity_stay_in_their_rows():
     x[3, 5] = float("nan")
     x[100, 7] = float("inf")
     out, _ = poisoned(200, 200, torch.float16)
-    wna16_mma.multiply(x, pack(weight, torch.float16), None, out)
+    wna16_sm80.multiply(x, pack(weight, torch.float16), None, out)
     assert torch.isnan(out[3]).all()
     column = weight.dequantize(torch.float16)[:, 7]
     assert torch.equal(torch.isinf(out[100]), column != 0)
@@ -196,13 +196,13 @@ def test_in_a_graph_and_on_a_second_stream(size):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        wna16_mma.multiply(x, packed, None, out)
+        wna16_sm80.multiply(x, packed, None, out)
     stream.synchronize()
     check(out, product(x, weight), k)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        wna16_mma.multiply(x, packed, None, out)
+        wna16_sm80.multiply(x, packed, None, out)
     for _ in range(2):
         x.copy_(torch.randn(m, k, device="cuda"))
         out.fill_(float("nan"))
@@ -217,6 +217,6 @@ def test_one_product_after_another_without_a_pause():
     x = torch.randn(100, 256, device="cuda").half()
     chain = [x, *(poisoned(100, 256, torch.float16)[0] for _ in range(20))]
     for before, after in itertools.pairwise(chain):
-        wna16_mma.multiply(before, packed, None, after)
+        wna16_sm80.multiply(before, packed, None, after)
     for before, after in itertools.pairwise(chain):
         check(after, before.double() @ dense.double().T, 256)

@@ -10,13 +10,20 @@ from torch import Tensor
 
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
+from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
-from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.units import unit
 
+_PARAMETERS = Parameters(
+    "Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags, int symmetric, Problem p",
+    Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out",
+    Problem="int m, int n, int k, int chunks, int shift, int middle, int scale_words, int group, int waves, "
+    "int direct, int splits",
+)
 _NO_MAP = bytes(128)
 _FULL_ENOUGH = 0.9
 _HANDING_ON = 7  # blocks of k of a tile that take as long as to leave it for another and to add it up there, measured
@@ -25,7 +32,7 @@ _MOST_SPLITS = 8  # the largest cluster that every GPU with clusters can run
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Wna16Sm90Tiling:
     """How `wna16/sm90_wna16.cu` cuts a product.
 
     Attributes:
@@ -60,18 +67,18 @@ class Tiling:
 
 # From the smallest tile to the largest.
 TILINGS = (
-    Tiling(16, 3, {4: 18, 8: 12}),
-    Tiling(32, 3, {4: 14, 8: 10}),
-    Tiling(64, 2, {4: 12, 8: 10}),
-    Tiling(64, 3, {4: 12, 8: 9}),
-    Tiling(128, 2, {4: 8, 8: 7}),
-    Tiling(128, 3, {4: 8, 8: 6}),
-    Tiling(256, 2, {4: 5, 8: 4}),
+    Wna16Sm90Tiling(16, 3, {4: 18, 8: 12}),
+    Wna16Sm90Tiling(32, 3, {4: 14, 8: 10}),
+    Wna16Sm90Tiling(64, 2, {4: 12, 8: 10}),
+    Wna16Sm90Tiling(64, 3, {4: 12, 8: 9}),
+    Wna16Sm90Tiling(128, 2, {4: 8, 8: 7}),
+    Wna16Sm90Tiling(128, 3, {4: 8, 8: 6}),
+    Wna16Sm90Tiling(256, 2, {4: 5, 8: 4}),
 )
 
 
 @dataclass(frozen=True)
-class Plan:
+class Wna16Sm90Plan:
     """How a product is shared out.
 
     Attributes:
@@ -80,11 +87,13 @@ class Plan:
             clusters, and blocks take whole tiles and equal runs of what is left.
     """
 
-    tiling: Tiling
+    tiling: Wna16Sm90Tiling
     splits: int = 1
 
 
-def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, plan: Plan | None = None) -> None:
+def multiply(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, plan: Wna16Sm90Plan | None = None
+) -> None:
     """`out = x @ weight.T + bias` on an sm_90a GPU.
 
     Args:
@@ -109,13 +118,6 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     codes = weight.codes.view(rows, -1)
     direct = not fits(out)
     box = min(tiling.tokens, 64) if plan.splits == 1 else 16
-    maps = (
-        tile_maps(x, tiling.tokens, TILE_COLUMNS),
-        tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
-        scale_map(_words(weight.scales)),
-        _NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
-        _NO_MAP if direct else tensor_map(out, box, 64),
-    )
     tiles = blocks((m, tiling.tokens), (n, tiling.rows))
     if plan.splits == 1:
         grid = min(processors, tiles * chunks)
@@ -127,14 +129,27 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
     tiling.kernel(x.dtype, bits)(
         grid,
         tiling.threads,
-        *(b"".join(maps), bias, out, partials, counters(x.device, grid * tiling.consumers) if handed_on else None),
-        *(int(weight.zeros is None), m, n, k, chunks),
-        *(
-            31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
-            weight.scheme.middle_code,
-            scale_words,
-        ),
-        *(max(_GROUP // tiling.tokens, 1), waves, int(direct), plan.splits),
+        map_x=tile_maps(x, tiling.tokens, TILE_COLUMNS),
+        map_codes=tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
+        map_scales=scale_map(_words(weight.scales)),
+        map_zeros=_NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
+        map_out=_NO_MAP if direct else tensor_map(out, box, 64),
+        bias=bias,
+        out=out,
+        partials=partials,
+        flags=counters(x.device, grid * tiling.consumers) if handed_on else None,
+        symmetric=weight.zeros is None,
+        m=m,
+        n=n,
+        k=k,
+        chunks=chunks,
+        shift=31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
+        middle=weight.scheme.middle_code,
+        scale_words=scale_words,
+        group=max(_GROUP // tiling.tokens, 1),
+        waves=waves,
+        direct=direct,
+        splits=plan.splits,
         shared=tiling.shared(bits),
         cluster=plan.splits,
         dependent=True,
@@ -142,14 +157,14 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, 
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(m: int, n: int, k: int, processors: int, device: int, dtype: torch.dtype, bits: int) -> Plan:
-    def resident(tiling: Tiling, splits: int) -> int:
+def _chosen(m: int, n: int, k: int, processors: int, device: int, dtype: torch.dtype, bits: int) -> Wna16Sm90Plan:
+    def resident(tiling: Wna16Sm90Tiling, splits: int) -> int:
         return tiling.kernel(dtype, bits).resident_clusters(device, tiling.threads, tiling.shared(bits), splits)
 
     return choose(m, n, k, processors, resident)
 
 
-def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Tiling, int], int]) -> Plan:
+def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Wna16Sm90Tiling, int], int]) -> Wna16Sm90Plan:
     """The plan for m rows of x and n rows of the weight.
 
     Up to 256 rows a tiling that holds them all: the larger of two if there is such a tile for each multiprocessor; else
@@ -162,15 +177,17 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Tiling, 
     least, few, short, tall, low, high, wide = TILINGS
     chunks = blocks((k, TILE_COLUMNS))
 
-    def tiles(tiling: Tiling) -> int:
+    def tiles(tiling: Wna16Sm90Tiling) -> int:
         return blocks((m, tiling.tokens), (n, tiling.rows))
 
-    def shared(tiling: Tiling) -> Plan:
+    def shared(tiling: Wna16Sm90Tiling) -> Wna16Sm90Plan:
         """Clusters of as many blocks as can be, all of them resident."""
         most = min(_MOST_SPLITS, processors // tiles(tiling), chunks)
-        return Plan(tiling, next((each for each in range(most, 1, -1) if resident(tiling, each) >= tiles(tiling)), 1))
+        return Wna16Sm90Plan(
+            tiling, next((each for each in range(most, 1, -1) if resident(tiling, each) >= tiles(tiling)), 1)
+        )
 
-    def work(plan: Plan) -> float:
+    def work(plan: Wna16Sm90Plan) -> float:
         """Of a block, in products."""
         if plan.splits > 1:
             mine: float = blocks((chunks, plan.splits))
@@ -181,10 +198,10 @@ def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Tiling, 
     for smaller, larger in ((least, least), (few, few), (short, tall), (low, high), (high, wide)):
         if m <= larger.tokens:
             if blocks((n, larger.rows)) >= processors:
-                return Plan(larger)
-            return min(Plan(smaller), shared(smaller), shared(larger), key=work)
+                return Wna16Sm90Plan(larger)
+            return min(Wna16Sm90Plan(smaller), shared(smaller), shared(larger), key=work)
     padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]
-    return Plan(low if padded[0] < 0.9 * padded[1] else wide)
+    return Wna16Sm90Plan(low if padded[0] < 0.9 * padded[1] else wide)
 
 
 def _waves(tiles: int, grid: int) -> int:
@@ -215,7 +232,7 @@ def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: 
         CONSUMERS=consumers,
         STAGES=stages,
     )
-    return declared.kernel("sm90_wna16", "768sPPPPiiiiiiiiiiii")
+    return declared.kernel("sm90_wna16", _PARAMETERS)
 
 
 for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):

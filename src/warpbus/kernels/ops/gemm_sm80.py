@@ -12,16 +12,21 @@ from torch import Tensor
 
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks, per_dtype
+from warpbus.kernels.ops.split_k import partial_sums, reduce
+from warpbus.kernels.ops.tiles_sm80 import cheapest, clocks
 from warpbus.kernels.units import unit
 
-_PARAMETERS = "PPPPPiiiqqqii"  # of sm80_hgemm
-_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
+_PARAMETERS = Parameters(
+    "const ELEMENT* a, const ELEMENT* b, const ELEMENT* bias, ELEMENT* out, float* partial, int m, int n, "
+    "int k, long long a_stride, long long b_stride, long long out_stride, int k_per_split, int activation"
+)
 _CHUNK = 8  # elements in 16 bytes
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
-class Tiling:
+class GemmSm80Tiling:
     """How sm80_hgemm.cu divides a product.
 
     Attributes:
@@ -77,17 +82,17 @@ class Tiling:
         ).kernel("sm80_hgemm", _PARAMETERS)
 
 
-WIDE = Tiling(128, 256, 32, 64, 64, stages=3, resident=1, efficiency=0.95)
-SQUARE = Tiling(128, 128, 32, 64, 64, stages=3)
-SMALL = Tiling(64, 64, 64, 32, 32, stages=3, efficiency=0.7)
-UNALIGNED = Tiling(128, 128, 32, 64, 32, stages=2, align=1, resident=1, efficiency=0.3)
+WIDE = GemmSm80Tiling(128, 256, 32, 64, 64, stages=3, resident=1, efficiency=0.95)
+SQUARE = GemmSm80Tiling(128, 128, 32, 64, 64, stages=3)
+SMALL = GemmSm80Tiling(64, 64, 64, 32, 32, stages=3, efficiency=0.7)
+UNALIGNED = GemmSm80Tiling(128, 128, 32, 64, 32, stages=2, align=1, resident=1, efficiency=0.3)
 
 
-def _ladder(stages: int, swizzle: int) -> tuple[Tiling, Tiling]:
+def _ladder(stages: int, swizzle: int) -> tuple[GemmSm80Tiling, GemmSm80Tiling]:
     """A rung for aligned and for other operands."""
     return (
-        Tiling(128, 128, 32, 64, 64, stages=stages, swizzle=swizzle),
-        Tiling(128, 128, 32, 64, 32, stages=stages, swizzle=swizzle, align=1, resident=1),
+        GemmSm80Tiling(128, 128, 32, 64, 64, stages=stages, swizzle=swizzle),
+        GemmSm80Tiling(128, 128, 32, 64, 32, stages=stages, swizzle=swizzle, align=1, resident=1),
     )
 
 
@@ -98,8 +103,18 @@ RUNGS = {
     "mma_swizzle": _ladder(4, 8),
 }
 _SINGLE_STAGE = {
-    "mma_naive": per_dtype("ladder/mma_naive.cu", "mma_naive", "PPPiiii", HALVES),
-    "mma_permuted": per_dtype("ladder/mma_permuted.cu", "mma_permuted", "PPPiiii", HALVES),
+    "mma_naive": per_dtype(
+        "ladder/mma_naive.cu",
+        "mma_naive",
+        "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, int m, int n, int k, int aligned",
+        HALVES,
+    ),
+    "mma_permuted": per_dtype(
+        "ladder/mma_permuted.cu",
+        "mma_permuted",
+        "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, int m, int n, int k, int aligned",
+        HALVES,
+    ),
 }
 _SINGLE_STAGE_TILE = 128  # kTileM, kTileN and kThreads in mma_tile.cuh
 _RUNG_KERNELS = {
@@ -116,7 +131,6 @@ _KERNELS = {
     )
     if not (tiling is WIDE and layout_a == layout_b == "column")
 }
-_REDUCE = per_dtype("gemm/split_k_reduce.cu", "split_k_reduce", "PPPiiiqi", HALVES)
 
 
 def launch(a: Tensor, b: Tensor, out: Tensor, rung: str) -> None:
@@ -129,11 +143,27 @@ def launch(a: Tensor, b: Tensor, out: Tensor, rung: str) -> None:
     (m, n), k = out.shape, a.shape[1]
     if rung in _SINGLE_STAGE:
         grid = blocks((m, _SINGLE_STAGE_TILE), (n, _SINGLE_STAGE_TILE))
-        _SINGLE_STAGE[rung][a.dtype](grid, _SINGLE_STAGE_TILE, a, b, out, m, n, k, int(aligned(a, b)))
+        kernel = _SINGLE_STAGE[rung][a.dtype]
+        kernel(grid, _SINGLE_STAGE_TILE, a=a, b=b, out=out, m=m, n=n, k=k, aligned=aligned(a, b))
         return
     tiling = RUNGS[rung][0 if aligned(a, b) else 1]
     _RUNG_KERNELS[tiling, a.dtype](
-        tiling.tiles(m, n), tiling.threads, a, b, None, out, None, m, n, k, k, n, n, k, 0, shared=tiling.shared
+        tiling.tiles(m, n),
+        tiling.threads,
+        a=a,
+        b=b,
+        bias=None,
+        out=out,
+        partial=None,
+        m=m,
+        n=n,
+        k=k,
+        a_stride=k,
+        b_stride=n,
+        out_stride=n,
+        k_per_split=k,
+        activation=0,
+        shared=tiling.shared,
     )
 
 
@@ -151,23 +181,31 @@ def sm80_gemm(a: Tensor, b: Tensor, bias: Tensor | None, activation: int, out: T
         return
     layout_a, stride_a, aligned_a = _layout(a)
     layout_b, stride_b, aligned_b = _layout(b)
-    tilings: tuple[Tiling, ...] = (UNALIGNED,)
+    tilings: tuple[GemmSm80Tiling, ...] = (UNALIGNED,)
     if aligned_a and aligned_b:
         tilings = (SQUARE, SMALL) if layout_a == layout_b == "column" else (WIDE, SQUARE, SMALL)
     tiling, part = plan(m, n, k, multiprocessors(a.device), tilings)
     splits = blocks((max(k, 1), part))
-    columns = -(-n // _CHUNK) * _CHUNK
-    partial = torch.empty(splits, m, columns, dtype=torch.float32, device=a.device) if splits > 1 else None
+    partial = partial_sums(splits, out)
     _KERNELS[tiling, a.dtype, layout_a, layout_b](
         (tiling.tiles(m, n), splits),
         tiling.threads,
-        *(a, b, bias, out, partial),
-        *(m, n, k, stride_a, stride_b, out.stride(0), part, activation),
+        a=a,
+        b=b,
+        bias=bias,
+        out=out,
+        partial=partial,
+        m=m,
+        n=n,
+        k=k,
+        a_stride=stride_a,
+        b_stride=stride_b,
+        out_stride=out.stride(0),
+        k_per_split=part,
+        activation=activation,
         shared=tiling.shared,
     )
-    if partial is not None:
-        grid = blocks((m * columns // _CHUNK, _REDUCE_BLOCK))
-        _REDUCE[a.dtype](grid, _REDUCE_BLOCK, partial, bias, out, splits, m, n, out.stride(0), activation)
+    reduce(partial, bias, out, activation)
 
 
 def _layout(matrix: Tensor) -> tuple[str, int, bool]:
@@ -186,42 +224,30 @@ def _layout(matrix: Tensor) -> tuple[str, int, bool]:
     return next((view for view in views if view[2]), views[0])
 
 
-# The model of `plan`, in clocks of a multiprocessor. The rates are an A100's; what matters is how they compare.
-_PRODUCTS = 1024  # multiplications and additions a clock
-_BYTES = 40  # from L2 a clock, while all multiprocessors read
-_MEMORY = 10  # from and to global memory a clock
-_LATENCY = 800  # from a copy's start until it is there
-_START = 2000  # of a block: the first tiles, and the results
-_LAUNCH = 4000  # of split_k_reduce
-_LEAST_PART = 256  # of k, below which splitting is not considered
-
-
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, multiprocessors: int, tilings: tuple[Tiling, ...]) -> tuple[Tiling, int]:
-    """The tiling of least expected time, and how much of k a block sums.
-
-    Splitting k gives work to multiprocessors that would have none, where the product has few tiles; it costs a second
-    kernel, which reads all partial sums.
+def plan(
+    m: int, n: int, k: int, multiprocessors: int, tilings: tuple[GemmSm80Tiling, ...]
+) -> tuple[GemmSm80Tiling, int]:
+    """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.cheapest`.
 
     Returns:
         A tiling of `tilings`, and a multiple of its `tile_k`.
     """
-    choices = []
-    for tiling in tilings:
-        for splits in range(1, max(1, min(32, k // _LEAST_PART)) + 1):
-            part = blocks((max(k, 1), splits * tiling.tile_k)) * tiling.tile_k
-            choices.append((_clocks(m, n, k, multiprocessors, tiling, part), tiling, part))
-    _, tiling, part = min(choices, key=lambda choice: choice[0])
-    return tiling, part
 
+    def cost(tiling: GemmSm80Tiling, part: int) -> float:
+        return clocks(
+            m=m,
+            n=n,
+            k=k,
+            part=part,
+            step=tiling.tile_k,
+            tiles=tiling.tiles(m, n),
+            tile=tiling.tile_m * tiling.tile_n,
+            efficiency=tiling.efficiency,
+            stages=tiling.stages,
+            resident=tiling.resident,
+            multiprocessors=multiprocessors,
+            bytes_per_k=2 * (min(m, tiling.tile_m) + min(n, tiling.tile_n)),
+        )
 
-def _clocks(m: int, n: int, k: int, multiprocessors: int, tiling: Tiling, part: int) -> float:
-    """What a product is expected to take: a multiprocessor computes, reads or waits, and the slowest decides."""
-    splits = blocks((max(k, 1), part))
-    share = blocks((tiling.tiles(m, n) * splits, multiprocessors))
-    rounds = blocks((share, tiling.resident))
-    computing = share * part * tiling.tile_m * tiling.tile_n / (_PRODUCTS * tiling.efficiency)
-    reading = share * part * 2 * (min(m, tiling.tile_m) + min(n, tiling.tile_n)) / _BYTES
-    waiting = rounds * part / tiling.tile_k * _LATENCY / (tiling.stages - 1)
-    combining = _LAUNCH + 2 * 4 * splits * m * n / (_MEMORY * multiprocessors) if splits > 1 else 0
-    return max(computing, reading, waiting) + rounds * _START + combining
+    return cheapest(tilings, k, lambda tiling: tiling.tile_k, cost)
