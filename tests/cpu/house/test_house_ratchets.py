@@ -126,8 +126,8 @@ def test_links_in_the_documents_lead_somewhere():
     assert broken == []
 
 
-def test_paths_named_in_the_tour_exist():
-    tour = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
-    named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks)/[\w./-]+)`", tour)
+def test_paths_named_in_the_architecture_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks)/[\w./-]+)`", text)
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []
