@@ -24,8 +24,8 @@ from warpbus.formats.growing import WAITING
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.cholesky import PRODUCTS
 from warpbus.quantization.algorithms.gptq import SWEEPS
-from warpbus.quantization.layerwise import COMPARED_TOKENS
 from warpbus.quantization.preflight import Plan
+from warpbus.quantization.states import COMPARED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
 
@@ -92,7 +92,7 @@ class Estimate:
         gpus: of each GPU, in the order of the ranks; empty on the CPU.
         memory: main memory of the processes of one machine, of several machines of that which has least to spare.
         disk: where the model is going to be.
-        keep: whether there is room for the inputs of each last linear layer while it is solved (see `LayerPass`).
+        keep: whether there is room for the inputs of each last matrix while it is solved (see `LayerQuantization`).
         tokens: that the model is calibrated on; 0 where nothing is calibrated.
         columns: of the widest matrix.
         seconds: of each kind of matrix product, on the device that has most to do.

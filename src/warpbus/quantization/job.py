@@ -34,14 +34,14 @@ from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.estimate import Estimate, Rates, estimate
-from warpbus.quantization.layerwise import LayerPass, embed
+from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.reading import Reading
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
-from warpbus.quantization.solving import LayerSolver
 from warpbus.quantization.sources import Sources, check_finite
+from warpbus.quantization.states import embed
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
@@ -254,34 +254,36 @@ class _Run:
         self.watch.lap("reading")
         for index, layer in enumerate(reading.layers()):
             self.watch.lap("reading")
-            through = LayerPass(layer, index, states, method.needed, group=self.group, watch=self.watch, keep=self.keep)
+            through = LayerQuantization(
+                layer,
+                index,
+                states,
+                method.needed,
+                group=self.group,
+                watch=self.watch,
+                keep=self.keep,
+                matrices=self.plan.layer(index),
+                scale_dtype=self.plan.scale_dtype,
+                damping=self.job.damping,
+                tell=self._tell,
+            )
             if index in self.finished:
                 through.skip(partial(self._restore, index, layer))
             else:
-                self._quantize_layer(index, layer, method, through)
+                self._check_layer(index)
+                through.quantize(method)
+                self._write(index, through)
 
-    def _quantize_layer(self, index: int, layer: DecoderLayer, method: Method, through: LayerPass) -> None:
-        """Quantize a layer, move the states past it, and hand it to the writer."""
-        matrices = self.plan.layer(index)
-        self._check_layer(index)
-        solver = LayerSolver(
-            layer,
-            matrices,
-            method,
-            scale_dtype=self.plan.scale_dtype,
-            damping=self.job.damping,
-            group=self.group,
-            watch=self.watch,
-            tell=self._tell,
-        )
-        through.quantize(solver)
-        if self.writer is not None and self.sources is not None:
-            tensors = kept_tensors(self.plan, index, solver.changed)
-            for linear, matrix in matrices.items():
-                tensors |= stored_tensors(self.plan, matrix, solver.quantized[linear])
-            facts = {"results": [asdict(result) for result in solver.results]}
-            self.writer.commit(layer_part(index), tensors, facts | self.sources.layer_facts(index))
-            self.watch.lap("writing")
+    def _write(self, index: int, done: LayerQuantization) -> None:
+        """Hand a layer that is quantized to the writer."""
+        if self.writer is None or self.sources is None:
+            return
+        tensors = kept_tensors(self.plan, index, done.changed)
+        for linear, matrix in self.plan.layer(index).items():
+            tensors |= stored_tensors(self.plan, matrix, done.quantized[linear])
+        facts = {"results": [asdict(result) for result in done.results]}
+        self.writer.commit(layer_part(index), tensors, facts | self.sources.layer_facts(index))
+        self.watch.lap("writing")
 
     def _restore(self, index: int, layer: DecoderLayer) -> None:
         """Put what an earlier run made of a layer in its place."""
@@ -428,7 +430,7 @@ def _rates(group: Group, plan: Plan) -> Rates | None:
 def _agreed(
     group: Group, send: Send, job: Job, plan: Plan, place: Place, rates: Rates | None
 ) -> tuple[Estimate | None, bool]:
-    """What the run needs, which the first process finds out and tells, and what follows for all: see `LayerPass`."""
+    """What the run needs, found by the first process, and whether all keep inputs: see `LayerQuantization`."""
     keep = torch.zeros(1, dtype=torch.int64, device=group.device)
     needs = None
     places = place.gathered(group)

@@ -18,7 +18,7 @@ from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization import Calibration, Progress, job, quantize
 from warpbus.quantization.algorithms import rtn
-from warpbus.quantization.layerwise import States
+from warpbus.quantization.states import States
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 

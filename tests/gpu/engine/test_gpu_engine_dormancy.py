@@ -84,7 +84,7 @@ def test_asleep_the_drivers_memory_is_free_and_awake_graphs_go_on(model):
 
     @torch.no_grad()
     def work():
-        return model.scores(layer.mlp(x, norm=layer.mlp_norm, residual=x)[:, 0])
+        return model.scores(layer.leave("mlp", x, layer.enter("mlp.inner", x, 0, None, None, None))[:, 0])
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
