@@ -126,8 +126,31 @@ def test_links_in_the_documents_lead_somewhere():
     assert broken == []
 
 
-def test_paths_named_in_the_tour_exist():
-    tour = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
-    named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks)/[\w./-]+)`", tour)
+def test_paths_named_in_the_architecture_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks)/[\w./-]+)`", text)
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_anchors_in_the_documents_exist():
+    """`page.md#section` names a heading of the page, as GitHub spells it."""
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    fences = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+    texts = {document.resolve(): fences.sub("", document.read_text("utf-8")) for document in documents}
+    headings = {
+        document: {
+            re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+            for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        }
+        for document, text in texts.items()
+    }
+    links = [
+        (document, (document.parent / (target or document.name)).resolve(), anchor)
+        for document, text in texts.items()
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", text)
+    ]
+    assert len(links) > 10
+    assert [
+        f"{document.name}: {page.name}#{anchor}" for document, page, anchor in links if anchor not in headings[page]
+    ] == []
