@@ -123,7 +123,11 @@ def kernel(loaded: ctypes.c_void_p, name: str, label: str) -> ctypes.c_void_p:
 
 
 def parameter_layout(handle: ctypes.c_void_p, label: str) -> list[tuple[int, int]] | None:
-    """Offset and size in bytes of each parameter of a kernel; None with a driver before CUDA 12.4."""
+    """Offset and size in bytes of each parameter of a kernel; None with a driver before CUDA 12.4.
+
+    Offsets count from the first parameter. The driver counts from the constant bank, in which a first parameter that is
+    aligned to 64 bytes (a tensor map) begins at 48.
+    """
     ask = getattr(library(), "cuKernelGetParamInfo", None)
     if ask is None:
         return None
@@ -132,7 +136,7 @@ def parameter_layout(handle: ctypes.c_void_p, label: str) -> list[tuple[int, int
     while True:
         status = ask(handle, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size))
         if status == _INVALID_VALUE:  # no parameter has that number
-            return found
+            return [(begin - found[0][0], nbytes) for begin, nbytes in found]
         check(status, f"{label}: parameter {len(found)}")
         found.append((offset.value, size.value))
 
