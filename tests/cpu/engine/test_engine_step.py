@@ -48,7 +48,7 @@ def graphs(monkeypatch):
     captured = []
 
     def made(most):
-        graphs = step._Graphs(torch.device("cpu"), most)
+        graphs = step._GraphCache(torch.device("cpu"), most)
         monkeypatch.setattr(graphs, "_capture", lambda work: captured.append(1) or Graph(work))
         return graphs, captured
 
