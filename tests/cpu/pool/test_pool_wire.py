@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from warpbus.errors import ProtocolError, PoolError
+from warpbus.errors import PoolError, ProtocolError
 from warpbus.pool.protocol.wire import MAX_DEPTH, MAX_ITEMS, MAX_STRING, TORCH_NAMES, decode, encode
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
