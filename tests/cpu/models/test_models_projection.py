@@ -137,7 +137,7 @@ def test_rounding_is_to_the_nearest(monkeypatch, packs):
     rounded = QuantizedLinear(placement.round_onto(weight, Scheme.parse("w8a16-g128"), "cpu", torch.float16)).weight
     error = (rounded.dequantize(torch.float32) - weight).unflatten(1, (2, 128)).abs().amax(-1)
     # The grid has one value more on one side: the largest weight of the other side may be clipped to the last value.
-    assert (error <= 1.01 * rounded.scales.float().abs() + 1e-6).all()
+    assert (error <= 1.05 * rounded.scales.float().abs() + 1e-6).all()
     assert rounded.dequantize()[3, :128].eq(0).all()
 
 
