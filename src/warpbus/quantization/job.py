@@ -9,7 +9,8 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from warpbus.cuda.devices import default_dtype
 from warpbus.cuda.energy import EnergyMeter
@@ -173,6 +175,7 @@ class _Run:
     reading: Reading | None
     method: Method | None
     results: list[LayerResult] = field(default_factory=list)
+    ends: Future[None] | None = None
 
     @classmethod
     def open(cls, group: Group, send: Send, job: Job, stack: ExitStack) -> "_Run":
@@ -225,12 +228,14 @@ class _Run:
     @torch.no_grad()
     def run(self) -> None:
         """Quantize all layers, and put the model in its place."""
-        with EnergyMeter([self.group.device]) as energy:
-            self._commit_ends()
+        with EnergyMeter([self.group.device]) as energy, ThreadPoolExecutor(1, "ends") as pool:
+            # Checking and hashing the embedding and the head takes seconds, which the first layer does not wait for.
+            self.ends = pool.submit(self._commit_ends)
             if self.job.data is None or self.method is None or self.reading is None:
                 self._round_to_nearest()
             else:
                 self._calibrate(self.job.data, self.method, self.reading)
+            self.ends.result()
         peaks, joules = self._gathered(energy.total)
         if self.writer is None:
             return  # nobody needs this process any more
@@ -276,12 +281,20 @@ class _Run:
 
     def _write(self, index: int, done: LayerQuantization) -> None:
         """Hand a layer that is quantized to the writer."""
-        if self.writer is None or self.sources is None:
+        if self.writer is None:
             return
         tensors = kept_tensors(self.plan, index, done.changed)
         for linear, matrix in self.plan.layer(index).items():
             tensors |= stored_tensors(self.plan, matrix, done.quantized[linear])
-        facts = {"results": [asdict(result) for result in done.results]}
+        self._commit_layer(index, tensors, done.results)
+
+    def _commit_layer(self, index: int, tensors: Mapping[str, Tensor], results: Sequence[LayerResult]) -> None:
+        """Hand the tensors of a finished layer to the writer, which writes them in the background."""
+        assert self.writer is not None
+        assert self.sources is not None
+        assert self.ends is not None
+        self.ends.result()  # no layer is kept of a model that is refused
+        facts = {"results": [asdict(result) for result in results]}
         self.writer.commit(layer_part(index), tensors, facts | self.sources.layer_facts(index))
         self.watch.lap("writing")
 
@@ -304,7 +317,7 @@ class _Run:
 
     def _round_to_nearest(self) -> None:
         """Each tensor of the checkpoint by itself: rows do not depend on each other. One process does it."""
-        if self.writer is None or self.sources is None:
+        if self.writer is None:
             return
         for index in range(self.plan.config.num_layers):
             if index in self.finished:
@@ -327,9 +340,7 @@ class _Run:
                 error, seconds = relative(lost, total), time.perf_counter() - started
                 results.append(LayerResult(index, matrix.linear, str(matrix.scheme), error, seconds))
                 self._tell(results[-1])
-            facts = {"results": [asdict(result) for result in results]}
-            self.writer.commit(layer_part(index), tensors, facts | self.sources.layer_facts(index))
-            self.watch.lap("writing")
+            self._commit_layer(index, tensors, results)
 
     def _commit_ends(self) -> None:
         """What is outside of the layers, as it is."""
