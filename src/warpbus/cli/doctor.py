@@ -32,7 +32,7 @@ EXTRAS = {
     "test": (
         "make test",
         (
-            *("pytest", "hypothesis", "transformers", "huggingface-hub", "compressed-tensors", "psutil"),
+            *("pytest", "hypothesis", "transformers", "compressed-tensors", "psutil"),
             *("scikit-learn", "openai", "httpx", "schemathesis", "jsonschema", "playwright", "trustme"),
         ),
     ),

@@ -30,10 +30,12 @@ from warpbus.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 MAX_DIMENSIONS = 64
-MAPPED_BYTES = 2**28
+MAPPED_BYTES = 2**25
 """Bytes of tensors that are read through one map of their file."""
-CHUNK_BYTES = 2**22
-"""Bytes that `Entry.chunks` reads at a time."""
+COPIED_BYTES = 2**16
+"""Tensors of up to so many bytes are copied, so that a norm that is kept does not keep a whole map."""
+CHUNK_BYTES = 2**20
+"""Bytes that `Entry.chunks` reads at a time. The heap keeps larger ones, once for each thread that hashes."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -78,6 +80,8 @@ class MappedFile:
                 self._read = 0
             self._read += nbytes
             tensor: Tensor = mapped.get_tensor(name)
+            if nbytes <= COPIED_BYTES:
+                tensor = tensor.clone()
         except OSError as error:
             raise _unreadable(self.path, error) from error
         except SafetensorError as error:

@@ -229,8 +229,11 @@ class _Run:
     def run(self) -> None:
         """Quantize all layers, and put the model in its place."""
         with EnergyMeter([self.group.device]) as energy, ThreadPoolExecutor(1, "ends") as pool:
-            # Checking and hashing the embedding and the head takes seconds, which the first layer does not wait for.
+            # Checking and hashing the embedding and the head takes seconds, which a GPU does not wait for. Where the
+            # CPU computes, it would only take memory beside the first layer.
             self.ends = pool.submit(self._commit_ends)
+            if self.group.device.type == "cpu":
+                self.ends.result()
             if self.job.data is None or self.method is None or self.reading is None:
                 self._round_to_nearest()
             else:

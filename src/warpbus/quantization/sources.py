@@ -17,7 +17,6 @@ import torch
 
 from warpbus.errors import NumericError, UsageError
 from warpbus.formats import Checkpoint, FinishedParts
-from warpbus.kernels.reference.grid import SLICE_WEIGHTS
 from warpbus.models import tensor_map
 from warpbus.quantization.preflight import Plan
 from warpbus.quantization.written import end_parts, layer_part
@@ -141,13 +140,13 @@ def check_finite(checkpoint: Checkpoint, names: Collection[str]) -> None:
         NumericError: names the tensor.
     """
     for name in names:
-        tensor = checkpoint.tensor(name)
-        if not tensor.is_floating_point():
+        dtype = checkpoint.dtype(name)
+        if not dtype.is_floating_point:
             continue
-        for piece in tensor.flatten().split(SLICE_WEIGHTS["cpu"]):
+        for chunk in checkpoint.chunks(name):  # read and not mapped: it is read again when it is written
+            numbers = torch.frombuffer(bytearray(chunk), dtype=dtype)
             # A sum is NaN or infinite if a part is; it may also overflow, so only then look closely.
-            wide = piece.float()
-            if not torch.isfinite(wide.sum()) and not torch.isfinite(wide).all():
+            if not torch.isfinite(numbers.sum(dtype=torch.float32)) and not torch.isfinite(numbers.float()).all():
                 raise NumericError(
                     f"{checkpoint.directory}: {name}: NaN or infinity among its numbers: use an undamaged checkpoint"
                 )

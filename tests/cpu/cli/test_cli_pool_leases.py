@@ -28,9 +28,10 @@ def address(tmp_path_factory):
     command = [sys.executable, "-m", "warpbus", "pool", "serve", "--port", "0", "--name", "mill", "--spare", "0"]
     command += ["--directory", str(directory), "--cpu-memory", "1GB"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    line = process.stderr.readline()
-    found = re.search(r"warpbus://\S+", line)
-    assert found, line
+    lines: list[str] = []
+    while not (found := re.search(r"warpbus://\S+", "".join(lines))):  # a warning that all are admins comes first
+        lines.append(process.stderr.readline())
+        assert lines[-1], lines
     yield found[0]
     process.send_signal(signal.SIGTERM)
     assert process.wait(90) == 0

@@ -418,7 +418,7 @@ def answered(engine, all_wanted, together):
     ahead=st.booleans(),
     together=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None)
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None)
 def test_whatever_happens_to_some_the_others_get_the_same_tokens(model, adapters, everything, options, ahead, together):
     def engine():
         fresh = Engine(model, adapters=adapters, max_model_len=4 * BLOCK, **options)

@@ -405,13 +405,13 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path, model: Path, algori
 
 def test_inputs_that_are_no_numbers_are_named(tmp_path: Path, model: Path) -> None:
     def spoil(tensors: dict[str, Tensor]) -> None:
-        tensors["model.layers.1.input_layernorm.weight"][:] = float("inf")
+        tensors["model.layers.1.input_layernorm.weight"][:] = 3e38  # a number, but its products are none
 
     broken = rewrite(model, tmp_path / "broken", spoil)
     for algorithm, scheme in (("gptq", "w8a16"), ("awq", "w8a16"), ("smoothquant", "w8a8-fp8")):
         with pytest.raises(NumericError, match=r"^layers\.1\.attention\.qkv: NaN or infinity"):
-            quantize(broken, tmp_path / "out", algorithm=algorithm, calibration=SEQUENCES, scheme=scheme)
-        assert not (tmp_path / "out").exists()
+            quantize(broken, tmp_path / algorithm, algorithm=algorithm, calibration=SEQUENCES, scheme=scheme)
+        assert not (tmp_path / algorithm).exists()
 
 
 @pytest.mark.filterwarnings("ignore")
