@@ -26,7 +26,7 @@ _ROUNDS, _QUICK_ROUNDS = 5, 2
 
 
 @dataclass(frozen=True)
-class Work:
+class ParallelBenchOptions:
     """What is decoded, and by how many.
 
     Attributes:
@@ -44,7 +44,7 @@ class Work:
     tokens: int | None = None
 
 
-def parallel_benchmark(work: Work, progress: Progress = lambda what, done, total: None) -> Benchmark:
+def parallel_benchmark(work: ParallelBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
     """The benchmark of some work; `progress` is told of each number of GPUs."""
     return Benchmark(
         "parallel",
@@ -55,7 +55,7 @@ def parallel_benchmark(work: Work, progress: Progress = lambda what, done, total
     )
 
 
-def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
+def _cases(run: Run, work: ParallelBenchOptions, progress: Progress) -> list[Task]:
     shapes = {**SHAPES, SMALL: SMALL_SHAPE}
     shape = work.shape or ("glm-4-9b" if run.on_gpu else SMALL)
     if shape not in shapes:

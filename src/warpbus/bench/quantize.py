@@ -31,7 +31,7 @@ _SHORTEST = 1e-6  # seconds: a record holds no zero
 
 
 @dataclass(frozen=True)
-class Work:
+class QuantizeBenchOptions:
     """What is quantized, and how often.
 
     Attributes:
@@ -54,7 +54,7 @@ class Work:
     directory: Path | None = None
 
 
-def quantize_benchmark(work: Work, progress: Progress = lambda what, done, total: None) -> Benchmark:
+def quantize_benchmark(work: QuantizeBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
     """The benchmark of some work; `progress` is told of each run's matrices."""
     return Benchmark(
         "quantize",
@@ -77,7 +77,7 @@ def parse_counts(text: str, option: str = "gpus") -> tuple[int, ...]:
     return tuple(sorted(set(map(int, pieces))))
 
 
-def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
+def _cases(run: Run, work: QuantizeBenchOptions, progress: Progress) -> list[Task]:
     """One piece of work: what was written once is read by all runs, and the first one's result compared with others."""
     if work.shape not in SHAPES:
         raise UsageError(f"--shape {work.shape}: there is no such shape: choose among {', '.join(SHAPES)}")
@@ -100,7 +100,7 @@ def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
     return [partial(_measure, run, work, counts, progress)]
 
 
-def _measure(run: Run, work: Work, counts: tuple[int, ...], progress: Progress) -> list[Result]:
+def _measure(run: Run, work: QuantizeBenchOptions, counts: tuple[int, ...], progress: Progress) -> list[Result]:
     parent = Path(tempfile.gettempdir()) if work.directory is None else work.directory
     if not parent.is_dir():
         raise UsageError(f"--directory {parent}: there is no such directory: make it or name another")
@@ -136,7 +136,7 @@ def _measure(run: Run, work: Work, counts: tuple[int, ...], progress: Progress) 
                 progress=partial(progress, name),
             )
             base = timed if base is None else base
-            rows = _Rows(run, work, count, f"warpbus, {_named(run, counts[0])}", plan.config)
+            rows = _QuantizeResults(run, work, count, f"warpbus, {_named(run, counts[0])}", plan.config)
             results += rows.times(timed, base, floors.of(count), peers)
             results += rows.costs(timed, base)
             if output != first:
@@ -145,7 +145,7 @@ def _measure(run: Run, work: Work, counts: tuple[int, ...], progress: Progress) 
         return results
 
 
-def _disk_bytes(work: Work) -> int:
+def _disk_bytes(work: QuantizeBenchOptions) -> int:
     """The model, a quantized one to compare with, and the one that is being written."""
     config = SHAPES[work.shape]
     layer = config.num_parameters - (2 - config.tie_embeddings) * config.vocab_size * config.hidden_size
@@ -184,7 +184,7 @@ def _named(run: Run, count: int) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}{'s' if run.on_gpu else 'es'}"
 
 
-def _peers(run: Run, work: Work) -> list[tuple[str, str, float]]:
+def _peers(run: Run, work: QuantizeBenchOptions) -> list[tuple[str, str, float]]:
     """Seconds of others that are installed."""
     version = distribution("llmcompressor")
     if version is None:
@@ -199,7 +199,7 @@ def _peers(run: Run, work: Work) -> list[tuple[str, str, float]]:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _QuantizeResults:
     """The results of a run.
 
     Attributes:
@@ -209,7 +209,7 @@ class _Rows:
     """
 
     run: Run
-    work: Work
+    work: QuantizeBenchOptions
     count: int
     beside: str
     config: ModelConfig

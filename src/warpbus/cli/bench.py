@@ -198,10 +198,10 @@ def measure_quantize(
 ) -> None:
     """Measure the quantization of a whole model."""
     from warpbus.bench import Run
-    from warpbus.bench.quantize import Work, parse_counts, quantize_benchmark
+    from warpbus.bench.quantize import QuantizeBenchOptions, parse_counts, quantize_benchmark
     from warpbus.cuda.devices import resolve_device
 
-    work = Work(
+    work = QuantizeBenchOptions(
         shape=shape,
         layers=layers,
         counts=parse_counts(gpus) if gpus else (),
@@ -235,10 +235,10 @@ def measure_serving(
     """Measure many requests at once."""
     from warpbus.bench import Run
     from warpbus.bench.quantize import parse_counts
-    from warpbus.bench.serving import Work, parse_numbers, serving_benchmark
+    from warpbus.bench.serving import ServingBenchOptions, parse_numbers, serving_benchmark
     from warpbus.cuda.devices import resolve_device
 
-    work = Work(
+    work = ServingBenchOptions(
         shape=shape,
         scheme=scheme,
         concurrency=parse_counts(concurrency, "concurrency") if concurrency else (),
@@ -268,12 +268,12 @@ def measure_parallel(
 ) -> None:
     """Measure one sequence on several GPUs."""
     from warpbus.bench import Run
-    from warpbus.bench.parallel import Work, parallel_benchmark
+    from warpbus.bench.parallel import ParallelBenchOptions, parallel_benchmark
     from warpbus.bench.quantize import parse_counts
     from warpbus.cuda.devices import resolve_device
 
     counts = parse_counts(gpus) if gpus else ()
-    work = Work(shape=shape, layers=layers, scheme=scheme, counts=counts, tokens=tokens)
+    work = ParallelBenchOptions(shape=shape, layers=layers, scheme=scheme, counts=counts, tokens=tokens)
     settings = Run(resolve_device(device), _command(context), quick=quick)
     _measure_whole(partial(parallel_benchmark, work), settings, output, plot, as_json)
 
@@ -300,10 +300,10 @@ def measure_train(
     """Measure training."""
     from warpbus.bench import Run
     from warpbus.bench.quantize import parse_counts
-    from warpbus.bench.train import Work, train_benchmark
+    from warpbus.bench.train import TrainBenchOptions, train_benchmark
     from warpbus.cuda.devices import resolve_device
 
-    work = Work(
+    work = TrainBenchOptions(
         shape=shape,
         layers=layers,
         counts=parse_counts(gpus) if gpus else (),
@@ -332,11 +332,11 @@ def measure_pool(
 ) -> None:
     """Measure a GPU that is reached over a pool."""
     from warpbus.bench import Run
-    from warpbus.bench.pool import Work, pool_benchmark
+    from warpbus.bench.pool import PoolBenchOptions, pool_benchmark
     from warpbus.bench.serving import parse_numbers
     from warpbus.cuda.devices import resolve_device
 
-    work = Work(parts=tuple(part or ()), gigabits=parse_numbers("gigabits", gigabits), shape=shape)
+    work = PoolBenchOptions(parts=tuple(part or ()), gigabits=parse_numbers("gigabits", gigabits), shape=shape)
     settings = Run(resolve_device(device), _command(context), quick=quick)
     _measure_whole(partial(pool_benchmark, work), settings, output, plot, as_json)
 

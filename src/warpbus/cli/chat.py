@@ -98,7 +98,7 @@ def chat(
             progress=progress,
             planned=None if as_json else lambda plan: Console(stderr=True).print(plan.table()),
         )
-    conversation = Conversation(llm, params, system, None if named is None else named[0])
+    conversation = ChatSession(llm, params, system, None if named is None else named[0])
     if text is not None:
         _answer_one(conversation, text, as_json, llm.plan)
     elif sys.stdin.isatty():
@@ -121,7 +121,7 @@ def chat(
                     print(_dropped(conversation.dropped), file=sys.stderr)
 
 
-class Conversation:
+class ChatSession:
     """The messages so far and the model that answers them. Knows nothing of the terminal.
 
     Attributes:
@@ -201,7 +201,7 @@ class Conversation:
 class Terminal:
     """Reads messages and commands from a person, and shows the answers as they come."""
 
-    def __init__(self, conversation: Conversation, console: Console, read: Callable[[str], str] = input) -> None:
+    def __init__(self, conversation: ChatSession, console: Console, read: Callable[[str], str] = input) -> None:
         self._conversation = conversation
         self._console = console
         self._read = read
@@ -276,7 +276,7 @@ class Terminal:
         self._console.print(f"[red]{escape(text)}[/]")
 
 
-def _answer_one(conversation: Conversation, text: str, as_json: bool, plan: MemoryPlan | None) -> None:
+def _answer_one(conversation: ChatSession, text: str, as_json: bool, plan: MemoryPlan | None) -> None:
     pieces = _texts(conversation.ask(text))
     if not as_json:
         for piece in pieces:

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from warpbus.train import Begun, Stopped
-from warpbus.train import Progress as Step
+from warpbus.train import Stopped, TrainingProgress, TrainingStarted
 from warpbus.train.plan import Plan
 
 _PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments", "activations": "activations"}
@@ -24,7 +23,7 @@ def is_silent() -> bool:
 
 
 @contextmanager
-def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Step], None]]]:
+def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Callable[[TrainingProgress], None]]]:
     """The functions to hand to `train` as `begun` and `report`: a bar with the loss, the speed and the time left.
 
     Raises:
@@ -49,7 +48,7 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
         with Progress(*columns, console=console, disable=silent) as bar:
             task = bar.add_task("reading model and data", total=None, steps="", figures="")
 
-            def begun(start: Begun) -> None:
+            def begun(start: TrainingStarted) -> None:
                 if start.step:
                     say(f"{output}: {start.step:,} of {start.steps:,} steps are done: going on from there")
                 say(f"training {start.trained:,} numbers of a model of {start.parameters:,}")
@@ -57,7 +56,7 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
                 bar.reset(task, total=start.steps, completed=start.step, description="training")
                 bar.update(task, steps=f"{start.step:,}/{start.steps:,}")
 
-            def report(step: Step) -> None:
+            def report(step: TrainingProgress) -> None:
                 speed = step.tokens_per_second
                 told = f"{speed / 1e3:,.0f}k" if speed >= 1e4 else f"{speed:,.0f}"
                 figures = f"loss {step.loss:.3f}  {told} tokens/s"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpbus.dist.group import Group, joined_group
-    from warpbus.dist.outcome import Job, Line, Receive, Send
+    from warpbus.dist.outcome import Job, JobPipe, Receive, Send
     from warpbus.dist.processes import Processes, launch
     from warpbus.dist.shares import SHARES
     from warpbus.dist.tree import TreeSum
@@ -19,7 +19,7 @@ __all__ = [
     "SHARES",
     "Group",
     "Job",
-    "Line",
+    "JobPipe",
     "Patience",
     "ProcessDiedError",
     "ProcessStalledError",
@@ -36,7 +36,7 @@ _FILES = {
     "SHARES": "shares",
     "Group": "group",
     "Job": "outcome",
-    "Line": "outcome",
+    "JobPipe": "outcome",
     "Patience": "watchdog",
     "ProcessDiedError": "watchdog",
     "ProcessStalledError": "watchdog",

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from warpbus.dist.group import join
-from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
+from warpbus.dist.outcome import Done, JobFailure, Job, Message, Receive
 from warpbus.dist.ray_cluster import connect, load_ray
 from warpbus.dist.watchdog import Heartbeat, Patience, Pulse, Watchdog
 from warpbus.errors import DeviceError, WarpbusError
@@ -110,10 +110,10 @@ class ClusterProcesses:
 
 
 class _QueueLine:
-    """The `Line` of a job in an actor."""
+    """The `JobPipe` of a job in a Ray actor."""
 
     def __init__(
-        self, said: "SimpleQueue[Message | Done | Failure | Heartbeat]", told: "SimpleQueue[Any]", *, on_cpu: bool
+        self, said: "SimpleQueue[Message | Done | JobFailure | Heartbeat]", told: "SimpleQueue[Any]", *, on_cpu: bool
     ) -> None:
         self._said = said
         self._told = told
@@ -139,7 +139,7 @@ class _Actor:
     """A process of the job. `run` works in one thread of it while `messages` and `hear` are called in others."""
 
     def __init__(self) -> None:
-        self._said: SimpleQueue[Message | Done | Failure | Heartbeat] = SimpleQueue()
+        self._said: SimpleQueue[Message | Done | JobFailure | Heartbeat] = SimpleQueue()
         self._told: SimpleQueue[Any] = SimpleQueue()
 
     def node(self) -> str:
@@ -159,7 +159,7 @@ class _Actor:
             group = join(meeting, rank, world, torch.device(device))
             function(group, line, *arguments)
         except BaseException as error:
-            self._said.put(Failure.of(error))
+            self._said.put(JobFailure.of(error))
         else:
             self._said.put(Done())
         line.pulse.stop()
@@ -167,7 +167,7 @@ class _Actor:
     def hear(self, what: object) -> None:
         self._told.put(what)
 
-    def messages(self) -> list[Message | Done | Failure | Heartbeat]:
+    def messages(self) -> list[Message | Done | JobFailure | Heartbeat]:
         """What has been said since the last call; waits a while for it."""
         try:
             said = [self._said.get(timeout=_SECONDS_OF_SILENCE)]
@@ -248,14 +248,14 @@ class _Crew:
                 if isinstance(outcome, Message):
                     with self.watchdog.busy():
                         receive(outcome.content)
-                elif isinstance(outcome, Failure):
+                elif isinstance(outcome, JobFailure):
                     raise self._cause(rank, outcome, asked)
             if any(isinstance(outcome, Done) for outcome in said):
                 self.watchdog.done(rank)
             else:
                 asked[self._actors[rank].messages.remote()] = rank
 
-    def _cause(self, rank: int, failure: Failure, asked: dict[Any, int]) -> WarpbusError:
+    def _cause(self, rank: int, failure: JobFailure, asked: dict[Any, int]) -> WarpbusError:
         """The exception to raise after `failure` of a process, which another one's end may have caused."""
         end = time.monotonic() + _SECONDS_FOR_THE_CAUSE
         while failure.kind is None and asked and time.monotonic() < end:
@@ -267,7 +267,7 @@ class _Crew:
                 except DeviceError as death:
                     return death
                 for outcome in said:
-                    if isinstance(outcome, Failure) and outcome.kind is not None:
+                    if isinstance(outcome, JobFailure) and outcome.kind is not None:
                         return outcome.error(self._name(other))
                 if all(isinstance(outcome, Message | Heartbeat) for outcome in said):
                     asked[self._actors[other].messages.remote()] = other

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
-from warpbus.dist.pipe_line import PipeLine
+from warpbus.dist.worker_pipe import WorkerPipe
 from warpbus.errors import DeviceError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -36,7 +36,7 @@ _DEVICE_FILES = Path("/dev")
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerSpec:
     """Where a process belongs. It gets this first, then the job's function, then the arguments when they are there, and
     then what the job is told.
 
@@ -64,13 +64,13 @@ class Interpreter:
         process, connection: itself, and the pipe to it.
     """
 
-    place: Place
+    place: WorkerSpec
     process: subprocess.Popen[bytes]
     connection: Connection
 
 
 @dataclass(frozen=True)
-class Crew:
+class ProcessPool:
     """All of a job.
 
     Attributes:
@@ -82,7 +82,7 @@ class Crew:
     directory: Path
 
     @classmethod
-    def start(cls, devices: Sequence[str], module: str, environment: Mapping[str, str]) -> "Crew":
+    def start(cls, devices: Sequence[str], module: str, environment: Mapping[str, str]) -> "ProcessPool":
         """Start one for each device; arguments as of `start_early`.
 
         Raises:
@@ -95,7 +95,7 @@ class Crew:
         try:
             key = bytes(multiprocessing.current_process().authkey)
             for rank, device in enumerate(devices):
-                place = Place(rank, len(devices), device, f"file://{crew.directory}/meeting", key)
+                place = WorkerSpec(rank, len(devices), device, f"file://{crew.directory}/meeting", key)
                 crew.members.append(_start(place, module, environment))
         except OSError as error:
             crew.end()
@@ -115,11 +115,11 @@ class Crew:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-_early: list[Crew] = []
+_early: list[ProcessPool] = []
 
 
 def start_early(devices: Sequence[str], module: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Start the interpreters of a job on these devices, which `crew_of` hands out.
+    """Start the interpreters of a job on these devices, which `process_pool` hands out.
 
     They end with this process at the latest. A single device needs none; if it is a GPU, it is opened.
 
@@ -132,10 +132,10 @@ def start_early(devices: Sequence[str], module: str, environment: Mapping[str, s
         open_device(devices[0])
         return
     atexit.register(_end_early)
-    _early.append(Crew.start(devices, module, environment))
+    _early.append(ProcessPool.start(devices, module, environment))
 
 
-def crew_of(devices: Sequence[str], module: str, environment: Mapping[str, str]) -> Crew:
+def process_pool(devices: Sequence[str], module: str, environment: Mapping[str, str]) -> ProcessPool:
     """The interpreters of a job on these devices: those that were started early for just these, or new ones.
 
     Args:
@@ -146,7 +146,7 @@ def crew_of(devices: Sequence[str], module: str, environment: Mapping[str, str])
     if [[each.place.device for each in crew.members] for crew in _early] == [list(devices)]:
         return _early.pop()
     _end_early()
-    return Crew.start(devices, module, environment)
+    return ProcessPool.start(devices, module, environment)
 
 
 def count_gpus() -> int:
@@ -201,13 +201,13 @@ def main(descriptor: int, parent: int, device: str, module: str) -> NoReturn:
     os.set_inheritable(descriptor, False)
     end_with(parent)
     open_device(device)
-    line = PipeLine(Connection(descriptor), on_cpu=device == "cpu")
+    line = WorkerPipe(Connection(descriptor), on_cpu=device == "cpu")
     line.pulse.start()  # before torch is loaded, which may take long
     load("warpbus.dist.worker").main(line, module)
     raise AssertionError("a worker ends by itself")
 
 
-def _start(place: Place, module: str, environment: Mapping[str, str]) -> Interpreter:
+def _start(place: WorkerSpec, module: str, environment: Mapping[str, str]) -> Interpreter:
     mine, other = Pipe()
     threads = max(1, (os.cpu_count() or 1) // place.world)
     own = {"OMP_NUM_THREADS": str(threads), **environment, **os.environ}

@@ -18,7 +18,7 @@ Job = Callable[..., None]
 """`job(group, send, *arguments)`, a function of a module that the other processes can import."""
 
 
-class Line(Protocol):
+class JobPipe(Protocol):
     """A `Send` that is also told things while the job runs (`Processes.tell`)."""
 
     def __call__(self, content: object, /) -> None:
@@ -47,7 +47,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Failure:
+class JobFailure:
     """The job has raised an exception.
 
     Attributes:
@@ -61,7 +61,7 @@ class Failure:
     trace: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failure":
+    def of(cls, error: BaseException) -> "JobFailure":
         """The failure that the exception being handled is."""
         if isinstance(error, WarpbusError):
             return cls(type(error), str(error))

@@ -15,8 +15,8 @@ from typing import Self
 import torch
 
 from warpbus.dist.group import Group
-from warpbus.dist.interpreters import crew_of
-from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
+from warpbus.dist.interpreters import process_pool
+from warpbus.dist.outcome import Done, JobFailure, Job, Message, Receive
 from warpbus.dist.watchdog import SECONDS_BETWEEN_HEARTBEATS, Heartbeat, Patience, ProcessDiedError, Watchdog
 from warpbus.errors import UsageError, WarpbusError
 
@@ -64,7 +64,7 @@ class Processes:
             among them are shared, and have to fit into shared memory.
         devices: of the processes in rank order; several GPUs, each once, or the CPU several times.
         receive: called here, within `run`, with each message.
-        apart: one device has a process of its own, too. What the function gets as `send` is then always a `Line`.
+        apart: one device has a process of its own, too. What the function gets as `send` is then always a `JobPipe`.
         environment: variables of the processes, where this one has none of that name.
         parting: each leaves as soon as it is done. That is for functions that end after all have got what they need of
             each other; otherwise they stay until the last one is done.
@@ -105,7 +105,7 @@ class Processes:
     def __enter__(self) -> Self:
         if not self._apart:
             return self
-        crew = crew_of([str(device) for device in self._devices], self._function.__module__, self._environment)
+        crew = process_pool([str(device) for device in self._devices], self._function.__module__, self._environment)
         self._directory = crew.directory
         for each in crew.members:
             rank = each.place.rank
@@ -157,7 +157,7 @@ class Processes:
                     raise self._cause(member, outcome)
 
     def tell(self, what: object) -> None:
-        """Tell the first process something, where `Line.heard` has it. Another thread than that of `run` may call it.
+        """Tell the first process something, where `JobPipe.heard` has it. Another thread than that of `run` may call it.
 
         Only after the first message has come from there, and from one thread at a time. It waits while the process
         does not listen and its pipe is full.
@@ -178,7 +178,7 @@ class Processes:
     ) -> None:
         self._end(at_once=not self._finished)
 
-    def _cause(self, member: _Member, outcome: Failure | None) -> WarpbusError:
+    def _cause(self, member: _Member, outcome: JobFailure | None) -> WarpbusError:
         """The exception to raise after the first process that failed, or died where `outcome` is None."""
         if self._watchdog.verdict is not None:
             return self._watchdog.verdict
@@ -198,7 +198,7 @@ class Processes:
                     said = _next(other)
                     if said is None:
                         return _death(other)
-                    if isinstance(said, Failure) and said.kind is not None:
+                    if isinstance(said, JobFailure) and said.kind is not None:
                         return said.error(other.name)
                     if not isinstance(said, Message | Heartbeat):
                         del others[connection]
@@ -242,13 +242,13 @@ def _send(member: _Member, what: object) -> None:
         member.connection.send(what)
 
 
-def _next(member: _Member) -> Message | Done | Failure | Heartbeat | None:
+def _next(member: _Member) -> Message | Done | JobFailure | Heartbeat | None:
     """What a process says next; None once it has died."""
     try:
         said = member.connection.recv()
     except (EOFError, OSError):  # OSError: it died amid a message
         return None
-    assert isinstance(said, Message | Done | Failure | Heartbeat)
+    assert isinstance(said, Message | Done | JobFailure | Heartbeat)
     return said
 
 

@@ -6,13 +6,13 @@ from typing import NoReturn
 import torch
 
 from warpbus.dist.group import join
-from warpbus.dist.interpreters import Place, load
-from warpbus.dist.outcome import Done, Failure, Job
+from warpbus.dist.interpreters import WorkerSpec, load
+from warpbus.dist.outcome import Done, JobFailure, Job
 from warpbus.dist.peers import lost_peer
-from warpbus.dist.pipe_line import PipeLine
+from warpbus.dist.worker_pipe import WorkerPipe
 
 
-def main(line: PipeLine, module: str) -> NoReturn:
+def main(line: WorkerPipe, module: str) -> NoReturn:
     """Do a job's part, then wait for the end.
 
     Args:
@@ -24,7 +24,7 @@ def main(line: PipeLine, module: str) -> NoReturn:
         _work(line, module)
     except BaseException as error:
         # Of an exchange that nobody came to, CUDA says only that a launch failed.
-        line.report(Failure.of(lost_peer() or error))
+        line.report(JobFailure.of(lost_peer() or error))
     else:
         line.report(Done())
     line.pulse.stop()
@@ -34,8 +34,8 @@ def main(line: PipeLine, module: str) -> NoReturn:
         line.received()
 
 
-def _work(line: PipeLine, module: str) -> None:
-    place: Place = line.received()
+def _work(line: WorkerPipe, module: str) -> None:
+    place: WorkerSpec = line.received()
     multiprocessing.current_process().authkey = place.key
     # To find each other is mostly to wait: the module is loaded meanwhile, and the job begins.
     group = join(place.meeting, place.rank, place.world, torch.device(place.device))

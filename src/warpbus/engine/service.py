@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from warpbus.cuda.devices import resolve_device
-from warpbus.dist.outcome import Failure
+from warpbus.dist.outcome import JobFailure
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
 from warpbus.engine.keeper import Died, Ended, Keeper, Outbox, Report, Stalled, Up
@@ -474,7 +474,7 @@ class Service:
         asking = self._queries.get(reply.number)
         if asking is None or asking.done():
             return
-        if isinstance(reply.answer, Failure):
+        if isinstance(reply.answer, JobFailure):
             asking.set_exception(reply.answer.error("the engine"))
         else:
             asking.set_result(reply.answer)

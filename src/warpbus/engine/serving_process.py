@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from warpbus.dist import Group, Line
-from warpbus.dist.outcome import Failure
+from warpbus.dist import Group, JobPipe
+from warpbus.dist.outcome import JobFailure
 from warpbus.engine.grammar import GrammarCompiler, GrammarMatcher
 from warpbus.engine.messages import (
     Abort,
@@ -49,7 +49,7 @@ _PATIENCE = timedelta(minutes=30)
 
 def serve(
     group: Group,
-    line: Line,
+    line: JobPipe,
     load: LoadEngine,
     model: Path,
     options: ServiceOptions,
@@ -84,7 +84,7 @@ def serve(
             goes_on = turns.turn(commands)
 
 
-def _teller(line: Line) -> Progress:
+def _teller(line: JobPipe) -> Progress:
     """Tells the service how far loading is, not too often."""
     told = -1
 
@@ -118,7 +118,7 @@ class _Lockstep:
         if self._others:
             torch.distributed.barrier(self._talk)
 
-    def share(self, line: Line, patience: float) -> list[Command]:
+    def share(self, line: JobPipe, patience: float) -> list[Command]:
         """The commands that have come; waits up to so many seconds for some."""
         commands: list[Command] = []
         if self._first:
@@ -176,7 +176,7 @@ class _Requests:
 class _Turns:
     """What is done again and again: commands, a step, and what there is to say of both."""
 
-    def __init__(self, engine: ServedEngine, group: Group, line: Line, requests: _Requests) -> None:
+    def __init__(self, engine: ServedEngine, group: Group, line: JobPipe, requests: _Requests) -> None:
         self._engine = engine
         self._group = group
         self._line = line
@@ -232,7 +232,7 @@ class _Turns:
         except MemoryError:
             raise
         except Exception as error:
-            self._said.append(RequestFailed(command.number, Failure.of(request_fault(error, command.number))))
+            self._said.append(RequestFailed(command.number, JobFailure.of(request_fault(error, command.number))))
         else:
             self._sequences[command.number] = sequence
 
@@ -247,14 +247,14 @@ class _Turns:
                 raise UsageError("the engine is on its way to another GPU already: try again when it is there")
             self._move = ServedMove(command.number, self._engine, command.device)
         except WarpbusError as error:
-            self._said.append(Reply(command.number, Failure.of(error)))
+            self._said.append(Reply(command.number, JobFailure.of(error)))
 
     def _go_on_moving(self, move: ServedMove) -> None:
         try:
             finished = move.turn()
         except WarpbusError as error:
             self._move = None
-            self._said.append(Reply(move.number, Failure.of(error)))
+            self._said.append(Reply(move.number, JobFailure.of(error)))
             return
         if finished is not None:
             self._move = None
@@ -269,10 +269,10 @@ class _Turns:
             if sequence.ended:
                 self._sequences.pop(sequence.index, None)
             if sequence.error is not None:
-                self._said.append(RequestFailed(sequence.index, Failure.of(sequence.error)))
+                self._said.append(RequestFailed(sequence.index, JobFailure.of(sequence.error)))
 
     def _reply(self, ask: Ask) -> None:
-        answer: Stats | Failure | None = None
+        answer: Stats | JobFailure | None = None
         try:
             if ask.query == "stats":
                 answer = self._engine.stats()
@@ -283,9 +283,9 @@ class _Turns:
                 self._engine.wake()
                 self._asleep = False
         except UsageError as error:
-            answer = Failure.of(error)
+            answer = JobFailure.of(error)
         except WarpbusError as error:
             if self._group.world > 1:  # the others may have succeeded
                 raise
-            answer = Failure.of(error)
+            answer = JobFailure.of(error)
         self._said.append(Reply(ask.number, answer))

@@ -19,7 +19,7 @@ from warpbus.errors import CheckpointError, TensorError
 from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes, read_header, shown
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor on disk."""
 
     @property
@@ -32,7 +32,7 @@ class Stored(Protocol):
     def chunks(self) -> Iterator[bytes | memoryview]: ...
 
 
-_Reader = Callable[[Path], dict[str, Stored]]
+_Reader = Callable[[Path], dict[str, StoredTensor]]
 
 _MAX_PICKLE_BYTES = 2**26  # names and shapes of all tensors; a thousand of them take about 0.1 MB
 
@@ -74,7 +74,7 @@ class Checkpoint:
         self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @classmethod
-    def of_tensors(cls, directory: Path, tensors: Mapping[str, Stored]) -> Self:
+    def of_tensors(cls, directory: Path, tensors: Mapping[str, StoredTensor]) -> Self:
         """Tensors of a directory that is no model (yet): a checkpoint without a configuration."""
         self = cls.__new__(cls)
         self.directory, self.config = directory, {}
@@ -152,7 +152,7 @@ class Checkpoint:
             raise CheckpointError(f"{file}: expected a JSON object, found {type(parsed).__name__}")
         return parsed
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredTensor:
         try:
             return self._tensors[name]
         except KeyError:
@@ -161,7 +161,7 @@ class Checkpoint:
                 "and that config.json belongs to it"
             ) from None
 
-    def _find_tensors(self) -> dict[str, Stored]:
+    def _find_tensors(self) -> dict[str, StoredTensor]:
         kinds: tuple[tuple[str, _Reader], ...] = (
             ("model.safetensors", _read_safetensors),
             ("pytorch_model.bin", _read_pickle),
@@ -177,9 +177,9 @@ class Checkpoint:
             "or pytorch_model.bin"
         )
 
-    def _read_shards(self, index_name: str, index: dict[str, Any], reader: _Reader) -> dict[str, Stored]:
+    def _read_shards(self, index_name: str, index: dict[str, Any], reader: _Reader) -> dict[str, StoredTensor]:
         weight_map = shards_by_tensor(index_name, index)
-        shards: dict[str, dict[str, Stored]] = {}
+        shards: dict[str, dict[str, StoredTensor]] = {}
         for shard in sorted(set(weight_map.values())):
             if not (self.directory / shard).is_file():
                 raise CheckpointError(f"{self.directory}: {shard}, named by {index_name}, is missing: download it")
@@ -190,7 +190,7 @@ class Checkpoint:
         return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
-def stored_tensors(file: Path) -> dict[str, Stored]:
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file, by name: safetensors, or a pickle where its name ends in `.bin`; none is read.
 
     Raises:
@@ -214,7 +214,7 @@ def shards_by_tensor(index_name: str, index: Mapping[str, Any]) -> dict[str, str
     return weight_map
 
 
-def _read_safetensors(file: Path) -> dict[str, Stored]:
+def _read_safetensors(file: Path) -> dict[str, StoredTensor]:
     return dict(read_header(file))
 
 
@@ -240,8 +240,8 @@ class _Pickled:
         return (data[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES))
 
 
-def _read_pickle(file: Path) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+def _read_pickle(file: Path) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
     limit = file.stat().st_size
     for name, tensor in _load_pickle(file).items():
         nbytes = tensor.numel() * tensor.dtype.itemsize

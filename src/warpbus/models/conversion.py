@@ -23,7 +23,7 @@ _SMALLEST_SHARD, _LARGEST_SHARD = 2**24, 4 * 2**30
 
 
 @dataclass(frozen=True)
-class Matrix:
+class ConvertedMatrix:
     """A matrix of the file that is quantized, or widened, or both.
 
     Attributes:
@@ -42,7 +42,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """A conversion that can begin.
 
     Attributes:
@@ -61,7 +61,7 @@ class Plan:
     target: WritableLayout | None
     dtype: torch.dtype | None
     ffn: tuple[int, int]
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[ConvertedMatrix, ...]
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -118,7 +118,7 @@ class Plan:
         return [name for name in names if name not in self.schemes]
 
 
-def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Plan:
+def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> ConversionPlan:
     """Look at everything that the headers tell; arguments and errors as in `convert`."""
     if to not in PLAIN and to not in WRITABLE:
         raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN))}")
@@ -144,7 +144,7 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Plan:
         raise UsageError(f"--pad-ffn {pad_ffn}: the MLP of {model} has biases, which are not widened: leave it out")
     if source.name == to and ffn == before:
         raise UsageError(f"{model}: is in the format {to} already: there is nothing to convert")
-    return Plan(
+    return ConversionPlan(
         checkpoint=checkpoint,
         config=config,
         source=source,
@@ -165,7 +165,7 @@ def _widest_group(config: ModelConfig, schemes: Mapping[str, Scheme]) -> int | N
     return max((each.group_size for each in narrowing if each is not None and each.group_size), default=None)
 
 
-def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int | None) -> list[Matrix]:
+def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int | None) -> list[ConvertedMatrix]:
     """What is quantized, and what is to be widened to an FFN of `ffn`."""
     tensors, found = tensor_map(config), []
     ends = ("embedding.weight", "head.weight")
@@ -176,7 +176,7 @@ def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int | Non
     shape = (config.vocab_size, config.hidden_size)
     for parameter in filter(schemes.__contains__, ends):
         prefix = tensors[parameter][0].removesuffix(".weight")
-        found.append(Matrix(prefix, schemes[parameter], shape, shape, parts=1))
+        found.append(ConvertedMatrix(prefix, schemes[parameter], shape, shape, parts=1))
     for (index, before), (_, after) in zip(config.matrices, wide.matrices, strict=True):
         parameter = f"layers.{index}.{before.name}.weight"
         if parameter not in schemes and before.shape == after.shape:
@@ -185,7 +185,7 @@ def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int | Non
         shares = zip(names, before.part_rows(len(names)), after.part_rows(len(names)), strict=True)
         for name, rows, new_rows in shares:
             found.append(
-                Matrix(
+                ConvertedMatrix(
                     prefix=name.removesuffix(".weight"),
                     scheme=schemes.get(parameter),
                     shape=(rows, before.columns.length),

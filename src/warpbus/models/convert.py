@@ -14,7 +14,7 @@ from warpbus.errors import StorageError, TensorError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.companions import find_companions
 from warpbus.formats.safetensors_io import raw_bytes
-from warpbus.models.conversion import Matrix, Plan, prepare
+from warpbus.models.conversion import ConversionPlan, ConvertedMatrix, prepare
 from warpbus.models.loading import quantized_parameters, read_config
 from warpbus.models.padding import pad_columns, pad_plain, pad_rows
 from warpbus.qtensor import QTensor, Scheme, Schemes
@@ -132,7 +132,7 @@ def convert(
 class _Job:
     """One model on its way."""
 
-    plan: Plan
+    plan: ConversionPlan
     output: Path
     progress: Progress
 
@@ -202,7 +202,7 @@ class _Job:
                 )
         self.progress("reading back", len(digests), len(digests))
 
-    def _read(self, matrix: Matrix, scheme: Scheme) -> QTensor:
+    def _read(self, matrix: ConvertedMatrix, scheme: Scheme) -> QTensor:
         weight = self.plan.source.from_tensors(self.plan.checkpoint, matrix.prefix, scheme)
         if weight.shape != matrix.shape:
             raise TensorError(
@@ -211,7 +211,7 @@ class _Job:
             )
         return weight
 
-    def _scales(self, matrix: Matrix, weight: QTensor) -> Tensor:
+    def _scales(self, matrix: ConvertedMatrix, weight: QTensor) -> Tensor:
         """The scales in the target's dtype."""
         dtype = None if self.plan.target is None else self.plan.target.scale_dtype
         if dtype is None or weight.scales.dtype == dtype:
@@ -225,7 +225,7 @@ class _Job:
             )
         return scales
 
-    def _convert(self, matrix: Matrix) -> QTensor | Tensor:
+    def _convert(self, matrix: ConvertedMatrix) -> QTensor | Tensor:
         """A matrix as it is meant to be in the output."""
         grown = matrix.target != matrix.shape
         if matrix.scheme is None:

@@ -50,7 +50,7 @@ def random_model(
     Returns:
         the decoder in eval mode, its parameters without gradients.
     """
-    draw = _Draw(torch.device(device), dtype, seed)
+    draw = _RandomTensors(torch.device(device), dtype, seed)
     part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
@@ -72,7 +72,7 @@ def random_model(
         elif isinstance(module, nn.Embedding):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
             if part is not None:  # the same embedding on every process, and from here on a part of its own
-                draw = _Draw(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
+                draw = _RandomTensors(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
         elif hasattr(module, "weight"):
             module.weight = _fixed(torch.ones(module.weight.shape, dtype=dtype, device=device))
             if getattr(module, "bias", None) is not None:
@@ -90,7 +90,7 @@ def random_model(
     return model.eval()
 
 
-class _Draw:
+class _RandomTensors:
     """Random tensors on a device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:

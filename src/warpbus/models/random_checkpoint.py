@@ -67,7 +67,7 @@ def write_random_checkpoint(
     """
     config = _config(shape, layers)
     described = _described(config)
-    draw = _Draw(resolve_device(device), seed)
+    draw = _RandomParameters(resolve_device(device), seed)
     with torch.device("meta"):
         shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
     expected = config.num_parameters * dtype.itemsize
@@ -100,7 +100,7 @@ def _config(shape: str | ModelConfig, layers: int | None) -> ModelConfig:
     return shape.resized(num_layers=layers)
 
 
-class _Draw:
+class _RandomParameters:
     """The parameters of a decoder, drawn in float32 one after the other."""
 
     def __init__(self, device: torch.device, seed: int) -> None:

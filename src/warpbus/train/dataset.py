@@ -55,7 +55,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedBatch:
     """A batch of packed rows, each tensor int64 `[rows, length]`."""
 
     tokens: Tensor
@@ -63,15 +63,15 @@ class Rows:
     positions: Tensor
     documents: Tensor
 
-    def pick(self, rows: slice) -> "Rows":
+    def pick(self, rows: slice) -> "PackedBatch":
         """Some of them."""
-        return Rows(self.tokens[rows], self.targets[rows], self.positions[rows], self.documents[rows])
+        return PackedBatch(self.tokens[rows], self.targets[rows], self.positions[rows], self.documents[rows])
 
-    def to(self, device: torch.device) -> "Rows":
+    def to(self, device: torch.device) -> "PackedBatch":
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        return Rows(move(self.tokens), move(self.targets), move(self.positions), move(self.documents))
+        return PackedBatch(move(self.tokens), move(self.targets), move(self.positions), move(self.documents))
 
 
 def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, workers: int = 1) -> Documents:
@@ -169,7 +169,7 @@ def pack(documents: Documents, order: Sequence[int] | NDArray[np.int64], length:
     return rows
 
 
-def assemble(documents: Documents, rows: Sequence[NDArray[np.int64]], length: int) -> Rows:
+def assemble(documents: Documents, rows: Sequence[NDArray[np.int64]], length: int) -> PackedBatch:
     """The tokens, targets, positions and document numbers of packed rows."""
     shape = (len(rows), length)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
@@ -188,7 +188,7 @@ def assemble(documents: Documents, rows: Sequence[NDArray[np.int64]], length: in
         numbers[row, :total] = ids
         following = (ids[1:] == ids[:-1]) & documents.answers[source[1:]]
         targets[row, : total - 1] = np.where(following, tokens[row, 1:total], IGNORED)
-    return Rows(*(torch.from_numpy(array) for array in (tokens, targets, positions, numbers)))
+    return PackedBatch(*(torch.from_numpy(array) for array in (tokens, targets, positions, numbers)))
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Batches:
     rows_per_step: int
     seed: int
 
-    def steps(self, start: int, total: int, rank: int = 0, world: int = 1) -> Iterator[Rows]:
+    def steps(self, start: int, total: int, rank: int = 0, world: int = 1) -> Iterator[PackedBatch]:
         """The batches of the steps `start .. total - 1` for one process of `world`."""
         step = epoch = 0
         carried: list[NDArray[np.int64]] = []

@@ -14,7 +14,7 @@ from warpbus.dist.cluster import ClusterProcesses
 from warpbus.dist.watchdog import check_limit
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import FileLock, check_target
-from warpbus.train.run import Begun, Finished, Halted, Progress, Task, work
+from warpbus.train.run import Finished, Halted, TrainingProgress, TrainingStarted, TrainingTask, work
 from warpbus.train.settings import TrainingSettings
 from warpbus.train.state import StateFile
 from warpbus.train.stopping import Signals, Stopped
@@ -34,8 +34,8 @@ def train(
     workers: int = 1,
     overwrite: bool = False,
     rank_timeout: float = 300.0,
-    begun: Callable[[Begun], None] = lambda begun: None,
-    report: Callable[[Progress], None] = lambda progress: None,
+    begun: Callable[[TrainingStarted], None] = lambda begun: None,
+    report: Callable[[TrainingProgress], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Train the model in the directory `model`, and write what was trained to `output`.
 
@@ -88,15 +88,15 @@ def train(
         state.remove()
         return summary
     check_target(output, overwrite=overwrite, configs=("config.json", "adapter_config.json"))
-    task = Task(model, output, data, valid, settings, workers, overwrite)
-    said: list[Begun | Halted | Finished] = []
+    task = TrainingTask(model, output, data, valid, settings, workers, overwrite)
+    said: list[TrainingStarted | Halted | Finished] = []
 
     def receive(message: Any) -> None:
-        if isinstance(message, Progress):
+        if isinstance(message, TrainingProgress):
             report(message)
             return
         said.append(message)
-        if isinstance(message, Begun):
+        if isinstance(message, TrainingStarted):
             begun(message)
 
     with _alone(state) if os.environ.get("RANK", "0") == "0" else nullcontext():
@@ -181,13 +181,13 @@ def _alone(state: StateFile) -> Iterator[None]:
         lock.release()
 
 
-def _run_here(process: Processes, task: Task) -> None:
+def _run_here(process: Processes, task: TrainingTask) -> None:
     """Train in this process, which gets signals itself."""
     with process:
         process.run(task)
 
 
-def _run(processes: Processes | ClusterProcesses, task: Task, said: Sequence[object], state: StateFile) -> None:
+def _run(processes: Processes | ClusterProcesses, task: TrainingTask, said: Sequence[object], state: StateFile) -> None:
     """Train in other processes, which are told of signals that come here.
 
     Raises:

@@ -22,7 +22,7 @@ from warpbus.train.settings import TrainingSettings
 from warpbus.train.sharding import whole
 
 
-class Method(nn.Module):
+class TrainingMethod(nn.Module):
     """A decoder that is trained; called with packed rows it gives their loss.
 
     Attributes:
@@ -53,11 +53,11 @@ class Method(nn.Module):
         return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
 
 
-class FullMethod(Method):
+class FullMethod(TrainingMethod):
     """Trains all weights, in float32."""
 
 
-class LoraMethod(Method):
+class LoraMethod(TrainingMethod):
     """Trains a `LoraLinear` in place of each linear."""
 
     def lora(self, name: str) -> Lora:
@@ -65,7 +65,7 @@ class LoraMethod(Method):
         return lora_of(self.model, name)
 
 
-class PrefixMethod(Method):
+class PrefixMethod(TrainingMethod):
     """Trains the keys and values of a prefix."""
 
     def __init__(self, model: Decoder, prefix: TrainedPrefix) -> None:
@@ -85,7 +85,7 @@ class PrefixMethod(Method):
 
 def prepare(
     checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSettings, data: Documents, device: torch.device
-) -> Method:
+) -> TrainingMethod:
     """The model of a checkpoint, ready to be trained on a device: the same in every process.
 
     Args:
@@ -99,7 +99,7 @@ def prepare(
     """
     if settings.method == "full":
         model = _whole_model(checkpoint, config, settings.seed, device).requires_grad_(True)
-        made: Method = FullMethod(model)
+        made: TrainingMethod = FullMethod(model)
     else:
         model = _frozen_model(checkpoint, settings, device)
         if settings.method == "lora":

@@ -19,7 +19,7 @@ from warpbus.models.adapters import save_lora, save_prefix
 from warpbus.models.saving import named_tensors
 from warpbus.train.curve import draw_curve
 from warpbus.train.inputs import Inputs, weight_files
-from warpbus.train.methods import LoraMethod, Method, PrefixMethod
+from warpbus.train.methods import LoraMethod, PrefixMethod, TrainingMethod
 from warpbus.train.sharding import whole
 
 _SUMMARY, _LOG, _CURVE = "training.json", "training-log.json", "training.png"
@@ -28,7 +28,7 @@ _SUMMARY, _LOG, _CURVE = "training.json", "training-log.json", "training.png"
 def write(
     output: Path,
     inputs: Inputs,
-    method: Method,
+    method: TrainingMethod,
     summary: Mapping[str, Any],
     log: list[dict[str, float]],
     group: Group,

@@ -24,7 +24,7 @@ from warpbus.dist import Group, Send
 from warpbus.errors import CheckpointError, NumericError, StorageError, UsageError
 from warpbus.train import results
 from warpbus.train.compiling import compile_layers
-from warpbus.train.dataset import IGNORED, Rows, assemble, pack
+from warpbus.train.dataset import IGNORED, PackedBatch, assemble, pack
 from warpbus.train.inputs import Inputs
 from warpbus.train.methods import prepare
 from warpbus.train.settings import TrainingSettings
@@ -36,7 +36,7 @@ _VALIDATED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """What to train, on what, and how; see `warpbus.train.train`."""
 
     model: Path
@@ -49,7 +49,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Begun:
+class TrainingStarted:
     """What is known before the first step.
 
     Attributes:
@@ -65,7 +65,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """What is known after a step; `valid_loss` where the model was validated."""
 
     step: int
@@ -91,25 +91,26 @@ class Finished:
     summary: dict[str, Any]
 
 
-def work(group: Group, send: Send, task: Task) -> None:
+def work(group: Group, send: Send, task: TrainingTask) -> None:
     """One process's part of a run.
 
     Args:
-        send: gets `Begun` and after each step `Progress` from the first process, and from all `Halted` or `Finished`.
-            If it can be asked (`Line.heard`), the numbers of signals come from there, otherwise from the system.
+        send: gets `TrainingStarted` and, after each step, `TrainingProgress` from the first process, and `Halted` or
+            `Finished` from each process. If it is a `JobPipe`, signal numbers are received through it; otherwise this
+            process handles signals itself.
     """
-    _Run(group, send, task).go()
+    _TrainingRun(group, send, task).go()
 
 
-class _Run:
+class _TrainingRun:
     """One process's part of a run."""
 
-    def __init__(self, group: Group, send: Send, task: Task) -> None:
+    def __init__(self, group: Group, send: Send, task: TrainingTask) -> None:
         self.group, self.send, self.task = group, send, task
         workers = task.workers // group.world
         self.inputs = inputs = Inputs.read(task.model, task.data, task.settings, workers)
         self.settings = settings = inputs.settings
-        self.valid: Rows | None = None
+        self.valid: PackedBatch | None = None
         documents = inputs.batches.documents
         self.identity = Identity(asdict(settings), documents.digest(), repr(inputs.config))
         if task.valid is not None:
@@ -131,7 +132,7 @@ class _Run:
         self._resume()
         if self.group.is_first:
             parameters = self.inputs.config.num_parameters
-            self.send(Begun(self.course.step, self.settings.steps, self.trained, parameters))
+            self.send(TrainingStarted(self.course.step, self.settings.steps, self.trained, parameters))
         if self.group.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         heard = getattr(self.send, "heard", None)
@@ -169,13 +170,13 @@ class _Run:
                 self._save()
             if group.is_first:
                 speed = tokens / seconds
-                self.send(Progress(course.step, settings.steps, loss, rate, speed, entry.get("valid_loss")))
+                self.send(TrainingProgress(course.step, settings.steps, loss, rate, speed, entry.get("valid_loss")))
             if number and not last:
                 return number
             before = time.monotonic()
         return 0
 
-    def _update(self, rows: Rows, rate: float, stopping: int) -> tuple[float, float, int]:
+    def _update(self, rows: PackedBatch, rate: float, stopping: int) -> tuple[float, float, int]:
         """One optimizer step.
 
         Returns:
@@ -207,7 +208,7 @@ class _Run:
         asked = [int(number) for number, count in zip(STOPPING, summed[1:].tolist(), strict=True) if count]
         return mean, norm, next(iter(asked), 0)
 
-    def _loss(self, compute: Callable[..., Tensor], rows: Rows, picked: slice) -> Tensor:
+    def _loss(self, compute: Callable[..., Tensor], rows: PackedBatch, picked: slice) -> Tensor:
         device, own = self.group.device, rows.pick(picked)
         # Rows of one document each need no mask, and what is only causal has quicker kernels. It is looked up where the
         # rows are made: no one waits for the GPU.
@@ -235,7 +236,7 @@ class _Run:
         return _seeded((self.settings.seed, self.course.step, self.group.rank), self.group.device)
 
     @torch.no_grad()
-    def _validate(self, rows: Rows) -> float:
+    def _validate(self, rows: PackedBatch) -> float:
         """The mean loss of the held-out targets."""
         settings, group = self.settings, self.group
         total = torch.zeros(2, dtype=torch.float64, device=group.device)
@@ -327,7 +328,7 @@ def _optimizer(trained: list[nn.Parameter], settings: TrainingSettings, device: 
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
 
 
-def _ahead(batches: Iterator[Rows]) -> Iterator[Rows]:
+def _ahead(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
     """Make the next batches in a thread while the device works on this one."""
     with ThreadPoolExecutor(1) as thread:
         waiting = deque(thread.submit(next, batches, None) for _ in range(4))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from warpbus.bench import compressor, quantization_process, quantize
 from warpbus.bench.cases import WHOLE, Run, run
 from warpbus.bench.plots import figure
-from warpbus.bench.quantize import Work, equal_share, parse_counts, quantize_benchmark
+from warpbus.bench.quantize import QuantizeBenchOptions, equal_share, parse_counts, quantize_benchmark
 from warpbus.bench.records import read
 from warpbus.cli import app
 from warpbus.errors import DeviceError, StorageError, UsageError
@@ -24,7 +24,7 @@ from warpbus.quantization import quantize as quantize_model
 from warpbus.quantization.preflight import prepare
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 16, "ffn_size": 96}
-WORK = Work(layers=1, samples=2, seqlen=64, scheme="w4a16-g32")
+WORK = QuantizeBenchOptions(layers=1, samples=2, seqlen=64, scheme="w4a16-g32")
 LITTLE = '{"where": {"device": "cpu", "gpus": "all", "processes": 1}}'
 
 

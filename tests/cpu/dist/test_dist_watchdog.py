@@ -14,10 +14,10 @@ import pytest
 import torch
 from dist_children import children, look
 
-from warpbus.dist import Group, Line, Patience, ProcessDiedError, Processes, ProcessStalledError, Send, launch
+from warpbus.dist import Group, JobPipe, Patience, ProcessDiedError, Processes, ProcessStalledError, Send, launch
 from warpbus.dist import watchdog as module
-from warpbus.dist import pipe_line
-from warpbus.dist.pipe_line import PipeLine
+from warpbus.dist import worker_pipe
+from warpbus.dist.worker_pipe import WorkerPipe
 from warpbus.dist.watchdog import Heartbeat, Pulse, Watchdog, check_limit
 from warpbus.errors import DeviceError, UsageError
 
@@ -158,7 +158,7 @@ def test_a_stopped_process_ends_the_job_by_name(
     assert children() == set()
 
 
-def hang_in_step(group: Group, line: Line) -> None:
+def hang_in_step(group: Group, line: JobPipe) -> None:
     with line.step():
         time.sleep(600)
 
@@ -184,12 +184,12 @@ def test_a_process_ends_where_the_starting_one_was_killed_amid_a_message(monkeyp
     def leave() -> None:
         raise SystemExit(0)
 
-    monkeypatch.setattr(pipe_line, "_leave", leave)
+    monkeypatch.setattr(worker_pipe, "_leave", leave)
     mine, other = Pipe()
     os.write(other.fileno(), struct.pack("!i", 1 << 20) + b"the beginning")
     other.close()
     with pytest.raises(SystemExit):
-        PipeLine(mine, on_cpu=True).received()
+        WorkerPipe(mine, on_cpu=True).received()
     mine.close()
 
 

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,45 @@ PACKAGE = ROOT / "src" / "warpbus"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 600
+
+# Class names of more than one class. The list only becomes shorter: a new class gets a name of its own.
+SHARED_CLASS_NAMES = {
+    "Answer",
+    "Checkpoint",
+    "Device",
+    "Driver",
+    "Estimate",
+    "Gpu",
+    "Health",
+    "Host",
+    "Job",
+    "Lease",
+    "Leaving",
+    "Machine",
+    "Move",
+    "Need",
+    "Opened",
+    "Peer",
+    "Piece",
+    "Place",
+    "Placing",
+    "Plan",
+    "Program",
+    "Progress",
+    "Reading",
+    "Record",
+    "Report",
+    "Row",
+    "Service",
+    "Staging",
+    "Statistics",
+    "Step",
+    "Tenant",
+    "Tiling",
+    "Turns",
+    "_Buffer",
+    "_Reader",
+}
 
 # Imports inside functions exist only in the command line, for its start-up time.
 LAZY = PACKAGE / "cli"
@@ -57,6 +97,16 @@ def test_nothing_is_unpickled_or_evaluated():
         text = path.read_text(encoding="utf-8")
         assert not forbidden.search(text), path
         assert not loads.search(text), path
+
+
+def test_a_class_name_occurs_once():
+    found = Counter(
+        node.name
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in found.items() if count > 1} - SHARED_CLASS_NAMES == set()
 
 
 def test_every_room_says_what_it_is():

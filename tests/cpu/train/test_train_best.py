@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from warpbus.cli import app
 from warpbus.errors import CheckpointError, StorageError, UsageError
-from warpbus.train import Begun, Progress, TrainingSettings, results, train
-from warpbus.train.run import _Run
+from warpbus.train import TrainingProgress, TrainingSettings, TrainingStarted, results, train
+from warpbus.train.run import _TrainingRun
 from warpbus.train.state import Course, StateFile
 
 WriteLines = Callable[..., Path]
-Report = Callable[[Progress], None]
+Report = Callable[[TrainingProgress], None]
 LORA = TrainingSettings(
     method="lora",
     steps=7,
@@ -89,7 +89,7 @@ def kept(output: Path) -> list[str]:
 
 
 def killed_after(step: int) -> Report:
-    def report(progress: Progress) -> None:
+    def report(progress: TrainingProgress) -> None:
         if progress.step == step:
             raise KeyboardInterrupt
 
@@ -101,12 +101,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., N
     """`scripted(3.0, 1.0)`: the losses of the validations after steps 1 and 2; what a step trained is in `at-STEP`."""
 
     def script(*losses: float) -> None:
-        def validate(run: _Run, rows: object) -> float:
+        def validate(run: _TrainingRun, rows: object) -> float:
             step = run.course.step
             results.write(tmp_path / f"at-{step}", run.inputs, run.method, {}, run.course.log, run.group, True)
             return losses[step - 1]
 
-        monkeypatch.setattr(_Run, "_validate", validate)
+        monkeypatch.setattr(_TrainingRun, "_validate", validate)
         monkeypatch.setattr(results, "draw_curve", lambda log, path: path.write_bytes(b""))
 
     return script
@@ -204,11 +204,11 @@ def test_a_result_that_cannot_be_written_yet(
 
     with monkeypatch.context() as patched:
         # Not in `scripted`, which writes results of its own.
-        patched.setattr(_Run, "_finish", lambda run: _finish_with(run, refuse))
+        patched.setattr(_TrainingRun, "_finish", lambda run: _finish_with(run, refuse))
         with pytest.raises(StorageError, match="the disk is full"):
             train(tiny_model, output, data=data, valid=valid, settings=settings, device="cpu")
     assert kept(output) == ["best-2.pt", "state.pt"]
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     summary = train(tiny_model, output, data=data, valid=valid, settings=settings, device="cpu", begun=begun.append)
     assert (begun[0].step, summary["best_step"]) == (4, 2)
     assert weights(output) == weights(tmp_path / "at-2")
@@ -260,7 +260,7 @@ def test_killed_while_it_removes_its_state(
     assert (kept(output) if output.with_name("out.training").exists() else None) == [*left, None][calls]
     # Under torchrun, where nobody looks first whether all is done already.
     monkeypatch.setenv("WORLD_SIZE", "1")
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     summary = train(
         *(tiny_model, output), data=data, valid=valid, settings=settings, overwrite=True, begun=begun.append
     )
@@ -269,10 +269,10 @@ def test_killed_while_it_removes_its_state(
     assert not output.with_name("out.training").exists()
 
 
-_finish = _Run._finish
+_finish = _TrainingRun._finish
 
 
-def _finish_with(run: _Run, write: Callable[..., None]) -> dict[str, Any]:
+def _finish_with(run: _TrainingRun, write: Callable[..., None]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(results, "write", write)
         return _finish(run)
@@ -299,7 +299,7 @@ def test_killed_it_goes_on_with_two_processes(tiny_model: Path, tmp_path: Path, 
     best = whole["best_step"]
     assert best <= 4  # else there was none to go on with
     assert f"best-{best}.pt" in kept(output)
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     sharded = replace(settings, sharding="fsdp", rows_at_once=1)
     summary = train(
         model,
@@ -333,7 +333,7 @@ def test_a_state_that_is_older_than_the_setting_goes_on(
     torch.save(state, path)
     with pytest.raises(UsageError, match=r"\(keep was last\)"):
         train(tiny_model, output, data=data, valid=valid, settings=LORA, device="cpu")
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     train(tiny_model, output, data=data, settings=settings, device="cpu", begun=begun.append)
     assert begun[0].step == 2
 

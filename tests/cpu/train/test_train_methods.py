@@ -24,9 +24,9 @@ from warpbus.models.layers import QuantizedLinear
 from warpbus.models.layers.prefixed import PrefixedAttention
 from warpbus.qtensor import Scheme
 from warpbus.quantization import quantize
-from warpbus.train import Begun, Progress, TrainingSettings, train
+from warpbus.train import TrainingProgress, TrainingSettings, TrainingStarted, train
 from warpbus.train.dataset import Documents, assemble, tokenize
-from warpbus.train.methods import FullMethod, Method, PrefixMethod
+from warpbus.train.methods import FullMethod, PrefixMethod, TrainingMethod
 from warpbus.train.ptuning import TrainedPrefix
 
 WriteLines = Callable[..., Path]
@@ -70,13 +70,15 @@ def data(tmp_path: Path, write_lines: WriteLines) -> Path:
     return write_lines(tmp_path / "data.jsonl", *map(conversation, range(12)))
 
 
-def run(model: Path, output: Path, data: Path, settings: TrainingSettings) -> tuple[dict[str, Any], list[Progress]]:
-    steps: list[Progress] = []
-    begun: list[Begun] = []
+def run(
+    model: Path, output: Path, data: Path, settings: TrainingSettings
+) -> tuple[dict[str, Any], list[TrainingProgress]]:
+    steps: list[TrainingProgress] = []
+    begun: list[TrainingStarted] = []
     summary = train(
         model, output, data=data, valid=data, settings=settings, device="cpu", begun=begun.append, report=steps.append
     )
-    assert begun == [Begun(0, settings.steps, summary["trained"], summary["parameters"])]
+    assert begun == [TrainingStarted(0, settings.steps, summary["trained"], summary["parameters"])]
     return summary, steps
 
 
@@ -289,7 +291,7 @@ def test_packed_rows_have_the_loss_of_their_documents(config: ModelConfig) -> No
     def prefixed(tokens: Tensor) -> Tensor:
         return model.hidden(tokens, context=PrefixedAttention(keys, values))
 
-    methods: list[tuple[Method, Callable[[Tensor], Tensor]]] = [
+    methods: list[tuple[TrainingMethod, Callable[[Tensor], Tensor]]] = [
         (FullMethod(model), model.hidden),
         (PrefixMethod(model, learnt), prefixed),
     ]

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model, read_config
-from warpbus.train import Progress, TrainingSettings, train
+from warpbus.train import TrainingProgress, TrainingSettings, train
 from warpbus.train.curve import draw_curve
-from warpbus.train.dataset import Batches, Rows, pack, tokenize
-from warpbus.train.run import _Run
+from warpbus.train.dataset import Batches, PackedBatch, pack, tokenize
+from warpbus.train.run import _TrainingRun
 
 WriteLines = MakeModel = Callable[..., Path]
 VERSES = ("床前明月光", "疑是地上霜", "举头望明月", "低头思故乡", "春夜", "明月", "故乡霜", "光")
@@ -42,8 +42,8 @@ def data(tmp_path: Path, write_lines: WriteLines) -> Path:
     return write_lines(tmp_path / "data.jsonl", *map(conversation, range(24)))
 
 
-def run(model: Path, output: Path, data: Path, **changes: Any) -> tuple[dict[str, Any], list[Progress]]:
-    steps: list[Progress] = []
+def run(model: Path, output: Path, data: Path, **changes: Any) -> tuple[dict[str, Any], list[TrainingProgress]]:
+    steps: list[TrainingProgress] = []
     options = {name: changes.pop(name) for name in ("valid", "overwrite") if name in changes}
     settings = replace(SETTINGS, **changes)
     summary = train(model, output, data=data, settings=settings, device="cpu", report=steps.append, **options)
@@ -54,8 +54,8 @@ def weights(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def stop_after(step: int) -> Callable[[Progress], None]:
-    def report(progress: Progress) -> None:
+def stop_after(step: int) -> Callable[[TrainingProgress], None]:
+    def report(progress: TrainingProgress) -> None:
         if progress.step == step:
             raise KeyboardInterrupt
 
@@ -201,14 +201,14 @@ def test_a_loss_that_is_not_finite_is_an_error(make_model: MakeModel, tmp_path: 
 def test_an_explosion_names_the_state_that_was_kept(
     blank_model: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validate = _Run._validate
+    validate = _TrainingRun._validate
 
-    def explode(run: _Run, rows: Rows) -> float:
+    def explode(run: _TrainingRun, rows: PackedBatch) -> float:
         with torch.no_grad():
             run.method.model.final_norm.weight.fill_(float("inf"))
         return validate(run, rows)
 
-    monkeypatch.setattr(_Run, "_validate", explode)
+    monkeypatch.setattr(_TrainingRun, "_validate", explode)
     with pytest.raises(
         NumericError, match=r"step 3: the validation loss is nan.*state\.pt has the last state"
     ) as raised:

@@ -11,7 +11,7 @@ import pytest
 
 from warpbus.dist import ProcessStalledError, watchdog
 from warpbus.errors import UsageError
-from warpbus.train import Progress, Stopped, TrainingSettings, train
+from warpbus.train import Stopped, TrainingProgress, TrainingSettings, train
 
 SETTINGS = TrainingSettings(
     steps=1000, length=32, rows_per_step=4, rows_at_once=4, learning_rate=5e-3, warmup=2, save_every=2
@@ -28,11 +28,11 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "SHORTEST_LIMIT", 4.0)
 
 
-def stop_one_after(step: int, more: Callable[[], None] = lambda: None) -> Callable[[Progress], None]:
+def stop_one_after(step: int, more: Callable[[], None] = lambda: None) -> Callable[[TrainingProgress], None]:
     """Stops one of the two processes of a run once it is so far."""
     others = set(psutil.Process().children())
 
-    def report(progress: Progress) -> None:
+    def report(progress: TrainingProgress) -> None:
         if progress.step == step:
             own = {child for child in psutil.Process().children() if "warpbus.dist" in " ".join(child.cmdline())}
             max(own - others, key=lambda child: (child.create_time(), child.pid)).suspend()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from warpbus.dist.outcome import Failure
+from warpbus.dist.outcome import JobFailure
 from warpbus.dist.ray_cluster import connect, load_ray
 from warpbus.errors import UnavailableError, UsageError, WarpbusError
 from warpbus.pool.broker.admission import checked_gpus
@@ -236,7 +236,7 @@ class RayMembership:
                 f"{whom} of cluster {self._address} does not answer ({first}): ask again, or see ray status",
                 retry_after=1.0,
             ) from error
-        if isinstance(answer, Failure):
+        if isinstance(answer, JobFailure):
             raise answer.error(f"{whom} of cluster {self._address}")
         return answer
 
@@ -259,7 +259,7 @@ class _Agent:
 
 
 class _BrokerActor:
-    """The actor of the broker. It does one thing at a time, and answers with a `Failure` where it would raise.
+    """The actor of the broker. It does one thing at a time, and answers with a `JobFailure` where it would raise.
 
     Who has joined is asked of the agents in the next `tick` after a start: until then there are no members.
     """
@@ -278,19 +278,19 @@ class _BrokerActor:
         try:
             answer = getattr(self._broker, operation)(*arguments, **named)
         except WarpbusError as error:
-            return Failure.of(error)
+            return JobFailure.of(error)
         self._write()
         return answer
 
     def members(self) -> list[Member]:
         return list(self._members.values())
 
-    def heard_of(self, member: Member) -> list[Lease] | Failure:
+    def heard_of(self, member: Member) -> list[Lease] | JobFailure:
         """A host is offered; it may have been here before."""
         try:
             lost = self._broker.join(member.host, member.gpus, time.time())
         except WarpbusError as error:
-            return Failure.of(error)
+            return JobFailure.of(error)
         self._members[member.host] = member
         self._written = -1  # its agent may be a new one, without a copy
         self._write()
@@ -312,7 +312,7 @@ class _BrokerActor:
         for host, member in there.items():
             if self._members.get(host) != member:
                 lost = self.heard_of(member)
-                if isinstance(lost, Failure):
+                if isinstance(lost, JobFailure):
                     continue
                 tick.joined.append(host)
                 tick.lost.extend(lost)

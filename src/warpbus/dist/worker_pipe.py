@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from warpbus.dist.outcome import Done, Failure, Message
+from warpbus.dist.outcome import Done, JobFailure, Message
 from warpbus.dist.watchdog import Heartbeat, Pulse
 
 
-class PipeLine:
-    """The `Line` of a job in this process. Any thread may speak, one may listen.
+class WorkerPipe:
+    """The `JobPipe` of a job in this process. Any thread may send; only one may receive.
 
     Args:
         connection: to the starting process.
@@ -36,7 +36,7 @@ class PipeLine:
     def step(self) -> AbstractContextManager[None]:
         return self.pulse.step()
 
-    def report(self, what: Message | Done | Failure | Heartbeat) -> None:
+    def report(self, what: Message | Done | JobFailure | Heartbeat) -> None:
         """Tell the starting process something."""
         with self._sending:
             self._connection.send(what)
