@@ -84,7 +84,7 @@ def _cases(run: Run, work: TrainBenchOptions, progress: Progress) -> list[Task]:
         if value is not None and value < 1:
             raise UsageError(f"--{option} {value}: it has to be at least 1")
     if length > config.max_context:
-        raise UsageError(f"--length {length}: the positions of {shape} end at {config.max_context:,}: lower it")
+        raise UsageError(f"--length {length}: the context of {shape} is {config.max_context:,} tokens: lower it")
     if work.price is not None and not work.price > 0:
         raise UsageError(f"--price {work.price:g}: expected dollars for an hour of a GPU, above 0")
     most = torch.cuda.device_count() if run.on_gpu else SHARES

@@ -364,8 +364,8 @@ class GrowingCheckpoint(FinishedParts):
     def _raise_error(self) -> None:
         if isinstance(self._error, OSError):
             raise StorageError(
-                f"{self._error}; the {len(self.parts())} finished parts are kept in {self.directory}: "
-                "the same command goes on from there"
+                f"{self._error}; finished parts kept in {self.directory}: {len(self.parts())}: "
+                "run the same command to resume"
             ) from self._error
         if self._error is not None:
             raise self._error

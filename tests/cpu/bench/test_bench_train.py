@@ -157,7 +157,7 @@ def test_shapes():
     [
         (TrainBenchOptions(shape="2b"), (), "--shape 2b: there is no such shape"),
         (TrainBenchOptions(), ("qlora-fp8-eager",), "--variant qlora-fp8-eager: there is no such variant"),
-        (TrainBenchOptions(length=100000), (), "--length 100000: the positions of tiny end at 512"),
+        (TrainBenchOptions(length=100000), (), "--length 100000: the context of tiny is 512 tokens"),
         (TrainBenchOptions(rows=0), (), "--rows 0: it has to be at least 1"),
         (TrainBenchOptions(counts=(0, 1)), (), "--gpus 0: give numbers from 1"),
         (TrainBenchOptions(price=0.0), (), "--price 0: expected dollars"),

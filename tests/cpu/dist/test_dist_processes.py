@@ -112,12 +112,12 @@ def outlast(group: Group, send: Send, leaves: bool) -> None:
         send(not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
 
 
-@pytest.mark.parametrize("parting", [True, False])
-def test_a_process_that_is_done_leaves_if_it_may(parting: bool) -> None:
+@pytest.mark.parametrize("exit_early", [True, False])
+def test_a_process_that_is_done_leaves_if_it_may(exit_early: bool) -> None:
     got: list[bool] = []
-    with Processes(outlast, devices=[CPU, CPU], receive=got.append, parting=parting) as processes:
-        processes.run(parting)
-    assert got == [parting]
+    with Processes(outlast, devices=[CPU, CPU], receive=got.append, exit_early=exit_early) as processes:
+        processes.run(exit_early)
+    assert got == [exit_early]
     assert children() == set()
 
 
@@ -131,7 +131,7 @@ def fail_alone(group: Group, send: Send) -> None:
 def test_what_fails_after_others_have_left_is_told() -> None:
     with (
         pytest.raises(DeviceError, match="process 0 on cpu stopped at IndexError: no such row"),
-        Processes(fail_alone, devices=[CPU, CPU], receive=lambda message: None, parting=True) as processes,
+        Processes(fail_alone, devices=[CPU, CPU], receive=lambda message: None, exit_early=True) as processes,
     ):
         processes.run()
     assert children() == set()

@@ -19,7 +19,7 @@ from warpbus.formats import Checkpoint
 from warpbus.models import SHAPES, Decoder, load_model, random_model
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.layers.parallel import Parallel
-from warpbus.models.parallel import Lines, Part
+from warpbus.models.parallel import Part, Spans
 from warpbus.qtensor import Scheme
 
 CPU = torch.device("cpu")
@@ -121,10 +121,10 @@ def test_logits_of_published_checkpoints_and_rounded_heads(tmp_path: Path) -> No
         assert isinstance(model.head.part, QuantizedLinear)
 
 
-def put_back(whole: Tensor, part: Tensor, lines: Lines) -> None:
+def put_back(whole: Tensor, part: Tensor, spans: Spans) -> None:
     """Compare rows of a part with those of the whole, and leave NaN where they were."""
     done = 0
-    for span in lines:
+    for span in spans:
         width = span.stop - span.start
         kept = whole[span.start : span.stop]
         assert torch.equal(part[done : done + width], kept)
@@ -150,15 +150,15 @@ def test_no_weight_changes(tmp_path: Path, scheme: str) -> None:
             part = Part(whole.config, rank, world)
             for path in ("attention.qkv", "mlp.gate_up"):
                 own, start, done = weight(model, path), 0, 0
-                for rows, lines in part.rows(f"layers.1.{path}.weight", len(own)):
-                    size = sum(span.size for span in lines)
-                    put_back(weight(whole, path)[start : start + rows], own[done : done + size], lines)
+                for rows, spans in part.rows(f"layers.1.{path}.weight", len(own)):
+                    size = sum(span.size for span in spans)
+                    put_back(weight(whole, path)[start : start + rows], own[done : done + size], spans)
                     start, done = start + rows, done + size
                 assert done == len(own)
             for path, columns in seen.items():
-                _, lines = part.columns(f"layers.1.{path}.weight", 0)
-                put_back(weight(whole, path).T, weight(model, path).T, lines)
-                columns |= {column for span in lines for column in range(span.start, span.stop)}
+                _, spans = part.columns(f"layers.1.{path}.weight", 0)
+                put_back(weight(whole, path).T, weight(model, path).T, spans)
+                columns |= {column for span in spans for column in range(span.start, span.stop)}
         assert seen == {"attention.o": set(range(256)), "mlp.down": set(range(256))}
 
 

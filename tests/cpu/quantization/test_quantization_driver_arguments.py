@@ -113,7 +113,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., lis
     """The devices that a call chooses on a machine with so many GPUs."""
 
     def stop(
-        job: object, *, devices: Sequence[torch.device], receive: object, environment: object, parting: bool
+        job: object, *, devices: Sequence[torch.device], receive: object, environment: object, exit_early: bool
     ) -> None:
         raise _ChosenError(*map(str, devices))
 

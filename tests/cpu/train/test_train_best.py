@@ -173,15 +173,15 @@ def test_what_a_state_goes_on_with_stays_as_long_as_the_state(
     assert kept(output) == ["best-2.pt", "state.pt"]
     # What it cannot go on with is said at once, not after the last step.
     (tmp_path / "out.training" / "best-2.pt").rename(tmp_path / "away")
-    with pytest.raises(CheckpointError, match=r"best-2\.pt: missing: delete .*out\.training to start anew"):
+    with pytest.raises(CheckpointError, match=r"best-2\.pt: missing: delete .*out\.training to start over"):
         go()
     (tmp_path / "out.training" / "best-2.pt").write_bytes(b"PK damaged")
-    with pytest.raises(CheckpointError, match=r"best-2\.pt: damaged \(.*\): delete .*out\.training to start anew"):
+    with pytest.raises(CheckpointError, match=r"best-2\.pt: damaged \(.*\): delete .*out\.training to start over"):
         go()
     (tmp_path / "away").rename(tmp_path / "out.training" / "best-2.pt")
     with pytest.raises(UsageError, match=r"\(keep was best\)"):
         go(settings=replace(settings, keep="last"))
-    with pytest.raises(UsageError, match=r"\(the validation data were others\)"):
+    with pytest.raises(UsageError, match=r"\(the validation data changed\)"):
         train(tiny_model, output, data=data, valid=data, settings=settings, device="cpu")
     assert go()["best_step"] == 2
     assert weights(output) == weights(tmp_path / "at-2")
@@ -351,4 +351,4 @@ def test_the_command_says_which_step_it_kept(tiny_model: Path, tmp_path: Path, d
     words += ["--steps", 2, "--length", 32, "--rows", 4, "--workers", 1, "--valid", valid, "--keep", "best"]
     found = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False, env={"COLUMNS": "160"})
     assert found.exit_code == 0
-    assert "after step 2, which is kept" in " ".join(found.output.split())
+    assert "after step 2, which was written" in " ".join(found.output.split())

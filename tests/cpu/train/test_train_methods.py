@@ -147,7 +147,7 @@ def test_lora_of_some_linears_with_dropout(tiny_model: Path, tmp_path: Path, dat
     _, steps = run(tiny_model, tmp_path / "again", data, settings)
     assert torch.equal(torch.rand(2), drawn)
     assert steps[-1].loss == json.loads((tmp_path / "out" / "training-log.json").read_text())[-1]["loss"]
-    with pytest.raises(UsageError, match=r"LoRA target 'q_proj': the layers have no such linear"):
+    with pytest.raises(UsageError, match=r"LoRA target 'q_proj': the layers have no such matrix"):
         run(tiny_model, tmp_path / "other", data, replace(LORA, targets=("q_proj",)))
 
 
@@ -155,7 +155,7 @@ def test_lora_on_a_base_that_is_rounded_while_it_is_loaded(tiny_model: Path, tmp
     _, steps = run(tiny_model, tmp_path / "out", data, replace(LORA, quantize="w4a16-g32"))
     assert steps[-1].loss < 0.8 * steps[0].loss
     rounded = load_model(
-        Checkpoint(tiny_model), device="cpu", dtype=torch.float32, linears=Scheme.parse("w4a16-g32"), head=None
+        Checkpoint(tiny_model), device="cpu", dtype=torch.float32, layer_scheme=Scheme.parse("w4a16-g32"), head=None
     )
     assert all(
         isinstance(rounded.get_submodule(f"layers.1.{matrix.name}"), QuantizedLinear)
@@ -183,7 +183,7 @@ def test_adapters_of_a_quantized_model(
     quantize(tiny_model, tmp_path / "w4", scheme="w4a16-g32", algorithm="rtn", device="cpu")
     _, steps = run(tmp_path / "w4", tmp_path / "out", data, settings)
     assert steps[-1].loss < 0.95 * steps[0].loss
-    with pytest.raises(UsageError, match=r"--quantize w4a16-g32: .* is quantized already: leave it out"):
+    with pytest.raises(UsageError, match=r"--quantize w4a16-g32: .* is quantized already: drop --quantize"):
         run(tmp_path / "w4", tmp_path / "other", data, replace(settings, quantize="w4a16-g32"))
 
 
@@ -254,7 +254,7 @@ def test_recomputed_layers_and_fp8_learn_too(tiny_model: Path, tmp_path: Path, d
 
 
 def test_an_adapter_needs_weights(blank_model: Path, tmp_path: Path, data: Path) -> None:
-    with pytest.raises(UsageError, match="holds no weights to train ptuning for: add them, or use method full"):
+    with pytest.raises(UsageError, match="has no weights to train ptuning for: add them, or use method full"):
         run(blank_model, tmp_path / "out", data, PTUNING)
 
 

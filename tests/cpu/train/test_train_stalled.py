@@ -57,13 +57,13 @@ def test_a_stopped_process_is_given_up(
             rank_timeout=12.0,
             report=report,
         )
-    assert re.search(r"process 1 on cpu has sent no heartbeat for \d+ s: it is given up after 12 s", caplog.text)
+    assert re.search(r"process 1 on cpu has sent no heartbeat for \d+ s: it is killed after 12 s", caplog.text)
     assert (tmp_path / "out.training" / "state.pt").exists()
 
 
 def test_the_first_signal_ends_a_run_that_stands_still(blank_model: Path, tmp_path: Path, data: Path) -> None:
     report = stop_one_after(3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(Stopped, match=r"^stopped by SIGINT: what was saved last is in .*state\.pt$") as raised:
+    with pytest.raises(Stopped, match=r"^stopped by SIGINT: the last checkpoint is .*state\.pt$") as raised:
         train(*(blank_model, tmp_path / "out"), data=data, settings=SETTINGS, device="cpu", processes=2, report=report)
     assert raised.value.signal == signal.SIGINT
     assert raised.value.step is None

@@ -125,7 +125,7 @@ def test_two_processes_that_are_stopped_are_followed_by_one(tiny_model: Path, tm
             os.kill(os.getpid(), signal.SIGTERM)
 
     sharded = replace(settings, sharding="fsdp", rows_at_once=1)
-    with pytest.raises(Stopped, match=r"stopped by SIGTERM: \d+ steps are kept in .*state\.pt") as raised:
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM: \d+ steps saved in .*state\.pt") as raised:
         train(tiny_model, output, data=data, settings=sharded, device="cpu", processes=2, report=stop)
     assert raised.value.signal == signal.SIGTERM
     done = raised.value.step
@@ -219,7 +219,7 @@ def test_rows_that_cannot_be_shared_are_refused_before_anything_starts(
     for name in ("Processes", "ClusterProcesses", "work"):
         monkeypatch.setattr(job, name, start)
     settings = replace(LORA, rows_per_step=3)
-    told = "--rows 3: 2 processes cannot share them equally: give a multiple of 2"
+    told = "--rows 3: not divisible by the 2 processes: give a multiple of 2"
     for cluster in (None, "auto"):
         with pytest.raises(UsageError, match=told):
             train(
@@ -259,5 +259,5 @@ def test_the_command_ends_with_the_signals_code(tiny_model: Path, tmp_path: Path
     _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert "stopped by SIGINT" in said
-    assert "the same command goes on from there" in " ".join(said.split())
+    assert "run the same command to resume" in " ".join(said.split())
     assert "Traceback" not in said

@@ -10,7 +10,7 @@ from warpbus.models.layers.norm import Norm
 class MLP(nn.Module):
     """`down(inner(x))`, where inner is `silu(gate(x)) * up(x)` or `gelu(up(x))`.
 
-    Gate and up are one fused projection, gate first. It is named as the table of the layer names it: `gate_up` or `up`.
+    Gate and up are one fused projection, gate first. Its name is that in the layer's table: `gate_up` or `up`.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -27,5 +27,5 @@ class MLP(nn.Module):
         return self.down
 
     def inner(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
-        """What enters `down`: `[..., ffn]` of `norm(x)`, x being `[..., hidden]`."""
+        """The input of `down`, `[..., ffn]`, from x `[..., hidden]`."""
         return project(getattr(self, self._widening), x, norm=norm, activation=self._activation)
