@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
+from warpbus.bench.options import PoolBenchOptions
 from warpbus.bench.pool_plot import WAIT, pool_figure
 from warpbus.bench.pool_processes import ClientLocation, daemon, do, echo, link, tenants, why_no_links
 from warpbus.bench.pool_training import SMALL_GPT, GptShape
@@ -94,21 +95,6 @@ LITTLE = PoolEffort(
     moves=3,
 )
 """On the CPU."""
-
-
-@dataclass(frozen=True)
-class PoolBenchOptions:
-    """What is measured.
-
-    Attributes:
-        parts: of `PARTS`; empty is all.
-        gigabits: rates of the links between namespaces.
-        shape: of the model that decodes; one of `SHAPES`, or `SMALL`.
-    """
-
-    parts: tuple[str, ...] = ()
-    gigabits: tuple[float, ...] = _GIGABITS
-    shape: str | None = None
 
 
 def pool_benchmark(work: PoolBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:

@@ -13,6 +13,7 @@ import torch
 import warpbus
 from warpbus.bench import compressor
 from warpbus.bench.cases import WHOLE, Benchmark, Plot, Progress, Result, Run, Task, distribution
+from warpbus.bench.options import QuantizeBenchOptions
 from warpbus.bench.quantization_floors import Floors
 from warpbus.bench.quantization_process import Timed, timed_run
 from warpbus.bench.records import Parameter
@@ -30,30 +31,6 @@ _DTYPE = torch.float16
 _SHORTEST = 1e-6  # seconds: a record holds no zero
 
 
-@dataclass(frozen=True)
-class QuantizeBenchOptions:
-    """What is quantized, and how often.
-
-    Attributes:
-        shape: one of `SHAPES`.
-        layers: in place of the shape's.
-        counts: how many GPUs (on the CPU: processes) share the work, rising; by default 1, and all that there are.
-        samples, seqlen: random sequences to calibrate on, and the tokens of each.
-        scheme: see `Scheme`.
-        algorithm: one of `METHODS`.
-        directory: where models are written, by default where the system has its temporary files.
-    """
-
-    shape: str = "chatglm2-6b"
-    layers: int | None = None
-    counts: tuple[int, ...] = ()
-    samples: int = 128
-    seqlen: int = 2048
-    scheme: str = "w4a16-g128"
-    algorithm: str = "gptq"
-    directory: Path | None = None
-
-
 def quantize_benchmark(work: QuantizeBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
     """The benchmark of some work; `progress` is told of each run's matrices."""
     return Benchmark(
@@ -63,18 +40,6 @@ def quantize_benchmark(work: QuantizeBenchOptions, progress: Progress = lambda w
         Plot(x=None, stacked="stage"),
         takes=(),
     )
-
-
-def parse_counts(text: str, option: str = "gpus") -> tuple[int, ...]:
-    """Numbers separated by commas.
-
-    Raises:
-        UsageError: if they are none.
-    """
-    pieces = text.split(",")
-    if not all(piece.isascii() and piece.isdigit() for piece in pieces):
-        raise UsageError(f"--{option} {text}: expected whole numbers separated by commas, 1,2,4 for instance")
-    return tuple(sorted(set(map(int, pieces))))
 
 
 def _cases(run: Run, work: QuantizeBenchOptions, progress: Progress) -> list[Task]:

@@ -15,6 +15,7 @@ import warpbus
 from warpbus.bench import serving_http
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, distribution
 from warpbus.bench.data import dtype_name
+from warpbus.bench.options import ServingBenchOptions
 from warpbus.bench.records import Parameter
 from warpbus.bench.serving_engine import drive
 from warpbus.bench.serving_floors import ServingFloors
@@ -72,30 +73,6 @@ LITTLE = ServingEffort((1, 4), (0.5,), 32, 8, 2.0, 10**6)
 """On the CPU."""
 
 
-@dataclass(frozen=True)
-class ServingBenchOptions:
-    """What is served, and to how many.
-
-    Attributes:
-        shape: one of `SHAPES` with random weights, or `SMALL`; by default that on the CPU, chatglm2-6b on a GPU.
-        scheme: of its layers; see `Scheme`.
-        concurrency, rates, prompt, tokens: see `ServingEffort`; None or empty leaves it to that.
-        url: of a running server, which is measured in place of an engine in this process.
-        serve: a model directory, or demo, that is served by another process and measured in the same way.
-        peer: also measure transformers.
-    """
-
-    shape: str | None = None
-    scheme: str = "w4a16-g128"
-    concurrency: tuple[int, ...] = ()
-    rates: tuple[float, ...] = ()
-    prompt: int | None = None
-    tokens: int | None = None
-    url: str | None = None
-    serve: str | None = None
-    peer: bool = True
-
-
 def serving_benchmark(work: ServingBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
     """The benchmark of some work; `progress` is told of each load."""
     over_http = work.url is not None or work.serve is not None
@@ -106,21 +83,6 @@ def serving_benchmark(work: ServingBenchOptions, progress: Progress = lambda wha
         Plot(x=None, figure=serving_figure),
         takes=(),
     )
-
-
-def parse_numbers(option: str, text: str) -> tuple[float, ...]:
-    """Positive numbers separated by commas.
-
-    Raises:
-        UsageError: if they are none.
-    """
-    try:
-        found = tuple(sorted(set(map(float, text.split(",")))))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < each < float("inf") for each in found):
-        raise UsageError(f"--{option} {text}: expected positive numbers separated by commas")
-    return found
 
 
 def _cases(run: Run, work: ServingBenchOptions, progress: Progress) -> list[Task]:

@@ -12,6 +12,7 @@ import torch
 import warpbus
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
 from warpbus.bench.ceilings import precision_rate
+from warpbus.bench.options import TrainBenchOptions
 from warpbus.bench.records import Parameter
 from warpbus.bench.report import number, say
 from warpbus.bench.train_plot import train_figure
@@ -31,34 +32,6 @@ _LENGTH, _SHORT_LENGTH = 2048, 64
 _ROWS = {ONE_BILLION: 4, TINY: 2}
 _LARGE_ROWS = 4
 _ANSWERS, _ANSWER_TOKENS = 3, 64
-
-
-@dataclass(frozen=True)
-class TrainBenchOptions:
-    """What is trained, and how.
-
-    Attributes:
-        shape: a name in `SHAPES_OF_TRAINING`; by default 1b on GPUs, tiny on the CPU.
-        layers: in place of the shape's.
-        counts: of GPUs (on the CPU: processes), rising; by default 1, and 2, 4, 8 as there are for one variant.
-        length, rows: tokens of a row, and the rows that each GPU takes at once.
-        recompute: activations of every n-th layer are computed again; 0: of none.
-        scheme: of the weights of qlora.
-        sharding: "ddp" or "fsdp".
-        price: of an hour of a GPU, in dollars.
-        peer: also measure PyTorch's own parts.
-    """
-
-    shape: str | None = None
-    layers: int | None = None
-    counts: tuple[int, ...] = ()
-    length: int | None = None
-    rows: int | None = None
-    recompute: int = 0
-    scheme: str = "w4a16-g128"
-    sharding: str = "ddp"
-    price: float | None = None
-    peer: bool = True
 
 
 def train_benchmark(work: TrainBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:

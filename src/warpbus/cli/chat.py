@@ -122,13 +122,13 @@ def chat(
 
 
 class ChatSession:
-    """The messages so far and the model that answers them. Knows nothing of the terminal.
+    """A conversation and the model that answers it, independent of the terminal.
 
     Attributes:
         messages: without the system message.
         system: the system message, or None.
-        dropped: turns that the last answer had to leave out because the context is full.
-        completion: the last answer, or None if it was interrupted or there is none.
+        dropped: number of turns dropped from the last prompt because the context was full.
+        completion: the last answer; None if it was interrupted or there is none.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, adapter: str | None = None) -> None:
@@ -142,7 +142,7 @@ class ChatSession:
         self._answers = 0
 
     def ask(self, text: str) -> Generator[Chunk, None, None]:
-        """The answer to a new message, in pieces. What came of an interrupted one stays in the conversation.
+        """Stream the answer to a new message. The text of an interrupted answer stays in the conversation.
 
         Raises:
             ContextLengthError: the message alone does not fit the context.
@@ -164,7 +164,7 @@ class ChatSession:
                 self.messages.pop()
 
     def last_question(self) -> str | None:
-        """Take back the last message and its answer; the message, or None if there is none."""
+        """Remove the last message and its answer; returns the message, or None if there is none."""
         while self.messages:
             message = self.messages.pop()
             if message["role"] == "user":
@@ -172,11 +172,11 @@ class ChatSession:
         return None
 
     def clear(self) -> None:
-        """Forget all messages; the system message stays."""
+        """Remove all messages except the system message."""
         self.messages.clear()
 
     def _fitting_prompt(self) -> list[int]:
-        """The conversation as token ids, the oldest turns dropped until an answer has a quarter of the context."""
+        """The conversation as token ids; drops the oldest turns until a quarter of the context is free."""
         self.dropped = 0
         wanted = min(self._params.max_tokens, self._llm.max_model_len // 4)
         head = [{"role": "system", "content": self.system}] if self.system else []
@@ -199,7 +199,7 @@ class ChatSession:
 
 
 class Terminal:
-    """Reads messages and commands from a person, and shows the answers as they come."""
+    """The interactive loop: reads messages and commands, and streams the answers."""
 
     def __init__(self, conversation: ChatSession, console: Console, read: Callable[[str], str] = input) -> None:
         self._conversation = conversation
@@ -349,7 +349,7 @@ def _loading(model: str) -> Iterator[LoadProgress]:
 
 @contextmanager
 def _line_editing(console: Console) -> Iterator[None]:
-    """Arrow keys and a history that is kept in the home directory, where Python has readline."""
+    """Enable line editing and a history file in the home directory, if Python has readline."""
     try:
         import readline
     except ImportError:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from warpbus.bench import Run, pool, run
-from warpbus.bench.pool import PARTS, PoolBenchOptions, pool_benchmark
+from warpbus.bench.options import PoolBenchOptions
+from warpbus.bench.pool import PARTS, pool_benchmark
 from warpbus.bench.pool_client import _echoed, operator_calls
 from warpbus.bench.pool_plot import pool_figure
 from warpbus.bench.pool_processes import ClientLocation, do, echo

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from warpbus.bench import parallel, serving, serving_http, serving_peer
 from warpbus.bench.cases import Run, run
+from warpbus.bench.options import ParallelBenchOptions, ServingBenchOptions, parse_numbers
 from warpbus.bench.plots import figure
 from warpbus.bench.records import read
-from warpbus.bench.serving import ServingBenchOptions, parse_numbers, serving_benchmark
+from warpbus.bench.serving import serving_benchmark
 from warpbus.bench.serving_engine import decode_while_growing, drive
 from warpbus.bench.serving_floors import ServingFloors
 from warpbus.bench.serving_http import Served
@@ -506,13 +507,13 @@ def test_chatglm_6b_in_this_process(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "LITTLE", replace(serving.LITTLE, seconds=0.1, grown=1000))
     work = ServingBenchOptions(scheme="w8a16-g32", concurrency=(2,), rates=(0.5,), prompt=4, tokens=3)
     assert any(record.case.get("of") == "output" for record in run(serving_benchmark(work), settings()))
-    (record,) = run(parallel.parallel_benchmark(parallel.ParallelBenchOptions(counts=(1,), tokens=3)), settings())
+    (record,) = run(parallel.parallel_benchmark(ParallelBenchOptions(counts=(1,), tokens=3)), settings())
     assert record.ours > 0
 
 
 def test_what_parallel_cannot_be_asked_for():
     def cases(**asked):
-        return parallel.parallel_benchmark(parallel.ParallelBenchOptions(**asked)).cases(settings())
+        return parallel.parallel_benchmark(ParallelBenchOptions(**asked)).cases(settings())
 
     for asked, said in (
         ({"shape": "gpt"}, "--shape gpt: there is no such shape"),

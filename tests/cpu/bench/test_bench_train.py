@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 from warpbus.bench import train as bench_train
 from warpbus.bench.cases import Run, run
 from warpbus.bench.ceilings import precision_rate
+from warpbus.bench.options import TrainBenchOptions
 from warpbus.bench.plots import figure
 from warpbus.bench.records import read
-from warpbus.bench.train import TrainBenchOptions, train_benchmark
+from warpbus.bench.train import train_benchmark
 from warpbus.bench.train_plain import PlainModel
 from warpbus.bench.train_process import ProcessMeasurement, TrainBenchTask, job
 from warpbus.bench.train_variants import SHAPES_OF_TRAINING, TINY, Variant, shape_named

@@ -145,10 +145,11 @@ def test_an_error_is_one_line_and_an_exit_code(blank_model, tmp_path, data, monk
 
 
 def test_arguments_are_checked_before_anything_is_drawn_or_fetched(hub: StandIn, tmp_path, data, monkeypatch, capsys):
+    advice = "drop --gpus to train on the CPU, or run warpbus doctor"
     for arguments, said in (
         (["--keep", "best"], "--keep best needs validation data: give --valid FILE"),
         (["--rows", 3, "--processes", 2], "--rows 3: not divisible by the 2 processes: give a multiple of 2"),
-        (["--gpus", 2], "--gpus 2: no GPU found on this machine: drop --gpus to train on the CPU, or run warpbus doctor"),
+        (["--gpus", 2], f"--gpus 2: --device cpu selects the CPU: {advice}"),
     ):
         words = ["warpbus", "train", "someone/tiny", tmp_path / "out", "--data", data, *SHORT, *arguments]
         monkeypatch.setattr(sys, "argv", [str(word) for word in words])

@@ -321,7 +321,7 @@ def test_what_does_not_fit_together(blank_model: Path, tmp_path: Path, data: Pat
         run(blank_model, output, tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="nothing to learn in it"):
         run(blank_model, output, data, valid=write_lines(tmp_path / "empty.jsonl", ""))
-    with pytest.raises(CheckpointError, match="its tokenizer has more tokens than the vocab_size in config\.json \(270\)"):
+    with pytest.raises(CheckpointError, match=r"its tokenizer has more tokens than the vocab_size .*\(270\)"):
         run(edited(blank_model, tmp_path / "small", vocab_size=270), output, data)
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": scheme}

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from warpbus.bench import Run, run, serving
-from warpbus.bench.serving import ServingBenchOptions, serving_benchmark
+from warpbus.bench.options import ServingBenchOptions
+from warpbus.bench.serving import serving_benchmark
 from warpbus.models import SHAPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
