@@ -231,7 +231,7 @@ def _start(spec: WorkerSpec, module: str, environment: Mapping[str, str]) -> Int
 
 def _cannot_start(error: OSError) -> DeviceError:
     return DeviceError(
-        f"cannot start a process ({error}): check that the temporary directory (TMPDIR) exists and has free space, and "
+        f"a process cannot be started ({error}): check that the temporary directory (TMPDIR) exists and has free space, and "
         "that memory, processes and open files are below their limits"
     )
 

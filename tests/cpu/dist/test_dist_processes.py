@@ -68,7 +68,7 @@ def end_in(group: Group, send: Send, how: str) -> None:
         ("numeric", NumericError, "layer 3, o: NaN: give other data"),
         ("fault", DeviceError, "process 1 on cpu stopped at IndexError: no such row: run it again, and report"),
         ("killed", ProcessDiedError, r"process 1 on cpu was killed by signal 9 \(SIGKILL\): .* run it again"),
-        ("gone", ProcessDiedError, "process 1 on cpu ended with exit code 3: see what it printed, and run it again"),
+        ("gone", ProcessDiedError, "process 1 on cpu ended with exit code 3: see its output, and run it again"),
     ],
 )
 def test_a_process_that_fails_ends_the_job(how: str, error: type[Exception], message: str) -> None:
@@ -168,7 +168,7 @@ def test_no_orphan_is_left_when_the_parent_ends(number: signal.Signals, tmp_path
     ("devices", "message"),
     [
         ([], "no device: give at least one"),
-        ([CPU, torch.device("cuda", 0)], "devices cpu, cuda:0: GPUs and the CPU cannot share a job"),
+        ([CPU, torch.device("cuda", 0)], "devices cpu, cuda:0: a job cannot use GPUs and the CPU together"),
         ([torch.device("cuda", 1)] * 2, "devices cuda:1, cuda:1: two processes cannot share one GPU"),
     ],
 )

@@ -88,9 +88,9 @@ def test_a_silent_process_is_reported_then_given_up(quick: None, caplog: pytest.
             watchdog.heard(0, Heartbeat(5.0 if told.said else 0.0))  # it waits for the other
             time.sleep(0.01)
     assert [line.partition(" for ")[0] for line in told.said] == ["process 1 has sent no heartbeat"]
-    assert "process 1 has sent no heartbeat for 0 s: it is given up after 1.5 s" in caplog.text.replace(" for 1 s", " for 0 s")
+    assert "process 1 has sent no heartbeat for 0 s: it is killed after 1.5 s" in caplog.text.replace(" for 1 s", " for 0 s")
     assert isinstance(watchdog.verdict, ProcessStalledError)
-    assert watchdog.verdict.what == "process 1 has sent no heartbeat for 2 s, and was ended"
+    assert watchdog.verdict.what == "process 1 has sent no heartbeat for 2 s, and was killed"
 
 
 def test_a_step_without_progress_is_reported_and_its_end_too(quick: None) -> None:
@@ -152,9 +152,9 @@ def test_a_stopped_process_ends_the_job_by_name(
         stop_second, devices=[CPU, CPU], receive=lambda process: processes.hurry(), patience=Patience(float("inf"))
     )
     said = r"process 1 on cpu has sent no heartbeat for \d+ s"
-    with pytest.raises(ProcessStalledError, match=rf"^{said}, and was ended: see whether"), processes:
+    with pytest.raises(ProcessStalledError, match=rf"^{said}, and was killed: check if"), processes:
         processes.run()
-    assert re.search(rf"{said}: it is given up after 5 s", caplog.text)
+    assert re.search(rf"{said}: it is killed after 5 s", caplog.text)
     assert children() == set()
 
 
@@ -195,5 +195,5 @@ def test_a_process_ends_where_the_starting_one_was_killed_amid_a_message(monkeyp
 
 def test_a_system_that_refuses_a_process_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    with pytest.raises(DeviceError, match=r"^a process cannot be started \(.*/nowhere.*\): see that the folder for temp"):
+    with pytest.raises(DeviceError, match=r"^a process cannot be started \(.*/nowhere.*\): check that the temporary directory"):
         launch(hang_in_step, (), devices=[CPU, CPU], receive=print)

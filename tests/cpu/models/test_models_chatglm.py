@@ -290,7 +290,7 @@ def test_a_prefix_is_an_adapter(tmp_path: Path) -> None:
     assert load(write_files(tmp_path / "base", values, tensors)).config.family == "chatglm"
     for kept in (tensors, {}):
         directory = write_files(tmp_path / str(len(kept)), values, {**kept, name: torch.zeros(4, 1536)})
-        with pytest.raises(CheckpointError, match=rf"{name}: this is a P-Tuning prefix: give it as an adapter"):
+        with pytest.raises(CheckpointError, match=rf"{name}: this is a P-Tuning prefix: pass it as an adapter"):
             load(directory)
 
 

@@ -46,7 +46,7 @@ def test_a_stopped_process_is_given_up(
 ) -> None:
     report = stop_one_after(3)
     with pytest.raises(
-        ProcessStalledError, match=r"^process 1 on cpu has sent no heartbeat for \d+ s, and was ended: see"
+        ProcessStalledError, match=r"^process 1 on cpu has sent no heartbeat for \d+ s, and was killed: check"
     ):
         train(
             *(blank_model, tmp_path / "out"),
