@@ -72,9 +72,9 @@ def test_what_cannot_be(blank_model, tmp_path, data):
         invoke(*given, "--quantize", "w4a16-g32")
     with pytest.raises(UsageError, match="rank: only for method lora, not full: drop it, or use method lora"):
         invoke(*given, "--rank", 4)
-    with pytest.raises(UsageError, match="targets: method ptuning has none"):
+    with pytest.raises(UsageError, match="targets: only for method lora, not ptuning"):
         invoke(*given, "--method", "ptuning", "--target", "mlp.down")
-    with pytest.raises(UsageError, match="prefix_tokens: method lora has none"):
+    with pytest.raises(UsageError, match="prefix_tokens: only for method ptuning, not lora"):
         invoke(*given, "--method", "lora", "--prefix-tokens", 16)
     with pytest.raises(UsageError, match="--cluster: set the number of GPUs with --processes"):
         invoke(*given, "--cluster", "auto", "--gpus", 2)
@@ -99,7 +99,7 @@ def test_a_dry_run_tells_memory_and_needs_no_weights(blank_model, tmp_path, data
     found = invoke(*given)
     assert found.exit_code == 0
     assert "3 steps, 384 tokens" in found.stdout
-    assert "the time needs a GPU" in found.stdout
+    assert "no time: it is estimated from the speed of a GPU" in found.stdout
     assert all(name in found.stdout for name in ("weights", "gradients", "moments", "activations"))
     needs = json.loads(invoke(*given, "--json", "--sharding", "fsdp").stdout)
     assert [need["gpus"] for need in needs["needs"]] == [1, 2, 4]  # 8 cannot share 4 rows
@@ -120,7 +120,7 @@ def test_a_process_for_each_gpu(monkeypatch):
         devices_of("cuda", 3, 1)
     with pytest.raises(UsageError, match="--device cuda:1 is one GPU"):
         devices_of("cuda:1", 2, 1)
-    with pytest.raises(UsageError, match="--processes 2: that is for the CPU and for clusters"):
+    with pytest.raises(UsageError, match="--processes 2: only for the CPU and for clusters"):
         devices_of("auto", 1, 2)
 
 
