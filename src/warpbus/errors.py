@@ -12,16 +12,23 @@
     ├── NumericError                  an algorithm met NaN, or a matrix it cannot factor
     ├── QualityError                  a model that got worse than was allowed
     ├── DeviceError                   a device that is not there or cannot do what was asked
-    │   ├── ConnectionLost            the other side of a connection of the pool is gone or sends nonsense
-    │   └── LeaseLostError            a lease of the pool, and what it held, is gone
+    │   └── LeaseLostError            a lease of the GPU pool, and everything that it held, is gone
+    ├── PoolError                     the GPU pool cannot do what it was asked, and no GPU is to blame
+    │   ├── ProtocolError             a value or message that does not fit the pool's protocol
+    │   ├── ConnectionLostError       a connection is closed, refused or silent; a new one may work
+    │   │   └── FrameError            closed because the peer broke the protocol (also a ProtocolError)
+    │   ├── PeerTimeoutError          a process or machine of the pool did not do its part in time
+    │   ├── AuthorizationError        a key, certificate or user id does not give access
+    │   │   └── TokenError            a token is not accepted (also a UsageError)
+    │   └── StateError                not possible in the present state of a connection, lease, move or process
     ├── StorageError                  a disk that is full or cannot be written
-    ├── RequestError                  a request that the HTTP server does not answer as it was meant
     └── UnavailableError              the service cannot take or finish a request now, which may be sent again
         ├── QueueFullError            too many requests wait already
         └── EngineDiedError           the processes that compute have died
 
 Messages follow one form: what is wrong with which file, tensor or flag; what was expected; what to do.
-The command line prints the message alone and exits with `exit_code`.
+The command line prints the message alone and exits with `exit_code`. The HTTP server adds
+`warpbus.server.request_error.RequestError`.
 """
 
 
@@ -77,12 +84,46 @@ class DeviceError(WarpbusError, RuntimeError):
     """A device that is not there, or that cannot do what was asked."""
 
 
-class ConnectionLost(DeviceError):  # noqa: N818 - says what happened, as ConnectionReset does
-    """The other side of a connection of the pool is gone, or sends what cannot be understood; a new one may work."""
-
-
 class LeaseLostError(DeviceError):
-    """A lease of the GPU pool and all that it held are gone: it was ended, or what executed it died."""
+    """A lease of the GPU pool, and everything that it held, is gone: it was ended, or the process behind it died."""
+
+
+class PoolError(WarpbusError, RuntimeError):
+    """The pool cannot do what it was asked, and no GPU is to blame: the parent of the errors of its other causes.
+
+    A daemon also answers with it where it met an unexpected exception; its log has the traceback.
+    """
+
+
+class ProtocolError(PoolError):
+    """A value or message does not fit the pool's protocol.
+
+    It is malformed, over a limit, out of order, contradicts itself, or is of a type that cannot be encoded.
+    """
+
+
+class ConnectionLostError(PoolError):
+    """A connection of the pool is closed, refused or silent; a new one may work."""
+
+
+class FrameError(ConnectionLostError, ProtocolError):
+    """The peer sent bytes that are no frame of the protocol, or a frame out of order; the connection was closed."""
+
+
+class PeerTimeoutError(PoolError):
+    """A process or machine of the pool did not do its part in time."""
+
+
+class AuthorizationError(PoolError):
+    """A lease's key, a TLS certificate or a user id does not give access to what was asked for."""
+
+
+class TokenError(AuthorizationError, UsageError):
+    """The pool does not accept a token, or the role of the token's owner does not allow the operation."""
+
+
+class StateError(PoolError):
+    """The operation is not possible in the present state of a connection, lease, move, recorded program or process."""
 
 
 class StorageError(WarpbusError, OSError):
@@ -106,32 +147,3 @@ class QueueFullError(UnavailableError):
 
 class EngineDiedError(UnavailableError):
     """The processes that compute have died, and with them all requests that they had."""
-
-
-class RequestError(WarpbusError):
-    """A request that the HTTP server does not answer as it was meant.
-
-    Attributes:
-        status: of the response.
-        kind: OpenAI's `type` of the error.
-        param: the field that is wrong, or None.
-        code: OpenAI's or our short name of the error, or None.
-        retry_after: seconds after which another try may succeed, or None.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after

@@ -20,8 +20,8 @@ import warpbus
 from warpbus.errors import LeaseLostError
 from warpbus.pool import Gpu
 from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.control_channel import ControlChannel
 from warpbus.pool.protocol.preamble import MAGIC
-from warpbus.pool.protocol.steering import Steering
 from warpbus.pool.tenant.sandbox import missing
 
 STEPS = 50
@@ -119,7 +119,7 @@ def test_a_program_moves_while_it_computes(connect, home, away, undisturbed):
     gpu = connect("home")
     training = Training("gpt", gpu.device)
     question = {"do": "migrate", "lease": gpu.lease, "to": "away"}
-    mover = threading.Thread(target=lambda: Steering(address(home.address), None).ask(question), daemon=True)
+    mover = threading.Thread(target=lambda: ControlChannel(address(home.address), None).ask(question), daemon=True)
     losses = training.run(5)
     mover.start()
     losses += training.run(STEPS - 5)

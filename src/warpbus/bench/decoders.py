@@ -136,7 +136,7 @@ def transformers(config: ModelConfig, device: torch.device) -> Generate:
     model = transformers_model(config, device)
 
     def generate(prompt: int, tokens: int) -> float:
-        watch = _Stopwatch()
+        watch = _TokenTimes()
         model.generate(
             torch.tensor([random_prompt(config, prompt)], device=device),
             attention_mask=torch.ones(1, prompt, dtype=torch.long, device=device),
@@ -150,7 +150,7 @@ def transformers(config: ModelConfig, device: torch.device) -> Generate:
     return generate
 
 
-class _Stopwatch:
+class _TokenTimes:
     """What transformers hands the prompt to, and then every token as it is chosen."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from warpbus.bench.decoders import random_prompt
 from warpbus.engine.engine import Engine, request
-from warpbus.engine.moving import Move, Moved
+from warpbus.engine.moving import EngineMigration, Moved
 from warpbus.models import ModelConfig, random_model
 from warpbus.qtensor import Scheme
 
@@ -73,7 +73,7 @@ def move_engine(
     while any(not each.token_ids for each in asked):
         engine.step()
     before = _times(engine, _SETTLING)
-    move = Move(engine, target)
+    move = EngineMigration(engine, target)
     preparing = threading.Thread(target=move.prepare)
     preparing.start()
     meanwhile = _times(engine, None, until=lambda: not preparing.is_alive())

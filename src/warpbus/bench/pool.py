@@ -17,7 +17,7 @@ from warpbus.bench.pool_training import SMALL_GPT, GptShape
 from warpbus.bench.records import Parameter
 from warpbus.bench.report import say
 from warpbus.bench.serving import SMALL
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import DeviceError, PoolError, UsageError
 from warpbus.models import SHAPES
 
 PARTS = ("operators", "transfers", "training", "decode", "links", "shares", "migration")
@@ -201,7 +201,7 @@ class _PoolMeasurements:
                     found = self._train(place, str(self.run.device), gpt)
                 with self.on_loopback() as place:
                     recorded = self._train(place, str(self.run.device), gpt, recorded=True)
-            except DeviceError as error:
+            except (DeviceError, PoolError) as error:
                 if gpt is self.effort.gpts[0]:
                     raise
                 self.run.note(f"training steps of {_tokens(gpt)} tokens were left out: {error}")
@@ -319,7 +319,7 @@ class _PoolMeasurements:
             try:
                 with self.on_loopback("--sharing", sharing, "--spare", "2") as place:
                     rows += self._shared(place, sharing)
-            except DeviceError as error:
+            except (DeviceError, PoolError) as error:
                 self.run.note(f"shares by {sharing} were left out: {error}")
         return rows
 

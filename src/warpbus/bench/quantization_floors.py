@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from warpbus.bench.cases import WHOLE
-from warpbus.cuda.devices import default_dtype
 from warpbus.formats import Checkpoint
 from warpbus.formats.files import sync
-from warpbus.quantization.estimate import Rates, estimate
+from warpbus.quantization.estimate import device_rates, estimate
 from warpbus.quantization.job import BATCH_TOKENS
 from warpbus.quantization.methods import METHODS
 from warpbus.quantization.preflight import Plan
@@ -47,7 +46,7 @@ class Floors:
             algorithm: one of `METHODS`.
             tokens: that the model is calibrated on.
         """
-        rates = Rates.measured(device, default_dtype(device, plan.scale_dtype))
+        rates = device_rates(device, plan.dtype)
 
         def products(count: int) -> Mapping[str, float]:
             return estimate(

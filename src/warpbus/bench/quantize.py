@@ -112,11 +112,9 @@ def _measure(run: Run, work: QuantizeBenchOptions, counts: tuple[int, ...], prog
 
 def _disk_bytes(work: QuantizeBenchOptions) -> int:
     """The model, a quantized one to compare with, and the one that is being written."""
-    config = SHAPES[work.shape]
-    layer = config.num_parameters - (2 - config.tie_embeddings) * config.vocab_size * config.hidden_size
-    layer //= config.num_layers
-    layers = (work.layers or config.num_layers) * layer
-    ends = config.num_parameters - config.num_layers * layer
+    config = SHAPES[work.shape].resized(num_layers=work.layers)
+    layers = sum(layer.num_weights for layer in config.layers)
+    ends = config.num_parameters - layers
     scheme = Scheme.parse(work.scheme)
     bits = scheme.bits_per_weight(config.hidden_size)
     return _DTYPE.itemsize * (layers + 3 * ends) + int(2 * layers * bits / 8)

@@ -25,9 +25,9 @@ from warpbus.bench.serving_peer import transformers_figures
 from warpbus.bench.serving_plot import serving_figure
 from warpbus.bench.serving_rows import PeerFigures, closed_rows, host_rows, open_rows
 from warpbus.cuda.devices import default_dtype
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
 from warpbus.engine.kv_cache import token_bytes
+from warpbus.engine.offload import OffloadableModel
 from warpbus.errors import UsageError
 from warpbus.models import SHAPES, ModelConfig, random_model
 from warpbus.qtensor import Scheme
@@ -164,9 +164,9 @@ def _in_process(
     named: dict[str, Parameter] = {"shape": shape, "dtype": dtype_name(dtype), "variant": str(scheme)}
     progress("making the model", 0, 1)
     model = random_model(config, scheme, run.device, dtype)
-    dormant = Dormant(model)
+    offloadable = OffloadableModel(model)
     most = max(effort.concurrency)
-    engine = Engine(model, max_num_seqs=most, dormant=dormant)
+    engine = Engine(model, max_num_seqs=most, offloadable=offloadable)
     engine.warm(rows=most)
     loads = _Loads(effort, config.vocab_size, prompt_end(config))
     # What a first load still has to compile or capture.
@@ -175,8 +175,8 @@ def _in_process(
     progress("growing", 0, 1)
     rows = growth_rows(run, engine, named, effort.grown)
     progress("sleeping", 0, 1)
-    rows += sleep_rows(run, engine, dormant, named)
-    del engine, model, dormant
+    rows += sleep_rows(run, engine, offloadable, named)
+    del engine, model, offloadable
     _release(run)
     rows += cycle_rows(run)
     _release(run)

@@ -10,9 +10,9 @@ from warpbus.bench.cases import Result, Run
 from warpbus.bench.records import Parameter
 from warpbus.bench.serving_engine import decode_while_growing
 from warpbus.bench.serving_load import prompt_end, random_prompts
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
 from warpbus.engine.kv_cache import token_bytes
+from warpbus.engine.offload import OffloadableModel
 
 _SHORTEST_PROMPT = 32
 _ROUNDS = 3
@@ -50,22 +50,24 @@ def growth_rows(run: Run, engine: Engine, parameters: Mapping[str, Parameter], g
     ]
 
 
-def sleep_rows(run: Run, engine: Engine, dormant: Dormant, parameters: Mapping[str, Parameter]) -> list[Result]:
+def sleep_rows(
+    run: Run, engine: Engine, offloadable: OffloadableModel, parameters: Mapping[str, Parameter]
+) -> list[Result]:
     """How fast a model's weights leave and come back, beside a copy between pinned memory and the device."""
     engine.sleep()  # takes main memory for the copy
     engine.wake()
     sleeping, waking = [], []
     for _ in range(_QUICK_CYCLES if run.quick else _CYCLES):
-        sleeping.append(dormant.nbytes / _seconds(engine.sleep) / 1e9)
-        waking.append(dormant.nbytes / _seconds(engine.wake) / 1e9)
-    size = min(dormant.nbytes, 2**30)
+        sleeping.append(offloadable.nbytes / _seconds(engine.sleep) / 1e9)
+        waking.append(offloadable.nbytes / _seconds(engine.wake) / 1e9)
+    size = min(offloadable.nbytes, 2**30)
     kept = torch.empty(size, dtype=torch.uint8, pin_memory=run.on_gpu)
     place = torch.empty(size, dtype=torch.uint8, device=run.device)
     down = [size / _copy_seconds(run, place, kept) / 1e9 for _ in range(_COPIES)]
     up = [size / _copy_seconds(run, kept, place) / 1e9 for _ in range(_COPIES)]
     return [
         Result(
-            parameters={**parameters, "task": task, "megabytes": dormant.nbytes // 10**6, "timed": "clock"},
+            parameters={**parameters, "task": task, "megabytes": offloadable.nbytes // 10**6, "timed": "clock"},
             metric="bandwidth",
             unit="GB/s",
             ours=ours,
@@ -82,18 +84,20 @@ def cycle_rows(run: Run) -> list[Result]:
         return []
     cycles = _SMALL_QUICK_CYCLES if run.quick else _SMALL_CYCLES
     small = nn.Linear(_SMALL_SIDE, _SMALL_SIDE, bias=False, device=run.device, dtype=torch.float16)
-    dormant = Dormant(small)
-    dormant.sleep()
-    dormant.wake()
+    offloadable = OffloadableModel(small)
+    offloadable.sleep()
+    offloadable.wake()
     before = torch.cuda.mem_get_info(run.device)[0]
     for _ in range(cycles):
-        dormant.sleep()
-        dormant.wake()
+        offloadable.sleep()
+        offloadable.wake()
     after, total = torch.cuda.mem_get_info(run.device)
-    run.note(f"{cycles:,} cycles of {dormant.nbytes / 1e6:.0f} MB left {before - after:,} bytes less free than before")
+    run.note(
+        f"{cycles:,} cycles of {offloadable.nbytes / 1e6:.0f} MB left {before - after:,} bytes less free than before"
+    )
     return [
         Result(
-            parameters={"task": "cycles", "cycles": cycles, "megabytes": dormant.nbytes // 10**6},
+            parameters={"task": "cycles", "cycles": cycles, "megabytes": offloadable.nbytes // 10**6},
             metric="memory",
             unit="GB",
             ours=[(total - after) / 1e9],

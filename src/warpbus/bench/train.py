@@ -22,7 +22,7 @@ from warpbus.dist import SHARES, Processes
 from warpbus.errors import DeviceError, UsageError
 from warpbus.models import ModelConfig
 from warpbus.qtensor import Scheme
-from warpbus.train.memory import training_memory
+from warpbus.train.memory import num_trained
 from warpbus.train.plan import flops_per_token
 from warpbus.train.settings import TrainingSettings
 
@@ -192,8 +192,7 @@ class _VariantResults:
         """
         settings = self.of.settings(self.variant, self.count)
         once = replace(settings, recompute=0)
-        trained = training_memory(self.of.config, once).gradients // torch.float32.itemsize
-        limit = self.count * rate / flops_per_token(self.of.config, once, trained)
+        limit = self.count * rate / flops_per_token(self.of.config, once, num_trained(self.of.config, once))
         rows = [
             self._row("speed", "tokens/s", self._speeds, ours, plain, floor=limit),
             self._row("time", "GPU-s/M tokens" if self.of.run.on_gpu else "s/M tokens", self._seconds, ours, plain),

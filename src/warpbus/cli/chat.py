@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from warpbus.cli.adapters import one_adapter
 from warpbus.cli.models import DEMO, model_directory
+from warpbus.cli.tables import memory_table
 from warpbus.errors import DataError, UsageError, WarpbusError
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def chat(
             kv_dtype=kv_dtype,
             adapters=None if named is None else dict([named]),
             progress=progress,
-            planned=None if as_json else lambda plan: Console(stderr=True).print(plan.table()),
+            planned=None if as_json else lambda plan: Console(stderr=True).print(memory_table(plan)),
         )
     conversation = ChatSession(llm, params, system, None if named is None else named[0])
     if text is not None:

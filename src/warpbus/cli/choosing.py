@@ -13,6 +13,7 @@ from rich.console import Console
 
 from warpbus.cli.models import DEMO, model_directory
 from warpbus.cli.progress import progress_bar
+from warpbus.cli.tables import recommendation_table
 from warpbus.cuda.devices import resolve_device
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.demo import calibration_path
@@ -126,7 +127,7 @@ class QuantizeRequest:
         console = Console(stderr=True)
         if self.tried:
             found = self.recommendation(damping)
-            console.print(found.table())
+            console.print(recommendation_table(found))
             remarks: dict[str, object] = {"recommended": f"{found.chosen.name}: {found.reason}", "goal": self.goal}
             if found.memory is not None:
                 remarks["memory"] = found.memory
@@ -154,7 +155,7 @@ class QuantizeRequest:
             print(json.dumps(found.to_json() | {"command": command}, ensure_ascii=False))
             return
         console = Console()
-        console.print(found.table())
+        console.print(recommendation_table(found))
         console.print(command, highlight=False, markup=False, soft_wrap=True)
 
     def command(self, found: Recommendation, output: str) -> str:

@@ -18,7 +18,7 @@ from warpbus.cli.serve import KEY_VARIABLE, keys_of, serve_extra
 
 if TYPE_CHECKING:
     from warpbus.pool.protocol.address import Address as Where
-    from warpbus.pool.protocol.steering import Steering
+    from warpbus.pool.protocol.control_channel import ControlChannel
 
 _SECONDS = 10.0
 
@@ -61,7 +61,7 @@ def dashboard(
         allowed_hosts=tuple(allowed_host or ()),
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    asker = _Asker(where, token)
+    asker = _StatusClient(where, token)
     asker.ask()  # a wrong address or token ends it here
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     serve_pool_page(
@@ -69,13 +69,13 @@ def dashboard(
     )
 
 
-class _Asker:
+class _StatusClient:
     """Asks a daemon for the pool's status over one connection, which it makes again where it was lost."""
 
     def __init__(self, where: Where, token: str | None) -> None:
         self._where = where
         self._token = token
-        self._steering: Steering | None = None
+        self._control: ControlChannel | None = None
 
     async def status(self) -> dict[str, Any]:
         """The pool's status, from a thread; the server asks once at a time."""
@@ -84,14 +84,14 @@ class _Asker:
     def ask(self) -> dict[str, Any]:
         """The pool's status. WarpbusError where it does not answer."""
         from warpbus.errors import WarpbusError
-        from warpbus.pool.protocol.steering import Steering
+        from warpbus.pool.protocol.control_channel import ControlChannel
 
         try:
-            if self._steering is None:
-                self._steering = Steering(self._where, self._token)
-            return self._steering.ask({"do": "status"}, timeout=_SECONDS)
+            if self._control is None:
+                self._control = ControlChannel(self._where, self._token)
+            return self._control.ask({"do": "status"}, timeout=_SECONDS)
         except WarpbusError:
-            if self._steering is not None:
-                self._steering.close()
-                self._steering = None
+            if self._control is not None:
+                self._control.close()
+                self._control = None
             raise

@@ -20,7 +20,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from warpbus.pool.protocol.steering import Steering
+    from warpbus.pool.protocol.control_channel import ControlChannel
 
 Address = Annotated[
     str | None, typer.Option("--address", help="of a daemon: warpbuss://host:7700; also WARPBUS_POOL", metavar="URL")
@@ -41,13 +41,13 @@ def status(
     as_json: _Json = False,
 ) -> None:
     """Show the pool: its GPUs, leases, queue and last events, again each second until Ctrl-C."""
-    with _steering(address, token_file) as steering:
-        now = steering.ask({"do": "status"})
+    with _control(address, token_file) as control:
+        now = control.ask({"do": "status"})
         if as_json:
             print(json.dumps(now, ensure_ascii=False, indent=2))
             return
         console = Console()
-        if not steering.welcome["tokens"]:
+        if not control.welcome["tokens"]:
             warning = "this pool asks for no tokens: every user and program of its machine is an admin"
             Console(stderr=True, soft_wrap=True).print(f"[bold yellow]{warning}[/]")
         if once or not console.is_terminal:
@@ -57,7 +57,7 @@ def status(
             try:
                 while True:
                     time.sleep(1.0)
-                    live.update(pool_table(steering.ask({"do": "status"})))
+                    live.update(pool_table(control.ask({"do": "status"})))
             except KeyboardInterrupt:
                 return
 
@@ -138,14 +138,14 @@ def resume_lease(
 
 
 @contextmanager
-def _steering(address: str | None, token_file: Path | None) -> Iterator[Steering]:
+def _control(address: str | None, token_file: Path | None) -> Iterator[ControlChannel]:
     from warpbus.pool.daemon.tokens import read_token
     from warpbus.pool.protocol.address import address as read_address
-    from warpbus.pool.protocol.steering import Steering
+    from warpbus.pool.protocol.control_channel import ControlChannel
 
     token = read_token(token_file) if token_file is not None else os.environ.get("WARPBUS_POOL_TOKEN")
-    with Steering(read_address(address or os.environ.get("WARPBUS_POOL") or HERE), token) as steering:
-        yield steering
+    with ControlChannel(read_address(address or os.environ.get("WARPBUS_POOL") or HERE), token) as control:
+        yield control
 
 
 def _do(
@@ -154,11 +154,11 @@ def _do(
     """Ask, and show how far it is on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with (
-        _steering(address, token_file) as steering,
+        _control(address, token_file) as control,
         Progress(*columns, console=Console(stderr=True), transient=True) as bar,
     ):
         if lease is not None:
-            question["lease"] = _whole(lease, steering.ask({"do": "status"}))
+            question["lease"] = _whole(lease, control.ask({"do": "status"}))
         task = bar.add_task(f"{question['do']}", total=None)
 
         def tell(answer: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ def _do(
                 done, total = answer.get("done"), answer.get("total")
                 bar.update(task, description=escape(str(answer["phase"])), completed=done or 0, total=total)
 
-        return steering.ask(question, tell)
+        return control.ask(question, tell)
 
 
 def _whole(beginning: str, pool: dict[str, Any]) -> str:

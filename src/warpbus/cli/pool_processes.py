@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from warpbus.pool.processes.processes import Carried, Host
+    from warpbus.pool.processes.processes import Carried, ProcessHost
 
 _To = typer.Option("--to", help="number of the GPU that it goes to, as nvidia-smi counts")
 _From = typer.Option("--from", help="number of the GPU that it is on, where this cannot be seen from outside")
@@ -122,15 +122,15 @@ def resume(
     _show(resume_process(pid, _host(), to=to, source=source), as_json)
 
 
-def _host() -> Host:
-    from warpbus.cuda.checkpoint import Checkpoint
+def _host() -> ProcessHost:
+    from warpbus.cuda.checkpoint import CudaCheckpoint
     from warpbus.pool.processes.machine import ThisMachine
-    from warpbus.pool.processes.processes import Host
+    from warpbus.pool.processes.processes import ProcessHost
     from warpbus.pool.processes.suspensions import Suspensions
     from warpbus.pool.processes.virtual import outside_mps
 
     os.environ.update(outside_mps())  # a client of MPS could not checkpoint others
-    return Host(ThisMachine(), Checkpoint(), Suspensions())
+    return ProcessHost(ThisMachine(), CudaCheckpoint(), Suspensions())
 
 
 def _show(carried: Carried, as_json: bool) -> None:

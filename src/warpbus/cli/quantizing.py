@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 
 from warpbus.cli.progress import progress_bar
+from warpbus.cli.tables import estimate_table
 from warpbus.formats import FinishedParts
-from warpbus.quantization import Estimate, Progress
+from warpbus.quantization import Progress, QuantizationEstimate
 from warpbus.quantization.job import Begun
 
 
@@ -32,8 +33,8 @@ def shown(output: Path) -> Iterator[Progress]:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    def estimated(needs: Estimate) -> None:
-        console.print(needs.table(), soft_wrap=False)
+    def estimated(needs: QuantizationEstimate) -> None:
+        console.print(estimate_table(needs), soft_wrap=False)
         for warning in needs.warnings:
             say(f"warning: {warning}")
 

@@ -82,12 +82,13 @@ def train(
 
     OUTPUT.training holds checkpoints: the same command resumes an interrupted run, on any number of GPUs.
     """
-    from warpbus.cli.training import is_silent, plan_table, shown
+    from warpbus.cli.tables import training_table
+    from warpbus.cli.training import is_silent, shown
     from warpbus.cuda.devices import resolve_device
     from warpbus.train import TrainingSettings
     from warpbus.train import train as run
     from warpbus.train.job import check_arguments
-    from warpbus.train.plan import plan
+    from warpbus.train.plan import plan_training
 
     resolved = resolve_device(device)
     on_gpus = device != "cpu" if cluster else resolved.type == "cuda"
@@ -123,11 +124,11 @@ def train(
         check_arguments(valid, settings, device, gpus, processes, cluster)
     directory = model_directory(model)
     if dry_run:
-        needs = plan(directory, data, settings, resolved, workers=workers)
+        needs = plan_training(directory, data, settings, resolved, workers=workers)
         if as_json:
             print(json.dumps(needs.to_json(), ensure_ascii=False))
         else:
-            Console().print(plan_table(needs))
+            Console().print(training_table(needs))
         return
     with shown(output) as (begun, report):
         summary = run(
@@ -148,6 +149,9 @@ def train(
         )
     if is_silent():
         return
+    from warpbus.evaluation.curve import draw_training  # loads matplotlib
+
+    curve = draw_training(output)
     if as_json:
         print(json.dumps(summary, ensure_ascii=False))
     else:
@@ -157,4 +161,4 @@ def train(
         if keep == "best":
             losses += f" after step {summary['best_step']:,}, which was written"
         text = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
-        console.print(f"{text}\nloss curve: {output / 'training.png'}", highlight=False, markup=False)
+        console.print(f"{text}\nloss curve: {curve}", highlight=False, markup=False)

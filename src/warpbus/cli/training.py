@@ -9,12 +9,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from warpbus.train import Stopped, TrainingProgress, TrainingStarted
-from warpbus.train.plan import Plan
-
-_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments", "activations": "activations"}
 
 
 def is_silent() -> bool:
@@ -73,39 +69,3 @@ def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Cal
     except KeyboardInterrupt:
         say("Interrupted. Run the same command to resume from the last checkpoint, if there is one.")
         raise typer.Exit(128 + signal.SIGINT) from None
-
-
-def plan_table(plan: Plan) -> Table:
-    """A table of memory and time per number of GPUs."""
-    steps = "1 step" if plan.steps == 1 else f"{plan.steps:,} steps"
-    title = (
-        f"{steps}, {plan.tokens:,} tokens; trainable parameters: {plan.trained:,} of {plan.parameters:,}\n"
-        "memory per GPU in GB"
-    )
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for name in ("GPUs", "total", *_PARTS.values(), "other", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for need in plan.needs:
-        memory = need.memory
-        parts = [getattr(memory, name) for name in _PARTS]
-        fits = plan.device_memory is None or memory.total <= plan.device_memory
-        table.add_row(
-            str(need.gpus),
-            f"{memory.total / 1e9:.2f}" + ("" if fits else ", too much"),
-            *(f"{part / 1e9:.2f}" for part in parts),
-            f"{max(0, memory.total - sum(parts)) / 1e9:.2f}",
-            "-" if need.seconds is None else _duration(need.seconds),
-        )
-    if plan.flops_per_second is None:
-        table.caption = "no time: it is estimated from the speed of a GPU, and none was found"
-    else:
-        table.caption = (
-            f"time: lower bound, at {plan.flops_per_second / 1e12:,.0f} TFLOP/s of matrix products on {plan.device}"
-        )
-    return table
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from warpbus.cli.models import DEMO
 from warpbus.cli.progress import progress_bar
+from warpbus.cli.tables import report_tables
 from warpbus.demo import data_path
 from warpbus.errors import UsageError
 
@@ -48,11 +49,11 @@ class Output:
         """
         console = Console()
         if not self.as_json:
-            console.print(report.table())
+            console.print(report_tables(report))
             console.print(report.summary(), highlight=False, markup=False, soft_wrap=True)
         if self.data is None:
             if self.plot is not None:
-                from warpbus.quantization import pictures
+                from warpbus.evaluation import pictures
 
                 pictures.draw(report, self.plot)
             if self.as_json:

@@ -51,7 +51,7 @@ class AddressSpace(Protocol):
         """The bytes from `offset` on, uint8 `[size]`, which keeps the memory."""
 
 
-class Driver(Protocol):
+class VirtualMemoryDriver(Protocol):
     """What `DeviceSpace` needs of `warpbus.cuda.virtual_memory.VirtualMemory`."""
 
     granularity: int
@@ -72,7 +72,7 @@ class Driver(Protocol):
 class DeviceSpace:
     """Addresses of a GPU. They and what is mapped to them go back to the driver when nobody refers to it any more."""
 
-    def __init__(self, reserve: int, device: torch.device, driver: Driver) -> None:
+    def __init__(self, reserve: int, device: torch.device, driver: VirtualMemoryDriver) -> None:
         self.page = driver.granularity
         self.reserved = rounded_up(reserve, self.page)
         self.address = driver.reserve(self.reserved)
@@ -223,7 +223,7 @@ def rounded_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _drop_last(driver: Driver, address: int, pieces: list[tuple[int, int]]) -> None:
+def _drop_last(driver: VirtualMemoryDriver, address: int, pieces: list[tuple[int, int]]) -> None:
     """Unmap and release the last piece, which begins at `address`."""
     size, handle = pieces[-1]
     driver.unmap(address, size)
@@ -231,7 +231,7 @@ def _drop_last(driver: Driver, address: int, pieces: list[tuple[int, int]]) -> N
     driver.release(handle)
 
 
-def _give_back(driver: Driver, address: int, reserved: int, pieces: list[tuple[int, int]]) -> None:
+def _give_back(driver: VirtualMemoryDriver, address: int, reserved: int, pieces: list[tuple[int, int]]) -> None:
     if pieces:
         driver.synchronize()
     place = address + sum(size for size, _ in pieces)

@@ -57,7 +57,7 @@ class _RestoreArguments(ctypes.Structure):
     )
 
 
-class Checkpoint:
+class CudaCheckpoint:
     """The driver's functions, by process id. One process may do this for another of the same user.
 
     Args:

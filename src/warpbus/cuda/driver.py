@@ -23,7 +23,7 @@ MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
 _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 NON_BLOCKING = 1  # CUstream_flags
 _RELAXED = 2  # CUstreamCaptureMode
-_INVALID_CONTEXT = 201  # CUresult
+_INVALID_VALUE = 1  # CUresult
 _CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
@@ -120,6 +120,25 @@ def kernel(loaded: ctypes.c_void_p, name: str, label: str) -> ctypes.c_void_p:
     check(library().cuLibraryGetKernel(ctypes.byref(handle), loaded, name.encode()), f"{label}: kernel {name}")
     check(library().cuKernelGetFunction(ctypes.byref(function), handle), f"{label}: loading kernel {name}")
     return handle
+
+
+def parameter_layout(handle: ctypes.c_void_p, label: str) -> list[tuple[int, int]] | None:
+    """Offset and size in bytes of each parameter of a kernel; None with a driver before CUDA 12.4.
+
+    Offsets count from the first parameter. The driver counts from the constant bank, in which a first parameter that is
+    aligned to 64 bytes (a tensor map) begins at 48.
+    """
+    ask = getattr(library(), "cuKernelGetParamInfo", None)
+    if ask is None:
+        return None
+    found: list[tuple[int, int]] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while True:
+        status = ask(handle, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size))
+        if status == _INVALID_VALUE:  # no parameter has that number
+            return [(begin - found[0][0], nbytes) for begin, nbytes in found]
+        check(status, f"{label}: parameter {len(found)}")
+        found.append((offset.value, size.value))
 
 
 def allow_shared_memory(handle: ctypes.c_void_p, size: int, device: int, label: str) -> None:

@@ -27,7 +27,7 @@ class _Handle(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class IpcLocation:
     """Where a tensor lies for another process: `offset` bytes into an allocation of `size` bytes, known by `handle`."""
 
     handle: bytes
@@ -35,7 +35,7 @@ class Place:
     offset: int
 
 
-class Shared:
+class IpcExport:
     """Memory of this process's GPU, for others to read. It must not be given back to the driver while they do.
 
     What torch's allocator keeps for later counts as not given back.
@@ -49,7 +49,7 @@ class Shared:
         """Wait for all that this thread has launched: only then others may read."""
         torch.cuda.current_stream(self._device).synchronize()
 
-    def places(self, tensors: list[Tensor]) -> list[Place]:
+    def places(self, tensors: list[Tensor]) -> list[IpcLocation]:
         """Where contiguous tensors lie. The handles of an allocation are the same as long as it lives.
 
         Raises:
@@ -62,7 +62,7 @@ class Shared:
                 base, size = self._allocation(tensor.data_ptr())
                 if base not in handles:
                     handles[base] = self._handle(base)
-                places.append(Place(handles[base], size, tensor.data_ptr() - base))
+                places.append(IpcLocation(handles[base], size, tensor.data_ptr() - base))
         return places
 
     def _allocation(self, address: int) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class Shared:
         return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
 
 
-class Opened:
+class IpcMapping:
     """Memory that other processes of this host share, opened for a GPU of this process."""
 
     def __init__(self, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class Opened:
         self._driver = driver.library()
         self._bases: dict[bytes, int] = {}
 
-    def copy(self, parts: list[tuple[Tensor, Place]]) -> None:
+    def copy(self, parts: list[tuple[Tensor, IpcLocation]]) -> None:
         """Fill contiguous tensors with what lies at places, as many bytes as each has, and wait until that is done.
 
         Raises:

@@ -3,17 +3,17 @@
 import ctypes
 import functools
 import re
-import struct
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from warpbus.cuda import driver
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.devices import enter_context
 from warpbus.cuda.jit import Cubin, Resources, architecture, compile_source
+from warpbus.cuda.parameters import Parameters
 from warpbus.errors import DeviceError
 
 Extent = int | tuple[int, ...]
@@ -28,12 +28,14 @@ class Unit:
     Attributes:
         source: the file; `root`: where its includes are looked up.
         needs: the oldest architecture that it compiles for ("sm_80"), or the only one, where it ends with "a".
+        kernels: the declared kernels of the file by their names.
     """
 
     source: Path
     root: Path
     macros: tuple[tuple[str, str], ...] = ()
     needs: str = "sm_80"
+    kernels: dict[str, "Kernel"] = field(default_factory=dict, repr=False, compare=False)
     _libraries: dict[str, ctypes.c_void_p] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -56,9 +58,16 @@ class Unit:
             raise DeviceError(f"{self.label} needs {self.needs}, this GPU is {arch}")
         return compile_source(self.source, self.root, self.macros, arch)
 
-    def kernel(self, name: str, parameters: str) -> "Kernel":
-        """A kernel of it. See `Kernel` for `parameters`."""
-        return Kernel(self, name, parameters)
+    def kernel(self, name: str, parameters: Parameters) -> "Kernel":
+        """Declare a kernel of the file; the same kernel for each call.
+
+        Raises:
+            DeviceError: it is declared with other parameters already.
+        """
+        declared = self.kernels.setdefault(name, Kernel(self, name, parameters))
+        if declared.parameters is not parameters:
+            raise DeviceError(f"{declared.label} is declared twice: declare its parameters once and import the kernel")
+        return declared
 
     def load(self, arch: str) -> ctypes.c_void_p:
         """The loaded code; compiled and loaded at the first call."""
@@ -76,20 +85,19 @@ def runs_on(arch: str, needs: str) -> bool:
 
 
 class Kernel:
-    """A `__global__` function, called as `kernel(grid, block, *arguments)`.
+    """A `__global__` function, called as `kernel(grid, block, name=argument, ...)` with the names of its parameters.
 
-    `parameters` has one code of the `struct` module for each parameter in order: `P` a pointer (a tensor, or `None` for
-    null), `i` int, `q` long long, `f` float, `128s` a tensor map, which has to stand before all others so that it is
-    aligned to 64 bytes.
+    Args:
+        unit: the compilation that has it.
+        name: that of the function, which is `extern "C"`.
+        parameters: those of the function; compared with the compiled code when it is loaded, where the driver has
+            `cuKernelGetParamInfo` (CUDA 12.4).
     """
 
-    def __init__(self, unit: Unit, name: str, parameters: str):
+    def __init__(self, unit: Unit, name: str, parameters: Parameters):
         self.unit = unit
         self.name = name
-        self._layout = struct.Struct(f"@{parameters}")
-        codes = re.findall(r"\d*\D", parameters)
-        ends = [struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes))]
-        self._offsets = tuple(end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
+        self.parameters = parameters
         self._handles: dict[int, ctypes.c_void_p] = {}
         self._shared: dict[int, int] = {}
         self._allowing = threading.Lock()
@@ -99,10 +107,11 @@ class Kernel:
         self,
         grid: Extent,
         block: Extent,
-        *arguments: object,
+        *,
         shared: int = 0,
         cluster: int = 1,
         dependent: bool = False,
+        **arguments: object,
     ) -> None:
         """Launch on torch's current stream of the device of the first tensor among the arguments.
 
@@ -110,39 +119,39 @@ class Kernel:
 
         Args:
             grid, block: one to three sides.
-            arguments: one for each parameter; tensors have to be on one device.
             shared: bytes of dynamic shared memory a block.
             cluster: blocks in a cluster along x.
             dependent: start early and wait inside (programmatic dependent launch); before Hopper, which has no such
                 thing, it changes nothing. False where the host has just copied something that the kernel reads before
                 it waits, or by the read-only path.
+            arguments: one for each parameter, see `Parameters.pack`; tensors have to be on one device.
 
         Raises:
-            DeviceError: the launch failed, with the limits of the device; or the kernel could not be compiled.
+            DeviceError: arguments that do not fit the parameters; the launch failed, with the limits of the device; or
+                the kernel could not be compiled.
         """
-        tensor = next((argument for argument in arguments if isinstance(argument, Tensor)), None)
-        index = torch.cuda.current_device() if tensor is None else tensor.get_device()
-        values = [_value(argument) for argument in arguments]
-        if index == torch.cuda.current_device():
-            self._launch(index, grid, block, values, shared, cluster, dependent)
+        try:
+            packed, tensor = self.parameters.pack(arguments)
+        except ValueError as error:
+            raise DeviceError(f"{self.label}: {error}") from None
+        current = torch.cuda.current_device()
+        index = current if tensor is None else tensor.get_device()
+        if index == current:
+            self._launch(index, grid, block, packed, shared, cluster, dependent)
         else:
             with torch.cuda.device(index):
-                self._launch(index, grid, block, values, shared, cluster, dependent)
+                self._launch(index, grid, block, packed, shared, cluster, dependent)
 
     def _launch(
-        self, index: int, grid: Extent, block: Extent, values: list[object], shared: int, cluster: int, dependent: bool
+        self, index: int, grid: Extent, block: Extent, packed: bytes, shared: int, cluster: int, dependent: bool
     ) -> None:
-        try:
-            packed = self._layout.pack(*values)
-        except struct.error as error:
-            raise DeviceError(f"{self.label}: an argument does not fit its parameter ({error})") from None
         handle = self._prepare(index, shared)
         sides = _three(grid), _three(block)
         status = driver.launch(
             handle,
             *sides,
             packed,
-            self._offsets,
+            self.parameters.offsets,
             shared=shared,
             stream=torch.cuda.current_stream(index).cuda_stream,
             cluster=cluster,
@@ -177,7 +186,7 @@ class Kernel:
     @staticmethod
     @functools.cache
     def _may_depend(index: int) -> bool:
-        return runs_on(architecture(index), "sm_90")
+        return capabilities(architecture(index)).dependent_launch
 
     def _prepare(self, index: int, shared: int) -> ctypes.c_void_p:
         enter_context()
@@ -185,6 +194,7 @@ class Kernel:
         if handle is None:
             with driver.relaxed_capture():
                 handle = driver.kernel(self.unit.load(architecture(index)), self.name, self.unit.label)
+                self._check_layout(driver.parameter_layout(handle, self.label))
             self._handles[index] = handle
         if shared > self._allowed(index):
             with self._allowing:  # a thread that asks for less must not come after one that asks for more
@@ -193,15 +203,17 @@ class Kernel:
                     self._shared[index] = shared
         return handle
 
+    def _check_layout(self, compiled: list[tuple[int, int]] | None) -> None:
+        """The declared parameters lie where the compiled kernel reads them; None: the driver cannot tell."""
+        if compiled not in (None, self.parameters.layout):
+            raise DeviceError(
+                f"{self.label}: the declared parameters lie at (offset, size) {self.parameters.layout}, the compiled "
+                f"kernel reads them at {compiled}: declare them as its source does"
+            )
+
     def _allowed(self, index: int) -> int:
         """Bytes of dynamic shared memory with which a GPU lets the kernel be launched."""
         return self._shared.get(index, _LARGEST_WITHOUT_ASKING)
-
-
-def _value(argument: object) -> object:
-    if isinstance(argument, Tensor):
-        return argument.data_ptr()
-    return 0 if argument is None else argument
 
 
 def _three(sides: Extent) -> tuple[int, int, int]:

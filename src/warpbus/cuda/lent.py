@@ -28,7 +28,7 @@ class LentDevice(Protocol):
     """What is known of a lent device."""
 
     def check(self) -> None:
-        """Raises DeviceError, which says what to do, if nothing is behind it."""
+        """Raises a WarpbusError, which says what to do, if nothing is behind it."""
 
     def capability(self) -> tuple[int, int] | None:
         """The compute capability of the GPU behind it; None: a CPU is behind it."""

@@ -29,3 +29,8 @@ def parse_memory(memory: str | int, card: int | None = None) -> int:
 def gigabytes(size: float) -> str:
     """Bytes as messages and tables show them."""
     return f"{size / 1e9:.2f} GB"
+
+
+def short_size(size: int) -> str:
+    """Bytes in GB with two digits behind the point, or in MB with one."""
+    return gigabytes(size) if abs(size) >= 1e9 else f"{size / 1e6:.1f} MB"

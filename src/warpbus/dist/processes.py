@@ -36,7 +36,7 @@ def launch(function: Job, arguments: Sequence[object], *, devices: Sequence[torc
 
 
 @dataclass
-class _Member:
+class _WorkerProcess:
     """A worker process as the parent sees it."""
 
     rank: int
@@ -98,7 +98,7 @@ class Processes:
         self._function = function
         self._devices = devices
         self._receive = receive
-        self._members: list[_Member] = []
+        self._members: list[_WorkerProcess] = []
         self._directory = Path()
         self._finished = False
 
@@ -110,7 +110,7 @@ class Processes:
         for each in pool.members:
             rank = each.spec.rank
             name = f"process {rank} on {each.spec.device}"
-            self._members.append(_Member(rank, name, each.process, each.connection))
+            self._members.append(_WorkerProcess(rank, name, each.process, each.connection))
         try:
             for member in self._members:
                 _send(member, self._function)
@@ -178,7 +178,7 @@ class Processes:
     ) -> None:
         self._end(at_once=not self._finished)
 
-    def _cause(self, member: _Member, outcome: JobFailure | None) -> WarpbusError:
+    def _cause(self, member: _WorkerProcess, outcome: JobFailure | None) -> WarpbusError:
         """The exception to raise after a process failed, or died if `outcome` is None."""
         if self._watchdog.verdict is not None:
             return self._watchdog.verdict
@@ -237,12 +237,12 @@ def _check(devices: Sequence[torch.device]) -> None:
         raise UsageError(f"devices {names}: two processes cannot share one GPU: give each once")
 
 
-def _send(member: _Member, what: object) -> None:
+def _send(member: _WorkerProcess, what: object) -> None:
     with suppress(OSError):  # it has died: reading its messages will report that
         member.connection.send(what)
 
 
-def _next(member: _Member) -> Message | Done | JobFailure | Heartbeat | None:
+def _next(member: _WorkerProcess) -> Message | Done | JobFailure | Heartbeat | None:
     """The next message of a process; None once it has died."""
     try:
         message = member.connection.recv()
@@ -252,7 +252,7 @@ def _next(member: _Member) -> Message | Done | JobFailure | Heartbeat | None:
     return message
 
 
-def _death(member: _Member) -> ProcessDiedError:
+def _death(member: _WorkerProcess) -> ProcessDiedError:
     report = "report it if it happens again"
     try:
         code = member.process.wait(_SECONDS_TO_TERMINATE)

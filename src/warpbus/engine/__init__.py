@@ -4,7 +4,7 @@ from warpbus.engine.engine import Engine, request
 from warpbus.engine.llm import LLM, Chunk, Completion
 from warpbus.engine.plan import MemoryPlan, Stored, enforce, least_memory, plan_memory
 from warpbus.engine.sampling_params import Grammar, SamplingParams
-from warpbus.engine.sequence import Piece, TokenLogprob
+from warpbus.engine.sequence import TextPiece, TokenLogprob
 
 __all__ = [
     "LLM",
@@ -13,9 +13,9 @@ __all__ = [
     "Engine",
     "Grammar",
     "MemoryPlan",
-    "Piece",
     "SamplingParams",
     "Stored",
+    "TextPiece",
     "TokenLogprob",
     "enforce",
     "least_memory",

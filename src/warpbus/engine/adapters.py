@@ -1,7 +1,8 @@
-"""The adapters of an engine: LoRAs beside its model's linears, the names that requests give, and salts for blocks."""
+"""The adapters of an engine: installs LoRAs in its model, checks the names of requests, and salts block keys."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections import abc
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +18,16 @@ from warpbus.models.parallel import Part, Span, Spans, copy_spans, joined
 Adapter = Lora | Prefix
 
 
-def adapt(model: Decoder, adapters: Sequence[Adapter]) -> Selection:
-    """Put the LoRAs among some adapters beside a model's linears; which row has which is the selection's to say.
+def adapt(model: Decoder, adapters: abc.Sequence[Adapter]) -> Selection:
+    """Add the LoRAs among some adapters to a model's linear layers; the returned selection sets the LoRA of each row.
 
-    A model that has the same ones already, a copy of another's for instance, keeps them.
+    A model that already has the same LoRAs, for instance a copy of an adapted model, keeps them.
 
     Args:
         model: in eval mode; one of several processes' parts (`Part`) with its part of the LoRAs (`cut`).
 
     Raises:
-        UsageError: the model has others already.
+        UsageError: the model already has other LoRAs.
         CheckpointError: a LoRA does not fit the model, or holds NaN or infinity in the model's dtype.
     """
     loras = [adapter for adapter in adapters if isinstance(adapter, Lora)]
@@ -44,15 +45,15 @@ def adapt(model: Decoder, adapters: Sequence[Adapter]) -> Selection:
 
 
 def cut(adapter: Adapter, part: Part) -> Adapter:
-    """What one of the processes that share a model needs of an adapter: of each a and b what it has of the linear."""
+    """One process's shard of an adapter: the rows and columns of a and b that belong to its part of each linear."""
     if isinstance(adapter, Prefix):
         keys = part.kv_spans
         return Prefix(adapter.name, _heads(adapter.keys_lthd, keys), _heads(adapter.values_lthd, keys))
     return Lora(adapter.name, {name: _cut(low, name, part) for name, low in adapter.parts.items()})
 
 
-def stacked_bytes(adapters: Sequence[Adapter], dtype: torch.dtype) -> int:
-    """What the LoRAs among some adapters take on the device."""
+def stacked_bytes(adapters: abc.Sequence[Adapter], dtype: torch.dtype) -> int:
+    """The bytes of the LoRAs among some adapters on the device."""
     loras = [adapter for adapter in adapters if isinstance(adapter, Lora)]
     total = 0
     for name in {name for lora in loras for name in lora.parts}:
@@ -63,15 +64,15 @@ def stacked_bytes(adapters: Sequence[Adapter], dtype: torch.dtype) -> int:
 
 
 def check_adapter(name: str | None, names: Collection[str]) -> None:
-    """Raises UsageError where a request names an adapter that is not among those that were loaded."""
+    """Raises UsageError if a request names an adapter that is not loaded."""
     if name is not None and name not in names:
         there = f"give one of {', '.join(names)}" if names else "the model was loaded without any"
         raise UsageError(f"there is no adapter {name[:200]!r}: {there}")
 
 
 def salt_of(name: str | None, cache_salt: bytes = b"") -> bytes:
-    """What keeps blocks from being shared between adapters, whose keys and values are their own, and between requests
-    of different salts, which may not learn of each other (`Request.salt`); empty for a request with neither.
+    """The salt of block keys (`SchedulerState.salt`), which keeps different adapters from sharing blocks, because their
+    keys and values differ, and requests of different cache salts, for privacy; empty for a request with neither.
 
     Args:
         name: of the adapter, not empty.
@@ -86,8 +87,8 @@ def _is(one: object, other: object) -> bool:
     return one is other
 
 
-def _linear(model: Decoder, name: str, loras: Sequence[Lora]) -> tuple[nn.Module, str, nn.Linear | QuantizedLinear]:
-    """Where a linear of the layers stands: the module that has it, by which name, and the linear."""
+def _linear(model: Decoder, name: str, loras: abc.Sequence[Lora]) -> tuple[nn.Module, str, nn.Linear | QuantizedLinear]:
+    """The parent module of a linear of the layers, its attribute name there, and the linear itself."""
     path, _, attribute = name.rpartition(".")
     try:
         parent = model.get_submodule(path)
@@ -96,7 +97,7 @@ def _linear(model: Decoder, name: str, loras: Sequence[Lora]) -> tuple[nn.Module
         linear = None
     if isinstance(linear, Parallel):
         parent, attribute, linear = linear, "part", linear.part
-    # The head has other rows than the layers.
+    # The head is not adapted: its rows are not those of the layers.
     if not name.startswith("layers.") or not isinstance(linear, nn.Linear | QuantizedLinear):
         owner = next(lora for lora in loras if name in lora.parts)
         raise CheckpointError(f"adapter {owner.name}: it changes {name}, which is no linear of this model's layers")
@@ -115,7 +116,7 @@ def _pair(
             f"adapter {lora.name}: its matrices of {name} are {list(a.shape)} and {list(b.shape)}, expected "
             f"[rank, {linear.in_features}] and [{linear.out_features}, rank]: it is another model's"
         )
-    # Others' rows are multiplied by them too, and 0 times infinity is no number.
+    # Rows of other requests are multiplied by them too (times 0), and 0 times infinity is NaN.
     if not (a.isfinite().all() and b.isfinite().all()):
         raise CheckpointError(
             f"adapter {lora.name}: its matrices of {name} hold NaN or infinity in {dtype}: it is damaged, or needs "
@@ -136,6 +137,6 @@ def _cut(low: LowRank, name: str, part: Part) -> LowRank:
 
 
 def _heads(x_lthd: Tensor, keys: Spans) -> Tensor:
-    """Of keys or values those heads whose rows of a whole matrix of keys these are."""
+    """The heads of keys or values that belong to these rows of the full key projection."""
     rows = [x_lthd.flatten(2)[..., span.start : span.stop] for span in keys]
     return torch.cat(rows, dim=-1).unflatten(-1, (-1, x_lthd.shape[-1]))

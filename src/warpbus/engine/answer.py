@@ -1,26 +1,27 @@
-"""What has come of one request: the pieces that wait for its consumer, and when things happened."""
+"""The answer to one request in the service's process: the pieces that wait for its consumer, and their times."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import abc
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from warpbus.engine.sequence import Piece
+from warpbus.engine.sequence import TextPiece
 from warpbus.errors import WarpbusError
 
 
 @dataclass
 class RequestTimes:
-    """When things happened to a request, in seconds of `time.monotonic()`; None for what has not happened.
+    """The times of a request's events, in seconds of `time.monotonic()`; None before the event.
 
     Attributes:
         arrived: `Service.generate` was called.
-        prompt_tokens: of the prompt.
-        first_token: the first token came from the engine.
-        finished: the last token came from the engine.
-        cached_tokens: of the prompt's, those found in the cache.
-        output_tokens: how many have come.
+        prompt_tokens: tokens of the prompt.
+        first_token: the first token arrived from the engine.
+        finished: the last token arrived from the engine.
+        cached_tokens: tokens of the prompt found in the prefix cache.
+        output_tokens: tokens that have arrived.
     """
 
     arrived: float
@@ -32,17 +33,17 @@ class RequestTimes:
 
 
 class Inbox:
-    """Where the service puts what comes, for one consumer of the same event loop."""
+    """Buffers the pieces of one answer between the service and one consumer in the same event loop."""
 
     def __init__(self, times: RequestTimes) -> None:
         self.times = times
-        self._pieces: list[Piece] = []
+        self._pieces: list[TextPiece] = []
         self._error: WarpbusError | None = None
         self._ended = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, piece: Piece, when: float) -> None:
-        """Take a piece that came at the time `when`; the last one has a finish reason."""
+    def put(self, piece: TextPiece, when: float) -> None:
+        """Append a piece that arrived at the time `when`; the last one has a finish reason."""
         times = self.times
         if piece.token_ids:
             times.output_tokens += len(piece.token_ids)
@@ -56,16 +57,16 @@ class Inbox:
         self._wake()
 
     def fail(self, error: WarpbusError) -> None:
-        """End with an error, which is raised once what has come before it is taken."""
+        """End with an error, which is raised after the pieces that arrived before it."""
         self._error, self._ended = error, True
         self._wake()
 
-    async def take(self) -> Piece:
-        """All that has come since the last call, as one piece.
+    async def take(self) -> TextPiece:
+        """All pieces since the last call, merged into one.
 
         Raises:
-            StopAsyncIteration: there is no more to come.
-            WarpbusError: that of `fail`, once.
+            StopAsyncIteration: the answer has ended.
+            WarpbusError: the error of `fail`, once.
         """
         while not self._pieces:
             if self._error is not None:
@@ -86,19 +87,19 @@ class Inbox:
             self._waiter.set_result(None)
 
 
-class Answer(AsyncIterator[Piece]):
-    """One request's pieces, as `Service.generate` gives them.
+class Answer(AsyncIterator[TextPiece]):
+    """An async iterator over the pieces of one answer, as `Service.generate` returns it.
 
         async with service.generate(prompt, params) as answer:
             async for piece in answer:
                 ...
 
-    Pieces that wait are merged into one; the last has a `finish_reason`. Leaving the block, `aclose`, or dropping the
-    object calls the request off where it still runs. Giving up a wait for a piece (a timeout) loses nothing. Belongs to
-    the service's event loop and to one consumer.
+    Waiting pieces are merged into one; the last one has a `finish_reason`. Leaving the block, `aclose`, or dropping the
+    object aborts a running request. Cancelling a wait for a piece (a timeout) loses nothing. Belongs to the service's
+    event loop and to one consumer.
 
     Attributes:
-        times: `RequestTimes`, filled in as pieces come.
+        times: `RequestTimes`, updated as pieces arrive.
 
     Raises:
         EngineDiedError: while iterating: the engine's process died.
@@ -107,17 +108,17 @@ class Answer(AsyncIterator[Piece]):
         NumericError, UnavailableError, WarpbusError: while iterating: this request failed (see `Engine.step`).
     """
 
-    def __init__(self, inbox: Inbox, leave: Callable[[], None]) -> None:
+    def __init__(self, inbox: Inbox, on_close: Callable[[], None]) -> None:
         self.times = inbox.times
         self._inbox = inbox
-        self._leave = leave
+        self._on_close = on_close
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> TextPiece:
         return await self._inbox.take()
 
     async def aclose(self) -> None:
-        """Call the request off, if it still runs."""
-        self._leave()
+        """Abort the request if it still runs."""
+        self._on_close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -125,16 +126,16 @@ class Answer(AsyncIterator[Piece]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave()
+        self._on_close()
 
     def __del__(self) -> None:
-        self._leave()
+        self._on_close()
 
 
-def merge(pieces: Sequence[Piece]) -> Piece:
-    """Successive pieces of one request as one; at least one."""
+def merge(pieces: abc.Sequence[TextPiece]) -> TextPiece:
+    """Merge consecutive pieces of one request, at least one, into one."""
     last = pieces[-1]
-    return Piece(
+    return TextPiece(
         text="".join(piece.text for piece in pieces),
         token_ids=tuple(token for piece in pieces for token in piece.token_ids),
         logprobs=None

@@ -1,6 +1,6 @@
-"""What the layers attend to while generating: blocks of the cache, for pieces of prompts or for single new tokens."""
+"""Attention over the paged KV cache: for chunks of prompts (prefill) and for single new tokens (decode)."""
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.places import Places, Turns
+from warpbus.engine.positions import RopeAngles, RowPositions
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.cache import gather_cache
 from warpbus.kernels.ops.rope import rope_and_cache
@@ -18,74 +18,74 @@ from warpbus.models.layers import FusedAttention
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A piece of a prompt in a flat list of tokens.
+class ChunkSpan:
+    """A chunk of a prompt in a flat list of tokens.
 
     Attributes:
-        begin, end: its tokens in the list.
-        start: the position of the first in its sequence.
-        blocks: int32 `[n]`, the blocks of the sequence, on the device; None where nothing is stored before the piece.
-        prompt: so many of the sequence's first tokens see each other in both directions.
-        given: places of the cache before the first token, which all attend to.
+        begin, end: its tokens in the list are `begin` to `end - 1`.
+        start: the position of its first token in the sequence.
+        blocks: int32 `[n]`, the block table of the sequence, on the device; None if nothing is cached before the chunk.
+        bidirectional: how many leading tokens of the sequence attend to each other in both directions.
+        prefix_length: cache positions before the first token; all tokens attend to them.
     """
 
     begin: int
     end: int
     start: int
     blocks: Tensor | None
-    prompt: int = 0
-    given: int = 0
+    bidirectional: int = 0
+    prefix_length: int = 0
 
 
-class PieceAttention(FusedAttention):
-    """Attention of pieces of several prompts, all stored before any attends.
+class PrefillAttention(FusedAttention):
+    """Attention of chunks of several prompts; the keys and values of all chunks are stored before any attends.
 
     Args:
         config: the model's shape.
-        turns: by which angles the tokens turn.
-        cache: has memory for the blocks.
-        slots: int64 `[tokens]`: block * BLOCK + offset within the block, on the device.
-        stretches: the pieces, in the order of their tokens, without gaps.
+        angles: the rotary angles of the tokens.
+        cache: its memory is committed for the blocks.
+        slot_mapping: int64 `[tokens]`: block * BLOCK + offset within the block, on the device.
+        spans: the chunks, in the order of their tokens, without gaps.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        turns: Turns,
+        angles: RopeAngles,
         cache: KVCache,
-        slots: Tensor,
-        stretches: Sequence[Stretch],
+        slot_mapping: Tensor,
+        spans: abc.Sequence[ChunkSpan],
     ) -> None:
         self._config = config
-        self._turns = turns
+        self._angles = angles
         self._cache = cache
-        self._slots = slots
-        self._stretches = stretches
+        self._slot_mapping = slot_mapping
+        self._spans = spans
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
-        config, turns = self._config, self._turns
+        config, angles = self._config, self._angles
         stored = self._cache.layers[layer]
         q, k, v = rope_and_cache(
-            turns.ordered(qkv_btr[0]),
-            turns.table,
-            turns.positions,
-            self._slots,
+            angles.ordered(qkv_btr[0]),
+            angles.table,
+            angles.positions,
+            self._slot_mapping,
             *stored,
             heads=config.attention.num_heads,
             interleaved=config.rope.interleaved,
         )
         attended = torch.empty_like(q)
-        for stretch in self._stretches:
-            part = slice(stretch.begin, stretch.end)
+        for span in self._spans:
+            part = slice(span.begin, span.end)
             keys, values = k[part], v[part]
-            if stretch.blocks is not None:
-                places = stretch.given + stretch.start + stretch.end - stretch.begin
-                keys, values = self._read(stored, stretch.blocks, places, q.dtype)
-            first = min(max(0, stretch.prompt - stretch.start), stretch.end - stretch.begin)
+            if span.blocks is not None:
+                length = span.prefix_length + span.start + span.end - span.begin
+                keys, values = self._read(stored, span.blocks, length, q.dtype)
+            first = min(max(0, span.bidirectional - span.start), span.end - span.begin)
             if first:
-                seen = stretch.given + stretch.prompt
+                seen = span.prefix_length + span.bidirectional
                 attended[part][:first] = _attend(q[part][:first], keys[:seen], values[:seen], causal=False)
-            if first < stretch.end - stretch.begin:
+            if first < span.end - span.begin:
                 attended[part][first:] = _attend(q[part][first:], keys, values, causal=True)
         return attended.flatten(-2)[None]
 
@@ -103,18 +103,18 @@ class PieceAttention(FusedAttention):
         )
 
 
-class StepAttention(FusedAttention):
-    """Attention of single new tokens, all of it one kernel.
+class DecodeAttention(FusedAttention):
+    """Attention of single new tokens, in one kernel: rotation, storing and attention.
 
     Args:
         config: the model's shape.
         table: the rotary table (`Rotary.table`).
-        cache: has memory for the blocks.
+        cache: its memory is committed for the blocks.
         positions: int32 `[batch]`, of the new tokens, on the device.
-        blocks: int32 `[batch, n]`, of each token's sequence, on the device.
-        limit: more than the largest position, and no more than `n` blocks hold.
-        slots: where several of the tokens may be of one sequence, that is where they are stored: int64 `[batch]`,
-            block * BLOCK + offset. They are all stored first.
+        blocks: int32 `[batch, n]`, the block table of each token's sequence, on the device.
+        limit: greater than the largest position, at most n * BLOCK.
+        slot_mapping: int64 `[batch]`, block * BLOCK + offset: given if several tokens may belong to one sequence; a
+            kernel of its own then stores all of them first.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class StepAttention(FusedAttention):
         positions: Tensor,
         blocks: Tensor,
         limit: int,
-        slots: Tensor | None = None,
+        slot_mapping: Tensor | None = None,
     ) -> None:
         self._config = config
         self._table = table
@@ -133,15 +133,15 @@ class StepAttention(FusedAttention):
         self._positions = positions
         self._blocks = blocks
         self._limit = limit
-        self._slots = slots
+        self._slot_mapping = slot_mapping
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
         config = self._config
         stored, qkv = self._cache.layers[layer], qkv_btr[:, 0]
         heads, interleaved = config.attention.num_heads, config.rope.interleaved
-        if self._slots is not None:
+        if self._slot_mapping is not None:
             rope_and_cache(
-                qkv, self._table, self._positions, self._slots, *stored, heads=heads, interleaved=interleaved
+                qkv, self._table, self._positions, self._slot_mapping, *stored, heads=heads, interleaved=interleaved
             )
         attended = decode_attention(
             qkv,
@@ -152,39 +152,42 @@ class StepAttention(FusedAttention):
             heads=heads,
             interleaved=interleaved,
             limit=self._limit,
-            stored=self._slots is not None,
-            settled=self._slots is None,  # what the step is told and earlier ones have stored
+            stored=self._slot_mapping is not None,
+            # Positions, block tables and cached tokens are complete before the kernel starts.
+            settled=self._slot_mapping is None,
         )
         return attended.view(len(qkv_btr), 1, -1)
 
 
-class PlacedAttention(FusedAttention):
-    """As `StepAttention`, of tokens whose positions do not say by what they turn, where they lie and how far they see.
+class PositionedAttention(FusedAttention):
+    """As `DecodeAttention`, where rope angles, slot mapping and visible length are not all given by the position.
 
     Args:
-        places: of the tokens.
-        config, cache, blocks, limit: as of `StepAttention`.
+        positions: of the tokens.
+        config, cache, blocks, limit: as of `DecodeAttention`.
     """
 
-    def __init__(self, config: ModelConfig, places: Places, cache: KVCache, blocks: Tensor, limit: int) -> None:
+    def __init__(
+        self, config: ModelConfig, positions: RowPositions, cache: KVCache, blocks: Tensor, limit: int
+    ) -> None:
         self._config = config
-        self._places = places
+        self._row_positions = positions
         self._cache = cache
         self._blocks = blocks
         self._limit = limit
 
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
-        places, stored = self._places, self._cache.layers[layer]
+        positions, stored = self._row_positions, self._cache.layers[layer]
         heads, interleaved = self._config.attention.num_heads, self._config.rope.interleaved
-        qkv, turns = places.turns.ordered(qkv_btr[:, 0]), places.turns
+        qkv, angles = positions.angles.ordered(qkv_btr[:, 0]), positions.angles
         q, _, _ = rope_and_cache(
-            qkv, turns.table, turns.positions, places.slots, *stored, heads=heads, interleaved=interleaved
+            qkv, angles.table, angles.positions, positions.slot_mapping, *stored, heads=heads, interleaved=interleaved
         )
         queries = q.flatten(1)
         attended = decode_attention(
             torch.cat((queries, qkv[:, queries.shape[1] :]), dim=1),
-            places.still,
-            places.reach,
+            positions.identity,
+            positions.last_visible,
             self._blocks,
             *stored,
             heads=heads,
@@ -214,8 +217,8 @@ def _attend_to_end(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor) -> Tensor:
     tokens, end, size = q_bhtd.shape[2], k_bhtd.shape[2], q_bhtd.shape[3]
     grouped = q_bhtd.shape[1] != k_bhtd.shape[1]
     if q_bhtd.is_cuda and size % 8 == 0:
-        asked = SDPAParams(q_bhtd, k_bhtd, v_bhtd, None, 0.0, False, grouped)
-        if can_use_flash_attention(asked):
+        params = SDPAParams(q_bhtd, k_bhtd, v_bhtd, None, 0.0, False, grouped)
+        if can_use_flash_attention(params):
             # Of different lengths, causal means for this operator that the last query is that of the last key.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             attended: Tensor = flash(q_bhtd, k_bhtd, v_bhtd, 0.0, True, scale=size**-0.5)[0]

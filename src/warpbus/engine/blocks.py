@@ -1,91 +1,92 @@
-"""Which blocks of the cache belong to whom, and which a new prompt can share. Knows no tensors and no text.
+"""The block allocator of the KV cache, with prefix caching. Knows no tensors and no text.
 
-A block holds the keys and values of `BLOCK` consecutive tokens of a sequence. Its key is a digest of these tokens and
-of all before them: whoever begins with the same tokens can use the same block, since keys and values depend on nothing
-else. Full blocks are found by their keys as long as their memory is not wanted for something else.
+A block holds the keys and values of `BLOCK` consecutive tokens of a sequence. The key of a full block is a digest of
+its
+tokens and of all tokens before them: sequences with the same leading tokens can use the same blocks, since keys and
+values depend on nothing else. Full blocks are found by their keys until their memory is needed for other tokens.
 """
 
 import hashlib
 import heapq
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, abc
+from collections.abc import Callable
 
 BLOCK = 32
-"""Tokens of a block."""
+"""Tokens per block."""
 
-SCRATCH = 0
-"""A block that belongs to nobody: rows that only fill up a batch write there."""
+NULL_BLOCK = 0
+"""The null block, which no sequence owns: padding rows of a batch write there."""
 
 
 def block_keys(
-    token_ids: Sequence[int], known: Sequence[bytes] = (), *, salt: bytes = b"", lead: int = 0
+    token_ids: abc.Sequence[int], known: abc.Sequence[bytes] = (), *, salt: bytes = b"", offset: int = 0
 ) -> list[bytes]:
     """The keys of the full blocks of a sequence of tokens.
 
     Args:
-        known: the keys of its first blocks, if they were computed before.
-        salt: sequences of different salts share nothing.
-        lead: places of the first block, fewer than `BLOCK`, that something else has taken: it holds fewer tokens.
-            Sequences of one salt have the same there.
+        known: the keys of its first blocks, if they are already computed.
+        salt: sequences of different salts share no blocks.
+        offset: positions at the front of the first block, fewer than `BLOCK`, that hold the end of a prefix instead of
+            tokens. Sequences of one salt have the same prefix.
     """
     keys = list(known)
-    for start in range(len(keys) * BLOCK - lead, len(token_ids) - BLOCK + 1, BLOCK):
+    for start in range(len(keys) * BLOCK - offset, len(token_ids) - BLOCK + 1, BLOCK):
         before = keys[-1] if keys else salt
         tokens = array("q", token_ids[max(0, start) : start + BLOCK])
         keys.append(hashlib.blake2b(before + tokens.tobytes(), digest_size=32).digest())
     return keys
 
 
-class Blocks:
-    """Hands out the blocks of a cache, the lowest first, and takes them back.
+class BlockAllocator:
+    """Allocates the blocks of a cache, those with the lowest numbers first.
 
-    A block is free (nobody uses it and its content is worth nothing), used (by one sequence or several that share it),
-    or idle (nobody uses it, but it can be found by its key until it is needed).
+    A block is free (unused, its content is meaningless), used (by one sequence or by several that share it), or idle
+    (unused, but in the prefix cache until its memory is needed). Idle blocks are evicted least recently released first.
 
     Args:
-        count: the blocks there can be, `SCRATCH` included.
-        back: called before a block is handed out that was never backed by memory, with the number of blocks to back;
-            returns how many are backed then, fewer if there is no more memory. None: all are.
-        sharing: whether blocks are found by keys.
-        kept: so many blocks after `SCRATCH` are never handed out: what they hold stays.
+        count: the most blocks, `NULL_BLOCK` included.
+        commit: called before a block without committed memory is allocated, with the number of first blocks that need
+            memory; returns how many have it then, which are fewer if there is no more memory. None: all have memory.
+        sharing: whether there is a prefix cache.
+        reserved: how many blocks after `NULL_BLOCK` are never allocated; they hold prefixes.
 
     Attributes:
-        count: the blocks there can be.
-        backed: how many of them, the first ones, have memory.
+        count: the most blocks.
+        committed: how many blocks, the first ones, have committed memory.
     """
 
     def __init__(
-        self, count: int, *, back: Callable[[int], int] | None = None, sharing: bool = True, kept: int = 0
+        self, count: int, *, commit: Callable[[int], int] | None = None, sharing: bool = True, reserved: int = 0
     ) -> None:
         self.count = count
-        self.backed = count if back is None else 0
-        self._back = back
+        self.committed = count if commit is None else 0
+        self._commit = commit
         self._sharing = sharing
-        self._last_kept = SCRATCH + kept
-        self._free = list(range(self._last_kept + 1, count))  # a heap: ascending
+        self._last_reserved = NULL_BLOCK + reserved
+        self._free = list(range(self._last_reserved + 1, count))  # a heap: ascending
         self._users: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # what was given back longest ago comes first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._by_key: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
     @property
     def used(self) -> int:
-        """Blocks that somebody uses."""
+        """The number of used blocks."""
         return len(self._users)
 
     @property
     def idle(self) -> int:
-        """Blocks that nobody uses, but that can be found."""
+        """The number of idle blocks."""
         return len(self._idle)
 
     @property
     def available(self) -> int:
-        """Blocks that `take` could hand out if all that are wanted can be backed."""
+        """The number of blocks that `take` can allocate, if memory for all of them can be committed."""
         return len(self._free) + len(self._idle)
 
     def take(self, count: int) -> list[int] | None:
-        """So many blocks for one user, or None if there are not enough: then nothing has changed."""
+        """Allocate `count` blocks for one sequence; None, and no change, if there are not enough."""
         if count > self.available:
             return None
         taken: list[int] = []
@@ -98,8 +99,8 @@ class Blocks:
             taken.append(block)
         return taken
 
-    def share(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest beginning of `keys` that can be found; the caller uses them from now on."""
+    def share(self, keys: abc.Sequence[bytes]) -> list[int]:
+        """Find the blocks of the longest prefix of `keys` that is cached; the caller uses them from now on."""
         found: list[int] = []
         for key in keys if self._sharing else ():
             block = self._by_key.get(key)
@@ -111,20 +112,20 @@ class Blocks:
         return found
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let a used block, which is full and not written any more, be found by its key."""
+        """Register a used block, which is full and not written any more, in the prefix cache."""
         if self._sharing and key not in self._by_key and block not in self._key_of:
             self._by_key[key] = block
             self._key_of[block] = key
 
-    def unpublish(self, blocks: Sequence[int]) -> None:
-        """Let used blocks be found no more."""
+    def unpublish(self, blocks: abc.Sequence[int]) -> None:
+        """Remove used blocks from the prefix cache."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:
                 del self._by_key[key]
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks back, in their order within the sequence: the last ones are forgotten first."""
+    def release(self, blocks: abc.Sequence[int]) -> None:
+        """Release the blocks of a sequence, given in its order: the last ones are evicted first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block]:
@@ -136,25 +137,25 @@ class Blocks:
                 heapq.heappush(self._free, block)
 
     def forget(self) -> int:
-        """Forget all idle blocks; returns how many of the first are still needed, `SCRATCH` and those kept included."""
+        """Evict all idle blocks; returns how many first blocks are still in use, null and reserved blocks included."""
         while self._idle:
             heapq.heappush(self._free, self._evict())
-        return max(self._users, default=self._last_kept) + 1
+        return max(self._users, default=self._last_reserved) + 1
 
     def keyed(self) -> dict[int, bytes]:
-        """The blocks that can be found, and their keys."""
+        """The blocks in the prefix cache, with their keys."""
         return dict(self._key_of)
 
-    def rest_on(self, back: Callable[[int], int], backed: int) -> None:
-        """Note that another cache holds the same blocks from now on; as `back` and `backed` are described above."""
-        self._back, self.backed = back, backed
+    def use_memory(self, commit: Callable[[int], int], committed: int) -> None:
+        """Use the memory of another cache with the same content; `commit` and `committed` as above."""
+        self._commit, self.committed = commit, committed
 
-    def unback(self, backed: int) -> None:
-        """Note that only so many of the first blocks have memory; those beyond are free."""
-        self.backed = min(self.backed, backed)
+    def uncommit(self, committed: int) -> None:
+        """Record that only the first `committed` blocks have memory; the blocks after them are free."""
+        self.committed = min(self.committed, committed)
 
     def _next(self) -> int | None:
-        if self._free and self._is_backed(self._free[0]):
+        if self._free and self._is_committed(self._free[0]):
             return heapq.heappop(self._free)
         return self._evict() if self._idle else None
 
@@ -163,7 +164,7 @@ class Blocks:
         del self._by_key[self._key_of.pop(block)]
         return block
 
-    def _is_backed(self, block: int) -> bool:
-        if block >= self.backed and self._back is not None:
-            self.backed = max(self.backed, self._back(block + 1))
-        return block < self.backed
+    def _is_committed(self, block: int) -> bool:
+        if block >= self.committed and self._commit is not None:
+            self.committed = max(self.committed, self._commit(block + 1))
+        return block < self.committed

@@ -1,7 +1,7 @@
-"""Answers requests of token ids: continuous batching over a model and its cache.
+"""Generates tokens for many requests at once: continuous batching over a model and its KV cache.
 
-Requests come and go between steps. In a step all that run get one token, and pieces of the prompts of those that come
-are read. Knows nothing of files or HTTP. A benchmark decodes token ids with it:
+Requests are added and removed between steps. A step decodes one token for each running sequence and prefills chunks of
+the waiting prompts. Knows nothing of files or HTTP. A benchmark decodes token ids with it:
 
     engine = Engine(random_model(SHAPES["chatglm2-6b"], Scheme.parse("w4a16-g128"), "cuda", torch.float16))
     engine.warm()
@@ -10,7 +10,7 @@ are read. Knows nothing of files or HTTP. A benchmark decodes token ids with it:
         for sequence, piece in engine.step():
             ...
 
-and within so many bytes of the GPU's memory, the process's own context included:
+and within a given number of bytes of the GPU's memory, the process's CUDA context included:
 
     plan = plan_memory(Stored.uniform(config, torch.float16, scheme), 4_800_000_000, max_model_len=8320, max_num_seqs=1)
     where = "cpu" if plan.embedding_on_cpu else None
@@ -20,74 +20,73 @@ and within so many bytes of the GPU's memory, the process's own context included
 """
 
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import abc, deque
 from functools import partial
 
-from warpbus.cuda.devices import free_memory
-from warpbus.cuda.lent import is_gpu, lent
-from warpbus.dist import Group
+import torch
+
+from warpbus.cuda.lent import is_gpu
 from warpbus.engine.adapters import adapt, check_adapter, salt_of
-from warpbus.engine.blocks import BLOCK, Blocks
-from warpbus.engine.dormancy import Dormant
-from warpbus.engine.kv_cache import KVCache, stored_dtype, token_bytes
-from warpbus.engine.logits import Row as Choice
+from warpbus.engine.blocks import BLOCK, BlockAllocator
+from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
+from warpbus.engine.kv_cache import KVCache, stored_dtype
+from warpbus.engine.logits import LogitsRow
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan
 from warpbus.engine.prefixes import Prefixes
-from warpbus.engine.runner import Chosen, Row, Runner
+from warpbus.engine.runner import Runner, SampledTokens
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Plan, Request, Scheduler
-from warpbus.engine.sequence import Piece
-from warpbus.engine.sequence import Sequence as Asked
-from warpbus.engine.speculation import NgramIndex
+from warpbus.engine.scheduler import Scheduler, StepPlan
+from warpbus.engine.sequence import Sequence, TextPiece
+from warpbus.engine.sequence_state import RunnerState, SchedulerState
 from warpbus.engine.stats import Stats
-from warpbus.engine.step import MIXED_ROWS, Step, batch_bucket, rows_beside
+from warpbus.engine.step import MIXED_ROWS, StepExecutor, batch_bucket, mixed_step_rows
 from warpbus.errors import ContextLengthError, DeviceError, UnavailableError, UsageError
 from warpbus.kernels.ops.attention import has_kernel
-from warpbus.models import Decoder, ModelConfig
+from warpbus.models import Decoder
 from warpbus.models.adapters import Lora, Prefix
 
 PREFILL_TOKENS = 2048
-"""Tokens of prompts that are read in a step in which nobody waits for the next token."""
+"""The token budget for prompts in a step without decoding sequences."""
 
-_WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prompts are read with
-_WARM_LENGTHS = (512, 1024)  # tokens: sequences for which graphs are captured ahead
-_KEPT_FREE = 0.1  # of the memory that is free when the engine starts: for activations and whoever else needs some
-_KEPT_FREE_LENT = 0.25  # the same on a lent device, where the cache takes its memory at once and for good
+_WARM_PROMPTS = (4, 12, 24, 48, 100, 200)  # tokens: one for each kind of kernel that prefills prompts
+_WARM_LENGTHS = (512, 1024)  # tokens: lengths of sequences for which graphs are captured ahead
 
-
-_Launched = tuple[Chosen, list[list[int]] | None]
-"""A step: its tokens, and the drafts of the rows that decode."""
+_LaunchedStep = tuple[SampledTokens, list[list[int]] | None]
+"""The sampled tokens of a step, and the drafts of its decoding sequences."""
 
 
 class Engine:
-    """Answers many requests at once.
+    """Generates tokens for many requests at once.
 
     Args:
-        model: in eval mode; where its norms lie, it is computed.
-        max_model_len: the longest prompt with its answer, in tokens, those of a prefix not counted; what the model
-            allows by default.
-        max_num_seqs: the most sequences that run at once; more wait.
-        kv_dtype: see `KV_DTYPES`; other than "auto" on a GPU alone.
-        prefill_tokens: of prompts, read in a step.
-        cache_tokens: the most that the cache holds, beside prefixes. None: what all sequences need, or what the memory
-            that is free now allows. The cache takes no more of it than it needs, but for a lent device: there it takes
+        model: in eval mode; the engine runs on the device of its norms.
+        max_model_len: the most tokens of a prompt with its answer, a prefix excluded; by default the model's context.
+        max_num_seqs: the most sequences that run at once; further ones wait.
+        kv_dtype: see `KV_DTYPES`; other than "auto" on a GPU only.
+        prefill_tokens: the most prompt tokens per step.
+        cache_tokens: the most tokens in the cache, prefixes excluded. None: what `max_num_seqs` sequences need, or what
+            fits the free memory. The cache allocates memory as it needs it, except on a lent device: there it allocates
             all at once, up to three quarters of what the lease has left.
-        mixed_rows: the most tokens of a step in which some decode and prompts are read.
-        most_graphs: CUDA graphs that are kept, those used last; None: all.
-        prefix_caching: prompts that begin alike share what is computed of them.
-        speculation: the most tokens that are guessed for a sequence in a step, by what followed the same tokens before.
-            With any, a step waits for the tokens of the last.
-        dormant: the model's weights, for an engine that can sleep.
+        mixed_rows: the most tokens of a step that both decodes and prefills.
+        most_graphs: how many CUDA graphs are kept, the last used ones; None: all.
+        prefix_caching: prompts with a common prefix share the blocks of it.
+        speculation: the most draft tokens per sequence and step, proposed by n-gram lookup. With speculation, a step is
+            launched only after the tokens of the last one were read.
+        offloadable: the model's weights, for an engine that can sleep.
         adapters: that sequences can name.
 
-    Where several processes share the model (`Decoder.group`), each runs the same engine with the same requests. They
-    choose the same tokens by themselves where requests are greedy, or have seeds and the devices are of one kind; else
-    the first one's count, which takes an exchange a step.
+    If several processes share the model (`Decoder.group`), each runs the same engine with the same requests. For greedy
+    requests, and for seeded ones on devices of one kind, they sample the same tokens by themselves; otherwise the first
+    process broadcasts its tokens in each step.
+
+    Attributes:
+        max_model_len, max_num_seqs: as given, limited by the size of the cache.
+        dtype: of the activations.
 
     Raises:
-        UsageError: a cache of 8 bits where no kernels read it.
-        DeviceError: no room for a cache.
+        UsageError: an 8-bit cache without kernels that read it.
+        DeviceError: no memory for a cache.
     """
 
     def __init__(
@@ -103,73 +102,71 @@ class Engine:
         most_graphs: int | None = None,
         prefix_caching: bool = True,
         speculation: int = 0,
-        dormant: Dormant | None = None,
-        adapters: Sequence[Lora | Prefix] = (),
+        offloadable: OffloadableModel | None = None,
+        adapters: abc.Sequence[Lora | Prefix] = (),
     ) -> None:
-        weight, config = model.final_norm.weight, model.config
-        self.model = model
-        self.device, self.dtype = weight.device, weight.dtype
+        config, device = model.config, model.final_norm.weight.device
+        self.dtype = model.final_norm.weight.dtype
         self.max_model_len = max_model_len or config.max_context
         self.max_num_seqs = max_num_seqs
-        kernels = has_kernel(self.dtype, config.attention.head_dim, self.device)
+        kernels = has_kernel(self.dtype, config.attention.head_dim, device)
         if stored_dtype(kv_dtype, self.dtype) != self.dtype and not kernels:
             raise UsageError(
                 f"kv_dtype is {kv_dtype!r}, but there are no kernels for it for this model in {self.dtype} on "
-                f"{self.device}: give auto, or float16 or bfloat16 on a GPU"
+                f"{device}: give auto, or float16 or bfloat16 on a GPU"
             )
         self._prefill_tokens = prefill_tokens or PREFILL_TOKENS
         self._prefixes = Prefixes(adapters, config)
-        blocks = self._cache_blocks(config, kv_dtype) if cache_tokens is None else cache_tokens // BLOCK
-        if model.group is not None:
-            blocks = model.group.smallest(blocks)
-        if blocks * BLOCK < (max_model_len or 2 * BLOCK):
-            raise DeviceError(
-                f"{self.device}: there is room for a cache of {max(0, blocks) * BLOCK:,} tokens, "
-                f"{max_model_len or 2 * BLOCK:,} are needed: end what else uses its memory, lower max_model_len, "
-                "quantize the model, or give kv_dtype int8"
-            )
-        self.max_model_len = min(self.max_model_len, blocks * BLOCK)
-        count = 1 + self._prefixes.blocks + blocks + self._prefixes.lead
-        self._cache = KVCache(config, count, device=self.device, dtype=self.dtype, kv_dtype=kv_dtype)
-        back = partial(_back, self._cache, model.group)
-        self._blocks = Blocks(count, back=back, sharing=prefix_caching, kept=self._prefixes.blocks)
-        self._begin_cache("end what else uses it, or quantize the model")
-        self._scheduler = Scheduler(
-            self._blocks,
+        blocks = cache_blocks(
+            model,
+            self._prefixes,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            prefill_tokens=self._prefill_tokens,
-            mixed_tokens=lambda decoding: min(rows_beside(decoding), mixed_rows),
+            kv_dtype=kv_dtype,
+            cache_tokens=cache_tokens,
         )
+        self.max_model_len = min(self.max_model_len, blocks * BLOCK)
         self._speculation = speculation
         self._most_rows = max_num_seqs + speculation
-        self._step = Step(
-            *(model, self._cache, max_num_seqs, self._most_rows, self.max_model_len),
-            device=self.device,
+        count = 1 + self._prefixes.blocks + blocks + self._prefixes.extra_blocks
+        cache = KVCache(config, count, device=device, dtype=self.dtype, kv_dtype=kv_dtype)
+        step = StepExecutor(
+            *(model, cache, max_num_seqs, self._most_rows, self.max_model_len),
+            device=device,
             dtype=self.dtype,
             graphs=kernels,
             mixed_rows=mixed_rows,
             most_graphs=most_graphs,
             selection=adapt(model, adapters),
-            given=self._prefixes.longest,
+            prefix_length=self._prefixes.longest,
         )
-        self._runner = Runner(model, self._cache, self._step, batch_bucket(self._most_rows))
-        self._rows: dict[Request, Row] = {}
-        self._requests: dict[Asked, Request] = {}
-        self._sequences: dict[Request, Asked] = {}
-        self._arrived: dict[Request, float] = {}  # of those that wait
+        runner = Runner(model, cache, step, batch_bucket(self._most_rows))
+        self._instance = ModelInstance(model, device, cache, step, runner, offloadable)
+        self._blocks = BlockAllocator(
+            count,
+            # Not a method: the reference to this engine would keep it alive in a cycle.
+            commit=partial(commit_blocks, cache, model.group),
+            sharing=prefix_caching,
+            reserved=self._prefixes.blocks,
+        )
+        self._begin_cache("end what else uses it, or quantize the model")
+        self._scheduler = Scheduler(
+            self._blocks,
+            max_num_seqs=max_num_seqs,
+            prefill_tokens=self._prefill_tokens,
+            mixed_tokens=lambda decoding: min(mixed_step_rows(decoding), mixed_rows),
+        )
         self._slots = list(range(max_num_seqs))[::-1]
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_LaunchedStep] = deque()
         self._steps = 0
-        self._indexes: dict[Request, NgramIndex] = {}
         self._drafted = 0
         self._accepted = 0
         self._planning = 0.0
         self._launching = 0.0
-        self._dormant = dormant
         self._adapters = {adapter.name: adapter for adapter in adapters}
         loras = [adapter.name for adapter in adapters if isinstance(adapter, Lora)]
         self._loras: dict[str | None, int] = {name: number for number, name in enumerate(loras, start=1)}
-        self._like_this = partial(
+        self._make_replica = partial(
             type(self),
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
@@ -185,7 +182,7 @@ class Engine:
 
     @classmethod
     def planned(cls, model: Decoder, plan: MemoryPlan, *, max_num_seqs: int = 16) -> "Engine":
-        """An engine for a model that was loaded, or made, as a plan says."""
+        """An engine for a model that was loaded, or made, according to a memory plan."""
         return cls(
             model,
             max_model_len=plan.context,
@@ -198,37 +195,47 @@ class Engine:
         )
 
     @property
+    def model(self) -> Decoder:
+        """The model, on the device where the engine runs now."""
+        return self._instance.model
+
+    @property
+    def device(self) -> torch.device:
+        """The device where the engine runs now."""
+        return self._instance.device
+
+    @property
     def has_work(self) -> bool:
         """Requests wait or run."""
-        return bool(self._requests)
+        return len(self._scheduler) > 0
 
     def stats(self) -> Stats:
-        """What it is doing now."""
+        """Counters and gauges."""
         scheduler, blocks = self._scheduler, self._blocks
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             steps=self._steps,
             preemptions=scheduler.preemptions,
-            prefix_queries=scheduler.queried,
-            prefix_hits=scheduler.found,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
             blocks=blocks.count - 1 - self._prefixes.blocks,
             blocks_used=blocks.used,
             blocks_idle=blocks.idle,
-            cache_bytes=self._cache.nbytes,
+            cache_bytes=self._instance.cache.nbytes,
             drafted=self._drafted,
             accepted=self._accepted,
             planning=self._planning,
             launching=self._launching,
         )
 
-    def add(self, sequence: Asked) -> None:
-        """Take a request on.
+    def add(self, sequence: Sequence) -> None:
+        """Add a request to the waiting queue.
 
         Raises:
             ContextLengthError: the prompt with its answer is longer than `max_model_len`.
-            UsageError: its parameters name a token that the vocabulary lacks, there is no such adapter, or the prompt
-                lacks the token that prompts of the model end with.
+            UsageError: its parameters name a token outside the vocabulary, there is no such adapter, or the prompt
+                lacks the token that must end prompts of this model.
         """
         check_adapter(sequence.adapter, self._adapters)
         sequence.params.check_ids(self.model.config.vocab_size)
@@ -238,51 +245,47 @@ class Engine:
                 f"a request needs {length:,} tokens, the context holds {self.max_model_len:,}: shorten it or raise "
                 "max_model_len"
             )
-        prefix, given = self._prefixes.of(sequence.adapter)
-        salt = salt_of(sequence.adapter, sequence.cache_salt)
-        request = Request(
-            *(list(sequence.prompt), length, salt, self._whole(sequence.prompt)),
+        prefix, prefix_length = self._prefixes.of(sequence.adapter)
+        sequence.scheduler_state = SchedulerState(
+            list(sequence.prompt),
+            length,
+            salt_of(sequence.adapter, sequence.cache_salt),
+            self._unsplit_tokens(sequence.prompt),
             prefix=prefix,
-            given=given,
+            prefix_length=prefix_length,
         )
-        self._requests[sequence] = request
-        self._sequences[request] = sequence
-        self._arrived[request] = time.perf_counter()
-        self._scheduler.add(request)
+        self._scheduler.add(sequence)
 
-    def abort(self, sequence: Asked) -> None:
-        """Drop a request, if it is still there: it gets no more tokens, and its memory is free."""
-        request = self._requests.pop(sequence, None)
-        if request is not None:
-            del self._sequences[request]
-            self._arrived.pop(request, None)
-            # What is stored of a request that failed may be what made it fail.
-            self._scheduler.remove(request, unshare=sequence.error is not None)
-            self._indexes.pop(request, None)
-            row = self._rows.pop(request, None)
-            if row is not None:
-                self._slots.append(row.slot)
+    def abort(self, sequence: Sequence) -> None:
+        """Drop a request if it waits or runs: it gets no more tokens, and its memory is free."""
+        if not sequence.scheduler_state.active:
+            return
+        # The blocks of a request that failed may hold the cause of the failure.
+        self._scheduler.remove(sequence, unshare=sequence.error is not None)
+        if sequence.runner_state.slot >= 0:
+            self._slots.append(sequence.runner_state.slot)
+        sequence.runner_state = RunnerState()
 
-    def step(self) -> list[tuple[Asked, Piece]]:
-        """Launch a step, and read one: what each sequence has got, which may be nothing for anybody.
+    def step(self) -> list[tuple[Sequence, TextPiece]]:
+        """Launch a step, and read one: the new tokens of each sequence, possibly of none.
 
-        Where all that the next step needs stays on the device, the one launched is a step ahead of the one read.
-        If it fails, or is interrupted, what runs is computed again from the tokens that were read.
+        If the next step needs nothing from the host, one step is launched before the previous one is read. If a step
+        fails, or is interrupted, running sequences are computed again from the tokens that were read.
 
         A sequence that fails by itself ends with this step and has an `error`; the others go on. It is a NumericError
-        where its scores hold NaN or infinity, an UnavailableError where there is no memory for its cache though nothing
-        else runs, and another WarpbusError where its grammar or its text cannot be handled.
+        if its logits hold NaN or infinity, an UnavailableError if there is no memory for its cache although nothing
+        else runs, and another WarpbusError if its grammar or its text cannot be handled.
 
         Raises:
             DeviceError: the device's memory is full.
         """
         try:
-            return self._step_on()
+            return self._launch_and_read()
         except BaseException:
             self._restart()
             raise
 
-    def _step_on(self) -> list[tuple[Asked, Piece]]:
+    def _launch_and_read(self) -> list[tuple[Sequence, TextPiece]]:
         ahead = self._runs_ahead()
         if not ahead and self._launched:
             return self._read()
@@ -292,17 +295,17 @@ class Engine:
         self._planning += planned - started
         if plan:
             self._steps += 1
-            rows = [self._rows[request] for request in plan.decoding]
-            drafts = self._drafts(rows, plan) if self._speculation else None
-            pieces = [(self._row(piece.request), piece) for piece in plan.pieces]
-            self._launched.append((self._runner.launch(rows, pieces, drafts), drafts))
+            drafts = self._drafts(plan) if self._speculation else None
+            for chunk in plan.chunks:
+                self._assign_slot(chunk.sequence)
+            self._launched.append((self._instance.runner.launch(plan.decoding, plan.chunks, drafts), drafts))
             self._launching += time.perf_counter() - planned
         elif not self._launched and self._scheduler.waiting:
             return [self._refuse_first()]
         return self._read() if self._launched and (not ahead or not plan or len(self._launched) > 1) else []
 
-    def decode(self, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
-        """The `tokens` likeliest tokens, one after the other, after each prompt.
+    def decode(self, prompts: abc.Sequence[list[int]], tokens: int) -> list[list[int]]:
+        """Decode `tokens` tokens greedily after each prompt.
 
         Raises: as `step`, and the error of the first request that failed.
         """
@@ -316,12 +319,12 @@ class Engine:
                 raise each.error
         return [each.token_ids for each in requests]
 
-    def warm(self, rows: int | None = None, *, lengths: Sequence[int] = ()) -> None:
+    def warm(self, rows: int | None = None, *, lengths: abc.Sequence[int] = ()) -> None:
         """Compile and load the kernels and capture the first graphs, so that the first requests do not wait.
 
         Args:
-            rows: capture graphs for up to so many sequences; by default a single one.
-            lengths: tokens of long sequences that are expected.
+            rows: capture graphs for up to so many sequences; by default for a single one.
+            lengths: expected lengths of long sequences, in tokens.
         """
         if not is_gpu(self.device):
             return
@@ -332,56 +335,59 @@ class Engine:
         while self.has_work:
             self.step()
         for longest in (*(_WARM_LENGTHS if rows is not None else ()), *lengths):
-            self._step.capture(rows or 1, longest)
+            self._instance.step.capture(rows or 1, longest)
         self.shrink()
 
     def shrink(self) -> None:
-        """Return the memory of the cache that no sequence needs; what it held of earlier prompts is forgotten."""
-        self._forget(self._blocks.forget())
+        """Empty the prefix cache and return the cache memory that no sequence needs."""
+        self._uncommit(self._blocks.forget())
 
     def sleep(self) -> None:
-        """Return the memory of weights and cache; what the cache held is forgotten. Does nothing while asleep.
+        """Return the memory of weights and cache; the prefix cache is emptied. Does nothing while asleep.
 
         Raises:
-            UsageError: requests are under way, or the engine has no `dormant`.
+            UsageError: requests wait or run, or the engine has no `offloadable`.
         """
-        dormant = self._able_to_sleep()
+        offloadable = self._require_offloadable()
         if self.has_work:
-            raise UsageError(f"{len(self._requests)} requests are under way: let them end, or abort them, before sleep")
+            raise UsageError(
+                f"{len(self._scheduler)} requests are under way: let them end, or abort them, before sleep"
+            )
         self._blocks.forget()
-        self._forget(0)
-        dormant.sleep()
+        self._uncommit(0)
+        offloadable.sleep()
 
     def wake(self) -> None:
-        """Go on after `sleep`. Does nothing while awake.
+        """Get the memory back after `sleep`. Does nothing while awake.
 
         Raises:
-            DeviceError: others have the memory; it can be tried again.
+            DeviceError: other programs use the memory; `wake` can be called again.
         """
-        self._able_to_sleep().wake()
-        if self._blocks.backed <= self._prefixes.blocks:
+        self._require_offloadable().wake()
+        if self._blocks.committed <= self._prefixes.blocks:
             self._begin_cache("end what else uses it")
 
-    def twin(self, model: Decoder, *, dormant: Dormant | None = None) -> "Engine":
-        """An engine like this one for another copy of the model, to move to. See `warpbus.engine.moving`.
+    def replica(self, model: Decoder, *, offloadable: OffloadableModel | None = None) -> "Engine":
+        """A new engine of the same size for a copy of the model, to move to. See `warpbus.engine.moving`.
 
         Raises: as the constructor.
         """
-        return self._like_this(model, dormant=dormant)
+        return self._make_replica(model, offloadable=offloadable)
 
     @property
     def can_sleep(self) -> bool:
-        """There is a `dormant`."""
-        return self._dormant is not None
+        """The weights can be offloaded."""
+        return self._instance.offloadable is not None
 
     @property
     def longest(self) -> int:
-        """Places of the cache that the longest sequence that runs needs."""
-        return max((request.given + request.length for request in self._scheduler.running), default=0)
+        """Cache positions of the longest running sequence."""
+        states = [sequence.scheduler_state for sequence in self._scheduler.running]
+        return max((state.prefix_length + state.length for state in states), default=0)
 
-    def drain(self) -> list[tuple[Asked, Piece]]:
-        """Read the steps that are under way, and launch none. Raises: as `step`."""
-        pieces: list[tuple[Asked, Piece]] = []
+    def drain(self) -> list[tuple[Sequence, TextPiece]]:
+        """Read all launched steps, and launch none. Raises: as `step`."""
+        pieces: list[tuple[Sequence, TextPiece]] = []
         try:
             while self._launched:
                 pieces += self._read()
@@ -391,73 +397,79 @@ class Engine:
         return pieces
 
     def filled_blocks(self) -> dict[int, bytes]:
-        """The blocks whose content stays as it is while they have it, and its key."""
+        """The full blocks, whose content does not change as long as they have the same key, with these keys."""
         filled = self._blocks.keyed()
-        for request in self._scheduler.running:
-            filled.update(zip(request.blocks[request.lent :][: request.published], request.keys, strict=False))
+        for sequence in self._scheduler.running:
+            state = sequence.scheduler_state
+            filled.update(zip(state.own_blocks[: state.published], state.keys, strict=False))
         return filled
 
     def used_blocks(self) -> set[int]:
-        """The blocks that sequences use, but for those of prefixes."""
-        return {block for request in self._scheduler.running for block in request.blocks[request.lent :]}
+        """The blocks of running sequences, those of prefixes excluded."""
+        return {block for sequence in self._scheduler.running for block in sequence.scheduler_state.own_blocks}
 
-    def copy_blocks(self, blocks: Sequence[int], twin: "Engine") -> int:
-        """Copy blocks of the cache, as they are after the steps under way, to the same place in a twin's; their bytes.
+    def copy_blocks(self, blocks: abc.Sequence[int], replica: "Engine") -> int:
+        """Copy blocks, as they are after the launched steps, to the same blocks of a replica's cache; the bytes copied.
 
         Raises:
-            DeviceError: the twin's device has no memory for as many blocks as this cache has.
+            DeviceError: the replica's device has no memory for as many blocks as this cache has.
         """
-        if twin._cache.back(self._blocks.backed) < self._blocks.backed:
+        source, target = self._instance.cache, replica._instance.cache
+        if target.commit(self._blocks.committed) < self._blocks.committed:
             raise DeviceError(
-                f"{twin.device}: out of memory for the cache of the engine on {self.device}: end what else uses it"
+                f"{replica.device}: out of memory for the cache of the engine on {self.device}: end what else uses it"
             )
         if blocks:
-            twin._cache.store(blocks, self._cache.fetch(blocks))
-        return len(blocks) * self._cache.block_bytes
+            target.store(blocks, source.fetch(blocks))
+        return len(blocks) * source.block_bytes
 
     def close(self) -> None:
-        """Give all memory back; for an engine that is not used any more."""
-        self._cache.close()
+        """Return all memory of the cache; the engine cannot be used any more."""
+        self._instance.cache.close()
 
-    def become(self, twin: "Engine") -> None:
-        """Go on where a twin is, which has the content of all blocks that are used or filled; nothing is under way.
+    def swap_instance(self, replica: "Engine") -> None:
+        """Continue on a replica's device. The replica has the content of all used and full blocks; no step is launched.
 
-        The twin must not be used any more: it has what was this engine's.
+        The replica gets what this engine had on its device, for `close`; it cannot generate.
         """
-        twin._step.place([(row.slot, row.request.ids[-1], row.request.computed) for row in self._rows.values()])
-        for name in ("model", "device", "_cache", "_step", "_runner", "_dormant"):
-            ours, theirs = getattr(self, name), getattr(twin, name)
-            setattr(self, name, theirs)
-            setattr(twin, name, ours)
-        self._runner.restart()
-        self._blocks.rest_on(partial(_back, self._cache, self.model.group), self._cache.backed)
-        for row in self._rows.values():
-            row.tabled = 0
+        self._instance, replica._instance = replica._instance, self._instance
+        now = self._instance
+        placed = [sequence for sequence in self._scheduler if sequence.runner_state.slot >= 0]
+        now.step.load(
+            [
+                (sequence.runner_state.slot, sequence.scheduler_state.ids[-1], sequence.scheduler_state.computed)
+                for sequence in placed
+            ]
+        )
+        now.runner.restart()
+        self._blocks.use_memory(partial(commit_blocks, now.cache, now.model.group), now.cache.committed)
+        for sequence in placed:
+            sequence.runner_state.table_length = 0
 
     @property
     def asleep(self) -> bool:
-        """Its weights are not on the device."""
-        return self._dormant is not None and self._dormant.asleep
+        """The weights are not on the device."""
+        return self._instance.offloadable is not None and self._instance.offloadable.asleep
 
-    def _forget(self, blocks: int) -> None:
+    def _uncommit(self, blocks: int) -> None:
         """Return the memory of all but the first blocks."""
-        self._cache.shrink(blocks)
-        self._blocks.unback(self._cache.backed)
-        # Kernels prefetch what the tables name, also where nobody's tokens are any more.
-        self._step.blocks.zero_()
-        for row in self._rows.values():
-            row.tabled = 0
+        self._instance.cache.shrink(blocks)
+        self._blocks.uncommit(self._instance.cache.committed)
+        # Kernels prefetch the blocks that the tables name, those of unused slots too.
+        self._instance.step.blocks.zero_()
+        for sequence in self._scheduler:
+            sequence.runner_state.table_length = 0
 
     def _begin_cache(self, advice: str) -> None:
-        """Take memory for the first blocks, and write the prefixes."""
+        """Commit memory for the null block and the prefixes, and write the prefixes."""
         first = 1 + self._prefixes.blocks
-        if self._cache.back(first) < first:
+        if self._instance.cache.commit(first) < first:
             raise DeviceError(f"{self.device}: out of memory for a cache: {advice}")
-        self._blocks.backed = self._cache.backed
-        self._prefixes.write(self._cache, self.dtype)
+        self._blocks.committed = self._instance.cache.committed
+        self._prefixes.write(self._instance.cache, self.dtype)
 
-    def _whole(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt have to be read in one piece: see `Request`."""
+    def _unsplit_tokens(self, prompt: list[int]) -> int:
+        """How many tokens of a prompt one chunk must contain: see `SchedulerState.unsplit`."""
         end = self.model.config.prompt_end
         if end is None:
             return 0
@@ -468,114 +480,97 @@ class Engine:
             )
         return prompt.index(end) + 1
 
-    def _able_to_sleep(self) -> Dormant:
-        if self._dormant is None:
+    def _require_offloadable(self) -> OffloadableModel:
+        if self._instance.offloadable is None:
             raise UsageError(
                 "this engine cannot sleep: its weights are laid out within a planned memory, or on a lent GPU: leave "
                 "that out, or give the lease back"
             )
-        return self._dormant
+        return self._instance.offloadable
 
     def _runs_ahead(self) -> bool:
         """A step can be launched before the tokens of the last one are read."""
         return (
             is_gpu(self.device)
-            and not self._step.host_embedding
+            and not self._instance.step.host_embedding
             and not self._speculation
-            and all(_is_plain(row.sequence) for row in self._rows.values())
+            and self._samples_without_host()
         )
 
+    def _samples_without_host(self) -> bool:
+        """The next token of every running sequence can be sampled before the host knows its last one."""
+        return not any(LogitsRow(each).needs_host for each in self._scheduler if each.runner_state.slot >= 0)
+
     def _restart(self) -> None:
-        """Rely on nothing but the tokens that were read."""
+        """Forget launched steps: rely on the tokens that were read, and nothing else."""
         self._launched.clear()
-        for sequence in self._requests:
+        for sequence in self._scheduler:
             sequence.rewind()
         self._scheduler.restart()
-        self._runner.restart()
+        self._instance.runner.restart()
 
-    def _row(self, request: Request) -> Row:
-        if request not in self._rows:
-            sequence = self._sequences[request]
-            sequence.cached_tokens = request.shared
-            sequence.queue_seconds = time.perf_counter() - self._arrived.pop(request)
-            self._rows[request] = Row(sequence, request, self._slots.pop(), self._loras.get(sequence.adapter, 0))
-        return self._rows[request]
+    def _assign_slot(self, sequence: Sequence) -> None:
+        """Give a sequence that is computed for the first time its slot on the device."""
+        if sequence.runner_state.slot < 0:
+            state = sequence.scheduler_state
+            sequence.cached_tokens = state.cached_tokens
+            sequence.queue_seconds = time.perf_counter() - state.arrived
+            sequence.runner_state = RunnerState(self._slots.pop(), self._loras.get(sequence.adapter, 0))
 
-    def _drafts(self, rows: Sequence[Row], plan: Plan) -> list[list[int]]:
-        """Guesses for the rows that decode, as long as there are places for them."""
-        # A prompt that ends gets a token too.
-        places = self._most_rows - len(rows) - sum(piece.is_last for piece in plan.pieces)
+    def _drafts(self, plan: StepPlan) -> list[list[int]]:
+        """Draft tokens for the decoding sequences, as far as the step has rows for them."""
+        # A prompt that ends is sampled, too.
+        rows = self._most_rows - len(plan.decoding) - sum(chunk.is_last for chunk in plan.chunks)
         drafts: list[list[int]] = []
-        for row, most in zip(rows, plan.drafts, strict=True):
-            index = self._indexes.setdefault(row.request, NgramIndex())
-            index.extend(row.request.ids[len(index) :])
-            found = index.propose(min(most, places)) if most and places else []
-            places -= len(found)
+        for sequence, most in zip(plan.decoding, plan.draft_limits, strict=True):
+            ngrams = sequence.runner_state.ngrams
+            ngrams.extend(sequence.scheduler_state.ids[len(ngrams) :])
+            found = ngrams.propose(min(most, rows)) if most and rows else []
+            rows -= len(found)
             drafts.append(found)
         self._drafted += sum(map(len, drafts))
         return drafts
 
-    def _read(self) -> list[tuple[Asked, Piece]]:
-        """The tokens of the earliest step that was not read."""
-        pieces: list[tuple[Asked, Piece]] = []
-        chosen, drafts = self._launched.popleft()
-        found = chosen.read()
+    def _read(self) -> list[tuple[Sequence, TextPiece]]:
+        """Read the tokens of the earliest launched step."""
+        pieces: list[tuple[Sequence, TextPiece]] = []
+        sampled, drafts = self._launched.popleft()
+        found = sampled.read()
         at = 0
-        # The rows that decode come first, each with as many tokens more as it has drafts.
+        # The decoding sequences come first, each with one token more than it has drafts.
         while at < len(found):
             guess = drafts.pop(0) if drafts else []
             own = found[at : at + len(guess) + 1]
             at += len(own)
-            sequence = own[0][0].sequence
-            # Else it ended with the step before, or was dropped.
-            if sequence in self._requests:
+            sequence = own[0][0]
+            if sequence.scheduler_state.active:  # else it ended with the step before, or was aborted
                 with sequence.contain_faults():
                     kept = sequence.extend(guess, [(token, logprob) for _, token, logprob in own])
                     self._accepted += len(kept) - 1
-                    self._scheduler.read(self._requests[sequence], kept)
+                    self._scheduler.append_tokens(sequence, kept)
                 if sequence.ended:
                     self.abort(sequence)
                 pieces.append((sequence, sequence.take()))
-        if not self._requests:
+        if not self.has_work:
             self._launched.clear()
         return pieces
 
-    def _refuse_first(self) -> tuple[Asked, Piece]:
-        """End the first request that waits: nothing runs, and there still is no room for its cache."""
-        request = self._scheduler.waiting[0]
-        sequence = self._sequences[request]
+    def _refuse_first(self) -> tuple[Sequence, TextPiece]:
+        """End the first waiting request: nothing runs, and there still is no memory for its cache."""
+        sequence = self._scheduler.waiting[0]
         sequence.fail(
             UnavailableError(
-                f"{self.device}: out of memory for the cache of this request alone, of {request.length:,} tokens: end "
-                "what else uses the device, or lower max_model_len, and send it again"
+                f"{self.device}: out of memory for the cache of this request alone, of "
+                f"{sequence.scheduler_state.length:,} tokens: end what else uses the device, or lower max_model_len, "
+                "and send it again"
             )
         )
         self.abort(sequence)
         return sequence, sequence.take()
 
-    def _cache_blocks(self, config: ModelConfig, kv_dtype: str) -> int:
-        """What all sequences can need, as far as there is memory for it."""
-        each = -(-self.max_model_len // BLOCK) + self._prefixes.lead
-        free = free_memory(self.device)
-        if free is None:
-            return self.max_num_seqs * each
-        block = BLOCK * token_bytes(config, self.dtype, kv_dtype)
-        kept = _KEPT_FREE if lent(self.device) is None else _KEPT_FREE_LENT
-        own = 1 + self._prefixes.blocks + self._prefixes.lead
-        return min(self.max_num_seqs * each, int(free * (1 - kept)) // block - own)
-
-
-def _back(cache: KVCache, group: Group | None, blocks: int) -> int:
-    """Give the first blocks memory; how many have it. No method: an engine that nobody needs has to go at once."""
-    backed = cache.back(blocks)
-    if backed < blocks and group is not None and group.world > 1:
-        # Alone, it would go on with the memory it has; but the others may have more, and have to do the same.
-        raise DeviceError(f"{group.device}: out of memory for the cache: end what else uses it")
-    return backed
-
 
 class _NoText:
-    """For requests whose text nobody wants."""
+    """The text stream of requests whose text is not needed."""
 
     def push(self, token: int, /) -> str:
         del token
@@ -585,13 +580,7 @@ class _NoText:
         return ""
 
 
-def _is_plain(sequence: Asked) -> bool:
-    """Its next token can be chosen before the host knows its last one."""
-    params = sequence.params
-    return not (Choice(sequence).penalized or params.logit_bias or params.min_tokens or sequence.matcher)
-
-
-def request(prompt: list[int], *, tokens: int, params: SamplingParams | None = None) -> Asked:
-    """A request for `tokens` tokens after a prompt, whatever they are; greedy unless `params` say otherwise."""
+def request(prompt: list[int], *, tokens: int, params: SamplingParams | None = None) -> Sequence:
+    """A request for exactly `tokens` tokens after a prompt (no stop token ends it); greedy unless `params` is given."""
     chosen = params or SamplingParams(temperature=0)
-    return Asked(0, prompt, chosen, limit=tokens, stop_ids=frozenset(), stream=_NoText())
+    return Sequence(0, prompt, chosen, limit=tokens, stop_ids=frozenset(), stream=_NoText())

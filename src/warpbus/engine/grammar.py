@@ -1,7 +1,7 @@
-"""Answers that belong to a language: JSON of a schema, a regular expression, a choice, a grammar.
+"""Constrained decoding: answers that match a JSON schema, a regular expression, a list of choices or a grammar.
 
-The library llguidance says which tokens may come next: its Earley parser works on bytes, whatever the tokenizer's
-tokens are. Knows nothing of tensors: a mask is written where the caller says.
+The library llguidance computes the masks of allowed tokens: its Earley parser works on bytes, with any tokenizer. Knows
+nothing of tensors: a mask is written to the caller's array.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MOST_TEXT = 1 << 17
-"""Characters of a schema, an expression or a grammar."""
+"""The most characters of a schema, an expression or a grammar."""
 
 _CACHED = 256
-_MOST_DEPTH = 64  # of a schema: the parsers behind it recurse
+_MOST_DEPTH = 64  # of a schema: its parsers are recursive
 
-# A blank after a comma or a colon, and no more: a small model otherwise goes on with blanks for ever.
+# At most one space after a comma or a colon: small models may otherwise generate spaces without end.
 _JSON = {"whitespace_pattern": "[ ]?"}
 
-# Work that a request may cause, in the library's units: about 20 ms to begin with, and 15 ms a token.
+# Limits of the work per request, in the library's units: about 20 ms at the start, and 15 ms per token.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -43,11 +43,11 @@ _LIMITS = {
 
 
 class GrammarMatcher:
-    """Follows one answer through its grammar; made by `GrammarCompiler`.
+    """The state of one answer in its grammar; created by `GrammarCompiler`.
 
     Attributes:
-        failed: the grammar takes more work for its next token than is allowed, or wants a token that is not. The answer
-            then ends where it is.
+        failed: the next token of the grammar needs more work than the limits allow, or is not in the vocabulary. The
+            answer then ends.
     """
 
     def __init__(self, matcher: LLMatcher, allowed: np.ndarray, stops: np.ndarray) -> None:
@@ -57,16 +57,16 @@ class GrammarMatcher:
         self.failed = False
 
     def accept(self, token: int) -> bool:
-        """Go on by a token; False, and nothing changes, where the grammar does not allow it."""
+        """Advance by a token; False, and no change, if the grammar does not allow it."""
         return self._matcher.validate_tokens([token]) == 1 and self._matcher.consume_token(token)
 
     def rollback(self, count: int) -> None:
-        """Take the last tokens back."""
+        """Undo the last `count` tokens."""
         if count:
             self._matcher.rollback(count)
 
     def fill(self, mask: np.ndarray) -> None:
-        """Write which tokens may come next to int32 `[(vocabulary + 31) // 32]`: a bit each, lowest first."""
+        """Write the mask of allowed next tokens, int32 `[(vocabulary + 31) // 32]`: one bit per token, lowest first."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         np.bitwise_and(mask, self._allowed, out=mask)
         if self._matcher.is_error() or not mask.any():
@@ -74,19 +74,19 @@ class GrammarMatcher:
             mask[:] = self._stops
 
     def mask(self) -> np.ndarray:
-        """Which tokens may come next: int32 `[(vocabulary + 31) // 32]`, a bit each, lowest first."""
+        """The mask of allowed next tokens, int32 `[(vocabulary + 31) // 32]`: one bit per token, lowest first."""
         mask = np.zeros_like(self._allowed)
         self.fill(mask)
         return mask
 
     @property
     def finished(self) -> bool:
-        """Only a stop token can follow."""
+        """Only stop tokens are allowed."""
         return self._matcher.is_stopped()
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model's tokenizer, and remembers the last ones; several threads may use it.
+    """Compiles grammars for a model's tokenizer, with a cache of the last ones; thread-safe.
 
     Special tokens are no part of any grammar; at its end the stop tokens are allowed.
 
@@ -112,7 +112,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of an answer.
+        """A matcher at the start of an answer.
 
         Raises:
             UsageError: the text is not of its kind, uses what is not supported, or takes too much work.
@@ -131,7 +131,7 @@ class GrammarCompiler:
             raise UsageError(f"{grammar.kind} has {len(grammar.text):,} characters: give at most {MOST_TEXT:,}")
         source = _SOURCES[grammar.kind](self._library.LLMatcher, grammar.text)
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
-        # What the lexer cannot do within its limits shows at the first mask.
+        # The first mask shows whether the lexer exceeds its limits.
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
@@ -141,7 +141,7 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """What the library asks of a tokenizer: the bytes of every token, none for special tokens."""
+    """The tokenizer interface of the library: the bytes of every token, none for special tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -155,7 +155,7 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """The usual tokens of a text within an answer: where a grammar leaves no choice, they alone are allowed."""
+        """The canonical tokens of a text within an answer: the only allowed ones if a grammar leaves no choice."""
         data = text.encode()
         tokens = self._tokenizer.encode(text)
         spelled = [self.tokens[token] for token in tokens]
@@ -165,7 +165,7 @@ class _Vocabulary:
             head = [self._ids[first]] if first in self._ids else self._of_bytes(first)
             tokens = [*head, *tokens[1:]]
             spelled[0] = first
-        # A tokenizer that changes characters (Unicode's normal forms) has no usual tokens for some texts.
+        # A tokenizer with Unicode normalization has no canonical tokens for some texts.
         return tokens if b"".join(spelled) == data else self._of_bytes(data)
 
     def _of_bytes(self, data: bytes) -> list[int]:
@@ -180,7 +180,7 @@ def _packed(tokens: Collection[int], vocab_size: int) -> np.ndarray:
 
 
 def _llguidance() -> Any:
-    # Imported where a grammar is asked for: it comes with an extra.
+    # Imported at the first grammar: the library is an optional extra.
     try:
         return importlib.import_module("llguidance")
     except ImportError as error:
@@ -208,7 +208,7 @@ def _of_schema(library: Any, text: str) -> str:
     schema = _json("json_schema", text)
     if not isinstance(schema, (dict, bool)):
         raise UsageError(f"json_schema is a JSON {type(schema).__name__}: give an object")
-    # A boolean is a schema too (JSON Schema, 2020-12, 4.3.2), but not for the library.
+    # A boolean is a valid schema (JSON Schema, 2020-12, 4.3.2), but the library does not accept it.
     if schema is False:
         raise UsageError("json_schema is false, which allows no answer: give an object")
     return library.grammar_from_json_schema("{}" if schema is True else text, overrides=_JSON)
@@ -226,7 +226,7 @@ def _of_choice(library: Any, text: str) -> str:
     choices = _json("choice", text)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
         raise UsageError("choice is no list of texts: give a JSON list of strings, at least one and none empty")
-    # Whatever is not a letter or a digit could mean something in an expression.
+    # Any character other than a letter or a digit may be a metacharacter.
     spelled = ("".join(c if c.isalnum() else f"\\x{{{ord(c):X}}}" for c in one) for one in choices)
     return library.grammar_from_regex("|".join(spelled))
 

@@ -1,10 +1,10 @@
-"""Keys and values, in blocks of tokens, in memory that grows.
+"""The paged KV cache: keys and values in blocks of tokens, in memory that is committed as it is needed.
 
-Knows nothing of tokens, text, sampling or requests: layers, blocks and bytes are all it sees. Which block holds what is
-the business of `blocks` and `scheduler`.
+Knows layers, blocks and bytes, and nothing of token ids, text, sampling or requests: `blocks` and `scheduler` decide
+which block holds which tokens.
 """
 
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
@@ -14,42 +14,43 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.engine.logits import to_device
 from warpbus.errors import DeviceError, UsageError
 from warpbus.models import ModelConfig
+from warpbus.models.cost import kv_cache_bytes
 
 KV_DTYPES = ("auto", "int8", "fp8")
-"""How a cache may be kept: in the dtype of the activations, or in 8 bits with a scale for each head's vector."""
+"""Storage types of a cache: the dtype of the activations, or 8 bits with one scale per token and head."""
 
-_GROWTH = 128 * 2**20  # bytes at once: mapping costs by the piece, and each is zeroed
+_GROWTH = 128 * 2**20  # bytes committed at once: each mapping has a fixed cost, and the memory is zeroed
 
 
 class KVCache:
-    """Room for the keys and values of `count` blocks, of which the first ones have memory.
+    """Keys and values of `count` blocks, of which the first ones have committed memory.
 
     A block holds all layers of its tokens: `[layers, 2, kv_heads, BLOCK, head_dim]`. So the cache grows and shrinks at
-    one end, and addresses stay: captured graphs go on working.
+    its end and addresses do not change: captured graphs stay valid.
 
     Args:
-        config: the model's shape, or of one process's part of it.
+        config: of the model, or of one process's part of it.
         count: blocks for which addresses are reserved.
         dtype: of the activations.
         kv_dtype: one of `KV_DTYPES`.
 
     Attributes:
         count: blocks for which addresses are reserved.
-        backed: blocks that have memory.
-        layers: of each layer keys and values `[count, kv_heads, BLOCK, head_dim]`, and where they are kept in 8 bits
-            their float32 scales `[count, kv_heads, BLOCK]`, else None twice. Only backed blocks may be touched.
+        committed: how many blocks, the first ones, have memory.
+        layers: of each layer keys and values `[count, kv_heads, BLOCK, head_dim]`, and for 8-bit storage their float32
+            scales `[count, kv_heads, BLOCK]`, else None twice. Only committed blocks may be accessed.
     """
 
     def __init__(
         self, config: ModelConfig, count: int, *, device: torch.device, dtype: torch.dtype, kv_dtype: str = "auto"
     ) -> None:
         self.count = count
-        self.backed = 0
+        self.committed = 0
         stored = stored_dtype(kv_dtype, dtype)
         shape = (count, config.num_layers, 2, config.attention.num_kv_heads, BLOCK)
-        self._parts = [_Part((*shape, config.attention.head_dim), stored, device)]
+        self._parts = [_ArenaTensor((*shape, config.attention.head_dim), stored, device)]
         if stored != dtype:
-            self._parts.append(_Part(shape, torch.float32, device))
+            self._parts.append(_ArenaTensor(shape, torch.float32, device))
         self.layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         for layer in range(config.num_layers):
             keys, values, *scales = (part.data[:, layer, which] for part in self._parts for which in (0, 1))
@@ -58,42 +59,43 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it has now."""
+        """Bytes of committed memory."""
         return sum(part.arena.mapped for part in self._parts)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return sum(part.block_bytes for part in self._parts)
 
-    def back(self, blocks: int) -> int:
-        """Give the first `blocks` blocks memory, and some more, or as many as there is memory for; how many have it."""
-        if blocks > self.backed:
-            more = max(blocks - self.backed, _GROWTH // self.block_bytes)
-            for wanted in (min(self.backed + more, self.count), blocks):
+    def commit(self, blocks: int) -> int:
+        """Commit memory for the first `blocks` blocks and some more, as far as there is memory; how many have it
+        then."""
+        if blocks > self.committed:
+            more = max(blocks - self.committed, _GROWTH // self.block_bytes)
+            for wanted in (min(self.committed + more, self.count), blocks):
                 try:
                     self._resize(wanted)
                     break
-                except DeviceError:  # it is all there is: whoever asks goes without
-                    self._resize(self.backed)
-        return self.backed
+                except DeviceError:  # no more memory: the caller gets fewer blocks
+                    self._resize(self.committed)
+        return self.committed
 
     def shrink(self, blocks: int) -> None:
-        """Return the memory of all but the first `blocks` blocks, as far as it can be returned."""
-        self._resize(min(blocks, self.backed))
+        """Return the memory of all but the first `blocks` blocks, except for the rest of the last mapped piece."""
+        self._resize(min(blocks, self.committed))
 
-    def fetch(self, blocks: Sequence[int]) -> list[Tensor]:
-        """The content of some blocks, for `store`, in memory of torch's, from which it can go to any device."""
+    def fetch(self, blocks: abc.Sequence[int]) -> list[Tensor]:
+        """The content of some blocks, for `store`, in memory of torch, which can be copied to any device."""
         return [part.rows().index_select(0, to_device(blocks, torch.int64, part.data.device)) for part in self._parts]
 
-    def store(self, blocks: Sequence[int], contents: Sequence[Tensor]) -> None:
-        """Fill blocks, which have memory, with what another cache of the same kind held in as many."""
+    def store(self, blocks: abc.Sequence[int], contents: abc.Sequence[Tensor]) -> None:
+        """Write the content of as many blocks of another cache of the same shape to committed blocks."""
         for part, content in zip(self._parts, contents, strict=True):
             device = part.data.device
             part.rows().index_copy_(0, to_device(blocks, torch.int64, device), content.to(device, non_blocking=True))
 
     def copy(self, source: int, target: int) -> None:
-        """Copy what one block holds into another."""
+        """Copy the content of one block to another."""
         for part in self._parts:
             part.rows()[target].copy_(part.rows()[source])
 
@@ -107,16 +109,16 @@ class KVCache:
     def _resize(self, blocks: int) -> None:
         for part in self._parts:
             part.arena.resize(blocks * part.block_bytes)
-        backed = min(self.count, *(part.arena.mapped // part.block_bytes for part in self._parts))
-        if backed > self.backed:
-            # Zeros: what a block's tail never held is a number too: nothing comes of it where it counts nothing.
+        committed = min(self.count, *(part.arena.mapped // part.block_bytes for part in self._parts))
+        if committed > self.committed:
+            # Zeros, not NaN: kernels multiply the unwritten end of a block by attention weights of 0.
             for part in self._parts:
-                part.data[self.backed : backed].view(torch.uint8).zero_()
-        self.backed = backed
+                part.data[self.committed : committed].view(torch.uint8).zero_()
+        self.committed = committed
 
 
-class _Part:
-    """What is kept of all blocks in one element type."""
+class _ArenaTensor:
+    """The part of all blocks that has one element type: keys and values, or their scales."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.block_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
@@ -124,12 +126,12 @@ class _Part:
         self.data = self.arena.tensor(shape, dtype)
 
     def rows(self) -> Tensor:
-        """The same as int64 `[blocks, elements]`, in which copies are quick whatever the elements are."""
+        """The same as int64 `[blocks, elements]`, which torch copies fast whatever the element type is."""
         return self.data.view(len(self.data), -1).view(torch.int64)
 
 
 def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """What a `kv_dtype` means beside activations of `dtype`.
+    """The storage dtype of a `kv_dtype` for activations of `dtype`.
 
     Raises:
         UsageError: not one of `KV_DTYPES`.
@@ -140,7 +142,5 @@ def stored_dtype(kv_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype, kv_dtype: str) -> int:
-    """Bytes that a token takes in a `KVCache`."""
-    stored = stored_dtype(kv_dtype, dtype)
-    vector = config.attention.head_dim * stored.itemsize + (0 if stored == dtype else 4)
-    return config.num_layers * 2 * config.attention.num_kv_heads * vector
+    """Bytes per token in a `KVCache`."""
+    return kv_cache_bytes(config, dtype, stored_dtype(kv_dtype, dtype))

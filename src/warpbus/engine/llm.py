@@ -1,4 +1,4 @@
-"""Text in, text out: a model directory, loaded once, that answers prompts and conversations.
+"""The Python API: a model directory, loaded once, that answers prompts and conversations in text.
 
 Knows nothing of layers, of how attention is computed, or of how a token is chosen: `runner`, `kv_cache` and `sampler`
 do. There is no state between two calls, so that an interrupted one leaves nothing behind.
@@ -22,7 +22,7 @@ from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.sequence import FinishReason, Piece, Sequence, TokenLogprob
+from warpbus.engine.sequence import FinishReason, Sequence, TextPiece, TokenLogprob
 from warpbus.errors import ContextLengthError, UsageError
 from warpbus.formats import read_schemes
 from warpbus.models import Progress
@@ -36,14 +36,14 @@ Prompts = str | abc.Sequence[str] | abc.Sequence[int] | abc.Sequence[abc.Sequenc
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt's answer.
+    """The answer to a prompt.
 
     Attributes:
-        text: without the stop token or the stop string.
+        text: of the answer, without the stop token or the stop string.
         token_ids: every token generated, the stop token included.
         prompt_tokens: length of the prompt.
         finish_reason: "stop" (a stop token or string) or "length" (`max_tokens`, or the end of the context).
-        prefill_seconds: time to the first token; the whole batch's, where prompts were answered together.
+        prefill_seconds: time to the first token; of the whole batch, if prompts were answered together.
         decode_seconds: time from the first token to the last.
         logprobs: of `token_ids`, where they were asked for.
     """
@@ -63,7 +63,7 @@ class Completion:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens generated per second, the time to read the prompt included."""
+        """Tokens generated per second, the time for the prompt included."""
         return len(self.token_ids) / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -73,7 +73,7 @@ class Chunk:
 
     Attributes:
         index: which prompt it answers.
-        text: what is new; the pieces of an answer add up to its text.
+        text: the new text; the pieces of an answer add up to its text.
         completion: the whole answer, with its last piece; None before.
     """
 
@@ -83,26 +83,26 @@ class Chunk:
 
 
 class LLM:
-    """A language model ready to answer.
+    """A loaded language model.
 
     Args:
         model: a model directory (Hugging Face layout), quantized by Warpbus or not, a name on a hub, or "demo" for the
             packaged model; see `formats.hub.find_model`.
         device: "auto" (a GPU if PyTorch sees one), "cpu", "cuda" or "cuda:N", or the device of a remote GPU that is
             connected (`warpbus.pool.connect(...).device`).
-        dtype: of activations and of what is not quantized: "float32", "float16", "bfloat16", or "auto", which is
+        dtype: of activations and of unquantized weights: "float32", "float16", "bfloat16", or "auto", which is
             float32 on the CPU and the checkpoint's own on a GPU.
-        max_model_len: the longest prompt with its answer, in tokens; what the model allows by default.
-        max_num_seqs: how many prompts are computed together; more wait for their turn.
-        memory: what the whole process may take of the GPU: "6GB", "5.5GiB", "50%" of the card, or bytes. The context,
-            unless `max_model_len` says it, the cache, the head and the embedding are then laid out to fit (`plan`).
-            None: weights go to the GPU as they are, and the cache grows with what is asked for.
-        kv_dtype: how keys and values are kept: "auto", which is in the dtype of the activations or as `memory` needs
-            it, or in 8 bits, "int8" or "fp8", on a GPU.
+        max_model_len: the most tokens of a prompt with its answer; by default the model's context.
+        max_num_seqs: the most prompts that run at once; further ones wait.
+        memory: the GPU memory of the whole process: "6GB", "5.5GiB", "50%" of the card, or bytes. The context (unless
+            `max_model_len` is given), the cache, the head and the embedding are planned to fit (`plan`). None: weights
+            are loaded as they are, and the cache grows as needed.
+        kv_dtype: the storage type of the KV cache: "auto" (the dtype of the activations, or what `memory` requires), or
+            8 bits, "int8" or "fp8", on a GPU.
         adapters: directories of LoRAs (PEFT's format) or prefixes (P-Tuning v2) by the names that `generate` and `chat`
             take; see `warpbus.models.adapters.load_adapter`.
-        progress: called while the weights are downloaded, and while they are read; see `warpbus.models.Progress`.
-        planned: called with the plan before anything is loaded, where `memory` is given.
+        progress: called while weights are downloaded and while they are read; see `warpbus.models.Progress`.
+        planned: called with the plan before anything is loaded, if `memory` is given.
 
     Attributes:
         config: the model's `ModelConfig`.
@@ -110,14 +110,14 @@ class LLM:
         tokenizer, template: how text and conversations become tokens.
         device: `torch.device`.
         dtype: `torch.dtype`.
-        schemes: the `Schemes` that its matrices are quantized by.
+        schemes: the quantization `Schemes` of its matrices.
         engine: the `Engine` that decodes.
-        plan: the `MemoryPlan`, or None where no memory was given.
-        adapters: their names.
+        plan: the `MemoryPlan`, or None without `memory`.
+        adapters: the names of the adapters.
 
     Raises:
         UsageError: an argument is out of range or not known, or the model does not fit `memory`.
-        DeviceError: the device is not there, its memory is full, or others hold what was planned.
+        DeviceError: the device does not exist, its memory is full, or other programs use the planned memory.
         CheckpointError: the directory, or an adapter's, is missing, damaged or not understood.
     """
 
@@ -156,11 +156,11 @@ class LLM:
         self.stop_ids = frozenset(self.config.stop_ids) | frozenset(self.template.stop_ids)
         self.engine = build_engine(opened, options, progress=progress)
         self.model = self.engine.model
-        # The memory there is may be for less than the model allows.
+        # The memory may limit the context further than the model.
         self.max_model_len, self.max_num_seqs = self.engine.max_model_len, max_num_seqs
         self.engine.warm()
         self._lock = threading.Lock()
-        self._inboxes: dict[Sequence, deque[Piece]] = {}
+        self._inboxes: dict[Sequence, deque[TextPiece]] = {}
 
     def describe(self) -> str:
         """The model in one line: family, size, numbers, device, context."""
@@ -210,18 +210,18 @@ class LLM:
         adapter: Adapters = None,
         stream: bool = False,
     ) -> list[Completion] | Iterator[Chunk]:
-        """Continue prompts. Each answer is what it would be if its prompt were alone.
+        """Continue prompts. Each answer is the same as for its prompt alone.
 
         Args:
             prompts: a text, token ids, or a list of texts or of lists of token ids. Texts get no special tokens, but
                 those that end every prompt of ChatGLM-6B (`Tokenizer.prompt_suffix`).
             params: for all prompts, or one for each.
-            adapter: the name of one of the model's adapters, for all prompts or one for each; None asks the model as it
-                is.
-            stream: return pieces as they come rather than whole answers.
+            adapter: the name of one of the model's adapters, for all prompts or one for each; None: the model without
+                an adapter.
+            stream: return the pieces of the answers as they are generated.
 
         Returns:
-            one `Completion` a prompt, in order; or with `stream` an iterator of `Chunk`.
+            one `Completion` per prompt, in order; with `stream` an iterator of `Chunk`.
 
         Raises:
             UsageError: an empty prompt, an id that is not in the vocabulary, a grammar that cannot be used, or an
@@ -230,8 +230,8 @@ class LLM:
             DeviceError: the device's memory is full.
             NumericError: the model's scores for a prompt are NaN or infinite.
             UnavailableError: there is no memory for the cache of a single prompt.
-            WarpbusError: another fault that a prompt alone has. The others of this call end too, those of other
-                threads' calls do not.
+            WarpbusError: another error of one prompt. The other prompts of this call end too, those of calls in other
+                threads do not.
         """
         sequences = self._sequences(self._tokenize(prompts), params, adapter)
         if stream:
@@ -272,7 +272,7 @@ class LLM:
         Args:
             messages: such as `[{"role": "user", "content": "你好"}]`.
             adapter: as of `generate`.
-            stream: return the answer's pieces of text as they come.
+            stream: return the answer's text in pieces as it is generated.
 
         Raises: as `generate` and `render`.
         """
@@ -366,8 +366,8 @@ class LLM:
         return GrammarCompiler(self.tokenizer, vocab_size=self.config.vocab_size, stop_ids=self.stop_ids)
 
     def _stream(self, sequences: list[Sequence]) -> Iterator[Chunk]:
-        """Answer them all; a caller that stops listening calls off what still runs."""
-        seconds = 0.0  # without what the caller does with a piece
+        """Answer all sequences; closing the iterator aborts those that still run."""
+        seconds = 0.0  # without the time that the caller spends between pieces
         running = set(sequences)
         try:
             with self._lock:
@@ -397,14 +397,15 @@ class LLM:
                     self.engine.abort(sequence)
                     self._inboxes.pop(sequence, None)
 
-    def _pieces(self, sequences: abc.Set[Sequence]) -> list[tuple[Sequence, Piece]]:
-        """What some sequences have got, after a step if they have got nothing; others' pieces go to their inboxes."""
+    def _pieces(self, sequences: abc.Set[Sequence]) -> list[tuple[Sequence, TextPiece]]:
+        """The pieces of some sequences; runs a step if there are none. Pieces of other sequences go to their
+        inboxes."""
         with self._lock:
             if not any(self._inboxes[sequence] for sequence in sequences):
                 for sequence, piece in self.engine.step():
                     self._inboxes[sequence].append(piece)
             found = []
-            for sequence, inbox in self._inboxes.items():  # in the order of the prompts, which a set has not
+            for sequence, inbox in self._inboxes.items():  # in the order of the prompts, unlike the set
                 if sequence in sequences:
                     found += [(sequence, inbox.popleft()) for _ in range(len(inbox))]
             return found

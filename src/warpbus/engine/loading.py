@@ -1,4 +1,4 @@
-"""From a model directory to an engine: what is to be read where, and how much of the memory it may take."""
+"""Creates an engine from a model directory: plans its memory and loads the weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from warpbus.cuda.memory_size import parse_memory
 from warpbus.dist import Group
 from warpbus.engine.adapters import Adapter, adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.plan import PLANNED_GRAPHS, PLANNED_ROWS, MemoryPlan, Stored, enforce, plan_memory
 from warpbus.engine.prefixes import Prefixes
@@ -26,13 +26,13 @@ from warpbus.models.parallel import Part
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A model of which nothing but its config and the headers of its files was read.
+class OpenedModel:
+    """A model whose config and file headers are read, but no weights.
 
     Attributes:
-        dtype: of the activations and of what is not quantized.
-        max_model_len: the longest prompt with its answer, in tokens, as far as is known; the memory may be for less.
-        plan: how it is laid out, where its memory is given.
+        dtype: of the activations and of unquantized weights.
+        max_model_len: the most tokens of a prompt with its answer; the memory may limit it further.
+        plan: the memory plan, if the options give a memory.
         adapters: that requests can name, on the CPU.
     """
 
@@ -47,10 +47,10 @@ class Opened:
 
 def open_model(
     model: str | Path, device: torch.device, options: ServiceOptions, progress: Progress | None = None
-) -> Opened:
-    """Look at a model directory, and plan its memory where the options give one.
+) -> OpenedModel:
+    """Read the config of a model directory, and plan its memory if the options give one.
 
-    A model that is named as on a hub is looked for there unless it is on the disk; `progress` is told what arrives.
+    A model with a hub's name is downloaded unless it is on the disk; `progress` is called meanwhile.
 
     Raises:
         UsageError: an argument is out of range or not known, or the model does not fit `memory`.
@@ -63,7 +63,7 @@ def open_model(
     length = config.max_context if options.max_model_len is None else options.max_model_len
     if not 1 < length <= config.max_context:
         raise UsageError(f"max_model_len is {length:,}: give 2 to {config.max_context:,}, the model's context")
-    # Adapters are small, and how much room they take is known once they are read.
+    # Adapters are small, and their size is known only once they are read.
     adapters = tuple(load_adapter(directory, config, name=name, dtype=chosen) for name, directory in options.adapters)
     prefixes = Prefixes(adapters, config)
     plan = None
@@ -79,19 +79,19 @@ def open_model(
             Stored.of_checkpoint(
                 *(checkpoint, config, chosen),
                 adapters=stacked_bytes(adapters, chosen),
-                prefix_blocks=prefixes.blocks + prefixes.lead,
+                prefix_blocks=prefixes.blocks + prefixes.extra_blocks,
             ),
             parse_memory(options.memory, torch.cuda.get_device_properties(device).total_memory),
             max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs + options.speculation,  # guesses are rows of a step too
+            max_num_seqs=options.max_num_seqs + options.speculation,  # drafts are rows of a step, too
             kv_dtype=options.kv_dtype,
         )
         length = plan.context
-    return Opened(checkpoint, config, device, chosen, length, plan, adapters)
+    return OpenedModel(checkpoint, config, device, chosen, length, plan, adapters)
 
 
 def build_engine(
-    opened: Opened,
+    opened: OpenedModel,
     options: ServiceOptions,
     *,
     group: Group | None = None,
@@ -101,20 +101,20 @@ def build_engine(
     """Load an opened model.
 
     Args:
-        options: what it was opened with, and the rest.
+        options: the same as for `open_model`.
         group: the processes that share the model; each calls this.
         progress: called while the weights are read; see `warpbus.models.Progress`.
-        can_sleep: the engine can `sleep`, unless its memory is planned, which leaves no room to move the weights in, or
-            its device lent.
+        can_sleep: the engine can `sleep`, unless its memory is planned, which leaves no room to move the weights, or
+            its device is lent.
 
     Raises:
         UsageError: an option does not fit the model.
-        DeviceError: the device's memory is full, or others hold what was planned.
+        DeviceError: the device's memory is full, or other programs use the planned memory.
         CheckpointError: the checkpoint is damaged or not understood.
     """
     plan = opened.plan
-    # Graphs keep memory: where it is counted, there are few of them.
-    counted = plan is not None or lent(opened.device) is not None
+    # Graphs use memory: with limited memory few are kept.
+    limited = plan is not None or lent(opened.device) is not None
     if plan is not None:
         enforce(plan, opened.device)
     decoder = load_model(
@@ -130,7 +130,7 @@ def build_engine(
     if group is not None and group.world > 1:
         part = Part(opened.config, group.rank, group.world)
         adapters = tuple(cut(adapter, part) for adapter in adapters)
-    # Before the weights are laid out anew: those of the adapters sleep with them.
+    # Before the weights move to the arena: those of the adapters are offloaded with them.
     adapt(decoder, adapters)
     return Engine(
         decoder,
@@ -139,17 +139,17 @@ def build_engine(
         kv_dtype=options.kv_dtype if plan is None else plan.kv_dtype,
         prefill_tokens=options.prefill_tokens or (None if plan is None else plan.prefill_tokens),
         cache_tokens=_cache_tokens(opened, options) if plan is None else plan.pool_tokens,
-        mixed_rows=PLANNED_ROWS if counted else MIXED_ROWS,
-        most_graphs=PLANNED_GRAPHS if counted else None,
+        mixed_rows=PLANNED_ROWS if limited else MIXED_ROWS,
+        most_graphs=PLANNED_GRAPHS if limited else None,
         prefix_caching=options.prefix_caching,
         speculation=options.speculation,
-        dormant=Dormant(decoder) if can_sleep and not counted else None,
+        offloadable=OffloadableModel(decoder) if can_sleep and not limited else None,
         adapters=adapters,
     )
 
 
-def _cache_tokens(opened: Opened, options: ServiceOptions) -> int | None:
-    """What the cache may hold: whole blocks, no more than all requests can need. None leaves it to the engine."""
+def _cache_tokens(opened: OpenedModel, options: ServiceOptions) -> int | None:
+    """The size of the cache: whole blocks, no more than all requests can need. None: the engine's default."""
     if options.cache_tokens is None:
         return None
     each = -(-opened.max_model_len // BLOCK)
@@ -157,7 +157,7 @@ def _cache_tokens(opened: Opened, options: ServiceOptions) -> int | None:
 
 
 def load_engine(model: Path, options: ServiceOptions, group: Group, progress: Progress) -> Engine:
-    """Load a model for many requests at once, and warm it: what each process of a `Service` does.
+    """Load and warm an engine: the `LoadEngine` of a `Service`.
 
     Raises: as `open_model` and `build_engine`.
     """

@@ -1,12 +1,12 @@
-"""What requests change in their scores before a token is chosen: penalties, biases and masks.
+"""Logits processors: penalties, biases and masks of requests, applied before a token is sampled.
 
-Only the rows that ask for it have any of this: `[rows, vocabulary]` here counts these rows alone. Nothing waits for the
-GPU: what comes from the host is copied from pinned memory.
+They run for the rows that need them: in this file, `[rows, vocabulary]` counts these rows only. Nothing waits for the
+GPU: data of the host is copied from pinned memory.
 """
 
 import os
+from collections import abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,15 +18,15 @@ from torch import Tensor
 from warpbus.engine.sequence import Sequence
 
 _OF_PROMPT = 1 << 30
-"""Added to a token's count where the prompt holds it."""
+"""Added to the count of each token of the prompt."""
 
 _MOST_THREADS = 8
-_ALONE = 4  # sequences whose masks are made before threads are worth their handing over
+_ALONE = 4  # up to so many sequences, masks are computed without threads
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of a batch: a sequence, and the tokens that are supposed to follow it before this row's choice."""
+class LogitsRow:
+    """A row of a batch: a sequence, and the draft tokens between its last token and the one that the row samples."""
 
     sequence: Sequence
     drafts: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def too_short(self) -> bool:
-        """A stop token may not be chosen yet."""
+        """Stop tokens are not allowed yet."""
         return len(self.sequence.token_ids) + len(self.drafts) < self.sequence.params.min_tokens
 
     @property
@@ -46,43 +46,50 @@ class Row:
         return self.sequence.matcher is not None or self.too_short
 
     @property
+    def needs_host(self) -> bool:
+        """Its token can be sampled only after the host has read the previous ones."""
+        return self.penalized or bool(self.sequence.params.logit_bias or self.sequence.params.min_tokens) or self.masked
+
+    @property
     def processed(self) -> bool:
         return self.penalized or bool(self.sequence.params.logit_bias) or self.masked
 
 
 def to_device(
-    values: Rows[float] | Rows[int] | Rows[Rows[int]] | np.ndarray, dtype: torch.dtype, device: torch.device
+    values: abc.Sequence[float] | abc.Sequence[int] | abc.Sequence[abc.Sequence[int]] | np.ndarray,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
-    """Values of the host as a tensor of the device, on a GPU without waiting for it."""
+    """Copy values of the host to a tensor of the device; to a GPU, asynchronously."""
     host = torch.as_tensor(values, dtype=dtype)
     return pinned(host).to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def pinned(host: Tensor) -> Tensor:
-    """A copy in pinned memory; `Tensor.pin_memory` asks another device for it where a remote one is connected too."""
+    """A copy in pinned memory; `Tensor.pin_memory` would use the wrong device while a remote one is connected."""
     return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
 
 
 class Penalties:
-    """Counts the tokens of the penalized rows, and lowers their scores.
+    """Counts the tokens of the penalized rows, and lowers their logits.
 
-    What sequences that stay have had is kept on the device; of newcomers, the host knows all tokens.
+    The counts of sequences that stay in the batch are kept on the device; those of new ones come from the host.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._rows: list[Row] = []
-        self._counted: list[int] = []  # of each row's answer, drafts not included
+        self._rows: list[LogitsRow] = []
+        self._counted: list[int] = []  # counted tokens of each row's answer, drafts excluded
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._where = torch.zeros(0, dtype=torch.int64, device=device)
         self._factors = torch.zeros(3, 0, 1, device=device)
 
-    def arrange(self, rows: Rows[Row], where: Rows[int]) -> None:
-        """Take up these penalized rows.
+    def arrange(self, rows: abc.Sequence[LogitsRow], where: abc.Sequence[int]) -> None:
+        """Set the penalized rows.
 
         Args:
-            where: which rows of the batch they are.
+            where: their indices in the batch.
         """
         before = {id(row.sequence): at for at, row in enumerate(self._rows) if not row.drafts}
         sources = [before.get(id(row.sequence), -1) for row in rows]
@@ -108,7 +115,7 @@ class Penalties:
         self._catch_up()
 
     def saw(self, tokens: Tensor) -> None:
-        """Count the tokens `[batch]` that were chosen, which the host need not know yet."""
+        """Count the sampled tokens `[batch]`, which the host need not know yet."""
         if not self._rows:
             return
         chosen = tokens.index_select(0, self._where)
@@ -116,7 +123,7 @@ class Penalties:
         self._counted = [count + 1 for count in self._counted]
 
     def apply(self, scores: Tensor) -> Tensor:
-        """The lowered scores, float32 `[rows, vocabulary]`."""
+        """The penalized logits, float32 `[rows, vocabulary]`."""
         self._catch_up()
         repetition, presence, frequency = self._factors
         scores = torch.where(
@@ -126,88 +133,88 @@ class Penalties:
         return scores - frequency * answered - presence * (answered > 0)
 
     def _catch_up(self) -> None:
-        """Count the tokens that the sequences have got from elsewhere than `saw`: drafts that were accepted."""
+        """Count the tokens of the sequences that were not passed to `saw`: accepted drafts."""
         self._add([(at, row.sequence.token_ids[self._counted[at] :]) for at, row in enumerate(self._rows)], 1)
         self._counted = [
             max(count, len(row.sequence.token_ids)) for count, row in zip(self._counted, self._rows, strict=True)
         ]
 
-    def _add(self, tokens: Rows[tuple[int, Iterable[int]]], amount: int) -> None:
-        places = [at * self._vocab_size + token for at, of_row in tokens for token in of_row]
-        if places:
-            index = self._index(places)
+    def _add(self, tokens: abc.Sequence[tuple[int, Iterable[int]]], amount: int) -> None:
+        indices = [at * self._vocab_size + token for at, of_row in tokens for token in of_row]
+        if indices:
+            index = self._index(indices)
             self._counts.view(-1).scatter_add_(0, index, torch.full_like(index, amount, dtype=torch.int32))
 
-    def _index(self, places: Rows[int]) -> Tensor:
-        return to_device(places, torch.int64, self._device)
+    def _index(self, indices: abc.Sequence[int]) -> Tensor:
+        return to_device(indices, torch.int64, self._device)
 
 
 class Biases:
-    """What some rows add to the scores of some tokens."""
+    """The logit biases of rows."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._places: Tensor | None = None
+        self._indices: Tensor | None = None
         self._values = torch.zeros(0, device=device)
 
-    def arrange(self, rows: Rows[Row]) -> None:
-        """Take up these rows."""
+    def arrange(self, rows: abc.Sequence[LogitsRow]) -> None:
+        """Set the rows."""
         found = [
-            # An id beyond the vocabulary, which `SamplingParams.check_ids` refuses, would be the next row's.
+            # An id outside the vocabulary, which `SamplingParams.check_ids` refuses, would change the next row.
             (at * self._vocab_size + token, bias)
             for at, row in enumerate(rows)
             for token, bias in row.sequence.params.logit_bias.items()
             if token < self._vocab_size
         ]
-        self._places = to_device([place for place, _ in found], torch.int64, self._device) if found else None
+        self._indices = to_device([index for index, _ in found], torch.int64, self._device) if found else None
         self._values = to_device([bias for _, bias in found], torch.float32, self._device)
 
     def add(self, scores: Tensor) -> None:
-        """Change contiguous scores, float32 `[rows, vocabulary]`."""
-        if self._places is not None:
-            scores.view(-1).scatter_add_(0, self._places, self._values)
+        """Add the biases in place to contiguous logits, float32 `[rows, vocabulary]`."""
+        if self._indices is not None:
+            scores.view(-1).scatter_add_(0, self._indices, self._values)
 
 
 class Masks:
-    """The tokens that a grammar, or the least number of tokens, forbids: a bit each, made anew for every choice."""
+    """Masks the tokens that a grammar or `min_tokens` forbids: one bit per token, computed for every step."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._words = (vocab_size + 31) // 32
         self._device = device
         self._powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
-        # A grammar computes its mask without Python's lock.
+        # Grammars compute their masks without the GIL.
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "grammar")
 
-    def apply(self, rows: Rows[Row], scores: Tensor) -> None:
-        """Put -inf in place of what these rows' next tokens cannot be, float32 `[rows, vocabulary]`.
+    def apply(self, rows: abc.Sequence[LogitsRow], scores: Tensor) -> None:
+        """Set the logits of forbidden tokens to -inf, in place, float32 `[rows, vocabulary]`.
 
         Args:
-            rows: those of one sequence follow each other, each with one more draft.
+            rows: the rows of one sequence are consecutive, each with one more draft.
         """
-        places = [at for at, row in enumerate(rows) if row.masked]
-        if not places:
+        indices = [at for at, row in enumerate(rows) if row.masked]
+        if not indices:
             return
-        masks = torch.full((len(places), self._words), -1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        pairs = zip(masks.numpy(), [rows[at] for at in places], strict=True)
+        masks = torch.full((len(indices), self._words), -1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        pairs = zip(masks.numpy(), [rows[at] for at in indices], strict=True)
         each = [list(own) for _, own in groupby(pairs, key=lambda pair: id(pair[1].sequence))]
         list((self._threads.map if len(each) > _ALONE else map)(self._fill, each))
         bits = masks.to(self._device, non_blocking=True).view(torch.uint8)[:, :, None] & self._powers
-        forbidden = (bits == 0).view(len(places), -1)[:, : self._vocab_size]
-        if len(places) == len(rows):
+        forbidden = (bits == 0).view(len(indices), -1)[:, : self._vocab_size]
+        if len(indices) == len(rows):
             scores.masked_fill_(forbidden, -torch.inf)
         else:
-            index = to_device(places, torch.int64, self._device)
+            index = to_device(indices, torch.int64, self._device)
             scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, -torch.inf))
 
-    def _fill(self, masks: Rows[tuple[np.ndarray, Row]]) -> None:
-        """The masks of the rows of one sequence, which fails alone where its grammar does."""
+    def _fill(self, masks: abc.Sequence[tuple[np.ndarray, LogitsRow]]) -> None:
+        """Compute the masks of one sequence; an error of its grammar fails this sequence alone."""
         with masks[0][1].sequence.contain_faults():
             for mask, row in masks:
                 self._fill_one(mask, row)
 
-    def _fill_one(self, mask: np.ndarray, row: Row) -> None:
+    def _fill_one(self, mask: np.ndarray, row: LogitsRow) -> None:
         sequence, matcher = row.sequence, row.sequence.matcher
         finished = False
         if matcher is not None:
@@ -216,7 +223,7 @@ class Masks:
                 if not matcher.accept(token):
                     break
                 followed += 1
-            # Where a draft is forbidden nothing after it will be kept: the mask may allow all.
+            # Nothing after a forbidden draft is kept: the mask may allow everything.
             if followed == len(row.drafts):
                 matcher.fill(mask)
                 finished = matcher.finished
@@ -226,6 +233,6 @@ class Masks:
             for token in sequence.stop_ids:
                 if token < self._vocab_size:
                     others[token // 32] &= ~np.uint32(1 << token % 32)
-            # Where a grammar allows stop tokens alone, it counts for more than the least number of tokens.
+            # If a grammar allows stop tokens only, it has precedence over `min_tokens`.
             if others.any():
                 mask.view(np.uint32)[:] = others

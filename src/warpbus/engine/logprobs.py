@@ -1,6 +1,6 @@
-"""The logarithms of the probabilities of chosen tokens and of the most likely ones."""
+"""The log probabilities of sampled tokens and of the most likely ones."""
 
-from collections.abc import Sequence as Rows
+from collections import abc
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,13 +10,13 @@ from warpbus.engine.sequence import TokenLogprob
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of one step's rows that ask for it.
+    """The log probabilities of the rows of a step that ask for them.
 
     Attributes:
-        rows: which rows of the batch they are.
-        counts: how many alternatives each asked for.
-        tokens: int64 `[rows]`, the chosen tokens.
-        chosen: float32 `[rows]`, the logarithms of their probabilities.
+        rows: their indices in the batch.
+        counts: how many alternatives each asks for.
+        tokens: int64 `[rows]`, the sampled tokens.
+        chosen: float32 `[rows]`, their log probabilities.
         top_tokens, top: int64 and float32 `[rows, most alternatives]`, the most likely tokens, best first.
     """
 
@@ -28,8 +28,8 @@ class Logprobs:
     top: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor, rows: Rows[int], counts: Rows[int]) -> "Logprobs":
-        """Of some rows' scores `[rows, vocabulary]` and the tokens `[rows]` chosen."""
+    def of(cls, logits: Tensor, tokens: Tensor, rows: abc.Sequence[int], counts: abc.Sequence[int]) -> "Logprobs":
+        """From the logits `[rows, vocabulary]` of some rows and their sampled tokens `[rows]`."""
         scores = logits.float()
         norm = scores.logsumexp(-1, keepdim=True)
         best = scores.topk(min(max(1, *counts), scores.shape[1]), dim=-1)
@@ -41,12 +41,12 @@ class Logprobs:
         """`tokens`, `chosen`, `top_tokens` and `top`."""
         return self.tokens, self.chosen, self.top_tokens, self.top
 
-    def having(self, tensors: Rows[Tensor]) -> "Logprobs":
-        """The same with other `tensors`: copies on the host."""
+    def with_tensors(self, tensors: abc.Sequence[Tensor]) -> "Logprobs":
+        """The same with other `tensors`, such as copies on the host."""
         return Logprobs(self.rows, self.counts, *tensors)
 
     def read(self) -> dict[int, TokenLogprob]:
-        """By the row of the batch."""
+        """The log probabilities by row of the batch."""
         values = zip(
             self.rows,
             self.counts,

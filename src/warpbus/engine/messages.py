@@ -1,6 +1,6 @@
-"""What the service and the engine's processes say to each other. Pickled, on pipes between processes of ours alone.
+"""The messages between the service and the engine's processes. Pickled, on pipes between our own processes only.
 
-Both sides collect what there is to say and say it at once: a message is a list of what stands here.
+Both sides batch: what is sent is a list of commands, or a list of events.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from warpbus.dist.outcome import JobFailure
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.stats import Stats
 from warpbus.models import Progress
 
@@ -22,7 +22,7 @@ Query = Literal["stats", "sleep", "wake"]
 
 @dataclass(frozen=True)
 class Add:
-    """To the engine: a request. `params` has a seed, so that all processes draw alike."""
+    """To the engine: a request. With several processes `params` has a seed, so that all draw the same numbers."""
 
     number: int
     prompt: list[int]
@@ -33,14 +33,14 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """To the engine: nobody wants the request any more."""
+    """To the engine: drop a request."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Ask:
-    """To the engine: a question, or something to do while it has no work; `Reply` has the same number."""
+    """To the engine: a query, or an action for which it must have no work; `Reply` has the same number."""
 
     number: int
     query: Query
@@ -48,7 +48,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class MoveTo:
-    """To the engine: go on on another GPU; `Reply` has the same number."""
+    """To the engine: move to another GPU; `Reply` has the same number."""
 
     number: int
     device: str
@@ -56,12 +56,12 @@ class MoveTo:
 
 @dataclass(frozen=True)
 class Stop:
-    """To the engine: leave."""
+    """To the engine: end the process."""
 
 
 @dataclass(frozen=True)
 class Shrink:
-    """To the engine: nobody has wanted anything for a while; it may give back what it keeps for later."""
+    """To the engine, which has had no work for a while: return the memory of the prefix cache."""
 
 
 Command = Add | Abort | Ask | MoveTo | Stop | Shrink
@@ -69,7 +69,7 @@ Command = Add | Abort | Ask | MoveTo | Stop | Shrink
 
 @dataclass(frozen=True)
 class Loading:
-    """From the engine: how many bytes of its weights have been read, of how many."""
+    """From the engine: how many bytes of its weights are read, and how many there are."""
 
     done: int
     total: int
@@ -77,21 +77,21 @@ class Loading:
 
 @dataclass(frozen=True)
 class Ready:
-    """From the engine: it takes commands."""
+    """From the engine: it accepts commands."""
 
     max_model_len: int
 
 
 @dataclass(frozen=True)
-class Step:
-    """From the engine: what a step brought, with the numbers of the requests."""
+class StepResults:
+    """From the engine: the results of a step, with the numbers of the requests."""
 
-    pieces: list[tuple[int, Piece]]
+    pieces: list[tuple[int, TextPiece]]
 
 
 @dataclass(frozen=True)
 class RequestFailed:
-    """From the engine: it does not take a request, or the request has failed by itself; nothing more comes of it."""
+    """From the engine: it refused a request, or the request failed by itself; it has ended."""
 
     number: int
     failure: JobFailure
@@ -105,47 +105,47 @@ class Reply:
     answer: Stats | Moved | JobFailure | None
 
 
-Event = Loading | Ready | Step | RequestFailed | Reply
+Event = Loading | Ready | StepResults | RequestFailed | Reply
 
 
 class ServedEngine(Protocol):
-    """What the service wants of an engine (`warpbus.engine.Engine`)."""
+    """The part of `warpbus.engine.Engine` that the serving process uses."""
 
     max_model_len: int
 
     @property
     def has_work(self) -> bool:
-        """There are sequences that wait or run."""
+        """Sequences wait or run."""
         ...
 
     def add(self, sequence: Sequence, /) -> None:
-        """Queue a sequence. Raises `UsageError` or `ContextLengthError` where it is refused."""
+        """Queue a sequence. Raises `UsageError` or `ContextLengthError` if it is refused."""
         ...
 
     def abort(self, sequence: Sequence, /) -> None:
-        """Forget a sequence; there are no further pieces of it."""
+        """Drop a sequence; it gets no further tokens."""
         ...
 
-    def step(self) -> list[tuple[Sequence, Piece]]:
-        """Compute some tokens. A sequence that failed by itself has an `error`; nothing more comes of it."""
+    def step(self) -> list[tuple[Sequence, TextPiece]]:
+        """Compute some tokens. A sequence that failed by itself has an `error` and has ended."""
         ...
 
     def stats(self) -> Stats:
-        """Its counters."""
+        """Counters and gauges."""
         ...
 
     def shrink(self) -> None:
-        """Give back the memory that no sequence needs."""
+        """Return the cache memory that no sequence needs."""
         ...
 
     def sleep(self) -> None:
-        """Give the device's memory back; only without work."""
+        """Offload the model and return the device's memory; only without work."""
         ...
 
     def wake(self) -> None:
-        """Get it back."""
+        """Load the model to the device again."""
         ...
 
 
 LoadEngine = Callable[[Path, ServiceOptions, Group, Progress], ServedEngine]
-"""`load(model, options, group, progress)`: the engine of a process of `group`, warm; a function of a module."""
+"""`load(model, options, group, progress)`: creates the warm engine of a process of `group`; a module-level function."""

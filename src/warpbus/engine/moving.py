@@ -1,16 +1,16 @@
-"""Moving an engine with all its requests to another GPU of the same process, while it answers.
+"""Live migration of an engine with all its requests to another GPU of the same process.
 
-    move = Move(engine, torch.device("cuda:1"))
+    move = EngineMigration(engine, torch.device("cuda:1"))
     move.prepare()                      # may run in a thread of its own
     while not move.copy_ahead():        # between two steps
         engine.step()
-    pieces, moved = move.finish()       # the pause; the same engine object goes on there
-    move.release()                      # what it had on the first GPU
+    pieces, moved = move.finish()       # the pause; the same engine object continues there
+    move.release()                      # returns the memory on the first GPU
 
-Weights never change: they are copied beforehand, and kernels are loaded and graphs captured. A block of the cache that
-is full never changes either, and is copied while the engine goes on. In the pause go the blocks that are not full yet,
-the last tokens and the tables; all else that a request is made of, its random numbers too, is on the host. So every
-answer is what it would have been.
+Weights never change: they are copied beforehand, kernels are loaded and graphs captured. Full blocks of the cache do
+not change either and are copied while the engine continues. The pause copies the partly filled blocks, the last tokens
+and the block tables; all other state of a request, its random numbers included, is on the host. So the answers are the
+same as without the migration.
 """
 
 import copy
@@ -21,30 +21,30 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.offload import OffloadableModel
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.errors import DeviceError, UsageError
 from warpbus.models import Decoder
 from warpbus.models.layers import Rotary
 
 BLOCKS_AT_ONCE = 32
-"""Of the cache, copied between two steps: of ChatGLM2-6B's shape in 16 bits they have 29 MB."""
+"""Blocks copied between two steps: 29 MB for ChatGLM2-6B's shape in 16 bits."""
 
-_GROWTH = 1024  # tokens that those that run may get until the move is over
-_LITTLE = 2  # blocks that are left when it is time for the pause
+_GROWTH = 1024  # tokens that running sequences may grow by during the migration
+_LITTLE = 2  # the pause begins when at most so many full blocks are not copied
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a move took.
+    """The cost of a migration.
 
     Attributes:
         weights: bytes of the model, copied beforehand.
         ahead: bytes of the cache that were copied while the engine answered.
         paused: bytes of the cache that were copied in the pause.
-        preparing: seconds of `Move.prepare`.
-        pause: seconds in which nothing was computed, from the last result on one device until all is on the other.
+        preparing: seconds of `EngineMigration.prepare`.
+        pause: seconds without computation, from the last result on one device until all data is on the other.
     """
 
     weights: int
@@ -54,11 +54,11 @@ class Moved:
     pause: float
 
 
-class Move:
-    """A move of an engine. Its methods are called in the order in which they stand here.
+class EngineMigration:
+    """A migration of an engine. Its methods are called in the order of their definitions.
 
     Args:
-        engine: goes on as usual until `finish`, and after it on the other device.
+        engine: continues until `finish`, and after it on the other device.
         device: of the same type as the engine's.
 
     Raises:
@@ -79,13 +79,13 @@ class Move:
             raise UsageError("an engine that sleeps cannot move: wake it first")
         self._engine = engine
         self._device = device
-        self._twin: Engine | None = None
+        self._replica: Engine | None = None
         self._copied: dict[int, bytes] = {}
         self._weights = self._ahead = 0
         self._preparing = 0.0
 
     def prepare(self) -> None:
-        """Make a twin of the engine on the other device, warm, without a request. The engine may step meanwhile.
+        """Create a warm replica of the engine on the other device, without requests. The engine may step meanwhile.
 
         Raises:
             DeviceError: the other device has not enough memory.
@@ -95,19 +95,19 @@ class Move:
         try:
             with torch.no_grad(), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 model, self._weights = _copied(engine.model, engine.device, self._device)
-                twin = engine.twin(model, dormant=Dormant(model) if engine.can_sleep else None)
-                # Those that run grow meanwhile.
+                replica = engine.replica(model, offloadable=OffloadableModel(model) if engine.can_sleep else None)
+                # Running sequences grow meanwhile.
                 longest = engine.longest
-                twin.warm(rows=engine.max_num_seqs, lengths=[longest, longest + _GROWTH] if longest else [])
+                replica.warm(rows=engine.max_num_seqs, lengths=[longest, longest + _GROWTH] if longest else [])
         except torch.OutOfMemoryError as error:
             raise DeviceError(
                 f"{self._device}: out of memory for a copy of the model: end what else uses this GPU, or choose another"
             ) from error
-        self._twin = twin
+        self._replica = replica
         self._preparing = time.perf_counter() - started
 
     def copy_ahead(self, blocks: int = BLOCKS_AT_ONCE) -> bool:
-        """Copy some blocks that are full and not copied yet; whether so little is left that it is time to `finish`.
+        """Copy some full blocks that are not copied yet; returns whether few enough are left to `finish`.
 
         Raises:
             DeviceError: the other device has not enough memory for the cache.
@@ -117,33 +117,33 @@ class Move:
         self._ahead += self._copy(chosen)
         return len(left) - len(chosen) <= _LITTLE
 
-    def finish(self) -> tuple[list[tuple[Sequence, Piece]], Moved]:
-        """Let the steps that are under way end, copy the rest, and let the engine go on on the other device.
+    def finish(self) -> tuple[list[tuple[Sequence, TextPiece]], Moved]:
+        """Read the launched steps, copy the remaining blocks, and continue on the other device.
 
         Returns:
-            what the steps have brought that were under way, and what the move took.
+            the results of the launched steps, and the cost of the migration.
 
         Raises:
             DeviceError: the other device has not enough memory for the cache; the engine stays where it is.
         """
-        engine, twin = self._engine, self._prepared()
-        # What can fail comes before anything is different.
+        engine, replica = self._engine, self._prepared()
+        # First everything that can fail, while nothing has changed.
         self._ahead += self._copy(self._left())
         pieces = engine.drain()
         started = time.perf_counter()
         left = {*self._left(), *(engine.used_blocks() - engine.filled_blocks().keys())}
         paused = self._copy(sorted(left))
-        engine.become(twin)
+        engine.swap_instance(replica)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         pause = time.perf_counter() - started
         return pieces, Moved(self._weights, self._ahead, paused, self._preparing, pause)
 
     def release(self) -> None:
-        """Give back what the engine had before `finish`, or what was made ready if it did not come to that."""
-        if self._twin is not None:
-            self._twin.close()
-            self._twin = None
+        """Return the memory on the first device after `finish`, or that of the replica if `finish` did not succeed."""
+        if self._replica is not None:
+            self._replica.close()
+            self._replica = None
 
     def _left(self) -> list[int]:
         return [block for block, key in self._engine.filled_blocks().items() if self._copied.get(block) != key]
@@ -152,7 +152,7 @@ class Move:
     def _copy(self, blocks: list[int]) -> int:
         filled = self._engine.filled_blocks()
         copied = 0
-        # Once also for none: then it is room for them that is made.
+        # One iteration even without blocks: it commits the memory of the replica's cache.
         for start in range(0, max(1, len(blocks)), BLOCKS_AT_ONCE):
             some = blocks[start : start + BLOCKS_AT_ONCE]
             try:
@@ -166,20 +166,20 @@ class Move:
         return copied
 
     def _prepared(self) -> Engine:
-        if self._twin is None:
+        if self._replica is None:
             raise UsageError("this move is not prepared, or over: call prepare first")
-        return self._twin
+        return self._replica
 
 
 def _copied(model: Decoder, source: torch.device, device: torch.device) -> tuple[Decoder, int]:
-    """A copy of a model on another device, and the bytes that were copied. What is not on `source` is shared."""
+    """A copy of a model on another device, and the bytes copied. Tensors that are not on `source` are shared."""
     known: dict[int, object] = {id(model.rotary): Rotary(model.rotary.config), id(model.group): model.group}
     nbytes = 0
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device != source:
             known[id(tensor)] = tensor
             continue
-        # By way of memory of torch's own: the other device cannot read an arena.
+        # Through memory of torch: the other device cannot read an arena.
         moved = tensor.detach().clone(memory_format=torch.preserve_format).to(device)
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""How a model is served: what an engine is made with, and how many requests may wait for it."""
+"""The options of a served model: of its engine, its processes and its queue."""
 
 from dataclasses import dataclass
 
@@ -10,35 +10,35 @@ from warpbus.engine.blocks import BLOCK
 from warpbus.errors import DeviceError, UsageError
 
 MOST_SPECULATION = 1024
-"""Tokens guessed for a sequence in a step: there is a row of scores for each."""
+"""The most draft tokens per sequence and step: each needs a row of logits."""
 
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """How a model is served.
+    """The options of a served model.
 
     Attributes:
         device: "auto" (GPUs if PyTorch sees one), "cpu", "cuda" or "cuda:N"; the last only for one process.
         dtype: "auto", "float32", "float16" or "bfloat16"; see `LLM`.
-        max_model_len: the longest prompt with its answer, in tokens; what the model allows, or what fits `memory`, by
-            default.
-        max_num_seqs: the most requests that are computed together.
-        max_queue: the most requests that wait beyond these; more are refused.
-        memory: what the engine's process may take of its GPU: "6GB", "50%", or bytes; see `LLM`.
-        kv_dtype: how keys and values are kept: "auto", "int8" or "fp8"; see `LLM`.
-        cache_tokens: the most tokens whose keys and values are kept, in whole blocks; requests that find no room wait.
-            None: what all of them can need, or what there is memory for.
-        prefill_tokens: the most tokens of prompts that are read in one step; None leaves it to the engine.
-        prefix_caching: prompts that begin alike share what is stored of their beginning.
-        speculation: the most tokens that are guessed from a request's own n-grams in one step, up to 1,024; 0 guesses
-            none.
-        max_restarts: how often the processes are started again after deaths in a row, with less than a minute of
-            service between them, before the service gives up.
-        watchdog_timeout: seconds after which an engine that stands still, though its processes live, is ended and
-            started again: a process sends no heartbeat, or a step makes no progress (on a GPU: takes so long).
+        max_model_len: the most tokens of a prompt with its answer; by default the model's context, or what fits
+            `memory`.
+        max_num_seqs: the most requests that run at once.
+        max_queue: the most requests that wait besides these; further ones are refused.
+        memory: the GPU memory of the engine's process: "6GB", "50%", or bytes; see `LLM`.
+        kv_dtype: the storage type of the KV cache: "auto", "int8" or "fp8"; see `LLM`.
+        cache_tokens: the size of the KV cache in tokens, rounded up to whole blocks; requests for which there is no
+            block wait. None: what `max_num_seqs` requests can need, or what fits the memory.
+        prefill_tokens: the most prompt tokens per step; None: the engine's default.
+        prefix_caching: prompts with a common prefix share the blocks of it.
+        speculation: the most draft tokens per request and step, proposed by n-gram lookup, up to 1,024; 0: no
+            speculation.
+        max_restarts: how often the processes are restarted after deaths in a row, with less than a minute of service
+            between them, before the service gives up.
+        watchdog_timeout: after so many seconds without progress a living engine is killed and restarted: a process
+            sends no heartbeat, or a step makes no progress (on a GPU: takes so long).
         adapters: (name, directory) of each adapter that requests can name: LoRA of PEFT's format, or P-Tuning's
             prefixes.
-        tensor_parallel: over how many GPUs (or processes on the CPU) the model is cut.
+        tensor_parallel: over how many GPUs (or processes on the CPU) the model is sharded.
         cluster: "auto" or "ray://HOST:PORT": the processes run on machines of a Ray cluster, on each of which the model
             directory has the same path. None: on this machine.
 

@@ -9,9 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from warpbus.cuda.memory_size import gigabytes
 from warpbus.engine.blocks import BLOCK
@@ -20,8 +17,8 @@ from warpbus.engine.step import batch_bucket
 from warpbus.errors import DeviceError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.arguments import HALVES
-from warpbus.kernels.ops.packed import packed_shapes
-from warpbus.models import Decoder, ModelConfig, quantized_parameters
+from warpbus.models import ModelConfig, quantized_parameters
+from warpbus.models.cost import MemoryNeed, activation_features, packed_bytes, parameter_bytes
 from warpbus.qtensor import Scheme
 
 CONTEXT_BYTES = 745_000_000
@@ -91,19 +88,12 @@ class Stored:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the parameters on a GPU, by name; a tied head has none."""
-        with torch.device("meta"):
-            parameters = dict(Decoder(self.config).named_parameters())
-        return {name: self._size(name, tuple(tensor.shape)) for name, tensor in parameters.items()}
-
-    def _size(self, name: str, shape: tuple[int, ...]) -> int:
-        if name in self.quantized:
-            return packed_bytes(self.quantized[name], shape[0], shape[1])
-        return math.prod(shape) * self.dtype.itemsize
+        return parameter_bytes(self.config, self.dtype, self.quantized)
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """How a model is laid out to stay within `limit` bytes of a GPU's memory.
+class MemoryPlan(MemoryNeed):
+    """What a model needs of a GPU's memory, laid out to stay within the `available` bytes.
 
     Attributes:
         context: the longest sequence, in tokens; those of a prefix are not counted.
@@ -112,45 +102,30 @@ class MemoryPlan:
         head: the scheme that the head is rounded to at load, or None.
         embedding_on_cpu: whether the embedding stays in the CPU's memory.
         prefill_tokens: how many tokens of the prompts are read at a time.
-        parts: bytes by what they are for.
     """
 
-    limit: int
+    available: int
     context: int
     pool_tokens: int
     kv_dtype: str
     head: Scheme | None
     embedding_on_cpu: bool
     prefill_tokens: int
-    parts: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts together."""
-        return sum(self.parts.values())
 
     def __str__(self) -> str:
-        lines = [f"{name:<24} {gigabytes(size):>9}" for name, size in self._rows()]
-        return "\n".join([*lines, *self._choices()])
-
-    def table(self) -> RenderableType:
-        """The plan for a terminal: a table of the parts and, below it, what was chosen."""
-        table = Table("memory", "")
-        table.columns[1].justify = "right"
-        for name, size in self._rows():
-            table.add_row(name, gigabytes(size))
-        # As the table's caption they would have to be as narrow as it is.
-        return Group(table, *(Text(choice, style="dim") for choice in self._choices()))
+        return "\n".join([*(f"{name:<24} {gigabytes(size):>9}" for name, size in self.rows()), *self.choices()])
 
     def to_json(self) -> dict[str, object]:
         """The plan in plain types; sizes in bytes."""
         head = None if self.head is None else str(self.head)
         return {**asdict(self), "parts": dict(self.parts), "head": head, "total": self.total}
 
-    def _rows(self) -> list[tuple[str, int]]:
-        return [*self.parts.items(), ("together", self.total), ("allowed", self.limit)]
+    def rows(self) -> list[tuple[str, int]]:
+        """The parts, their sum and the limit: names and bytes."""
+        return [*self.parts.items(), ("together", self.total), ("allowed", self.available)]
 
-    def _choices(self) -> list[str]:
+    def choices(self) -> list[str]:
+        """What was chosen, a line each."""
         choices = [f"context {self.context:,} tokens, cache for {self.pool_tokens:,} (kv_dtype {self.kv_dtype})"]
         if self.head is not None:
             choices.append(f"head rounded to {self.head}")
@@ -197,7 +172,7 @@ def plan_memory(
         cache = -(-(pool + stored.kept_tokens) * per_token // _PAGE) * _PAGE
         parts["workspace"] += (context + stored.prefix_blocks * BLOCK) * reading
         parts |= {"KV cache": cache, "rotary table": context * _table_bytes(config)}
-        return MemoryPlan(limit, context, pool, kv, head, on_cpu, piece, parts)
+        return MemoryPlan("GPU", parts, limit, context, pool, kv, head, on_cpu, piece)
     raise UsageError(_refusal(stored, limit, max_model_len, max_num_seqs, kv_dtype))
 
 
@@ -227,21 +202,13 @@ def enforce(plan: MemoryPlan, device: torch.device) -> None:
     """
     free, card = torch.cuda.mem_get_info(device)
     # The context is there by now.
-    if free < plan.limit - CONTEXT_BYTES:
+    if free < plan.available - CONTEXT_BYTES:
         raise DeviceError(
-            f"{device}: memory of {gigabytes(plan.limit)} is planned, but {gigabytes(free)} are free: end what else "
-            "uses the card, or give less"
+            f"{device}: memory of {gigabytes(plan.available)} is planned, but {gigabytes(free)} are free: end what "
+            "else uses the card, or give less"
         )
-    for_torch = plan.limit - plan.parts["CUDA context and kernels"] - plan.parts["KV cache"]
+    for_torch = plan.available - plan.parts["CUDA context and kernels"] - plan.parts["KV cache"]
     torch.cuda.set_per_process_memory_fraction(for_torch / card, device)
-
-
-def packed_bytes(scheme: Scheme, n: int, k: int) -> int:
-    """Bytes of a quantized matrix `[n, k]` as the kernels of a GPU take it."""
-    if scheme.activations is not None:
-        return n * k + n * torch.float32.itemsize
-    words, scales = packed_shapes(scheme, n, k)
-    return 4 * words + 2 * math.prod(scales) * (1 if scheme.symmetric else 2)
 
 
 def _options(stored: Stored, kv_dtype: str) -> Iterator[tuple[str, Scheme | None, bool]]:
@@ -301,9 +268,7 @@ def _uses_library(stored: Stored, rows: int, head: Scheme | None) -> bool:
 
 def _activation_bytes(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
     """What is alive at once while a piece of the prompts passes through a layer, with room to spare."""
-    mlp = max((3 if layer.mlp.gated else 2) * layer.mlp.ffn_size for layer in set(config.layers))
-    features = 4 * config.hidden_size + mlp + 2 * sum(config.attention.qkv_rows)
-    return tokens * features * dtype.itemsize
+    return tokens * max(map(activation_features, set(config.layers))) * dtype.itemsize
 
 
 def _piece(config: ModelConfig, dtype: torch.dtype, limit: int, max_model_len: int | None) -> int:

@@ -1,17 +1,17 @@
-"""The prefixes of an engine: keys and values that come before all tokens (P-Tuning v2; Liu et al., 2021).
+"""The prefixes of an engine: keys and values that precede all tokens (P-Tuning v2; Liu et al., 2021).
 
-Each is written once, into blocks of the cache that are nobody's: requests that have it read them there. Its last block,
-where it does not fill that, is only copied from: behind its end a request's own tokens begin.
+Each prefix is written once, to reserved blocks of the cache, which all requests with the prefix read. If it does not
+fill its last block, each request copies that block and appends its own tokens to the copy.
 """
 
-from collections.abc import Sequence
+from collections import abc
 
 import torch
 from torch import Tensor
 
-from warpbus.engine.blocks import BLOCK, SCRATCH
+from warpbus.engine.blocks import BLOCK, NULL_BLOCK
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.places import still, turned_order
+from warpbus.engine.positions import identity_rope, rotary_order
 from warpbus.errors import CheckpointError
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.models import ModelConfig
@@ -26,45 +26,46 @@ class Prefixes:
         config: of the model, or of one process's part of it.
 
     Attributes:
-        blocks: that they take together, the first ones after `SCRATCH`.
-        longest: places of the cache that the longest takes.
-        lead: 1 where requests may need a block more than their tokens fill, since a prefix ends within one; else 0.
+        blocks: of all prefixes together, the first ones after `NULL_BLOCK`.
+        longest: cache positions of the longest prefix.
+        extra_blocks: 1 if requests may need one block more than their tokens fill, since a prefix ends within a block;
+            else 0.
 
     Raises:
-        CheckpointError: one is another model's.
+        CheckpointError: a prefix does not fit the model.
     """
 
-    def __init__(self, adapters: Sequence[Lora | Prefix], config: ModelConfig) -> None:
+    def __init__(self, adapters: abc.Sequence[Lora | Prefix], config: ModelConfig) -> None:
         self._config = config
         self._prefixes = [adapter for adapter in adapters if isinstance(adapter, Prefix)]
         self._blocks: dict[str | None, range] = {}
-        first = SCRATCH + 1
+        first = NULL_BLOCK + 1
         for prefix in self._prefixes:
             _check(prefix, config)
             self._blocks[prefix.name] = range(first, first + prefix_blocks(prefix.tokens))
             first = self._blocks[prefix.name].stop
         self._tokens: dict[str | None, int] = {prefix.name: prefix.tokens for prefix in self._prefixes}
-        self.blocks = first - SCRATCH - 1
+        self.blocks = first - NULL_BLOCK - 1
         self.longest = max(self._tokens.values(), default=0)
-        self.lead = int(any(tokens % BLOCK for tokens in self._tokens.values()))
+        self.extra_blocks = int(any(tokens % BLOCK for tokens in self._tokens.values()))
 
     def of(self, name: str | None) -> tuple[tuple[int, ...], int]:
-        """The blocks of a prefix, and how many places it takes; none of both for other names."""
+        """The blocks and the cache positions of a prefix; () and 0 for other names."""
         return tuple(self._blocks.get(name, ())), self._tokens.get(name, 0)
 
     @torch.inference_mode()
     def write(self, cache: KVCache, dtype: torch.dtype) -> None:
-        """Write all of them to their blocks, which have memory, as the cache keeps keys and values of `dtype`.
+        """Write all prefixes to their committed blocks, in the storage type of the cache for activations of `dtype`.
 
         Raises:
-            CheckpointError: one holds NaN or infinity in `dtype`.
+            CheckpointError: a prefix holds NaN or infinity in `dtype`.
         """
         device = cache.layers[0][0].device
-        order = turned_order(self._config).to(device)
+        order = rotary_order(self._config).to(device)
         for prefix in self._prefixes:
             first = self._blocks[prefix.name].start * BLOCK
             slots = torch.arange(first, first + prefix.tokens, device=device)
-            # A layer at a time: what is planned for activations is not much.
+            # Layer by layer: a memory plan leaves little for activations.
             for stored, *own in zip(cache.layers, prefix.keys_lthd, prefix.values_lthd, strict=True):
                 k_thd, v_thd = (x.to(device, dtype) for x in own)
                 if not (k_thd.isfinite().all() and v_thd.isfinite().all()):
@@ -76,18 +77,18 @@ class Prefixes:
 
 
 def prefix_blocks(tokens: int) -> int:
-    """How many blocks of the cache a prefix takes."""
+    """The cache blocks of a prefix of so many tokens."""
     return -(-tokens // BLOCK)
 
 
 def _store(
     k_thd: Tensor, v_thd: Tensor, slots: Tensor, stored: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 ) -> None:
-    """Write keys as they are, and values, to places of a layer's cache."""
-    # Queries are asked for as well; nobody takes them.
+    """Write keys, without rotation, and values to slots of a layer's cache."""
+    # The kernel also needs queries; their result is not used.
     qkv = torch.cat((k_thd, k_thd, v_thd), dim=1).flatten(1)
     nowhere = torch.zeros(len(slots), dtype=torch.int32, device=slots.device)
-    table = still(1, slots.device)
+    table = identity_rope(1, slots.device)
     rope_and_cache(qkv, table, nowhere, slots, *stored, heads=k_thd.shape[1], interleaved=False)
 
 

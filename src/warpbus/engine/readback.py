@@ -1,6 +1,7 @@
-"""What a step chose, on its way to the host: small tensors, all in one copy."""
+"""Copies the results of a step to the host: small tensors, joined to one asynchronous copy."""
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from functools import partial
 from math import prod
 
@@ -12,20 +13,20 @@ from warpbus.errors import DeviceError
 
 
 class Readback:
-    """Tensors on their way from the device, which is not waited for.
+    """Tensors on their way from the device; the constructor does not wait for it.
 
-    From a lent device they come as the answer to one question for all. It is asked here and not when they are read:
-    questions are answered after all that was sent before them, so that one asked later would wait for the next step.
+    A lent device gets one request for all tensors, sent here and not when they are read: it handles messages in order,
+    so that a later request would wait for the next step.
 
     Args:
         tensors: at least one, all on one device, of elements of 4 or 8 bytes.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: abc.Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
         self._wait: Callable[[], Tensor] | None = None
         device = tensors[0].device
-        behind = lent(device)
+        remote = lent(device)
         if device.type == "cuda":
             joined = self._joined()
             host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
@@ -33,8 +34,8 @@ class Readback:
             arrived = torch.cuda.Event()
             arrived.record()
             self._wait = partial(_after, arrived, host)
-        elif behind is not None:
-            self._wait = behind.fetch(self._joined())
+        elif remote is not None:
+            self._wait = remote.fetch(self._joined())
 
     def read(self) -> list[Tensor]:
         """The tensors on the host. Waits for the device.

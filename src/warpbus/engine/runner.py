@@ -1,17 +1,19 @@
-"""Launches steps: pieces of prompts, and the next token of each of many sequences.
+"""Launches the steps that the scheduler plans: decodes running sequences and prefills chunks of prompts.
 
-A step is launched and read apart, so that on a GPU the next one can run while the host deals with the last one's
-tokens: all that a step needs of the one before it stays on the device. Knows nothing of text or of when an answer ends.
+Launching a step and reading its tokens are separate, so that on a GPU the next step runs while the host processes the
+tokens of the last one: all that a step needs from the previous one stays on the device. Knows nothing of text or of
+when an answer ends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from warpbus.engine.attention import PieceAttention, Stretch
+from warpbus.engine.attention import ChunkSpan, PrefillAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
 from warpbus.engine.logits import to_device
@@ -19,220 +21,209 @@ from warpbus.engine.logprobs import Logprobs
 from warpbus.engine.readback import Readback
 from warpbus.engine.sampler import Sampler
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Piece, Request
-from warpbus.engine.sequence import Sequence as Asked
-from warpbus.engine.sequence import TokenLogprob
-from warpbus.engine.step import FROM_DEVICE, Rows, Step
+from warpbus.engine.scheduler import PromptChunk
+from warpbus.engine.sequence import Sequence, TokenLogprob
+from warpbus.engine.step import FROM_DEVICE, StepExecutor, StepRows
 from warpbus.errors import DeviceError
 from warpbus.models import Decoder
 
 
-@dataclass(eq=False)
-class Row:
-    """A sequence that runs.
-
-    Attributes:
-        sequence: what is asked, and what it got.
-        request: the same, as the scheduler sees it.
-        slot: its place in the state on the device.
-        adapter: which LoRA it has, from 1 on; 0: none.
-        tabled: how many of its blocks the device knows, and since which preemption.
-    """
-
-    sequence: Asked
-    request: Request
-    slot: int
-    adapter: int = 0
-    tabled: int = 0
-    preemptions: int = 0
-
-
 @dataclass(frozen=True)
-class Chosen:
-    """The tokens that a part of a step chose, on their way to the host.
+class SampledTokens:
+    """The tokens that a step sampled, on their way to the host.
 
     Attributes:
-        rows: whose they are, in the order of the step; a row with drafts has several.
-        tokens: int64 `[rows]`, on the device.
+        sequences: of each token, in the order of the step; a sequence with n drafts occurs n + 1 times.
+        tokens: int64 `[tokens]`, on the device.
     """
 
-    rows: list[Row]
+    sequences: list[Sequence]
     tokens: Tensor
-    _found: Readback
+    _readback: Readback
     _logprobs: Logprobs | None
 
-    def read(self) -> list[tuple[Row, int | None, TokenLogprob | None]]:
-        """The tokens; None for a row whose scores hold NaN or infinity. Waits for the step.
+    def read(self) -> list[tuple[Sequence, int | None, TokenLogprob | None]]:
+        """The tokens; None where the logits hold NaN or infinity. Waits for the step.
 
         Raises:
             DeviceError: a lent device had no memory for the step.
         """
-        chosen, best, *rest = self._found.read()
-        logprobs = {} if self._logprobs is None else self._logprobs.having(rest).read()
-        found = zip(self.rows, chosen.tolist(), best.isfinite().tolist(), strict=True)
-        return [(row, token if finite else None, logprobs.get(at)) for at, (row, token, finite) in enumerate(found)]
+        chosen, best, *rest = self._readback.read()
+        logprobs = {} if self._logprobs is None else self._logprobs.with_tensors(rest).read()
+        found = zip(self.sequences, chosen.tolist(), best.isfinite().tolist(), strict=True)
+        return [
+            (sequence, token if finite else None, logprobs.get(at))
+            for at, (sequence, token, finite) in enumerate(found)
+        ]
 
 
 class Runner:
-    """Runs steps of a model.
+    """Runs the steps of a model. Each sequence has a slot in its `RunnerState`.
 
     Args:
         model: in eval mode.
-        cache: has memory for the blocks of all that is launched.
-        step: the state of the sequences.
-        rows: tokens chosen at once, those after drafts included.
+        cache: its memory is committed for all blocks of launched sequences.
+        step: the state of the sequences on the device.
+        rows: the most tokens sampled in a step, those after drafts included.
 
     Raises (all methods):
         DeviceError: the device's memory is full.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, step: Step, rows: int) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, step: StepExecutor, rows: int) -> None:
         self._model = model
         self._cache = cache
         self._step = step
         self._device = step.last.device
         vocabulary = model.config.vocab_size
         self._sampler = Sampler(rows, vocabulary, self._device)
-        self._arranged: list[Asked] | None = []
+        self._arranged: list[Sequence] | None = []
         self._group = None if model.group is None or model.group.world == 1 else model.group
-        self._alike = self._group is None or self._group.alike()
+        self._same_devices = self._group is None or self._group.alike()
 
     @torch.inference_mode()
     def launch(
         self,
-        decoding: Sequence[Row],
-        pieces: Sequence[tuple[Row, Piece]],
-        drafts: Sequence[Sequence[int]] | None = None,
-    ) -> Chosen:
-        """Launch a step: one token for each row that decodes, and for each whose prompt is read to its end.
+        decoding: abc.Sequence[Sequence],
+        chunks: abc.Sequence[PromptChunk],
+        drafts: abc.Sequence[abc.Sequence[int]] | None = None,
+    ) -> SampledTokens:
+        """Launch a step; it samples a token for each decoding sequence and for each prompt's last chunk.
 
         Args:
-            drafts: for each row that decodes, tokens that may follow its last one: it gets a token after each. Then
-                the host knows all last tokens.
+            drafts: for each decoding sequence the draft tokens to verify: a token is sampled after each of them too.
+                The host then knows the last token of every sequence.
         """
-        with self._computing(len(decoding) + len(pieces)):
-            self._tell([*decoding, *(row for row, _ in pieces)])
-            self._complete_prefixes(pieces)
+        with self._computing(len(decoding) + len(chunks)):
+            self._update_tables([*decoding, *(chunk.sequence for chunk in chunks)])
+            self._copy_prefix_tails(chunks)
             guesses = drafts if drafts is not None else [()] * len(decoding)
-            scores = self._scores(decoding, guesses, pieces, drafts is not None or self._step.host_embedding)
-            ended = [(row, piece.end) for row, piece in pieces if piece.is_last]
-            rows = [row for row, own in zip(decoding, guesses, strict=True) for _ in range(len(own) + 1)]
-            rows += [row for row, _ in ended]
+            scores = self._scores(decoding, guesses, chunks, drafts is not None or self._step.host_embedding)
+            prefilled = [(chunk.sequence, chunk.end) for chunk in chunks if chunk.is_last]
+            rows = [sequence for sequence, own in zip(decoding, guesses, strict=True) for _ in range(len(own) + 1)]
+            rows += [sequence for sequence, _ in prefilled]
             self._arrange(
-                [*decoding, *(row for row, _ in ended)], None if drafts is None else [*drafts, *[()] * len(ended)]
+                [*decoding, *(sequence for sequence, _ in prefilled)],
+                None if drafts is None else [*drafts, *[()] * len(prefilled)],
             )
-            chosen = self._choose(rows, scores)
+            sampled = self._sample(rows, scores)
             if rows and drafts is None:
-                positions = [*(row.request.computed for row in decoding), *(end for _, end in ended)]
-                self._step.advance([row.slot for row in rows], chosen.tokens, positions if pieces else None)
-            return chosen
+                positions = [*(each.scheduler_state.computed for each in decoding), *(end for _, end in prefilled)]
+                slots = [sequence.runner_state.slot for sequence in rows]
+                self._step.advance(slots, sampled.tokens, positions if chunks else None)
+            return sampled
 
     def restart(self) -> None:
-        """Nobody knows how far the steps that were launched came."""
+        """Forget launched steps, whose results are unknown after an error."""
         self._arranged = None
 
-    def _tell(self, rows: Sequence[Row]) -> None:
-        """Complete the device's block tables, and what it knows of adapters."""
-        told: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for row in rows:
-            self._step.assign(row.slot, row.adapter)
-            if self._step.placing is not None:
-                self._step.placing.assign(row.slot, row.request.prompt, row.request.given)
-            blocks = row.request.blocks
-            if row.preemptions != row.request.preemptions:
-                row.preemptions, row.tabled = row.request.preemptions, 0
-            for index in range(row.tabled, len(blocks)):
-                for numbers, number in zip(told, (row.slot, index, blocks[index]), strict=True):
-                    numbers.append(number)
-            row.tabled = len(blocks)
-        if told[0]:
-            slots, columns, blocks_told = to_device(told, torch.int64, self._device)
-            self._step.blocks[slots, columns] = blocks_told.int()
+    def _update_tables(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Append new blocks to the block tables on the device, and set adapters and prefix lengths of new sequences."""
+        entries: tuple[list[int], list[int], list[int]] = ([], [], [])  # slot, index in the table, block
+        for sequence in sequences:
+            state, scheduled = sequence.runner_state, sequence.scheduler_state
+            self._step.assign(state.slot, state.adapter)
+            if self._step.positioning is not None:
+                self._step.positioning.assign(state.slot, scheduled.bidirectional, scheduled.prefix_length)
+            if state.preemptions != scheduled.preemptions:
+                state.preemptions, state.table_length = scheduled.preemptions, 0
+            for index in range(state.table_length, len(scheduled.blocks)):
+                for column, value in zip(entries, (state.slot, index, scheduled.blocks[index]), strict=True):
+                    column.append(value)
+            state.table_length = len(scheduled.blocks)
+        if entries[0]:
+            slots, indices, blocks = to_device(entries, torch.int64, self._device)
+            self._step.blocks[slots, indices] = blocks.int()
 
-    def _complete_prefixes(self, pieces: Sequence[tuple[Row, Piece]]) -> None:
-        """Where a prefix does not fill its last block, the first tokens go into a copy of that."""
-        for row, piece in pieces:
-            request = row.request
-            if piece.start == 0 and request.lead:
-                self._cache.copy(request.prefix[-1], request.blocks[request.lent])
+    def _copy_prefix_tails(self, chunks: abc.Sequence[PromptChunk]) -> None:
+        """Copy the last block of a prefix that ends within it to the first own block of a new sequence."""
+        for chunk in chunks:
+            state = chunk.sequence.scheduler_state
+            if chunk.start == 0 and state.prefix_tail:
+                self._cache.copy(state.prefix[-1], state.blocks[state.full_prefix_blocks])
 
-    def _arrange(self, rows: list[Row], drafts: Sequence[Sequence[int]] | None) -> None:
-        sequences = [row.sequence for row in rows]
+    def _arrange(self, sequences: list[Sequence], drafts: abc.Sequence[abc.Sequence[int]] | None) -> None:
         if self._arranged is None:
-            self._sampler.arrange([])  # nothing that it counted is kept
-        # Where all choices need their own parameters alone, nothing changes but who there is.
+            self._sampler.arrange([])  # drops its token counts
+        # If the sampler needs only static parameters, it changes only with the set of sequences.
         if drafts is not None or sequences != self._arranged or not self._sampler.plain:
             self._sampler.arrange(sequences, drafts)
             self._arranged = sequences
 
     def _scores(
         self,
-        decoding: Sequence[Row],
-        guesses: Sequence[Sequence[int]],
-        pieces: Sequence[tuple[Row, Piece]],
+        decoding: abc.Sequence[Sequence],
+        guesses: abc.Sequence[abc.Sequence[int]],
+        chunks: abc.Sequence[PromptChunk],
         known: bool,
     ) -> Tensor | None:
-        """Scores after the last token of each row and each of its guesses, and after each prompt that ends.
+        """The logits after each last token, each draft, and each prompt that ends, `[rows, vocabulary]`.
 
         Args:
             known: the host knows all last tokens.
         """
         step = self._step
-        count = sum(len(own) + 1 for own in guesses) + sum(piece.end - piece.start for _, piece in pieces)
-        longest = max(row.request.places for row in (*decoding, *(row for row, _ in pieces)))
-        if pieces and step.takes(count, longest):
-            return step.scores_of(_together(decoding, guesses, pieces, known), prompts=True)
+        count = sum(len(own) + 1 for own in guesses) + sum(chunk.end - chunk.start for chunk in chunks)
+        longest = max(
+            sequence.scheduler_state.cache_length for sequence in (*decoding, *(chunk.sequence for chunk in chunks))
+        )
+        if chunks and step.fits_graph(count, longest):
+            return step.scores_of(_step_rows(decoding, guesses, chunks, known), prompts=True)
         parts: list[Tensor] = []
         if decoding and known:
-            parts.append(step.scores_of(_together(decoding, guesses, (), known), prompts=False))
+            parts.append(step.scores_of(_step_rows(decoding, guesses, (), known), prompts=False))
         elif decoding:
-            parts.append(step.scores([row.slot for row in decoding], max(row.request.places for row in decoding)))
-        if pieces:
-            parts += self._prompt_scores(pieces)
+            slots = [sequence.runner_state.slot for sequence in decoding]
+            parts.append(step.scores(slots, max(each.scheduler_state.cache_length for each in decoding)))
+        if chunks:
+            parts += self._prefill(chunks)
         return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
 
-    def _prompt_scores(self, pieces: Sequence[tuple[Row, Piece]]) -> list[Tensor]:
-        """Read pieces of prompts without a graph; scores after those that end, if there are any."""
-        rows = _together((), (), pieces, known=True)
-        stretches: list[Stretch] = []
+    def _prefill(self, chunks: abc.Sequence[PromptChunk]) -> list[Tensor]:
+        """Prefill chunks of prompts without a graph; the logits after the last chunks, if there are any."""
+        rows = _step_rows((), (), chunks, known=True)
+        spans: list[ChunkSpan] = []
         begin = 0
-        for row, piece in pieces:
-            end = begin + piece.end - piece.start
-            request, blocks = row.request, None
-            if piece.start or request.given:
-                blocks = self._step.blocks[row.slot, : -(-(request.given + piece.end) // BLOCK)]
-            stretches.append(Stretch(begin, end, piece.start, blocks, request.prompt, request.given))
+        for chunk in chunks:
+            end = begin + chunk.end - chunk.start
+            state, blocks = chunk.sequence.scheduler_state, None
+            if chunk.start or state.prefix_length:
+                table = self._step.blocks[chunk.sequence.runner_state.slot]
+                blocks = table[: -(-(state.prefix_length + chunk.end) // BLOCK)]
+            spans.append(ChunkSpan(begin, end, chunk.start, blocks, state.bidirectional, state.prefix_length))
             begin = end
-        tokens, positions, stored = to_device([rows.tokens, rows.positions, rows.stored], torch.int64, self._device)
-        turns = self._step.turns(positions.int(), rows.slots)
-        context = PieceAttention(self._model.config, turns, self._cache, stored, stretches)
-        with self._step.adapting(rows.slots):
+        tokens, positions, slot_mapping = to_device(
+            [rows.tokens, rows.positions, rows.slot_mapping], torch.int64, self._device
+        )
+        angles = self._step.rope_angles(positions.int(), rows.slots)
+        context = PrefillAttention(self._model.config, angles, self._cache, slot_mapping, spans)
+        with self._step.with_adapters(rows.slots):
             hidden = self._model.transform(self._model.embed(tokens[None]), None, context)[0]
-        if not rows.chosen:
+        if not rows.sampled:
             return []
-        return [self._model.scores(hidden.index_select(0, to_device(rows.chosen, torch.int64, self._device)))]
+        return [self._model.scores(hidden.index_select(0, to_device(rows.sampled, torch.int64, self._device)))]
 
-    def _choose(self, rows: list[Row], scores: Tensor | None) -> Chosen:
+    def _sample(self, rows: list[Sequence], scores: Tensor | None) -> SampledTokens:
         if scores is None:
             tokens, best = torch.zeros(0, dtype=torch.int64, device=self._device), torch.zeros(0, device=self._device)
             logprobs = None
         else:
             self._sampler.draw()
             tokens, best = self._sampler.choose(scores)
-            if self._group is not None and not all(self._agreed(row.sequence.params) for row in rows):
+            if self._group is not None and not all(self._deterministic(sequence.params) for sequence in rows):
                 self._group.broadcast(tokens)
             self._sampler.saw(tokens)
             logprobs = self._sampler.logprobs()
-        found = Readback([tokens, best, *(() if logprobs is None else logprobs.tensors)])
-        return Chosen(rows, tokens, found, logprobs)
+        readback = Readback([tokens, best, *(() if logprobs is None else logprobs.tensors)])
+        return SampledTokens(rows, tokens, readback, logprobs)
 
-    def _agreed(self, params: SamplingParams) -> bool:
-        """All processes that share the model choose the same token: their scores are gathered, so the same bits."""
-        return params.greedy or (self._alike and params.seed is not None)
+    def _deterministic(self, params: SamplingParams) -> bool:
+        """All processes that share the model sample the same token: they have gathered the same logits, bit by bit."""
+        return params.greedy or (self._same_devices and params.seed is not None)
 
     @contextmanager
     def _computing(self, sequences: int) -> Iterator[None]:
-        """On the model's device, whichever is the current one; full memory becomes an error of ours."""
+        """Make the model's device the current one, and turn torch's out-of-memory error into a `DeviceError`."""
         try:
             with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 yield
@@ -243,29 +234,33 @@ class Runner:
             ) from error
 
 
-def _together(
-    decoding: Sequence[Row], guesses: Sequence[Sequence[int]], pieces: Sequence[tuple[Row, Piece]], known: bool
-) -> Rows:
-    """The rows of a step: last tokens with the guesses that follow them, then pieces of prompts."""
-    rows = Rows()
-    for row, own in zip(decoding, guesses, strict=True):
-        request, first = row.request, row.request.computed - 1
-        rows.chosen += range(len(rows.tokens), len(rows.tokens) + len(own) + 1)
-        rows.tokens += [request.ids[-1] if known else FROM_DEVICE, *own]
-        _append(rows, row, first, first + len(own) + 1)
-    for row, piece in pieces:
-        rows.tokens += row.request.ids[piece.start : piece.end]
-        _append(rows, row, piece.start, piece.end)
-        if piece.is_last:
-            rows.chosen.append(len(rows.tokens) - 1)
+def _step_rows(
+    decoding: abc.Sequence[Sequence],
+    guesses: abc.Sequence[abc.Sequence[int]],
+    chunks: abc.Sequence[PromptChunk],
+    known: bool,
+) -> StepRows:
+    """The rows of a step: last tokens, each followed by its drafts, then chunks of prompts."""
+    rows = StepRows()
+    for sequence, own in zip(decoding, guesses, strict=True):
+        state = sequence.scheduler_state
+        first = state.computed - 1
+        rows.sampled += range(len(rows.tokens), len(rows.tokens) + len(own) + 1)
+        rows.tokens += [state.ids[-1] if known else FROM_DEVICE, *own]
+        _append_positions(rows, sequence, first, first + len(own) + 1)
+    for chunk in chunks:
+        rows.tokens += chunk.sequence.scheduler_state.ids[chunk.start : chunk.end]
+        _append_positions(rows, chunk.sequence, chunk.start, chunk.end)
+        if chunk.is_last:
+            rows.sampled.append(len(rows.tokens) - 1)
     return rows
 
 
-def _append(rows: Rows, row: Row, start: int, end: int) -> None:
-    """Say where the tokens `start` to `end - 1` of a sequence stand, and where they are stored."""
-    blocks, given = row.request.blocks, row.request.given
+def _append_positions(rows: StepRows, sequence: Sequence, start: int, end: int) -> None:
+    """Append the positions and the slot mapping of the tokens `start` to `end - 1` of a sequence."""
+    state = sequence.scheduler_state
+    cached = range(state.prefix_length + start, state.prefix_length + end)
     rows.positions += range(start, end)
-    places = range(given + start, given + end)
-    rows.stored += [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in places]
-    rows.places = max(rows.places, places.stop)
-    rows.slots += [row.slot] * (end - start)
+    rows.slot_mapping += [state.blocks[at // BLOCK] * BLOCK + at % BLOCK for at in cached]
+    rows.cache_length = max(rows.cache_length, cached.stop)
+    rows.slots += [sequence.runner_state.slot] * (end - start)

@@ -1,37 +1,37 @@
-"""From scores to tokens, for the rows of a batch that change from step to step. Knows nothing of models or caches."""
+"""Samples tokens from logits, for a batch that changes from step to step. Knows nothing of models or caches."""
 
-from collections.abc import Sequence as Rows
+from collections import abc
 
 import torch
 from torch import Tensor
 
-from warpbus.engine.logits import Biases, Masks, Penalties, Row, to_device
+from warpbus.engine.logits import Biases, LogitsRow, Masks, Penalties, to_device
 from warpbus.engine.logprobs import Logprobs
 from warpbus.engine.sequence import Sequence
 from warpbus.kernels.ops import sampling
 
 
 class Sampler:
-    """Chooses the next token of each row of a batch by that row's own `SamplingParams`.
+    """Samples the next token of each row of a batch with that row's own `SamplingParams`.
 
-    A row's choice depends on its scores, its parameters and its own random numbers, never on its neighbours.
+    A row's token depends on its logits, its parameters and its own random numbers, never on other rows.
 
-    Where the batch is `plain`, all that `choose` reads lies in tensors of `rows` rows that stay where they are, so that
-    a CUDA graph can hold it. Else `choose` has to run by itself, with the tokens of the steps before appended to the
-    sequences: masks are made of them.
+    For a `plain` batch, `choose` reads only tensors of `rows` rows with fixed addresses, so that a CUDA graph can
+    contain it. Otherwise `choose` must run outside of graphs, after the tokens of earlier steps were appended to the
+    sequences: grammar masks depend on them.
 
     Args:
-        rows: the most there can be, drafts included.
-        vocab_size: columns of the scores.
+        rows: the most rows, drafts included.
+        vocab_size: columns of the logits.
 
     Attributes:
-        greedy: nothing is left to chance in any row.
+        greedy: no row needs random numbers.
     """
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._rows: list[Row] = []
+        self._rows: list[LogitsRow] = []
         self._temperature = torch.ones(rows, device=device)
         self._top_k = torch.ones(rows, dtype=torch.int32, device=device)
         self._top_p = torch.ones(rows, device=device)
@@ -51,21 +51,21 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """Every row's choice needs `temperature`, `top_k`, `top_p` and `min_p` alone, and none asks for logprobs."""
+        """No row needs more than `temperature`, `top_k`, `top_p` and `min_p`, and none asks for logprobs."""
         return not self._asked and not any(self._rows[row].processed for row in self._processed)
 
-    def arrange(self, sequences: Rows[Sequence], drafts: Rows[Rows[int]] | None = None) -> None:
-        """Take up these sequences, one row each, in this order. What is known of those that stay is kept.
+    def arrange(self, sequences: abc.Sequence[Sequence], drafts: abc.Sequence[abc.Sequence[int]] | None = None) -> None:
+        """Set the sequences of the batch, one row each, in this order. Token counts of sequences that stay are kept.
 
         Args:
-            sequences: at most `rows`; all their tokens are appended, but for those that only `saw` knows.
-            drafts: for each sequence tokens that may follow it. It then has a row more for each: row i of a sequence
-                chooses the token after its first i drafts. Random numbers of choices that are not kept have to be given
-                back (`Sequence.give_back`).
+            sequences: at most `rows`; all their tokens are appended, except for those passed to `saw` only.
+            drafts: for each sequence its draft tokens. It then has one more row for each: row i of a sequence samples
+                the token after its first i drafts. Random numbers of rejected tokens must be returned
+                (`Sequence.give_back`).
         """
         each = drafts if drafts is not None else [()] * len(sequences)
         self._rows = [
-            Row(sequence, tuple(own[:count]))
+            LogitsRow(sequence, tuple(own[:count]))
             for sequence, own in zip(sequences, each, strict=True)
             for count in range(len(own) + 1)
         ]
@@ -88,20 +88,20 @@ class Sampler:
         self._biases.arrange(processed)
 
     def draw(self) -> None:
-        """Draw a random number for each row that leaves something to chance."""
+        """Draw a random number for each row that is not greedy."""
         if self.greedy:
             return
         numbers = [0.0 if row.sequence.params.greedy else row.sequence.uniforms(1)[0] for row in self._rows]
         self._write(self._uniform, numbers)
 
     def choose(self, logits_bv: Tensor) -> tuple[Tensor, Tensor]:
-        """The next tokens, int64 `[batch]`, and the best scores, float32 `[batch]`; the same until the next `draw`.
+        """The next tokens, int64 `[batch]`, and the best logits, float32 `[batch]`; the same until the next `draw`.
 
-        A best score is that before any change to the scores: NaN or infinite where they hold NaN or infinity; the
-        token then means nothing.
+        The best logit is the one before penalties, biases and masks. It is NaN or infinite if the row holds NaN or
+        infinity; the token is then meaningless.
 
         Args:
-            logits_bv: scores `[batch, vocabulary]`, any floating type; rows that follow the sequences' are padding.
+            logits_bv: `[batch, vocabulary]`, any floating type; rows after those of the sequences are padding.
         """
         if self.plain:
             return self._pick(logits_bv, None)
@@ -125,15 +125,14 @@ class Sampler:
         self._penalties.saw(tokens)
 
     def logprobs(self) -> Logprobs | None:
-        """Of the last choice, for the rows that ask; None where none does.
+        """The logprobs of the last sampled tokens, for the rows that ask for them; None if no row does.
 
-        They are of the model's own distribution, before penalties, biases, masks, temperature and truncation: they say
-        what the model held likely, whatever it was allowed to say.
+        They are of the model's own distribution, before penalties, biases, masks, temperature and truncation.
         """
         return self._logprobs
 
     def _changed(self, logits_bv: Tensor) -> Tensor:
-        """Scores of the rows with penalties, biases or masks, float32 `[these rows, vocabulary]`."""
+        """The changed logits of the rows with penalties, biases or masks, float32 `[these rows, vocabulary]`."""
         scores = logits_bv.index_select(0, self._processed_index).float()
         if len(self._penalized) == len(self._processed):
             scores = self._penalties.apply(scores)
@@ -145,7 +144,7 @@ class Sampler:
         return scores
 
     def _pick(self, logits: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Tokens and best scores of all rows from the first on, or of some."""
+        """Tokens and best logits of all rows, or of the rows with these indices."""
         if self.greedy:
             return sampling.argmax(logits)
         controls = (self._temperature, self._top_k, self._top_p, self._min_p, self._uniform)
@@ -153,10 +152,10 @@ class Sampler:
             return sampling.sample(logits, *(control[: len(logits)] for control in controls))
         return sampling.sample(logits, *(control.index_select(0, rows) for control in controls))
 
-    def _index(self, rows: Rows[int]) -> Tensor:
+    def _index(self, rows: abc.Sequence[int]) -> Tensor:
         return to_device(rows, torch.int64, self._device)
 
-    def _write(self, buffer: Tensor, values: Rows[float]) -> None:
-        """Copy into the first rows of a buffer, on a GPU without waiting for it."""
+    def _write(self, buffer: Tensor, values: abc.Sequence[float]) -> None:
+        """Copy to the first rows of a buffer; on a GPU, asynchronously."""
         fresh = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
         buffer[: len(values)].copy_(fresh, non_blocking=True)

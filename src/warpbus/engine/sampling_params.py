@@ -1,6 +1,6 @@
-"""What a request may ask for: how its tokens are chosen, what they have to spell, and when to stop.
+"""The parameters of a request: sampling, grammar and stop conditions.
 
-Values alone: picklable, checked when they are made, and without tensors or models.
+Plain values: picklable, checked in the constructor, without tensors or models.
 """
 
 import math
@@ -13,16 +13,16 @@ from warpbus.errors import UsageError
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 MOST_LOGPROBS = 20
-"""Alternatives beside the chosen token, as in OpenAI's API."""
+"""The most alternatives per sampled token, as in OpenAI's API."""
 
-_LEAST_TEMPERATURE = 1e-6  # below, scores divided by it may not be numbers of 32 bits any more
+_LEAST_TEMPERATURE = 1e-6  # below it, logits divided by the temperature may overflow float32
 MOST_BIASES = 1024
 MOST_STOPS = 64
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language that an answer has to belong to.
+    """A constraint on the text of an answer.
 
     Attributes:
         kind: "json_schema" (JSON that a schema describes), "json_object" (any JSON object), "regex" (a regular
@@ -30,7 +30,7 @@ class Grammar:
         text: the schema, expression, list or grammar; empty for "json_object".
 
     Raises:
-        UsageError: another kind, or a text where there should be none, or none where there should be one.
+        UsageError: an unknown kind, or a text that is missing or superfluous.
     """
 
     kind: GrammarKind
@@ -48,33 +48,34 @@ class Grammar:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen, and when to stop.
+    """How tokens are sampled, and when to stop.
 
-    Scores are changed in this order: `repetition_penalty`, `presence_penalty` and `frequency_penalty`, `logit_bias`,
-    then what `grammar` and `min_tokens` forbid; then `temperature`, `top_k`, `top_p` and `min_p` say how is drawn.
+    Logits are changed in this order: `repetition_penalty`, `presence_penalty` and `frequency_penalty`, `logit_bias`,
+    then the masks of `grammar` and `min_tokens`; then `temperature`, `top_k`, `top_p` and `min_p` define the
+    distribution.
 
     Attributes:
-        repetition_penalty: scores of tokens that the prompt or the answer holds are divided by it where positive and
-            multiplied where negative (CTRL; Keskar et al., 2019), 0.01 to 100. 1 changes nothing.
-        presence_penalty: is subtracted from the scores of tokens that the answer holds (OpenAI's API), -2 to 2.
-        frequency_penalty: is subtracted as many times as the answer holds the token (OpenAI's API), -2 to 2.
-        logit_bias: token ids and what is added to their scores, -100 to 100.
-        grammar: the answer belongs to it, if `max_tokens` lets it end.
-        temperature: scores are divided by it, 0 to 100. Below 1e-6 the most likely token is taken (greedy).
-        top_k: only the `top_k` most likely tokens may be drawn. 0 allows all.
-        top_p: only the most likely tokens that together reach this probability may be drawn (nucleus sampling;
-            Holtzman et al., 2020). 1 allows all.
-        min_p: only tokens at least this much as likely as the most likely one may be drawn (Nguyen et al., 2024). 0
-            allows all.
-        max_tokens: the most tokens to generate; cut to the room that the prompt leaves in the context.
-        min_tokens: no stop token is chosen before there are so many others, unless a grammar has ended or allows stop
-            tokens alone, those of `stop_token_ids` included: a grammar counts for more. Stop strings count at once.
-        stop: generation ends where one of these strings begins; it is not part of the text.
+        repetition_penalty: positive logits of tokens in the prompt or the answer are divided by it, negative ones
+            multiplied (CTRL; Keskar et al., 2019), 0.01 to 100. 1: no penalty.
+        presence_penalty: subtracted from the logits of tokens in the answer (OpenAI's API), -2 to 2.
+        frequency_penalty: subtracted once per occurrence of the token in the answer (OpenAI's API), -2 to 2.
+        logit_bias: added to the logits of these token ids, -100 to 100.
+        grammar: the answer matches it, unless `max_tokens` cuts it off.
+        temperature: logits are divided by it, 0 to 100. Below 1e-6 the most likely token is taken (greedy).
+        top_k: sample from the `top_k` most likely tokens only. 0: from all.
+        top_p: sample from the most likely tokens that together reach this probability only (nucleus sampling; Holtzman
+            et al., 2020). 1: from all.
+        min_p: sample from tokens with at least this fraction of the highest probability only (Nguyen et al., 2024). 0:
+            from all.
+        max_tokens: the most tokens to generate, limited by what the prompt leaves of the context.
+        min_tokens: stop tokens, those of `stop_token_ids` included, are not allowed before so many other tokens, unless
+            a grammar has ended or allows stop tokens only: grammars have precedence. Stop strings are not affected.
+        stop: generation ends before the first of these strings, which is not part of the text.
         stop_token_ids: generation also ends with one of these tokens, whose text is not shown.
-        seed: the same seed draws the same tokens, whatever else is in the batch. None draws anew every time.
-        ignore_eos: go on past the model's stop tokens, to `max_tokens` or a stop string: for measuring speed.
-        logprobs: give the logarithm of each chosen token's probability, and the so many most likely tokens with theirs
-            (0 to 20). None gives none.
+        seed: the same seed samples the same tokens, whatever else is in the batch. None: different in every call.
+        ignore_eos: continue after the model's stop tokens, to `max_tokens` or a stop string: for benchmarks.
+        logprobs: return the log probability of each sampled token, and so many most likely tokens with theirs (0 to
+            20). None: no logprobs.
 
     Raises:
         UsageError: a value is out of range.
@@ -129,11 +130,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Nothing is left to chance."""
+        """No random numbers are needed."""
         return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises UsageError where `logit_bias` or `stop_token_ids` name a token that the vocabulary lacks."""
+        """Raises UsageError if `logit_bias` or `stop_token_ids` name a token outside the vocabulary."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             strange = [token for token in ids if token >= vocab_size]
             if strange:
@@ -169,6 +170,6 @@ def _check(
     whole: bool = False,
 ) -> None:
     right_type = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    # The bounds first: a whole number may be too large for a float.
+    # The bounds first: an int may be too large for a float.
     if not right_type or not low <= value <= high or value == math.inf or (open_low and value == low):
         raise UsageError(f"{name} is {value!r}: give {expected}")

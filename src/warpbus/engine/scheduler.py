@@ -1,139 +1,74 @@
-"""Who is computed in the next step. Knows no tensors, no text and no device: token ids, lengths and blocks.
+"""Chooses the tokens of the next step: continuous batching with chunked prefill, prefix caching and preemption.
 
-Every request is in one of three places: it waits, it runs, or it is gone. One that runs has blocks for all that is
-computed of it. What a step does for a request is to compute the keys and values of some of its tokens; where these are
-its last, the step also gives it one more token. So reading a prompt and generating are the same thing, in pieces of
-different sizes.
+Knows no tensors, no text and no device: token ids, lengths and blocks. A sequence waits, runs, or is removed. A running
+sequence owns blocks for all tokens whose keys and values are computed. A step computes keys and values of some tokens
+of a sequence; if these include its last token, the step also samples the next one. So prefill and decode are the same
+operation with different numbers of tokens.
 
-Steps are launched before the tokens of the last one are known. Therefore the scheduler counts tokens (`length`), and
-only what shares blocks needs their ids (`ids`), which come later.
+Steps are launched before the tokens of the previous step are known. Therefore the scheduler counts tokens
+(`SchedulerState.length`); token ids (`SchedulerState.ids`), which prefix caching needs, arrive later.
 
-A prefix of keys and values that no token stands for (P-Tuning v2) comes before a request's tokens in its blocks. They
-are written once, and all requests that have it read the same ones.
+A prefix of keys and values without tokens (P-Tuning v2) precedes the tokens of a sequence. Its blocks are written once
+and read by all sequences that have the prefix.
 """
 
-import secrets
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import abc, deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from warpbus.engine.blocks import BLOCK, Blocks, block_keys
-
-
-@dataclass(eq=False)
-class Request:
-    """A sequence as the scheduler sees it.
-
-    Attributes:
-        ids: the token ids that are known: the prompt, and what was generated and read.
-        limit: the most tokens there can be, the prompt included.
-        salt: requests of different salts share no blocks.
-        whole: so many of the first tokens are read in one piece, the prompt up to the token that ends it, since those
-            before see each other in both directions. Then no block can be shared: what it holds depends on what
-            follows. 0: all attention is causal.
-        prefix: the blocks of a prefix, which nobody writes to; requests that have one share a salt of their own.
-        given: how many places of the cache the prefix takes. Where it does not fill its last block, that is copied
-            into one of the request's own.
-        length: the tokens there are, those of steps under way included. The prefix is not counted among tokens.
-        computed: of how many of them keys and values are in the cache, once the steps under way are done.
-        blocks: where they are, in order, after the prefix: token p has the place `given + p`.
-        shared: tokens of the prompt that were found in the cache, when it was read first.
-        decodes: all its tokens were read, and it was given one more: all but the last are computed.
-        preemptions: how often it had to give its blocks back.
-        keys: of its full blocks, as far as they were needed.
-        published: how many of its blocks, without those of the prefix, are full and have a key: others can find them,
-            but for those of a request that has a `whole`.
-    """
-
-    ids: list[int]
-    limit: int
-    salt: bytes = b""
-    whole: int = 0
-    prefix: tuple[int, ...] = ()
-    given: int = 0
-    length: int = 0
-    computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    shared: int = 0
-    decodes: bool = False
-    preemptions: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    published: int = 0
-
-    def __post_init__(self) -> None:
-        self.length = self.length or len(self.ids)
-        if self.whole:
-            self.salt += secrets.token_bytes(16)  # no other's blocks hold the same
-
-    @property
-    def prompt(self) -> int:
-        """How many of its first tokens see each other in both directions: those before the end of the prompt."""
-        return max(0, self.whole - 1)
-
-    @property
-    def places(self) -> int:
-        """How many places of the cache are taken, by the prefix and all that is computed."""
-        return self.given + self.computed
-
-    @property
-    def lent(self) -> int:
-        """How many of its first blocks are those of the prefix."""
-        return self.given // BLOCK
-
-    @property
-    def lead(self) -> int:
-        """Places of its first own block that the end of the prefix takes."""
-        return self.given % BLOCK
+from warpbus.engine.blocks import BLOCK, BlockAllocator, block_keys
+from warpbus.engine.sequence import Sequence
+from warpbus.engine.sequence_state import SchedulerState
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens `start` to `end - 1` of a request, read in one step; if they are its last, it gets a new token."""
+class PromptChunk:
+    """Tokens `start` to `end - 1` of a sequence, prefilled in one step; after its last chunk a token is sampled."""
 
-    request: Request
+    sequence: Sequence
     start: int
     end: int
     is_last: bool
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A step.
+class StepPlan:
+    """The work of one step.
 
     Attributes:
-        decoding: the requests whose last token is computed, the oldest first.
-        drafts: of each of these, how many guessed tokens it may check in the same step.
-        pieces: pieces of prompts.
+        decoding: the sequences that decode, oldest first: their last token is computed and the next one sampled.
+        draft_limits: for each of these, how many draft tokens the step may verify.
+        chunks: the chunks of prompts to prefill.
     """
 
-    decoding: list[Request]
-    drafts: list[int]
-    pieces: list[Piece]
+    decoding: list[Sequence]
+    draft_limits: list[int]
+    chunks: list[PromptChunk]
 
     def __bool__(self) -> bool:
-        return bool(self.decoding or self.pieces)
+        return bool(self.decoding or self.chunks)
 
 
 class Scheduler:
-    """First come, first served: requests are taken in in their order, and the youngest gives way if memory is short.
+    """Admits sequences first come, first served, and preempts the youngest one when memory runs out.
 
     Args:
-        blocks: of the cache; there have to be enough for one request of the greatest length.
-        max_num_seqs: the most requests that run at once.
-        prefill_tokens: of the prompts, read in a step where nobody decodes. One that may not be cut is read alone if it
-            is longer.
-        mixed_tokens: from the number of those that decode to the tokens of a step, these included, in which prompts are
-            read beside them: they wait for the prompts. None: as many as where nobody decodes.
+        blocks: of the cache; enough for one sequence of the maximum length.
+        max_num_seqs: the most sequences that run at once.
+        prefill_tokens: the token budget for prompts in a step without decoding sequences. An `unsplit` prompt that is
+            longer is prefilled alone.
+        mixed_tokens: maps the number of decoding tokens to the token budget of a mixed step, decoding tokens included;
+            it limits how long decoding sequences wait for prompts. None: the budget is `prefill_tokens`.
 
     Attributes:
-        waiting, running: in their order.
-        preemptions: how many there have been.
-        queried, found: tokens of prompts looked up in the cache, and found.
+        waiting, running: the sequences, oldest first.
+        preemptions: how often a sequence was preempted.
+        prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
     """
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: BlockAllocator,
         *,
         max_num_seqs: int,
         prefill_tokens: int,
@@ -143,169 +78,190 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._prefill_tokens = prefill_tokens
         self._mixed_tokens = mixed_tokens
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
         self.preemptions = 0
-        self.queried = 0
-        self.found = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
 
-    def add(self, request: Request) -> None:
-        """Let a request wait for its turn."""
-        self.waiting.append(request)
+    def __len__(self) -> int:
+        return len(self.running) + len(self.waiting)
 
-    def remove(self, request: Request, *, unshare: bool = False) -> None:
-        """Drop a request, wherever it is; does nothing if it is gone.
+    def __iter__(self) -> abc.Iterator[Sequence]:
+        """All sequences that run or wait."""
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Append a sequence to the waiting queue."""
+        sequence.scheduler_state.status = "waiting"
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence, *, unshare: bool = False) -> None:
+        """Drop a sequence that runs or waits, and release its blocks; does nothing if it does neither.
 
         Args:
-            unshare: requests that come later find none of its blocks.
+            unshare: remove its blocks from the prefix cache, too.
         """
+        state = sequence.scheduler_state
         if unshare:
-            self._blocks.unpublish(request.blocks[request.lent :])
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        self._release(request)
+            self._blocks.unpublish(state.own_blocks)
+        if state.status == "running":
+            self.running.remove(sequence)
+        elif state.status == "waiting":
+            self.waiting.remove(sequence)
+        self._release(state)
+        state.status = "removed"
 
-    def plan(self, drafts: int = 0) -> Plan:
-        """Choose the next step, and note it as launched.
+    def plan(self, drafts: int = 0) -> StepPlan:
+        """Choose the work of the next step and record it as launched.
 
         Args:
-            drafts: the most guessed tokens that a request may check; with any, a step's tokens have to be `read`
-                before the next plan.
+            drafts: the most draft tokens per sequence. If there are any, `append_tokens` must be called with the tokens
+                of a step before the next plan.
         """
-        preempted: set[Request] = set()
-        decoding, guesses = self._decoding(drafts, preempted)
+        preempted: set[Sequence] = set()
+        decoding, draft_limits = self._decoding(drafts, preempted)
         budget = self._prefill_tokens
         if decoding and self._mixed_tokens is not None:
-            rows = len(decoding) + sum(guesses)
-            # One at least, so that nobody waits for ever.
+            rows = len(decoding) + sum(draft_limits)
+            # At least one token, so that no prompt waits forever.
             budget = min(budget, max(1, self._mixed_tokens(rows) - rows))
-        return Plan(decoding, guesses, self._pieces(budget, admit=not preempted))
+        return StepPlan(decoding, draft_limits, self._chunks(budget, admit=not preempted))
 
-    def read(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Note the tokens that a step gave to a request: one, or more where guesses were right."""
-        request.ids += token_ids
-        more = len(token_ids) - 1
-        request.computed += more
-        request.length += more
-        if request.blocks:  # else it was preempted meanwhile
-            self._publish(request)
+    def append_tokens(self, sequence: Sequence, token_ids: abc.Sequence[int]) -> None:
+        """Record the tokens that a step sampled for a sequence: one, plus one for each accepted draft."""
+        state = sequence.scheduler_state
+        state.ids += token_ids
+        accepted = len(token_ids) - 1
+        state.computed += accepted
+        state.length += accepted
+        if state.blocks:  # else it was preempted after the step was launched
+            self._publish(state)
 
     def restart(self) -> None:
-        """Nobody knows what was computed: who runs begins again, from the ids that are known, and nothing is found."""
+        """Forget launched steps, whose results are unknown after an error.
+
+        All running sequences are preempted, to be computed again from the known ids, and the prefix cache is emptied.
+        """
         while self.running:
             self._preempt(self.running[-1])
-        for request in self.waiting:
-            request.length = len(request.ids)
+        for sequence in self.waiting:
+            sequence.scheduler_state.length = len(sequence.scheduler_state.ids)
         self._blocks.forget()
 
-    def _decoding(self, drafts: int, preempted: set[Request]) -> tuple[list[Request], list[int]]:
-        """Those whose last token is computed, with room for it."""
-        chosen: list[Request] = []
-        guesses: list[int] = []
-        for request in list(self.running):
-            if not request.decodes or request.length >= request.limit or request in preempted:
+    def _decoding(self, drafts: int, preempted: set[Sequence]) -> tuple[list[Sequence], list[int]]:
+        """The sequences that decode, with blocks for the next token, and their draft limits."""
+        chosen: list[Sequence] = []
+        draft_limits: list[int] = []
+        for sequence in list(self.running):
+            state = sequence.scheduler_state
+            if not state.decoding or state.length >= state.limit or sequence in preempted:
                 continue
-            while not self._reserve(request, request.length):
-                # Never one that is chosen already: those are older.
+            while not self._reserve(state, state.length):
+                # Never one that is already chosen: those are older.
                 youngest = self.running[-1]
                 self._preempt(youngest)
                 preempted.add(youngest)
-                if youngest is request:
+                if youngest is sequence:
                     break
             else:
-                more = min(drafts, request.limit - request.length - 1)
-                guesses.append(more if self._reserve(request, request.length + more) else 0)
-                chosen.append(request)
-                request.computed += 1
-                request.length += 1
-        return chosen, guesses
+                most = min(drafts, state.limit - state.length - 1)
+                draft_limits.append(most if self._reserve(state, state.length + most) else 0)
+                chosen.append(sequence)
+                state.computed += 1
+                state.length += 1
+        return chosen, draft_limits
 
-    def _pieces(self, budget: int, *, admit: bool) -> list[Piece]:
-        pieces: list[Piece] = []
-        for request in self.running:
-            if budget and not request.decodes:
-                pieces.append(self._piece(request, budget))
-                budget -= pieces[-1].end - pieces[-1].start
+    def _chunks(self, budget: int, *, admit: bool) -> list[PromptChunk]:
+        chunks: list[PromptChunk] = []
+        for sequence in self.running:
+            if budget and not sequence.scheduler_state.decoding:
+                chunks.append(self._chunk(sequence, budget))
+                budget -= chunks[-1].end - chunks[-1].start
         while admit and budget and self.waiting and len(self.running) < self._max_num_seqs:
-            whole = self.waiting[0].whole
-            if (pieces and whole > budget) or not self._admit(self.waiting[0]):
+            unsplit = self.waiting[0].scheduler_state.unsplit
+            if (chunks and unsplit > budget) or not self._admit(self.waiting[0].scheduler_state):
                 break
-            request = self.waiting.popleft()
-            self.running.append(request)
-            pieces.append(self._piece(request, max(budget, whole)))
-            budget = max(0, budget - pieces[-1].end + pieces[-1].start)
-        return pieces
+            sequence = self.waiting.popleft()
+            sequence.scheduler_state.status = "running"
+            self.running.append(sequence)
+            chunks.append(self._chunk(sequence, max(budget, unsplit)))
+            budget = max(0, budget - chunks[-1].end + chunks[-1].start)
+        return chunks
 
-    def _piece(self, request: Request, budget: int) -> Piece:
-        end = min(request.length, request.computed + budget)
-        piece = Piece(request, request.computed, end, end == request.length)
-        request.computed = end
-        # At once: who comes later in the same step may share them, since a layer stores all before it attends to any.
-        self._publish(request)
-        request.length += piece.is_last
-        request.decodes = piece.is_last
-        return piece
+    def _chunk(self, sequence: Sequence, budget: int) -> PromptChunk:
+        state = sequence.scheduler_state
+        end = min(state.length, state.computed + budget)
+        chunk = PromptChunk(sequence, state.computed, end, end == state.length)
+        state.computed = end
+        # Already now: later sequences of the same step may share the blocks, since each layer stores the keys and
+        # values of all tokens before any of them attends.
+        self._publish(state)
+        state.length += chunk.is_last
+        state.decoding = chunk.is_last
+        return chunk
 
-    def _admit(self, request: Request) -> bool:
-        """Give a request blocks for all of its tokens: those that are found, and fresh ones."""
-        shared = self._found(request)
-        fresh = _blocks_for(request.lead + request.length) - len(shared)
-        # Each that runs may soon want one more.
+    def _admit(self, state: SchedulerState) -> bool:
+        """Give a waiting sequence a block table for all of its tokens: cached blocks first, then fresh ones."""
+        shared = self._cached_blocks(state)
+        fresh = _blocks_for(state.prefix_tail + state.length) - len(shared)
+        # Each running sequence may soon need one more block.
         spare = len(self.running)
         taken = self._blocks.take(fresh) if fresh + spare <= self._blocks.available else None
         if taken is None:
             self._blocks.release(shared)
             return False
-        request.blocks = [*request.prefix[: request.lent], *shared, *taken]
-        request.published = len(shared)
-        request.computed = max(0, len(shared) * BLOCK - request.lead)
-        if not request.preemptions:
-            request.shared = request.computed
-            self.queried += 0 if request.whole else request.length
-            self.found += request.computed
+        state.blocks = [*state.prefix[: state.full_prefix_blocks], *shared, *taken]
+        state.published = len(shared)
+        state.computed = max(0, len(shared) * BLOCK - state.prefix_tail)
+        if not state.preemptions:
+            state.cached_tokens = state.computed
+            self.prefix_queries += 0 if state.unsplit else state.length
+            self.prefix_hits += state.computed
         return True
 
-    def _found(self, request: Request) -> list[int]:
-        """The blocks of a request's beginning that others have computed; it uses them from now on."""
-        if request.whole:
+    def _cached_blocks(self, state: SchedulerState) -> list[int]:
+        """The blocks of the longest cached prefix of a sequence, which uses them from now on."""
+        if state.unsplit:
             return []
-        request.keys = block_keys(request.ids, request.keys, salt=request.salt, lead=request.lead)
-        # The last token is always computed: its scores are wanted.
-        return self._blocks.share(request.keys[: (request.lead + request.length - 1) // BLOCK])
+        state.keys = block_keys(state.ids, state.keys, salt=state.salt, offset=state.prefix_tail)
+        # The last token is always computed, because its logits are needed.
+        return self._blocks.share(state.keys[: (state.prefix_tail + state.length - 1) // BLOCK])
 
-    def _reserve(self, request: Request, tokens: int) -> bool:
-        """Blocks for so many tokens of a request."""
-        missing = _blocks_for(request.given + tokens) - len(request.blocks)
+    def _reserve(self, state: SchedulerState, tokens: int) -> bool:
+        """Extend the block table to `tokens` tokens; False if there are not enough blocks."""
+        missing = _blocks_for(state.prefix_length + tokens) - len(state.blocks)
         taken = self._blocks.take(missing) if missing > 0 else []
         if taken is None:
             return False
-        request.blocks += taken
+        state.blocks += taken
         return True
 
-    def _preempt(self, request: Request) -> None:
-        """Take a request's blocks; it is computed again, from its prompt on, when there is room."""
-        self.running.remove(request)
-        self._release(request)
-        request.preemptions += 1
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks; it waits first in the queue, to be computed again from its prompt on."""
+        state = sequence.scheduler_state
+        self.running.remove(sequence)
+        self._release(state)
+        state.preemptions += 1
+        state.status = "waiting"
         self.preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.appendleft(sequence)
 
-    def _release(self, request: Request) -> None:
-        self._blocks.release(request.blocks[request.lent :])
-        request.blocks = []
-        request.computed = 0
-        request.decodes = False
+    def _release(self, state: SchedulerState) -> None:
+        self._blocks.release(state.own_blocks)
+        state.blocks = []
+        state.computed = 0
+        state.decoding = False
 
-    def _publish(self, request: Request) -> None:
-        """Let others find the blocks of a request that are full and whose tokens are known."""
-        full = (request.lead + min(request.computed, len(request.ids))) // BLOCK
-        if full > len(request.keys):
-            request.keys = block_keys(request.ids, request.keys, salt=request.salt, lead=request.lead)
-        for index in () if request.whole else range(request.published, full):
-            self._blocks.publish(request.blocks[request.lent + index], request.keys[index])
-        request.published = max(request.published, full)
+    def _publish(self, state: SchedulerState) -> None:
+        """Register the blocks of a sequence that are full and whose token ids are known in the prefix cache."""
+        full = (state.prefix_tail + min(state.computed, len(state.ids))) // BLOCK
+        if full > len(state.keys):
+            state.keys = block_keys(state.ids, state.keys, salt=state.salt, offset=state.prefix_tail)
+        for index in () if state.unsplit else range(state.published, full):
+            self._blocks.publish(state.blocks[state.full_prefix_blocks + index], state.keys[index])
+        state.published = max(state.published, full)
 
 
 def _blocks_for(tokens: int) -> int:

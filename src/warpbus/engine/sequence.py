@@ -1,6 +1,7 @@
-"""One request: what was asked, what has been generated, and the text that may already be shown.
+"""One request: its prompt and parameters, the generated tokens, and the text that may already be shown.
 
-Knows nothing of tensors, models, caches or the other requests of its batch.
+Knows nothing of tensors, models, caches or the other requests of its batch; the scheduler and the runner attach their
+own state to it.
 """
 
 import logging
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.sequence_state import RunnerState, SchedulerState
 from warpbus.engine.speculation import accepted
 from warpbus.errors import NumericError, WarpbusError
 
@@ -25,7 +27,8 @@ _log = logging.getLogger("warpbus.engine")
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The natural logarithm of a chosen token's probability, and the most likely tokens with theirs, best first."""
+    """The log probability (natural logarithm) of a sampled token, and the most likely tokens with theirs, best
+    first."""
 
     token: int
     logprob: float
@@ -33,17 +36,17 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a request has got since its last piece.
+class TextPiece:
+    """The part of an answer since the previous piece.
 
     Attributes:
-        text: the text that has become certain.
-        token_ids: the tokens, the stop token included. Their text may come with a later piece.
-        logprobs: of these tokens, where the request asked for them.
-        finish_reason: "stop" (a stop token or string), "length" (all tokens that there may be), "abort" (called off),
-            or None while it runs.
-        cached_tokens: tokens of the prompt that were in the cache already.
-        queue_seconds: for which the request waited until it was computed.
+        text: the new text that no later token can change.
+        token_ids: the new tokens, the stop token included. Their text may be in a later piece.
+        logprobs: of these tokens, if the request asked for them.
+        finish_reason: "stop" (a stop token or string), "length" (the maximum number of tokens), "abort", or None while
+            the request runs.
+        cached_tokens: tokens of the prompt found in the prefix cache.
+        queue_seconds: how long the request waited before its first step.
     """
 
     text: str
@@ -55,26 +58,26 @@ class Piece:
 
 
 class TextStream(Protocol):
-    """Tokens to text as it becomes certain (`warpbus.models.tokenizers.StreamDecoder`)."""
+    """Incremental detokenization (`warpbus.models.tokenizers.StreamDecoder`)."""
 
     def push(self, token: int, /) -> str:
-        """The text that this token makes certain."""
+        """The text that later tokens cannot change any more."""
         ...
 
     def flush(self) -> str:
-        """The text still kept back, at the end."""
+        """The rest of the text, at the end."""
         ...
 
 
 class StopStrings:
-    """Finds the first stop string in a text that arrives in pieces, and keeps back what could begin one."""
+    """Finds the first stop string in a streamed text, and holds back text that could begin one."""
 
     def __init__(self, stops: abc.Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be shown now, and whether a stop string was met, which ends the text before it."""
+        """The text that can be shown now, and whether a stop string was found; the text then ends before it."""
         if not self._stops:
             return text, False
         self._held += text
@@ -88,47 +91,47 @@ class StopStrings:
         return shown, False
 
     def flush(self) -> str:
-        """What was kept back, now that no more text can complete a stop string."""
+        """The text held back, when no more text follows that could complete a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Matcher(Protocol):
-    """Follows an answer through its grammar (`warpbus.engine.grammar.GrammarMatcher`)."""
+    """The state of an answer in its grammar (`warpbus.engine.grammar.GrammarMatcher`)."""
 
     def accept(self, token: int, /) -> bool:
-        """Go on by a token; False, and nothing changes, where the grammar does not allow it."""
+        """Advance by a token; False, and no change, if the grammar does not allow it."""
         ...
 
     def rollback(self, count: int, /) -> None:
-        """Take the last tokens back."""
+        """Undo the last `count` tokens."""
         ...
 
     def fill(self, mask: "np.ndarray", /) -> None:
-        """Write which tokens may come next to int32 `[(vocabulary + 31) // 32]`: a bit each, lowest first."""
+        """Write the mask of allowed next tokens, int32 `[(vocabulary + 31) // 32]`: one bit per token, lowest first."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Only a stop token can follow."""
+        """Only stop tokens are allowed."""
         ...
 
     @property
     def failed(self) -> bool:
-        """The answer had to be cut short of the grammar's end."""
+        """The answer had to end before the grammar's end."""
         ...
 
 
 def request_fault(error: Exception, number: int) -> WarpbusError:
-    """What the caller of a request is told of an exception; one that is not a `WarpbusError` is logged, with its trace.
+    """The error that the caller of a request gets for an exception; other than a `WarpbusError` it is logged.
 
     Args:
-        error: is being handled.
+        error: the exception that is being handled.
         number: of the request, for the log.
     """
     if isinstance(error, WarpbusError):
@@ -141,23 +144,24 @@ def request_fault(error: Exception, number: int) -> WarpbusError:
 
 
 class Sequence:
-    """The state of one request, from its prompt to the reason why it ended.
+    """One request, from its prompt to its finish reason or error.
 
     Attributes:
         index: which of the caller's prompts it is.
         prompt: token ids of the prompt.
         token_ids: token ids generated, the stop token included.
-        text: their text up to the stop token or stop string, without what could still become a stop string.
-        logprobs: of the tokens generated, where the request asked for them; else None.
+        text: their text up to the stop token or stop string, without text that could still become a stop string.
+        logprobs: of the generated tokens, if the request asked for them; else None.
         finish_reason: "stop" (a stop token or string), "length" (`limit` tokens), "abort", or None while it runs.
-        error: why it ended without a finish reason: a fault of this request alone; None where there was none.
+        error: why it ended without a finish reason: an error of this request alone; else None.
         stop_ids: the tokens that end it.
-        matcher: where the request has a grammar; moves on with the tokens.
-        adapter: the name of the engine's adapter that answers it; None: the model as it is.
-        cache_salt: requests of different salts, at most 64 bytes, share nothing that is stored of their prompts.
-        cached_tokens: tokens of the prompt that were in the cache already.
-        queue_seconds: for which it waited until it was computed.
-        random: draws for this request alone; read by `uniforms`.
+        matcher: the state in the request's grammar, advanced with the tokens; None without a grammar.
+        adapter: the name of the engine's adapter that it uses; None: the model without an adapter.
+        cache_salt: at most 64 bytes; requests of different salts share no blocks of the prefix cache.
+        cached_tokens: tokens of the prompt found in the prefix cache.
+        queue_seconds: how long it waited before its first step.
+        random: the random numbers of this request; read by `uniforms`.
+        scheduler_state, runner_state: what the scheduler and the runner attach to the request.
     """
 
     def __init__(
@@ -193,8 +197,10 @@ class Sequence:
         self.random = random.Random(params.seed)
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
-        self._drawn: deque[float] = deque()  # the random numbers of the tokens that have not been appended yet
-        self._used = 0  # how many of these the steps under way have
+        self.scheduler_state = SchedulerState(list(prompt), len(prompt) + limit)
+        self.runner_state = RunnerState()
+        self._drawn: deque[float] = deque()  # the random numbers of tokens that are not appended yet
+        self._used = 0  # how many of these the launched steps use
         self._taken_tokens = 0
         self._taken_text = 0
         self._stream = stream
@@ -202,14 +208,14 @@ class Sequence:
 
     @property
     def below_minimum(self) -> bool:
-        """A stop token may not be chosen yet."""
+        """Stop tokens are not allowed yet."""
         return len(self.token_ids) < self.params.min_tokens
 
     def uniforms(self, count: int) -> list[float]:
-        """The next `count` random numbers from 0 to 1, one for each token to choose.
+        """The next `count` random numbers from 0 to 1, one for each token to sample.
 
         The n-th number belongs to the n-th token of the answer. It is kept until that token is appended, since a step
-        may fail, or choose tokens after a guess that turns out wrong.
+        may fail, or sample tokens after a draft that is rejected.
         """
         while len(self._drawn) < self._used + count:
             self._drawn.append(self.random.random())
@@ -218,7 +224,7 @@ class Sequence:
         return numbers
 
     def give_back(self, count: int) -> None:
-        """The last `count` numbers of `uniforms` chose no token: the next tokens get them.
+        """Return the last `count` numbers of `uniforms`, which sampled no token: the next tokens get them.
 
         Raises:
             ValueError: more than were handed out for tokens that have not been appended.
@@ -228,11 +234,11 @@ class Sequence:
         self._used -= count
 
     def rewind(self) -> None:
-        """Give back the numbers of tokens that never came."""
+        """Return the numbers of all tokens that were not appended."""
         self._used = 0
 
     def append(self, token: int, logprob: TokenLogprob | None = None) -> str:
-        """Take the next token and return the text that is now certain, which may be empty.
+        """Append the next token and return the new text that can be shown, which may be empty.
 
         Raises:
             WarpbusError: the request's grammar does not allow the token.
@@ -244,7 +250,7 @@ class Sequence:
         if self.logprobs is not None and logprob is not None:
             self.logprobs.append(logprob)
         if token in self.stop_ids:
-            # An answer that does not belong to its grammar is one that was cut off.
+            # An answer that does not match its grammar was cut off.
             self.finish_reason = "length" if self.matcher is not None and self.matcher.failed else "stop"
             text = self._stream.flush()
         else:
@@ -265,17 +271,18 @@ class Sequence:
     def extend(
         self, drafts: abc.Sequence[int], chosen: abc.Sequence[tuple[int | None, TokenLogprob | None]]
     ) -> list[int]:
-        """Take what a step chose, as far as the drafts were right and nothing ends it; the tokens that were appended.
+        """Append the tokens that a step sampled, up to the first rejected draft or the end; returns those appended.
 
         Args:
-            drafts: the tokens that were supposed to follow.
-            chosen: the tokens chosen after none, the first, the first two, ... of them, and their logprobs. None for
-                a token whose scores hold NaN or infinity.
+            drafts: the draft tokens.
+            chosen: the tokens sampled after none, the first, the first two, ... of the drafts, and their logprobs. None
+                for a token whose logits hold NaN or infinity.
 
         Raises:
-            WarpbusError: it cannot go on: a NumericError for scores that are none, or the error that it has already.
+            WarpbusError: it cannot continue: a NumericError for NaN or infinite logits, or the error that it already
+                has.
         """
-        if self.error is not None:  # since the step was launched: its tokens mean nothing
+        if self.error is not None:  # since the step was launched: its tokens are meaningless
             raise self.error
         right = accepted(drafts, [token for token, _ in chosen])
         if not self.params.greedy:
@@ -296,18 +303,19 @@ class Sequence:
 
     @property
     def ended(self) -> bool:
-        """No more tokens come: it has a finish reason, or failed."""
+        """It has a finish reason or an error."""
         return self.finish_reason is not None or self.error is not None
 
     def fail(self, error: WarpbusError) -> None:
-        """End with an error, of which the first one counts. What was generated before stays."""
+        """End with an error; the first error counts. Tokens generated before stay."""
         self.error, self.finish_reason = self.error or error, None
 
     @contextmanager
     def contain_faults(self) -> Iterator[None]:
-        """Let this request fail, and nothing else, where handling it on the host raises an exception.
+        """Turn an exception in the block into an error of this request alone.
 
-        Nothing within may use a device: a device's faults are everybody's. The host's memory is, too.
+        The block must not use a device: an error of a device concerns all requests, and so does a MemoryError, which
+        is raised.
         """
         try:
             yield
@@ -316,11 +324,11 @@ class Sequence:
         except Exception as error:
             self.fail(request_fault(error, self.index))
 
-    def take(self) -> Piece:
-        """What has come since the last call."""
+    def take(self) -> TextPiece:
+        """The piece since the last call."""
         tokens, text = self._taken_tokens, self._taken_text
         self._taken_tokens, self._taken_text = len(self.token_ids), len(self.text)
-        return Piece(
+        return TextPiece(
             text=self.text[text:],
             token_ids=tuple(self.token_ids[tokens:]),
             logprobs=None if self.logprobs is None else tuple(self.logprobs[tokens:]),

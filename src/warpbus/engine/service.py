@@ -1,14 +1,14 @@
-"""The model in a process of its own, and what asks it: `Service`, for one event loop.
+"""The client of an engine in processes of its own: `Service`, for one event loop.
 
-Knows nothing of tensors and of how tokens are computed: `serving_process` is the other side.
+Knows nothing of tensors and of how tokens are computed: `serving_process` is the other side of the pipe.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,6 @@ from warpbus.cuda.devices import resolve_device
 from warpbus.dist.outcome import JobFailure
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
-from warpbus.engine.keeper import Died, Ended, Keeper, Outbox, Report, Stalled, Up
 from warpbus.engine.loading import load_engine
 from warpbus.engine.messages import (
     Abort,
@@ -33,12 +32,21 @@ from warpbus.engine.messages import (
     Query,
     Reply,
     RequestFailed,
-    Step,
+    StepResults,
 )
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.stats import Stats
+from warpbus.engine.supervisor import (
+    EngineDied,
+    EngineEnded,
+    EngineStalled,
+    EngineSupervisor,
+    EngineUp,
+    Outbox,
+    SupervisorEvent,
+)
 from warpbus.errors import ContextLengthError, EngineDiedError, QueueFullError, UnavailableError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.formats.hub import find_model
@@ -50,27 +58,27 @@ State = Literal["ready", "unresponsive", "asleep", "restarting", "failed", "clos
 
 _log = logging.getLogger("warpbus.engine")
 
-# How long the engine may take to leave: for the step that it is in.
-_SECONDS_TO_LEAVE = 10.0
-# How long its processes may take to end once they are killed.
-_SECONDS_TO_DIE = 10.0
-# Of so many requests the ends are remembered, which tell how fast the queue moves.
-_ENDS_REMEMBERED = 256
-# What a client is told that cannot be told anything better, and the most it is told, in seconds.
+# How long the engine may take to stop: it finishes its step.
+_SECONDS_TO_STOP = 10.0
+# How long its processes may take to end after SIGKILL.
+_SECONDS_TO_KILL = 10.0
+# How many end times of requests are kept to estimate the speed of the queue.
+_END_TIMES_KEPT = 256
+# The Retry-After without an estimate, and the largest one, in seconds.
 _RETRY_AFTER = 5.0
-_LATEST_RETRY = 120.0
+_LONGEST_RETRY_AFTER = 120.0
 
 
 @dataclass(frozen=True)
 class Health:
-    """How the service is.
+    """The state of a service.
 
     Attributes:
-        state: "ready", "unresponsive" (the engine lives but stands still; requests are taken and wait), "asleep" (see
-            `Service.sleep`), "restarting" (the engine died), "failed" (it died too often and is given up), "closing"
-            (no new requests are taken) or "closed".
-        reason: why it is not ready; empty where it is.
-        restarts: how often the engine has been started again.
+        state: "ready", "unresponsive" (the engine lives but makes no progress; requests are accepted and wait),
+            "asleep" (see `Service.sleep`), "restarting" (the engine died), "failed" (it died too often and is not
+            restarted any more), "closing" (no new requests are accepted) or "closed".
+        reason: why it is not ready; empty if it is.
+        restarts: how often the engine has been restarted.
     """
 
     state: State
@@ -81,10 +89,10 @@ class Health:
 class Service:
     """A model that answers many requests at once, in processes of its own.
 
-    If these die, their requests end with `EngineDiedError`, and they are started again, at growing intervals; after
-    several deaths in a row the service gives up, see `health`. If they stand still for `options.watchdog_timeout`, they
-    are ended, and so started again. If they die asleep, they are started by `wake`. They end with this process, however
-    it ends.
+    If the processes die, their requests end with `EngineDiedError` and the processes are restarted, with increasing
+    delays; after several deaths in a row the service gives up, see `health`. Processes that make no progress for
+    `options.watchdog_timeout` seconds are killed and restarted. Processes that die while asleep are restarted by
+    `wake`. They end with this process, however it ends.
 
     Attributes:
         model: the model directory.
@@ -125,11 +133,11 @@ class Service:
         self._numbers = count()
         self._inboxes: dict[int, Inbox] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
-        self._ends: deque[float] = deque(maxlen=_ENDS_REMEMBERED)
+        self._end_times: deque[float] = deque(maxlen=_END_TIMES_KEPT)
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
-        self._keeper: Keeper | None = None
-        self._next_start: asyncio.Future[None] = self._loop.create_future()  # done where nobody waits
+        self._supervisor: EngineSupervisor | None = None
+        self._next_start: asyncio.Future[None] = self._loop.create_future()  # done if nothing waits for it
         self._ended = asyncio.Event()
         self._nothing_pending = asyncio.Event()
         self._nothing_pending.set()
@@ -149,33 +157,33 @@ class Service:
         Args:
             model: a model directory (Hugging Face layout), quantized by Warpbus or not, or a name on a hub, see
                 `formats.hub.find_model`.
-            options: how it is served.
+            options: of the engine and the service.
             progress: called in the event loop while the weights are read; see `warpbus.models.Progress`.
-            load: makes the engine, in each of its processes; a function of a module.
+            load: creates the engine, in each of its processes; a module-level function.
 
         Raises:
             UsageError: an option is out of range or not known, or the model does not fit the memory.
-            DeviceError: a device is not there, or its memory is full.
+            DeviceError: a device does not exist, or its memory is full.
             CheckpointError: the directory is missing, damaged or not understood.
-            WarpbusError: what else kept the engine from starting.
+            WarpbusError: the engine did not start for another reason.
         """
         options = options or ServiceOptions()
         devices = options.devices()
         check = partial(check_loadable, processes=options.tensor_parallel)
         checkpoint = Checkpoint(await asyncio.to_thread(find_model, model, check=check))
         service = cls(checkpoint.directory, options, checkpoint, progress)
-        service._keeper = Keeper(
+        service._supervisor = EngineSupervisor(
             (load, checkpoint.directory, options, service.config.vocab_size, service.stop_ids),
             devices=devices,
             cluster=options.cluster,
             max_restarts=options.max_restarts,
             patience=options.watchdog_timeout,
-            listen=service._hear,
+            listen=service._on_events,
         )
         try:
             await service._next_start
         except BaseException:
-            await service._kill(service._keeper)
+            await service._kill(service._supervisor)
             raise
         return service
 
@@ -187,19 +195,19 @@ class Service:
         *,
         cache_salt: bytes = b"",
     ) -> Answer:
-        """Ask for the continuation of a prompt; returns at once (it is not awaited).
+        """Request the continuation of a prompt; returns at once (it is not awaited).
 
         Args:
             prompt: token ids.
-            params: how tokens are chosen; `max_tokens` is cut to the room that the prompt leaves.
-            adapter: the name of one of `options.adapters`; None asks the model as it is.
-            cache_salt: requests of different salts, at most 64 bytes, share nothing that is stored of their prompts.
+            params: how tokens are sampled; `max_tokens` is limited to what the prompt leaves of the context.
+            adapter: the name of one of `options.adapters`; None: the model without an adapter.
+            cache_salt: at most 64 bytes; requests of different salts share no blocks of the prefix cache.
 
         Raises:
             UsageError: the prompt is empty or holds an id that is not in the vocabulary, or there is no such adapter.
             ContextLengthError: the prompt leaves no room for an answer.
             QueueFullError: too many requests wait already; `retry_after` says when to come back.
-            EngineDiedError: the engine died and is being restarted, or has been given up.
+            EngineDiedError: the engine died and is being restarted, or is not restarted any more.
             UnavailableError: the model sleeps, or the service is being closed.
         """
         self._check(prompt)
@@ -215,27 +223,27 @@ class Service:
             )
         params = params or SamplingParams()
         if params.seed is None and self.options.tensor_parallel > 1:
-            # The processes draw alike only from the same seed.
+            # The processes draw the same random numbers only from the same seed.
             params = replace(params, seed=secrets.randbits(63))
         number = next(self._numbers)
         inbox = Inbox(RequestTimes(time.monotonic(), len(prompt)))
         self._inboxes[number] = inbox
         self._nothing_pending.clear()
         outbox.put(Add(number, prompt, params, adapter, cache_salt))
-        return Answer(inbox, partial(self._leave, number))
+        return Answer(inbox, partial(self._on_answer_closed, number))
 
     async def stats(self) -> Stats:
-        """What the engine counts, at a moment between two steps.
+        """The engine's counters, read between two steps.
 
         Raises:
-            EngineDiedError: it died and is being restarted, or has been given up.
+            EngineDiedError: it died and is being restarted, or is not restarted any more.
             UnavailableError: the service is closed.
         """
         return await self._ask("stats")
 
     @property
     def pending(self) -> int:
-        """Requests that run or wait."""
+        """The number of requests that run or wait."""
         return len(self._inboxes)
 
     @property
@@ -245,54 +253,54 @@ class Service:
 
     @property
     def health(self) -> Health:
-        """How the service is."""
+        """The state of the service."""
         restarts = max(0, self._restarts)
         if self._state == "ready" and self._stall:
             return Health("unresponsive", self._stall, restarts)
         return Health(self._state, self._reason, restarts)
 
     async def sleep(self) -> None:
-        """Give the GPUs' memory back, keeping the model in main memory. Nothing happens if it sleeps.
+        """Offload the model to main memory and return the GPUs' memory. Does nothing if the model is asleep.
 
-        An engine that dies asleep is not started again before `wake`.
+        An engine that dies asleep is not restarted before `wake`.
 
         Raises:
             UsageError: requests run or wait, or the engine cannot sleep, as one whose memory is planned.
             EngineDiedError, UnavailableError: as `stats`.
         """
-        # A caller that goes away must not leave it halfway.
+        # A cancelled caller must not interrupt it halfway.
         await asyncio.shield(asyncio.ensure_future(self._sleep()))
 
     async def wake(self) -> None:
-        """Get the GPUs' memory back. Nothing happens if it is awake. An engine that died asleep is started again.
+        """Load the model to the GPUs again. Does nothing if it is awake. An engine that died asleep is restarted.
 
         Raises:
-            DeviceError: somebody else has taken the memory; it sleeps on.
+            DeviceError: other programs use the memory; the model stays asleep.
             EngineDiedError, UnavailableError: as `stats`.
         """
         await asyncio.shield(asyncio.ensure_future(self._wake()))
 
     async def move(self, device: str) -> Moved:
-        """Go on on another GPU of this machine; requests are answered meanwhile, but for a pause.
+        """Move the engine to another GPU of this machine (live migration); requests continue, except for a pause.
 
         Args:
             device: "cuda:1".
 
         Returns:
-            what was copied, and how long nothing was computed.
+            the bytes copied and the length of the pause.
 
         Raises:
-            UsageError: the engine cannot move there, as one that sleeps or has several GPUs.
+            UsageError: the engine cannot move there, for example because it sleeps or has several GPUs.
             DeviceError: there is no such GPU, or not enough memory; the engine stays where it is.
             EngineDiedError, UnavailableError: as `stats`.
         """
-        # A caller that goes away must not leave it halfway.
+        # A cancelled caller must not interrupt it halfway.
         return await asyncio.shield(asyncio.ensure_future(self._move(device)))
 
     async def close(self, *, drain: float = 0.0) -> None:
-        """Take no more requests, let those that run finish for `drain` seconds, end the others, and the processes.
+        """Refuse new requests, wait up to `drain` seconds for those that run, and end the others and the processes.
 
-        What is not finished raises `UnavailableError` in its iterator. May be called several times, also to shorten an
+        The iterators of unfinished requests raise `UnavailableError`. May be called several times, also to shorten an
         earlier call's `drain`.
         """
         if self._state == "closed":
@@ -303,19 +311,19 @@ class Service:
         self._fail_all(
             UnavailableError, f"the service was closed, and this request not done within {drain:g} s: send it again"
         )
-        assert self._keeper is not None
-        self._keeper.stop()
+        assert self._supervisor is not None
+        self._supervisor.stop()
         try:
-            await asyncio.wait_for(self._ended.wait(), _SECONDS_TO_LEAVE)
+            await asyncio.wait_for(self._ended.wait(), _SECONDS_TO_STOP)
         except TimeoutError:
-            await self._kill(self._keeper)
+            await self._kill(self._supervisor)
         self._state, self._reason = "closed", "the service is closed"
 
-    async def _kill(self, keeper: Keeper) -> None:
-        """End the processes; those that not even SIGKILL ends at once are left to the system."""
-        keeper.kill()
+    async def _kill(self, supervisor: EngineSupervisor) -> None:
+        """Kill the processes; does not wait longer than some seconds for their end."""
+        supervisor.kill()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), _SECONDS_TO_DIE)
+            await asyncio.wait_for(self._ended.wait(), _SECONDS_TO_KILL)
 
     def _check(self, prompt: list[int]) -> None:
         if not prompt:
@@ -331,7 +339,7 @@ class Service:
             )
 
     def _reachable(self) -> Outbox:
-        """Where commands go, if they can."""
+        """The queue of commands. Raises if the engine cannot receive any."""
         if self._state in ("restarting", "failed"):
             raise EngineDiedError(self._reason, retry_after=_RETRY_AFTER if self._state == "restarting" else None)
         if self._state == "asleep" and self._outbox is None:
@@ -341,18 +349,22 @@ class Service:
         return self._outbox
 
     def _seconds_of_queue(self) -> float:
-        """After how long those that wait now have had their turn, by how requests have ended lately."""
+        """How many seconds until the waiting requests have started, estimated from the end times of recent requests."""
         waiting = max(1, len(self._inboxes) - self.options.max_num_seqs)
-        passed = time.monotonic() - self._ends[0] if self._ends else 0.0
+        passed = time.monotonic() - self._end_times[0] if self._end_times else 0.0
         if passed <= 0.0:
             return _RETRY_AFTER
-        return min(_LATEST_RETRY, max(1.0, waiting * passed / len(self._ends)))
+        return min(_LONGEST_RETRY_AFTER, max(1.0, waiting * passed / len(self._end_times)))
 
     async def _ask(self, query: Query) -> Any:
         return await self._answer_to(partial(Ask, query=query))
 
     async def _answer_to(self, question: Callable[[int], Command]) -> Any:
-        """What the engine replies to a question, which gets a number."""
+        """Send a command that has a reply, and wait for the reply.
+
+        Args:
+            question: makes the command from its number.
+        """
         outbox = self._reachable()
         number = next(self._numbers)
         reply = self._queries[number] = self._loop.create_future()
@@ -369,8 +381,8 @@ class Service:
             outbox = self._reachable()
             if self._inboxes:
                 raise UsageError(f"sleep: {len(self._inboxes)} requests run or wait: try again when they have ended")
-            assert self._keeper is not None
-            self._keeper.hold()
+            assert self._supervisor is not None
+            self._supervisor.hold_restarts()
             self._state, self._reason = "asleep", "the model is asleep"
             try:
                 await self._ask("sleep")
@@ -391,18 +403,18 @@ class Service:
                 self._awake(outbox)
 
     def _awake(self, outbox: Outbox) -> None:
-        """The engine that `outbox` leads to is awake, unless it has died since, or the service is being closed."""
+        """Record that the engine behind `outbox` is awake, unless it has died since or the service is being closed."""
         if self._state == "asleep" and self._outbox is outbox:
             self._state, self._reason = "ready", ""
-            assert self._keeper is not None
-            self._keeper.let_start()
+            assert self._supervisor is not None
+            self._supervisor.allow_restarts()
 
     async def _start_again(self) -> None:
-        """Have an engine that died asleep started, and wait until it is ready."""
-        assert self._keeper is not None
+        """Restart an engine that died asleep, and wait until it is ready."""
+        assert self._supervisor is not None
         self._state, self._reason = "restarting", "the engine, which died asleep, is being started"
         up = self._next_start = self._loop.create_future()
-        self._keeper.let_start()
+        self._supervisor.allow_restarts()
         await up
 
     async def _move(self, device: str) -> Moved:
@@ -416,16 +428,16 @@ class Service:
                 )
             target = resolve_device(device)
             moved: Moved = await self._answer_to(partial(MoveTo, device=str(target)))
-            assert self._keeper is not None
-            self._keeper.moved(target)
+            assert self._supervisor is not None
+            self._supervisor.moved(target)
             return moved
 
-    def _leave(self, number: int) -> None:
-        """A consumer has left, perhaps in a thread of the garbage collector's choice."""
+    def _on_answer_closed(self, number: int) -> None:
+        """Abort a request whose `Answer` was closed or dropped; called from any thread, the garbage collector's too."""
         if number in self._inboxes and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._abandon, number)
+            self._loop.call_soon_threadsafe(self._abort_request, number)
 
-    def _abandon(self, number: int) -> None:
+    def _abort_request(self, number: int) -> None:
         if self._drop(number) is not None and self._outbox is not None:
             self._outbox.put(Abort(number))
 
@@ -435,11 +447,11 @@ class Service:
             self._nothing_pending.set()
         return inbox
 
-    def _hear(self, when: float, reports: Sequence[Report]) -> None:
+    def _on_events(self, when: float, reports: abc.Sequence[SupervisorEvent]) -> None:
         for report in reports:
             match report:
-                case Step():
-                    self._deal_out(when, report)
+                case StepResults():
+                    self._deliver(when, report)
                 case RequestFailed():
                     inbox = self._drop(report.number)
                     if inbox is not None:
@@ -449,52 +461,52 @@ class Service:
                 case Loading():
                     if self._progress is not None:
                         self._progress(report.done, report.total)
-                case Up():
-                    self._go_on(report)
-                case Died():
-                    self._mourn(report)
-                case Stalled():
+                case EngineUp():
+                    self._on_engine_up(report)
+                case EngineDied():
+                    self._on_engine_died(report)
+                case EngineStalled():
                     self._stall = report.what
-                case Ended():
+                case EngineEnded():
                     self._ended.set()
                     if not self._next_start.done():
                         self._next_start.set_exception(UnavailableError(f"{self._reason}: the engine was not started"))
 
-    def _deal_out(self, when: float, step: Step) -> None:
+    def _deliver(self, when: float, step: StepResults) -> None:
         for number, piece in step.pieces:
             inbox = self._inboxes.get(number)
-            if inbox is None:  # its consumer has left
+            if inbox is None:  # its answer was closed
                 continue
             inbox.put(piece, when)
             if piece.finish_reason is not None:
-                self._ends.append(when)
+                self._end_times.append(when)
                 self._drop(number)
 
     def _answer(self, reply: Reply) -> None:
-        asking = self._queries.get(reply.number)
-        if asking is None or asking.done():
+        future = self._queries.get(reply.number)
+        if future is None or future.done():
             return
         if isinstance(reply.answer, JobFailure):
-            asking.set_exception(reply.answer.error("the engine"))
+            future.set_exception(reply.answer.error("the engine"))
         else:
-            asking.set_result(reply.answer)
+            future.set_result(reply.answer)
 
-    def _go_on(self, up: Up) -> None:
+    def _on_engine_up(self, up: EngineUp) -> None:
         self._outbox, self.max_model_len = up.outbox, up.max_model_len
         self._restarts += 1
         self._stall = ""
         if self._state == "restarting":
             self._state, self._reason = "ready", ""
-        elif self._state == "asleep":  # it was started before it was known that it should not be
+        elif self._state == "asleep":  # it was restarted before `hold_restarts` had an effect
             up.outbox.put(Ask(next(self._numbers), "sleep"))
         if not self._next_start.done():
             self._next_start.set_result(None)
 
-    def _mourn(self, death: Died) -> None:
+    def _on_engine_died(self, death: EngineDied) -> None:
         self._outbox, self._stall = None, ""
         if not self._next_start.done():
             self._next_start.set_exception(death.error)
-            if self._restarts < 0:  # it has never been up
+            if self._restarts < 0:  # it has never been ready
                 return
         then = "it is being restarted: send the request again"
         if self._state == "asleep" and death.again:
@@ -509,11 +521,11 @@ class Service:
         self._fail_all(EngineDiedError, message)
 
     def _fail_all(self, kind: type[UnavailableError], message: str) -> None:
-        """End all that is pending; each gets an exception of its own."""
+        """Fail all pending requests and queries, each with an exception of its own."""
         for number in list(self._inboxes):
             inbox = self._drop(number)
             if inbox is not None:
                 inbox.fail(kind(message))
-        for asking in self._queries.values():
-            if not asking.done():
-                asking.set_exception(kind(message))
+        for future in self._queries.values():
+            if not future.done():
+                future.set_exception(kind(message))

@@ -1,25 +1,25 @@
-"""The move of a served engine to another GPU: in step with its turns, and made ready in a thread beside them."""
+"""Live migration of a served engine: prepared in a thread, and advanced between the steps of the serving loop."""
 
 import threading
 
 from warpbus.cuda.devices import resolve_device
 from warpbus.engine.engine import Engine
 from warpbus.engine.messages import ServedEngine
-from warpbus.engine.moving import Move, Moved
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.moving import EngineMigration, Moved
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.errors import UsageError
 
 PAUSE = 0.01
-"""Seconds between two turns of an engine that has nothing to do but to move."""
+"""Seconds between two calls of `ServedMove.advance` for an engine without requests."""
 
 
 class ServedMove:
-    """A move that was asked for.
+    """A migration that the service has asked for.
 
     Args:
-        number: of the question.
-        engine: goes on stepping between the calls of `turn`.
-        device: as a flag names it.
+        number: of the command.
+        engine: continues to step between the calls of `advance`.
+        device: as in a CLI flag.
 
     Raises:
         UsageError: the engine cannot move there.
@@ -30,16 +30,19 @@ class ServedMove:
         if not isinstance(engine, Engine):
             raise UsageError("this engine cannot move")
         self.number = number
-        self._move = Move(engine, resolve_device(device))
+        self._move = EngineMigration(engine, resolve_device(device))
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._prepare, name="warpbus-move", daemon=True)
         self._thread.start()
 
-    def turn(self) -> tuple[list[tuple[Sequence, Piece]], Moved] | None:
-        """Copy ahead; when little is left, move: what the last steps on the first GPU brought, and what it took.
+    def advance(self) -> tuple[list[tuple[Sequence, TextPiece]], Moved] | None:
+        """Copy blocks ahead; when few are left, finish the migration.
+
+        Returns:
+            None while it is not finished; then the results of the last steps on the first GPU, and the cost.
 
         Raises:
-            WarpbusError: it cannot be done; the engine stays where it is.
+            WarpbusError: the migration failed; the engine stays where it is.
         """
         if self._thread.is_alive():
             return None
@@ -52,7 +55,7 @@ class ServedMove:
         except BaseException:
             self._move.release()
             raise
-        # Unmapping takes time, and nobody waits for it.
+        # In a thread: unmapping takes time.
         threading.Thread(target=self._move.release, name="warpbus-release", daemon=True).start()
         return finished
 

@@ -1,7 +1,7 @@
-"""The engine's process: takes commands, lets the engine step, says what the steps brought.
+"""The engine's process: receives commands, runs the engine's steps and sends the results.
 
-With tensor parallelism there are several, which do the same with the same sequences, in the same order. The first gets
-the commands and hands them to the others before each step; only what the first computes is sent.
+With tensor parallelism there are several processes, which run the same steps with the same sequences in the same order.
+The first process receives the commands and broadcasts them before each step; only its results are sent.
 """
 
 from datetime import timedelta
@@ -27,133 +27,133 @@ from warpbus.engine.messages import (
     RequestFailed,
     ServedEngine,
     Shrink,
-    Step,
+    StepResults,
     Stop,
 )
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import Grammar
-from warpbus.engine.sequence import Piece, Sequence, request_fault
+from warpbus.engine.sequence import Sequence, TextPiece, request_fault
 from warpbus.engine.serving_move import PAUSE, ServedMove
 from warpbus.engine.stats import Stats
 from warpbus.errors import UsageError, WarpbusError
 from warpbus.models import Progress
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer, load_tokenizer
 
-# Of loading, no more often than this is told.
+# Progress of loading is sent at most so many times.
 _PARTS_TOLD = 200
-# After so long without work the engine shrinks. Where several processes idle, this is also how often the first one is
-# heard of: a wait for it may last _PATIENCE.
+# After so long without work the engine shrinks. With several processes it is also how often an idle first process sends
+# to the others, which wait for it up to _PATIENCE.
 _SECONDS_OF_SILENCE = 300.0
 _PATIENCE = timedelta(minutes=30)
 
 
 def serve(
     group: Group,
-    line: JobPipe,
+    pipe: JobPipe,
     load: LoadEngine,
     model: Path,
     options: ServiceOptions,
     vocab_size: int,
     stop_ids: frozenset[int],
 ) -> None:
-    """Load a model and answer until told to stop: the job of each of the engine's processes.
+    """Load a model and generate until the command `Stop`: the main function of each of the engine's processes.
 
     Args:
-        group: this process's place.
-        line: to the service.
-        load: makes the engine.
+        group: the processes that share the model.
+        pipe: to and from the service.
+        load: creates the engine.
         model: the model directory.
         options: for `load`.
         vocab_size: of the model's scores.
         stop_ids: generation ends at any of these tokens.
 
     Raises:
-        WarpbusError: the model could not be loaded, or a step failed: all requests end.
+        WarpbusError: the model could not be loaded, or a step failed, which ends all requests.
     """
-    requests = _Requests(load_tokenizer(model), vocab_size, stop_ids)
-    engine = load(model, options, group, _teller(line) if group.is_first else _silent)
+    requests = _SequenceFactory(load_tokenizer(model), vocab_size, stop_ids)
+    engine = load(model, options, group, _progress_reporter(pipe) if group.is_first else _no_progress)
     lockstep = _Lockstep(group)
-    lockstep.meet()
+    lockstep.wait_for_all()
     if group.is_first:
-        line([Ready(engine.max_model_len)])
-    turns = _Turns(engine, group, line, requests)
-    goes_on = True
-    while goes_on:
-        commands = lockstep.share(line, turns.patience)
-        with line.step():
-            goes_on = turns.turn(commands)
+        pipe([Ready(engine.max_model_len)])
+    loop = _ServingLoop(engine, group, pipe, requests)
+    running = True
+    while running:
+        commands = lockstep.next_commands(pipe, loop.patience)
+        with pipe.step():
+            running = loop.run_once(commands)
 
 
-def _teller(line: JobPipe) -> Progress:
-    """Tells the service how far loading is, not too often."""
-    told = -1
+def _progress_reporter(pipe: JobPipe) -> Progress:
+    """Sends the progress of loading to the service, at a limited rate."""
+    reported = -1
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told
+    def report(done: int, total: int) -> None:
+        nonlocal reported
         part = _PARTS_TOLD * done // max(1, total)
-        if part != told:
-            told = part
-            line([Loading(done, total)])
+        if part != reported:
+            reported = part
+            pipe([Loading(done, total)])
 
-    return tell
+    return report
 
 
-def _silent(done: int, total: int) -> None:
+def _no_progress(done: int, total: int) -> None:
     del done, total
 
 
 class _Lockstep:
-    """Gives the processes of a group the same commands."""
+    """Gives all processes of a group the same commands."""
 
     def __init__(self, group: Group) -> None:
         self._first = group.is_first
         self._others = group.world > 1
         group.meet()
         self._count = torch.zeros(1, dtype=torch.int64)
-        # Commands are the host's: they should wait neither for a GPU nor on it.
-        self._talk = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE) if self._others else None
+        # On the host: an exchange of commands must not wait for the GPUs.
+        self._host_group = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE) if self._others else None
 
-    def meet(self) -> None:
-        """Wait until every process is here."""
+    def wait_for_all(self) -> None:
+        """Wait until all processes have called this."""
         if self._others:
-            torch.distributed.barrier(self._talk)
+            torch.distributed.barrier(self._host_group)
 
-    def share(self, line: JobPipe, patience: float) -> list[Command]:
-        """The commands that have come; waits up to so many seconds for some."""
+    def next_commands(self, pipe: JobPipe, patience: float) -> list[Command]:
+        """The commands that have arrived; waits up to `patience` seconds for the first one."""
         commands: list[Command] = []
         if self._first:
-            said: list[list[Command]] = line.heard(patience)
-            commands = [command for several in said for command in several]
+            batches: list[list[Command]] = pipe.heard(patience)
+            commands = [command for batch in batches for command in batch]
             if patience >= _SECONDS_OF_SILENCE and not commands:
                 commands = [Shrink()]
-        return self._agreed(commands) if self._others else commands
+        return self._broadcast(commands) if self._others else commands
 
-    def _agreed(self, commands: list[Command]) -> list[Command]:
-        """Those of the first process. Mostly there are none, and their number is all that is exchanged."""
+    def _broadcast(self, commands: list[Command]) -> list[Command]:
+        """The commands of the first process. Mostly there are none, and only their number is broadcast."""
         self._count[0] = len(commands)
-        torch.distributed.broadcast(self._count, 0, self._talk)
+        torch.distributed.broadcast(self._count, 0, self._host_group)
         if not self._count:
             return []
         shared = [commands]
-        torch.distributed.broadcast_object_list(shared, 0, self._talk)
+        torch.distributed.broadcast_object_list(shared, 0, self._host_group)
         return shared[0]
 
 
-class _Requests:
-    """Makes sequences of requests."""
+class _SequenceFactory:
+    """Creates sequences from requests."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
         self._compiler: GrammarCompiler | UsageError
         try:
-            # Now, and not when the first request wants it: for a large vocabulary it takes a while.
+            # Now, not at the first request with a grammar: it takes seconds for a large vocabulary.
             self._compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, stop_ids=stop_ids)
         except UsageError as error:
             self._compiler = error
 
     def sequence(self, command: Add, max_model_len: int) -> Sequence:
-        """What the engine gets. Raises `UsageError` for a grammar that cannot be used."""
+        """The sequence of a request. Raises `UsageError` for a grammar that cannot be used."""
         params = command.params
         return Sequence(
             command.number,
@@ -173,29 +173,29 @@ class _Requests:
         return self._compiler.compile(grammar)
 
 
-class _Turns:
-    """What is done again and again: commands, a step, and what there is to say of both."""
+class _ServingLoop:
+    """The serving loop: executes commands, runs a step, and sends the results of both."""
 
-    def __init__(self, engine: ServedEngine, group: Group, line: JobPipe, requests: _Requests) -> None:
+    def __init__(self, engine: ServedEngine, group: Group, pipe: JobPipe, requests: _SequenceFactory) -> None:
         self._engine = engine
         self._group = group
-        self._line = line
+        self._pipe = pipe
         self._requests = requests
         self._sequences: dict[int, Sequence] = {}
-        self._asked: list[Ask] = []
+        self._queries: list[Ask] = []
         self._asleep = False
         self._move: ServedMove | None = None
-        self._said: list[Event] = []
+        self._events: list[Event] = []
 
     @property
     def patience(self) -> float:
-        """Seconds for which there is nothing to do if nobody says anything."""
+        """How many seconds to wait for commands."""
         if self._engine.has_work:
             return 0.0
         return _SECONDS_OF_SILENCE if self._move is None else PAUSE
 
-    def turn(self, commands: list[Command]) -> bool:
-        """Do what is to be done; False after the last turn."""
+    def run_once(self, commands: list[Command]) -> bool:
+        """One iteration; False after the command `Stop`."""
         for command in commands:
             match command:
                 case Add():
@@ -203,7 +203,7 @@ class _Turns:
                 case Abort():
                     self._abort(command.number)
                 case Ask():
-                    self._asked.append(command)
+                    self._queries.append(command)
                 case MoveTo():
                     self._begin_move(command)
                 case Shrink():
@@ -212,17 +212,17 @@ class _Turns:
                 case Stop():
                     return False
         if self._engine.has_work:
-            self._tell(self._engine.step())
+            self._add_results(self._engine.step())
         if self._move is not None:
-            self._go_on_moving(self._move)
-        for ask in self._asked[:]:
-            # What waits for a pause gets it: the service adds nothing meanwhile.
+            self._advance_move(self._move)
+        for ask in self._queries[:]:
+            # "sleep" and "wake" wait until the engine has no work; the service adds no requests meanwhile.
             if ask.query == "stats" or not self._engine.has_work:
-                self._asked.remove(ask)
+                self._queries.remove(ask)
                 self._reply(ask)
-        if self._said and self._group.is_first:
-            self._line(self._said)
-        self._said = []
+        if self._events and self._group.is_first:
+            self._pipe(self._events)
+        self._events = []
         return True
 
     def _add(self, command: Add) -> None:
@@ -232,13 +232,13 @@ class _Turns:
         except MemoryError:
             raise
         except Exception as error:
-            self._said.append(RequestFailed(command.number, JobFailure.of(request_fault(error, command.number))))
+            self._events.append(RequestFailed(command.number, JobFailure.of(request_fault(error, command.number))))
         else:
             self._sequences[command.number] = sequence
 
     def _abort(self, number: int) -> None:
         sequence = self._sequences.pop(number, None)
-        if sequence is not None:  # else it has ended meanwhile
+        if sequence is not None:  # else it has already ended
             self._engine.abort(sequence)
 
     def _begin_move(self, command: MoveTo) -> None:
@@ -247,29 +247,29 @@ class _Turns:
                 raise UsageError("the engine is on its way to another GPU already: try again when it is there")
             self._move = ServedMove(command.number, self._engine, command.device)
         except WarpbusError as error:
-            self._said.append(Reply(command.number, JobFailure.of(error)))
+            self._events.append(Reply(command.number, JobFailure.of(error)))
 
-    def _go_on_moving(self, move: ServedMove) -> None:
+    def _advance_move(self, move: ServedMove) -> None:
         try:
-            finished = move.turn()
+            finished = move.advance()
         except WarpbusError as error:
             self._move = None
-            self._said.append(Reply(move.number, JobFailure.of(error)))
+            self._events.append(Reply(move.number, JobFailure.of(error)))
             return
         if finished is not None:
             self._move = None
-            self._tell(finished[0])
-            self._said.append(Reply(move.number, finished[1]))
+            self._add_results(finished[0])
+            self._events.append(Reply(move.number, finished[1]))
 
-    def _tell(self, came: list[tuple[Sequence, Piece]]) -> None:
-        """Tell what steps brought."""
-        if came:
-            self._said.append(Step([(sequence.index, piece) for sequence, piece in came]))
-        for sequence, _ in came:
+    def _add_results(self, results: list[tuple[Sequence, TextPiece]]) -> None:
+        """Queue the results of steps for the service."""
+        if results:
+            self._events.append(StepResults([(sequence.index, piece) for sequence, piece in results]))
+        for sequence, _ in results:
             if sequence.ended:
                 self._sequences.pop(sequence.index, None)
             if sequence.error is not None:
-                self._said.append(RequestFailed(sequence.index, JobFailure.of(sequence.error)))
+                self._events.append(RequestFailed(sequence.index, JobFailure.of(sequence.error)))
 
     def _reply(self, ask: Ask) -> None:
         answer: Stats | JobFailure | None = None
@@ -285,7 +285,7 @@ class _Turns:
         except UsageError as error:
             answer = JobFailure.of(error)
         except WarpbusError as error:
-            if self._group.world > 1:  # the others may have succeeded
+            if self._group.world > 1:  # the other processes may have succeeded
                 raise
             answer = JobFailure.of(error)
-        self._said.append(Reply(ask.number, answer))
+        self._events.append(Reply(ask.number, answer))

@@ -1,17 +1,17 @@
-"""Speculative decoding without a second model: what followed the same words before is supposed to follow again.
+"""Speculative decoding without a draft model: n-gram lookup in the sequence itself proposes the draft tokens.
 
-Answers that quote their prompt, as summaries, corrections and code do, repeat long runs of it (prompt lookup decoding;
-Saxena, 2023). The model reads the supposed tokens in one step and says which of them it would have chosen.
+Answers that quote their prompt, such as summaries, corrections and code, repeat long parts of it (prompt lookup
+decoding; Saxena, 2023). The model verifies all draft tokens in one step.
 """
 
-from collections.abc import Sequence
+from collections import abc
 
 
 class NgramIndex:
-    """Where each run of a few tokens last stood in a sequence that grows. A token costs an entry for each length.
+    """The last occurrence of each n-gram of a growing sequence. Each token adds one entry per n-gram length.
 
     Args:
-        longest, shortest: the lengths of the runs that are looked up, in tokens. The longest that is found counts.
+        longest, shortest: the lengths of the n-grams, in tokens. The longest one that is found counts.
     """
 
     def __init__(self, *, longest: int = 3, shortest: int = 2) -> None:
@@ -19,15 +19,15 @@ class NgramIndex:
             raise ValueError(f"runs of {shortest} to {longest} tokens: expected 1 or more, the shortest first")
         self._lengths = range(longest, shortest - 1, -1)
         self._tokens: list[int] = []
-        self._follows: dict[tuple[int, ...], int] = {}  # run of tokens: where the token after its last occurrence is
+        self._follows: dict[tuple[int, ...], int] = {}  # n-gram: index of the token after its last occurrence
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: abc.Sequence[int]) -> None:
         """Append tokens to the sequence."""
         for token in tokens:
-            # The runs that end here now have a token after them; the last one of all has none yet.
+            # Index the n-grams that end before this token; those that end with the last token have no next one.
             end = len(self._tokens)
             for length in self._lengths:
                 if length <= end:
@@ -35,9 +35,9 @@ class NgramIndex:
             self._tokens.append(token)
 
     def propose(self, count: int = 4) -> list[int]:
-        """At most `count` tokens: those after the latest earlier occurrence of the run that the sequence ends with.
+        """At most `count` tokens: those after the latest earlier occurrence of the n-gram that ends the sequence.
 
-        Where that occurrence is so late that the sequence ends sooner, its repetition goes on with itself.
+        If fewer tokens than `count` follow that occurrence, they are repeated periodically.
         """
         end = len(self._tokens)
         for length in self._lengths:
@@ -48,16 +48,16 @@ class NgramIndex:
         return []
 
 
-def accepted(drafts: Sequence[int], chosen: Sequence[int | None]) -> int:
-    """How many drafts are kept: those before the first that differs from the token chosen in its place.
+def accepted(drafts: abc.Sequence[int], chosen: abc.Sequence[int | None]) -> int:
+    """How many drafts are accepted: those before the first that differs from the token sampled in its position.
 
-    The token chosen after the drafts kept is kept as well: a step yields `accepted + 1` tokens, which are those that
-    steps of one token would have chosen.
+    The token sampled after the accepted drafts is kept, too: a step yields `accepted + 1` tokens, the same ones that
+    steps of one token would have sampled.
 
     Args:
-        drafts: the tokens that were supposed to follow.
-        chosen: the tokens chosen after none, the first, the first two, ... of them: one more than there are drafts.
-            None where none could be chosen.
+        drafts: the draft tokens.
+        chosen: the tokens sampled after none, the first, the first two, ... of them: one more than there are drafts.
+            None for NaN or infinite logits.
     """
     if len(chosen) != len(drafts) + 1:
         raise ValueError(f"{len(chosen)} tokens chosen for {len(drafts)} drafts: expected one more")

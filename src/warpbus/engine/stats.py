@@ -1,23 +1,23 @@
-"""What an engine is doing, and has done, in numbers."""
+"""Counters and gauges of an engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What an engine is doing, and has done.
+    """Counters and gauges of an engine.
 
     Attributes:
         running, waiting: sequences.
-        steps: that were launched.
-        preemptions: how often a sequence had to give its blocks back.
-        prefix_queries, prefix_hits: tokens of prompts looked up in the cache, and found.
-        blocks, blocks_used, blocks_idle: of the cache, without those of prefixes: all there can be, used, and kept for
-            who may want them.
-        cache_bytes: memory that the cache has now.
-        drafted, accepted: tokens guessed by speculation, and how many of them were right.
-        planning: seconds in which the host has chosen who is in a step.
-        launching: seconds in which it has prepared steps and launched them; on the CPU, in which it has computed them.
+        steps: launched steps.
+        preemptions: how often a sequence was preempted.
+        prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
+        blocks, blocks_used, blocks_idle: blocks of the cache, those of P-Tuning prefixes excluded: the most there can
+            be, those used by sequences, and those kept in the prefix cache only.
+        cache_bytes: committed memory of the cache.
+        drafted, accepted: draft tokens of speculation, and how many of them were accepted.
+        planning: seconds of the host for scheduling steps.
+        launching: seconds of the host for preparing and launching steps; on the CPU, for computing them.
     """
 
     running: int

@@ -10,8 +10,8 @@ from pathlib import Path
 import jinja2
 from matplotlib.figure import Figure
 
+from warpbus.evaluation.pictures import style
 from warpbus.formats.files import replace_file
-from warpbus.quantization.pictures import style
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from warpbus.evaluation import page
+from warpbus.evaluation.pictures import paper, plain, style
 from warpbus.evaluation.side_by_side import Evaluation
 from warpbus.formats.files import replace_file
-from warpbus.quantization.pictures import paper, plain, style
 
 _ORIGINAL_COLOR = "#7b8496"  # legible on white paper and on a dark page
 

@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from warpbus.errors import DeviceError, QualityError
+from warpbus.evaluation import pictures
 from warpbus.evaluation import report as evaluations
 from warpbus.evaluation.page import PageTable, Picture, write_page
 from warpbus.evaluation.side_by_side import Evaluation, evaluate
 from warpbus.formats.files import replace_file
-from warpbus.quantization import pictures
 from warpbus.quantization.report import Report
 
 # Name, name in Chinese, before, after, change.

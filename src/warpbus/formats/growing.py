@@ -28,7 +28,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from warpbus.cuda.staging import Staging
+from warpbus.cuda.staging import PinnedStaging
 from warpbus.errors import StorageError, TensorError, UsageError
 from warpbus.formats.files import (
     FileLock,
@@ -403,7 +403,7 @@ def discard_parts(output: str | Path) -> None:
 def _on_host(waiting: _Waiting) -> dict[str, Tensor]:
     """The tensors on the CPU, contiguous; copies from a GPU overlap with its computation."""
     streams = {device: torch.cuda.Stream(device) for device in waiting.ready}
-    stagings = {device: Staging(device) for device in waiting.ready}
+    stagings = {device: PinnedStaging(device) for device in waiting.ready}
     copied = {}
     for name, tensor in waiting.tensors.items():
         if tensor.device.type == "cuda":

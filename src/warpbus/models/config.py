@@ -104,12 +104,19 @@ class ModelConfig:
         return next((matrix for matrix in self.layers[int(index)].matrices if matrix.name == owner), None)
 
     @cached_property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all parameters of the model by their names; a tied head has none."""
+        ends = (self.vocab_size, self.hidden_size)
+        found: dict[str, tuple[int, ...]] = {"embedding.weight": ends}
+        for index, layer in enumerate(self.layers):
+            found |= {f"layers.{index}.{name}": shape for name, shape in layer.parameters.items()}
+        found |= self.norm.parameters("final_norm", self.hidden_size)
+        return found if self.tie_embeddings else found | {"head.weight": ends}
+
+    @cached_property
     def num_parameters(self) -> int:
-        """Parameters of the whole model; a tied head is counted once."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        shapes = [shape for layer in self.layers for shape in layer.parameters.values()]
-        shapes += self.norm.parameters("final_norm", self.hidden_size).values()
-        return embeddings + sum(map(math.prod, shapes))
+        """Parameters of the whole model, a tied head is counted once."""
+        return sum(map(math.prod, self.parameters.values()))
 
     def resized(
         self,

@@ -101,7 +101,7 @@ def convert(
     """
     started = time.perf_counter()
     plan = prepare(Path(model), Path(output), to, pad_ffn)
-    job = _Job(plan, Path(output), progress or (lambda what, done, total: None))
+    job = _RunningConversion(plan, Path(output), progress or (lambda what, done, total: None))
     scales, rounded = job.check()
     digests: dict[str, bytes] = {}
     with CheckpointWriter(
@@ -129,7 +129,7 @@ def convert(
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RunningConversion:
     """The conversion of one model."""
 
     plan: ConversionPlan

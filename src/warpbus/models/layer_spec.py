@@ -257,6 +257,11 @@ class LayerSpec:
             raise KeyError(name)
         return found
 
+    @property
+    def num_weights(self) -> int:
+        """Elements of all matrices."""
+        return sum(matrix.num_weights for matrix in self.matrices)
+
     def reading(self, stage: str) -> tuple[MatrixSpec, ...]:
         """The matrices that a stage's output enters."""
         return tuple(matrix for matrix in self.matrices if matrix.reads == stage)

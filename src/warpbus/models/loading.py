@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from warpbus.cuda.staging import Staging
+from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
 from warpbus.formats import Checkpoint
@@ -217,7 +217,7 @@ class _Source:
     head: Scheme | None = None
     embedding: torch.device | str | None = None
     part: Part | None = None
-    staging: Staging | None = None
+    staging: PinnedStaging | None = None
 
     @classmethod
     def open(
@@ -226,7 +226,7 @@ class _Source:
         """Check the tensor names of the file against those the decoder needs, before any tensor is read."""
         layout, tensors = layout_of(checkpoint.config), tensor_map(config)
         schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
-        staging = Staging(torch.device(device)) if torch.device(device).type == "cuda" else None
+        staging = PinnedStaging(torch.device(device)) if torch.device(device).type == "cuda" else None
         source = cls(checkpoint, config, tensors, layout, schemes, device, dtype, staging=staging)
         source.refuse_prefix()
         source.refuse_unexpected()

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from warpbus.quantization.algorithms import gptq, rtn
     from warpbus.quantization.calibration import Calibration
     from warpbus.quantization.driver import ALGORITHMS, Progress, quantize
-    from warpbus.quantization.estimate import Estimate
+    from warpbus.quantization.estimate import QuantizationEstimate
     from warpbus.quantization.report import LayerResult, Report
     from warpbus.quantization.texts import read_calibration
 
 __all__ = [
     "ALGORITHMS",
     "Calibration",
-    "Estimate",
     "LayerResult",
     "Progress",
+    "QuantizationEstimate",
     "Report",
     "gptq",
     "quantize",
@@ -31,7 +31,7 @@ __all__ = [
 _FILES = {
     "ALGORITHMS": "driver",
     "Calibration": "calibration",
-    "Estimate": "estimate",
+    "QuantizationEstimate": "estimate",
     "LayerResult": "report",
     "Progress": "driver",
     "Report": "report",

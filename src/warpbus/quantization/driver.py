@@ -25,7 +25,7 @@ from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import Scheme, Schemes
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.early import ENVIRONMENT
-from warpbus.quantization.estimate import Estimate
+from warpbus.quantization.estimate import QuantizationEstimate
 from warpbus.quantization.job import Begun, Job, run_job
 from warpbus.quantization.methods import METHODS, suits
 from warpbus.quantization.preflight import Plan, prepare
@@ -48,7 +48,7 @@ class Progress:
         matrix: called with the matrices that are done, all there are, and the last one.
     """
 
-    estimated: Callable[[Estimate], None] = field(default=lambda estimate: None)
+    estimated: Callable[[QuantizationEstimate], None] = field(default=lambda estimate: None)
     checked: Callable[[int, int], None] = field(default=lambda done, total: None)
     begun: Callable[[Begun], None] = field(default=lambda begun: None)
     matrix: Callable[[int, int, LayerResult], None] = field(default=lambda done, total, result: None)
@@ -234,7 +234,7 @@ class _Told:
     report: Report | None = None
 
     def receive(self, message: object) -> None:
-        if isinstance(message, Estimate):
+        if isinstance(message, QuantizationEstimate):
             self.progress.estimated(message)
         elif isinstance(message, Checked):
             self.progress.checked(message.done, message.total)

@@ -1,31 +1,30 @@
-"""What a run is going to need, before its first layer: memory of every GPU, main memory, disk, time.
+"""What a quantization needs, before its first layer: memory of every GPU, main memory, disk, time.
 
-Sizes follow from the shapes alone. Times are those of the matrix products, at rates that are measured on the device,
-so a run takes at least as long: reading, writing, attention and the search for scales come on top.
+Sizes follow from the shapes alone. The least time is that of the matrix products at rates measured on the device; the
+most adds what measured runs took besides: reading, writing, attention, norms and the search for scales.
 """
 
 import math
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
 
 from warpbus.cuda.devices import default_dtype
+from warpbus.cuda.rates import matmul_rates
 from warpbus.dist import SHARES
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import free_space
 from warpbus.formats.growing import WAITING
+from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange, inner_features
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.cholesky import PRODUCTS
 from warpbus.quantization.algorithms.gptq import SWEEPS
-from warpbus.quantization.layerwise import COMPARED_TOKENS
 from warpbus.quantization.preflight import Plan
+from warpbus.quantization.states import COMPARED_TOKENS
 from warpbus.quantization.statistics import DRIFT, MOMENTS
 from warpbus.quantization.survey import Place
 
@@ -37,81 +36,47 @@ _SOLVE_ROWS = 7  # float32 matrices [in, rows] at a time
 _ALLOWANCE = {"cuda": 10**9, "cpu": 4 * 10**8}  # bytes: libraries, their workspaces, what the allocator cannot use
 _DISK_ALLOWANCE = 16 * 10**6  # bytes: config, index, report, pictures
 
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes that one place has to have.
-
-    Attributes:
-        place: "cuda:0", "main memory", or the full path of the directory that the output is going to be in.
-        parts: what they are made of.
-        available: what is there; `None` where the system does not say.
-    """
-
-    place: str
-    parts: Mapping[str, int]
-    available: int | None
-
-    @property
-    def total(self) -> int:
-        """All parts together."""
-        return sum(self.parts.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is enough, as far as is known."""
-        return self.available is None or self.total <= self.available
+# How much longer than its products a stage takes at most. On GPUs the records in `benchmarks/results` are within it. On
+# a CPU runs of gptq and awq on glm-poet are, by the time that they had a core: everything but the products took as long
+# as these, so that the products alone stay below the time of a quiet machine even where a busy one halves their rate.
+_SLOWDOWN = {
+    "cuda": {"forward": 1.7, "moments": 1.4, "factors": 2.0, "solve": 7.0},
+    "cpu": {"forward": 2.5, "moments": 2.2, "factors": 10.0, "solve": 13.0},
+}
+_MATRIX_SECONDS = 0.03  # that a matrix takes besides, for the thousands of small steps of its factors and its solve
+_START_SECONDS = 6.0  # starting the processes and loading libraries, and giving the model its name at the end
 
 
 @dataclass(frozen=True)
-class Rates:
-    """FLOP a second of a device's matrix products.
-
-    Attributes:
-        forward: in the dtype of the activations.
-        solve: in what factors and solves are computed in: on a GPU 16 bits, see `algorithms.precision`.
-    """
-
-    forward: float
-    solve: float
-
-    @classmethod
-    def measured(cls, device: torch.device, dtype: torch.dtype) -> "Rates":
-        """The best of some products of random matrices: a tenth of a second or two besides a GPU's first use."""
-        solve = _rate(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
-        # Tensor cores are as fast with the one format of 16 bits as with the other.
-        alike = device.type == "cpu" or dtype in (torch.float16, torch.bfloat16)
-        return cls(solve if alike else _rate(device, dtype), solve)
-
-
-@dataclass(frozen=True)
-class Estimate:
+class QuantizationEstimate:
     """What a run needs.
 
     Attributes:
         gpus: of each GPU, in the order of the ranks; empty on the CPU.
         memory: main memory of the processes of one machine, of several machines of that which has least to spare.
         disk: where the model is going to be.
-        keep: whether there is room for the inputs of each last linear layer while it is solved (see `LayerPass`).
+        keep: whether there is room for the inputs of each last matrix while it is solved (see `LayerQuantization`).
         tokens: that the model is calibrated on; 0 where nothing is calibrated.
         columns: of the widest matrix.
-        seconds: of each kind of matrix product, on the device that has most to do.
+        seconds: of each kind of matrix product, on the device that has most to do; empty where nothing is calibrated.
+        time: how long the run takes; None where nothing is calibrated.
     """
 
-    gpus: tuple[Need, ...]
-    memory: Need
-    disk: Need
+    gpus: tuple[MemoryNeed, ...]
+    memory: MemoryNeed
+    disk: MemoryNeed
     keep: bool
     tokens: int
     columns: int
     seconds: Mapping[str, float]
+    time: TimeRange | None
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What may go wrong: main memory can be swapped, and some virtual machines get more when they ask for it."""
         found = []
         if not self.memory.fits:
-            found.append(f"{_shortage(self.memory)}: it may get slow or be killed: close other programs, or use a GPU")
+            found.append(f"{self.memory.shortage()}: it may get slow or be killed: close other programs, or use a GPU")
         if 0 < self.tokens < self.columns:
             found.append(
                 f"the calibration data has {self.tokens:,} tokens, the widest matrix {self.columns:,} columns: too few "
@@ -128,51 +93,24 @@ class Estimate:
         """
         for need in self.gpus:
             if not need.fits:
-                raise DeviceError(f"{_shortage(need)}: {self._remedy(need)}")
+                raise DeviceError(f"{need.shortage()}: {self._remedy(need)}")
         if not self.disk.fits:
-            raise StorageError(f"{_shortage(self.disk)}: make room or name a directory on another disk")
-
-    def table(self) -> Table:
-        """A table for the terminal, at most 100 columns wide; GPUs that need the same share a row."""
-        drawn = Table(title="what this run needs", title_justify="left", title_style="bold", header_style="bold")
-        drawn.add_column("", max_width=36, overflow="fold")
-        for name in ("needs", "free"):
-            drawn.add_column(name, justify="right", no_wrap=True)
-        drawn.add_column("of which", max_width=52)
-        for need, last in self._rows():
-            style = None if need.fits else "bold red"
-            place = need.place if last is None else f"{need.place} to {last}"
-            free = "?" if need.available is None else _size(need.available)
-            drawn.add_row(Text(place), _size(need.total), free, _listed(need.parts), style=style)
-        if self.seconds:
-            kinds = ", ".join(f"{name} {_duration(value)}" for name, value in self.seconds.items())
-            drawn.add_row("time, at least", _duration(sum(self.seconds.values())), "", kinds)
-        return drawn
+            raise StorageError(f"{self.disk.shortage()}: make room or name a directory on another disk")
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary; sizes in bytes, times in seconds."""
         return asdict(self)
 
     def figures(self) -> dict[str, float]:
-        """What the report keeps of it: seconds; bytes of memory, disk and, where there are any, of the fullest GPU."""
-        found: dict[str, float] = {
-            "seconds": sum(self.seconds.values()),
-            "memory": self.memory.total,
-            "disk": self.disk.total,
-        }
+        """What the report keeps of it: of a calibrated run the `seconds` at least and `most_seconds`; bytes of main
+        `memory`, of the `disk` and, where there are GPUs, the `gpu_memory` of the fullest one.
+        """
+        found: dict[str, float] = {"memory": self.memory.total, "disk": self.disk.total}
+        if self.time is not None:
+            found |= {"seconds": self.time.least, "most_seconds": self.time.most}
         return found | ({"gpu_memory": max(gpu.total for gpu in self.gpus)} if self.gpus else {})
 
-    def _rows(self) -> list[tuple[Need, str | None]]:
-        """All needs; of GPUs in a row that are alike the first, and the name of the last."""
-        rows: list[tuple[Need, str | None]] = []
-        for need in self.gpus:
-            if rows and rows[-1][0].parts == need.parts and rows[-1][0].fits == need.fits:
-                rows[-1] = rows[-1][0], need.place
-            else:
-                rows.append((need, None))
-        return [*rows, (self.memory, None), (self.disk, None)]
-
-    def _remedy(self, need: Need) -> str:
+    def _remedy(self, need: MemoryNeed) -> str:
         growing = sum(need.parts.get(name, 0) for name in ("states", "activations"))  # with the tokens
         rest = (need.available or 0) - (need.total - growing)
         if growing == 0 or rest <= 0:
@@ -190,9 +128,10 @@ def estimate(
     tokens: int,
     batch_tokens: int,
     places: Sequence[Place],
+    rates: Mapping[torch.dtype, float],
     kept_bytes: int = 0,
-    rates: Rates | None = None,
-) -> Estimate:
+    finished: Collection[int] = (),
+) -> QuantizationEstimate:
     """What quantizing a model is going to need.
 
     Args:
@@ -203,8 +142,9 @@ def estimate(
         tokens: that the model is calibrated on; 0 for an algorithm without calibration.
         batch_tokens: that go through a layer at once.
         places: of each rank.
+        rates: of the device of the first rank, as of `device_rates`.
         kept_bytes: what an earlier run has written already.
-        rates: of a device; measured on that of the first rank if not given, which then has to be this process.
+        finished: the numbers of the layers that it has finished.
 
     Raises:
         UsageError: if there are more ranks than shares of the work.
@@ -216,15 +156,15 @@ def estimate(
     distinct = len({place.device for place in places}) == world
     most = math.ceil(SHARES / world) / SHARES  # shares go to ranks as a whole
     dtype = default_dtype(device, plan.dtype)
-    if rates is None:
-        rates = Rates.measured(device, dtype)
-        torch.cuda.empty_cache()  # another process may be the one that works there
     matrices = plan.layer(0).values()
     part = plan.bytes_quantized // plan.config.num_layers
     disk = {"model": plan.bytes_after + _DISK_ALLOWANCE} | ({"there already": -kept_bytes} if kept_bytes else {})
     shared = max(machines.values()) if kind == "cpu" else 1  # processes on one CPU share its cores
+    moved = plan.checkpoint.total_bytes + plan.bytes_after
+    products = _seconds(plan, algorithm, needed, tokens, most, device, rates, finished)
+    seconds = {name: shared * value for name, value in products.items()}
 
-    def made(*, keep: bool) -> Estimate:
+    def made(*, keep: bool) -> QuantizationEstimate:
         working = _working_memory(plan, needed, tokens, batch_tokens, most, dtype.itemsize, keep=keep)
         waiting = {"finished layers": (WAITING + 1) * part}  # with the first rank
         gpus = []
@@ -232,7 +172,7 @@ def estimate(
             # On a cluster each process has a cuda:0 of its own.
             name = place.device if distinct else f"process {rank} on {place.machine}"
             parts = {**working, **(waiting if rank == 0 else {}), "libraries": _ALLOWANCE[kind]}
-            gpus.append(Need(name, parts, place.free))
+            gpus.append(MemoryNeed(name, parts, place.free))
         memories = []
         for place in {place.machine: place for place in places}.values():
             count, host = machines[place.machine], {"a layer of the file": plan.largest_unit}  # mapped: it is shared
@@ -242,18 +182,16 @@ def estimate(
                 host |= waiting if kind == "cpu" else {"finished layers": part}
             host["processes"] = (_ALLOWANCE["cpu"] if kind == "cpu" else 2 * _ALLOWANCE["cuda"]) * count
             name = "main memory" if len(machines) == 1 else f"main memory of {place.machine}"
-            memories.append(Need(name, host, place.memory))
-        return Estimate(
+            memories.append(MemoryNeed(name, host, place.memory))
+        return QuantizationEstimate(
             gpus=tuple(gpus),
             memory=min(memories, key=lambda need: math.inf if need.available is None else need.available - need.total),
-            disk=Need(str(output.resolve().parent), disk, free_space(output)),
+            disk=MemoryNeed(str(output.resolve().parent), disk, free_space(output)),
             keep=keep,
             tokens=tokens,
             columns=max(matrix.columns for matrix in matrices),
-            seconds={
-                name: shared * value
-                for name, value in _seconds(plan, algorithm, needed, tokens, most, kind, rates).items()
-            },
+            seconds=seconds,
+            time=time_range(seconds, kind, matrices=len(plan.matrices), file_bytes=moved) if seconds else None,
         )
 
     kept = made(keep=True)
@@ -271,7 +209,7 @@ def _working_memory(
     own, models = math.ceil(tokens * most), 2 if DRIFT in needed else 1
     layers = set(config.layers)
     attended = config.attention.width
-    inner = max(layer.mlp.ffn_size for layer in layers)
+    inner = max(map(inner_features, layers))
     squares = len(needed & {MOMENTS, DRIFT})
     gathering = max(squares * _SUMS * 4 * matrix.columns**2 for matrix in matrices)
     solving = max(
@@ -283,13 +221,48 @@ def _working_memory(
         "activations": own * max(models * attended, keep * inner) * itemsize,
         "a batch": min(own, batch_tokens) * (6 * inner * itemsize + 16 * config.hidden_size),
         # While one is worked on, the next one is read.
-        "layers": max(sum(each.num_weights for each in layer.matrices) for layer in layers) * (models + 1) * itemsize,
+        "layers": max(layer.num_weights for layer in layers) * (models + 1) * itemsize,
         "moments and solve": max(gathering, math.ceil(solving)),
     }
 
 
+def device_rates(device: torch.device, stored: torch.dtype) -> dict[torch.dtype, float]:
+    """FLOP per second of a device in the dtypes of a quantization, see `matmul_rates`.
+
+    Args:
+        stored: the dtype of the checkpoint.
+    """
+    return matmul_rates(device, list(dict.fromkeys((default_dtype(device, stored), _solve_dtype(device)))))
+
+
+def _solve_dtype(device: torch.device) -> torch.dtype:
+    """What factors and solves are computed in, see `algorithms.precision`."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def time_range(seconds: Mapping[str, float], kind: str, *, matrices: int, file_bytes: int) -> TimeRange:
+    """How long a quantization takes, from the products alone to everything that measured runs took.
+
+    Args:
+        seconds: of each kind of product, see `QuantizationEstimate`.
+        kind: "cuda" or "cpu".
+        matrices: how many are quantized.
+        file_bytes: that are read and written.
+    """
+    stages = math.fsum(_SLOWDOWN[kind][name] * value for name, value in seconds.items())
+    most = stages + _MATRIX_SECONDS * matrices + file_bytes / FILE_RATE + _START_SECONDS
+    return TimeRange(math.fsum(seconds.values()), most)
+
+
 def _seconds(
-    plan: Plan, algorithm: str, needed: frozenset[str], tokens: int, most: float, kind: str, rates: Rates
+    plan: Plan,
+    algorithm: str,
+    needed: frozenset[str],
+    tokens: int,
+    most: float,
+    device: torch.device,
+    rates: Mapping[torch.dtype, float],
+    finished: Collection[int],
 ) -> dict[str, float]:
     """Seconds of the rank with most to do, by kind of product."""
     if not tokens:
@@ -300,45 +273,16 @@ def _seconds(
         rows, columns = sum(matrix.rows), matrix.columns
         # A product takes two operations an element; the original model may run alongside.
         flop["forward"] += 2 * (1 + compared) * tokens * rows * columns * most
+        if matrix.layer in finished:
+            continue
         # x x^T is symmetric, (o - x) x^T is not.
         flop["moments"] += ((MOMENTS in needed) + 2 * compared) * tokens * columns**2 * most
         if algorithm == "gptq":
-            flop["factors"] += columns**3 / 3 * (PRODUCTS if kind == "cuda" else 1)
+            flop["factors"] += columns**3 / 3 * (PRODUCTS if device.type == "cuda" else 1)
             # What to aim at: two products; errors carried on: half a one; descent: one, and two a sweep; losses: two.
             flop["solve"] += 2 * rows * columns**2 * (2 + 0.5 + 1 + 2 * SWEEPS + 2) * most
         elif algorithm == "awq":
             flop["solve"] += 2 * rows * columns**2 * TRIALS * most
-    speed = {"forward": rates.forward, "moments": rates.forward, "factors": rates.solve, "solve": rates.solve}
+    forward, solve = rates[default_dtype(device, plan.dtype)], rates[_solve_dtype(device)]
+    speed = {"forward": forward, "moments": forward, "factors": solve, "solve": solve}
     return {name: value / speed[name] for name, value in flop.items() if value}
-
-
-def _rate(device: torch.device, dtype: torch.dtype) -> float:
-    size = 4096 if device.type == "cuda" else 512
-    left = torch.randn(size, size, device=device).to(dtype)
-    (left @ left)[0, 0].item()  # the first one loads what it needs
-    seconds: list[float] = []
-    while sum(seconds) < 0.02:
-        started = time.perf_counter()
-        (left @ left)[0, 0].item()  # waits for the device
-        seconds.append(time.perf_counter() - started)
-    return 2 * size**3 / min(seconds)
-
-
-def _shortage(need: Need) -> str:
-    available = 0 if need.available is None else need.available
-    return f"{need.place}: needs about {_size(need.total)} ({_listed(need.parts)}), {_size(available)} free"
-
-
-def _listed(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if abs(count) >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -9,7 +9,8 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from warpbus.cuda.devices import default_dtype
 from warpbus.cuda.energy import EnergyMeter
@@ -33,15 +35,15 @@ from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import QTensor, Scheme, Schemes
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
-from warpbus.quantization.estimate import Estimate, Rates, estimate
-from warpbus.quantization.layerwise import LayerPass, embed
+from warpbus.quantization.estimate import QuantizationEstimate, device_rates, estimate
+from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.loss import relative, squared_loss
 from warpbus.quantization.methods import METHODS, Method, solve_small
 from warpbus.quantization.preflight import REPORT_NAME, Plan, prepare
 from warpbus.quantization.reading import Reading
 from warpbus.quantization.report import LayerResult, Report, peak_memory, versions
-from warpbus.quantization.solving import LayerSolver
 from warpbus.quantization.sources import Sources, check_finite
+from warpbus.quantization.states import embed
 from warpbus.quantization.statistics import DRIFT
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.survey import Place, check_model
@@ -139,15 +141,15 @@ def get_ready(device: torch.device) -> None:
 def run_job(group: Group, send: Send, job: Job) -> None:
     """Do a process's share of a run.
 
-    The first process sends an `Estimate`, `Checked` where parts are finished already, `Begun`, a `LayerResult` for each
-    matrix and at last the `Report`.
+    The first process sends a `QuantizationEstimate`, `Checked` where parts are finished already, `Begun`, a
+    `LayerResult` for each matrix and at last the `Report`.
 
     Raises:
         WarpbusError: as `quantize`.
     """
     try:
         with ExitStack() as stack, _quick_turns():
-            _Run.open(group, send, job, stack).run()
+            _QuantizationRun.open(group, send, job, stack).run()
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"{group.device}: out of memory: use fewer --samples or a shorter --seqlen, more or larger GPUs, "
@@ -156,7 +158,7 @@ def run_job(group: Group, send: Send, job: Job) -> None:
 
 
 @dataclass
-class _Run:
+class _QuantizationRun:
     """One process's side of a run."""
 
     group: Group
@@ -173,9 +175,10 @@ class _Run:
     reading: Reading | None
     method: Method | None
     results: list[LayerResult] = field(default_factory=list)
+    ends: Future[None] | None = None
 
     @classmethod
-    def open(cls, group: Group, send: Send, job: Job, stack: ExitStack) -> "_Run":
+    def open(cls, group: Group, send: Send, job: Job, stack: ExitStack) -> "_QuantizationRun":
         """Plan, and find out what is finished already. The first process says so to the others."""
         watch = Stopwatch(group.device)
         if group.device.type == "cuda":
@@ -225,12 +228,14 @@ class _Run:
     @torch.no_grad()
     def run(self) -> None:
         """Quantize all layers, and put the model in its place."""
-        with EnergyMeter([self.group.device]) as energy:
-            self._commit_ends()
+        with EnergyMeter([self.group.device]) as energy, ThreadPoolExecutor(1, "ends") as pool:
+            # Checking and hashing the embedding and the head takes seconds, which the first layer does not wait for.
+            self.ends = pool.submit(self._commit_ends)
             if self.job.data is None or self.method is None or self.reading is None:
                 self._round_to_nearest()
             else:
                 self._calibrate(self.job.data, self.method, self.reading)
+            self.ends.result()
         peaks, joules = self._gathered(energy.total)
         if self.writer is None:
             return  # nobody needs this process any more
@@ -254,34 +259,44 @@ class _Run:
         self.watch.lap("reading")
         for index, layer in enumerate(reading.layers()):
             self.watch.lap("reading")
-            through = LayerPass(layer, index, states, method.needed, group=self.group, watch=self.watch, keep=self.keep)
+            through = LayerQuantization(
+                layer,
+                index,
+                states,
+                method.needed,
+                group=self.group,
+                watch=self.watch,
+                keep=self.keep,
+                matrices=self.plan.layer(index),
+                scale_dtype=self.plan.scale_dtype,
+                damping=self.job.damping,
+                tell=self._tell,
+            )
             if index in self.finished:
                 through.skip(partial(self._restore, index, layer))
             else:
-                self._quantize_layer(index, layer, method, through)
+                self._check_layer(index)
+                through.quantize(method)
+                self._write(index, through)
 
-    def _quantize_layer(self, index: int, layer: DecoderLayer, method: Method, through: LayerPass) -> None:
-        """Quantize a layer, move the states past it, and hand it to the writer."""
-        matrices = self.plan.layer(index)
-        self._check_layer(index)
-        solver = LayerSolver(
-            layer,
-            matrices,
-            method,
-            scale_dtype=self.plan.scale_dtype,
-            damping=self.job.damping,
-            group=self.group,
-            watch=self.watch,
-            tell=self._tell,
-        )
-        through.quantize(solver)
-        if self.writer is not None and self.sources is not None:
-            tensors = kept_tensors(self.plan, index, solver.changed)
-            for linear, matrix in matrices.items():
-                tensors |= stored_tensors(self.plan, matrix, solver.quantized[linear])
-            facts = {"results": [asdict(result) for result in solver.results]}
-            self.writer.commit(layer_part(index), tensors, facts | self.sources.layer_facts(index))
-            self.watch.lap("writing")
+    def _write(self, index: int, done: LayerQuantization) -> None:
+        """Hand a layer that is quantized to the writer."""
+        if self.writer is None:
+            return
+        tensors = kept_tensors(self.plan, index, done.changed)
+        for linear, matrix in self.plan.layer(index).items():
+            tensors |= stored_tensors(self.plan, matrix, done.quantized[linear])
+        self._commit_layer(index, tensors, done.results)
+
+    def _commit_layer(self, index: int, tensors: Mapping[str, Tensor], results: Sequence[LayerResult]) -> None:
+        """Hand the tensors of a finished layer to the writer, which writes them in the background."""
+        assert self.writer is not None
+        assert self.sources is not None
+        assert self.ends is not None
+        self.ends.result()  # no layer is kept of a model that is refused
+        facts = {"results": [asdict(result) for result in results]}
+        self.writer.commit(layer_part(index), tensors, facts | self.sources.layer_facts(index))
+        self.watch.lap("writing")
 
     def _restore(self, index: int, layer: DecoderLayer) -> None:
         """Put what an earlier run made of a layer in its place."""
@@ -302,7 +317,7 @@ class _Run:
 
     def _round_to_nearest(self) -> None:
         """Each tensor of the checkpoint by itself: rows do not depend on each other. One process does it."""
-        if self.writer is None or self.sources is None:
+        if self.writer is None:
             return
         for index in range(self.plan.config.num_layers):
             if index in self.finished:
@@ -325,9 +340,7 @@ class _Run:
                 error, seconds = relative(lost, total), time.perf_counter() - started
                 results.append(LayerResult(index, matrix.linear, str(matrix.scheme), error, seconds))
                 self._tell(results[-1])
-            facts = {"results": [asdict(result) for result in results]}
-            self.writer.commit(layer_part(index), tensors, facts | self.sources.layer_facts(index))
-            self.watch.lap("writing")
+            self._commit_layer(index, tensors, results)
 
     def _commit_ends(self) -> None:
         """What is outside of the layers, as it is."""
@@ -418,21 +431,25 @@ def _ready(algorithm: str, group: Group, plan: Plan) -> Method:
     return method
 
 
-def _rates(group: Group, plan: Plan) -> Rates | None:
+def _rates(group: Group, plan: Plan) -> Mapping[torch.dtype, float] | None:
     """Those of the first process count; the other GPUs load their libraries by measuring theirs."""
     if group.is_first or group.device.type == "cuda":
-        return Rates.measured(group.device, default_dtype(group.device, plan.dtype))
+        return device_rates(group.device, plan.dtype)
     return None
 
 
 def _agreed(
-    group: Group, send: Send, job: Job, plan: Plan, place: Place, rates: Rates | None
-) -> tuple[Estimate | None, bool]:
-    """What the run needs, which the first process finds out and tells, and what follows for all: see `LayerPass`."""
+    group: Group, send: Send, job: Job, plan: Plan, place: Place, rates: Mapping[torch.dtype, float] | None
+) -> tuple[QuantizationEstimate | None, bool]:
+    """What the run needs, found by the first process, and whether all keep inputs: see `LayerQuantization`."""
     keep = torch.zeros(1, dtype=torch.int64, device=group.device)
     needs = None
     places = place.gathered(group)
     if group.is_first:
+        assert rates is not None, "the first process always measures"
+        earlier = FinishedParts(job.output)
+        parts = earlier.parts()
+        layers = () if job.restart else range(plan.config.num_layers)
         needs = estimate(
             plan,
             output=job.output,
@@ -442,6 +459,8 @@ def _agreed(
             batch_tokens=BATCH_TOKENS[group.device.type],
             places=places,
             rates=rates,
+            kept_bytes=sum(earlier.tensors_file(part).stat().st_size for part in parts),
+            finished=[index for index in layers if layer_part(index) in parts],
         )
         send(needs)
         needs.check()

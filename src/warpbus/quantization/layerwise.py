@@ -1,116 +1,64 @@
-"""One decoder layer quantized for the inputs it meets, and those inputs carried on to the next.
+"""One decoder layer on its way from plain to quantized, and its inputs carried on to the next layer.
 
-True sequential order (as in GPTQ's code for LLaMA): a linear layer is calibrated on what the layers before it give
-once they are quantized, those of the same block included. Where a method asks for the drift, the unquantized model runs
-alongside, so that a layer can make up for what the inputs have become.
+True sequential order, as in GPTQ's code for LLaMA: a matrix is calibrated on what the matrices before it give once
+they are quantized, those of the same layer included. Where a method asks for the drift, the unquantized layer runs
+alongside, so that a matrix can compensate for what its inputs have become.
+
+Rows of a matrix do not depend on each other, so they are shared out: a matrix is cut into `dist.SHARES` parts of one
+height, each process solves its own, and the quantized parts are gathered. What a part becomes does not depend on who
+computes it.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from warpbus.dist import SHARES, Group
-from warpbus.models import DecoderLayer, ModelConfig
+from warpbus.models import DecoderLayer
 from warpbus.models.layer_spec import stages_by_sublayer
-from warpbus.models.layers import CausalAttention, Rotary, prompt_lengths
-from warpbus.quantization.calibration import Calibration
+from warpbus.qtensor import QTensor
+from warpbus.quantization.folding import divide_preceding
+from warpbus.quantization.loss import relative
+from warpbus.quantization.preflight import Matrix
+from warpbus.quantization.report import LayerResult
+from warpbus.quantization.states import States
 from warpbus.quantization.statistics import DRIFT, Collector, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
-COMPARED_TOKENS = 2**17
-"""Of more tokens than that the unquantized model sees about half: enough to tell where the inputs have drifted to."""
+if TYPE_CHECKING:
+    from warpbus.quantization.methods import Method
 
 Solve = Callable[[str, Statistics], Tensor | None]
-"""Called with a linear layer's name (`MatrixSpec.name`) and the statistics of its inputs; it replaces the
-weight. What it returns are factors `[in]` that it has folded into what precedes the layer, so that the inputs are
-others from now on: they are computed again, not divided, since what precedes was rounded to the dtype that it is stored
-in."""
+"""Called with a matrix' name (`MatrixSpec.name`) and the statistics of its inputs; it may replace the weight. It
+returns the factors `[in]` that it has folded into what precedes the matrix, or None. Folded inputs are computed again,
+not divided, since what precedes was rounded to the dtype that it is stored in."""
 
 
-@dataclass
-class States:
-    """A batch on its way through the decoder.
-
-    Attributes:
-        share: the share of all tokens that the batch belongs to.
-        x: what enters the next layer, `[batch, tokens, hidden]`.
-        original: what enters it in the unquantized model, where that runs alongside for this batch.
-        real: bool `[batch, tokens]`, false where there is padding; `None` where there is none. Padding is on the right,
-            so causal attention keeps it from what is real; it only has to be left out of the statistics.
-        positions: int64 `[batch, tokens]`.
-        angles: the rotary cosines and sines of these positions.
-        context: what each token attends to.
-    """
-
-    share: int
-    x: Tensor
-    original: Tensor | None
-    real: Tensor | None
-    positions: Tensor
-    angles: tuple[Tensor, Tensor]
-    context: CausalAttention = field(default_factory=CausalAttention)
-
-    def tokens(self, x: Tensor) -> Tensor:
-        """The rows `[tokens, features]` of `[batch, tokens, features]` that are no padding."""
-        return x.flatten(0, 1) if self.real is None else x[self.real]
-
-
-@torch.no_grad()
-def embed(
-    data: Calibration,
-    tokens: int,
-    embedding: Tensor,
-    config: ModelConfig,
-    group: Group,
-    dtype: torch.dtype,
-    *,
-    drift: bool,
-) -> list[States]:
-    """Look this process's shares of the tokens up in the embedding, batch by batch.
+class LayerQuantization:
+    """A layer, the states that go through it, and what becomes of its matrices.
 
     Args:
-        data: all sequences.
-        tokens: of a batch, at most. The batches and their shares do not depend on the number of processes.
-        embedding: `[vocabulary, hidden]`, which may be a file's map: for the CPU only rows are read. A GPU gets all of
-            it, which is less than the rows of many tokens.
-        config: of the model.
-        group: the processes.
-        dtype: of the states.
-        drift: whether the unquantized model is to run alongside.
-    """
-    rotary, embedding = Rotary(config.rope), embedding.to(group.device)
-    states = []
-    batches = data.batches(tokens)
-    for share in group.shares():
-        own = batches[len(batches) * share // SHARES : len(batches) * (share + 1) // SHARES]
-        compared = 0 if not drift else len(own) if data.tokens <= COMPARED_TOKENS else -(-len(own) // 2)
-        for place, batch in enumerate(own):
-            positions = torch.arange(batch.ids.shape[1], device=group.device).expand(batch.ids.shape)
-            x = embedding[batch.ids.to(group.device)].to(dtype)
-            original = x if place < compared else None
-            real = None if batch.real.all() else batch.real.to(group.device)
-            prompts = None
-            if config.prompt_end is not None:
-                prompts = prompt_lengths(batch.ids, config.prompt_end).to(group.device)
-            angles, context = rotary(positions, dtype, prompts), CausalAttention(prompts_bt=prompts)
-            states.append(States(share, x, original, real, positions, angles, context))
-    return states
-
-
-class LayerPass:
-    """A decoder layer on its way from plain to quantized, with the states that go through it.
-
-    Args:
-        layer: its weights are replaced by what `solve` makes of them.
+        layer: is changed.
         index: the layer's number.
-        states: of this process's shares; moved past the layer by `quantize`.
-        needed: the statistics that `solve` asks for.
+        states: of this process's shares; moved past the layer.
+        needed: the statistics to collect.
         group: the processes that do it together.
         watch: told what takes the time.
-        keep: keep the inputs of the last linear layer while it is solved, rather than compute them again.
+        keep: keep the inputs of the last matrix while it is solved, rather than compute them again.
+        matrices: what is to be quantized, by names in the layer; for `quantize`.
+        scale_dtype: of their scales.
+        damping: see `algorithms.factored`.
+        tell: called with the result of each matrix.
+
+    Attributes:
+        quantized: the matrices that are done, by their names in the layer.
+        changed: the parameters of the layer that were folded into and are not quantized, by their names.
+        results: of the matrices that are done.
     """
 
     def __init__(
@@ -123,30 +71,125 @@ class LayerPass:
         group: Group,
         watch: Stopwatch,
         keep: bool = True,
+        matrices: Mapping[str, Matrix] | None = None,
+        scale_dtype: torch.dtype = torch.float32,
+        damping: float = 0.01,
+        tell: Callable[[LayerResult], None] = lambda result: None,
     ) -> None:
-        self._layer = layer
+        self.layer = layer
+        self.group = group
+        self.watch = watch
+        self.scale_dtype = scale_dtype
+        self.damping = damping
+        self.quantized: dict[str, QTensor] = {}
+        self.changed: dict[str, Tensor] = {}
+        self.results: list[LayerResult] = []
         self._index = index
         self._states = states
         self._needed = needed
-        self._group = group
-        self._watch = watch
         self._keep = keep
+        self._matrices = matrices or {}
+        self._tell = tell
+        self._started = time.perf_counter()
         self._unquantized = copy.deepcopy(layer) if DRIFT in needed else None
 
+    def quantize(self, method: "Method") -> None:
+        """Have a method quantize the matrices in their order, and move the states past the layer."""
+        self.visit(lambda linear, statistics: self._replace(method, self._matrices[linear], statistics))
+
     @torch.no_grad()
-    def quantize(self, solve: Solve) -> None:
-        """Have `solve` quantize the linear layers in their order, then move the states past the layer.
+    def visit(self, solve: Solve) -> None:
+        """Call `solve` for each matrix in the order of the computation, then move the states past the layer.
 
         Each sublayer is computed once, but for its norm: `solve` sees the inputs of a stage's matrices, and the last
         stage's inputs are kept until its matrix is quantized. They are computed again where factors were folded into
         what precedes it, or where there is no room for them.
         """
-        for sublayer, stages in stages_by_sublayer(self._layer.spec):
+        for sublayer, stages in stages_by_sublayer(self.layer.spec):
             *earlier, last = stages
             for stage in earlier:
                 self._calibrate(stage, solve)
             self._finish(sublayer, last, solve)
-        self._watch.lap("forward")
+        self.watch.lap("forward")
+
+    @torch.no_grad()
+    def skip(self, restore: Callable[[], None]) -> None:
+        """Let `restore` put the weights of an earlier run into the layer, and move the states past it."""
+        if self._unquantized is not None:
+            for state in self._states:
+                if state.original is not None:
+                    state.original = self._moved(self._unquantized, state.original, state)
+        restore()
+        for state in self._states:
+            state.x = self._moved(self.layer, state.x, state)
+        self.watch.lap("forward")
+
+    def weight(self, matrix: Matrix) -> Tensor:
+        """A matrix of the layer, `[out, in]`; a method may read it, and not change it."""
+        module = self.layer.get_submodule(matrix.linear)
+        assert isinstance(module, nn.Linear)
+        return module.weight.data
+
+    def parts(self, weight: Tensor) -> Tensor:
+        """This process's parts `[parts, rows, in]` of a matrix `[out, in]`, all of one height: zeros fill the last."""
+        own, height = self.group.shares(), -(-len(weight) // SHARES)
+        rows = weight[own.start * height : own.stop * height]
+        return F.pad(rows, (0, 0, 0, len(own) * height - len(rows))).view(len(own), height, -1)
+
+    def by_rows(self, weight: Tensor, quantize: Callable[[Tensor], tuple[QTensor, Tensor]]) -> tuple[QTensor, float]:
+        """Have each process quantize its rows, and gather them.
+
+        Args:
+            weight: `[out, in]`, or what is to be quantized in its place.
+            quantize: from `[parts, rows, in]` to the quantized `[parts * rows, in]`, and to what was lost and the whole
+                of each part, float64 `[parts, 2]`: see `squared_loss`.
+
+        Returns:
+            the quantized matrix, and its relative error.
+        """
+        group, parts = self.group, self.parts(weight)
+        height = parts.shape[1]
+        part, losses = quantize(parts)
+        self.watch.lap("solve")
+        lengths = [len(group.shares(rank)) for rank in range(group.world)]
+        heights = [length * height for length in lengths]
+        whole = QTensor(
+            part.scheme,
+            group.gather(part.qweight, heights),
+            group.gather(part.scales, heights),
+            None if part.zeros is None else group.gather(part.zeros, heights),
+            (sum(heights), part.shape[1]),
+        )
+        lost, total = group.gather(losses, lengths).sum(0).tolist()
+        self.watch.lap("communication")
+        return whole.rows(0, len(weight)), relative(lost, total)
+
+    def summed(self, weight: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum over all parts of a matrix of what each process computes for its own: `[parts, n]` to `[n]`."""
+        lengths = [len(self.group.shares(rank)) for rank in range(self.group.world)]
+        return self.group.gather(compute(self.parts(weight)), lengths).sum(0)
+
+    def _replace(self, method: "Method", matrix: Matrix, statistics: Statistics) -> Tensor | None:
+        """Quantize a matrix and put its rounded weights into the layer; gives what was folded, see `Solve`."""
+        weight, spec = self.weight(matrix), self.layer.spec
+        solved = method.solve(self, matrix, statistics)
+        self.quantized[matrix.linear] = solved.weight
+        weight.copy_(solved.weight.dequantize(weight.dtype))
+        for parameter, tensor in solved.changed.items():
+            owner = parameter.removesuffix(".weight")
+            if owner in self.quantized:  # its rows were divided: so are the scales that it is stored with
+                assert solved.folded is not None
+                divided = divide_preceding(spec, spec.matrix(matrix.linear), self.quantized[owner], solved.folded)
+                self.quantized[owner] = divided
+                tensor.copy_(divided.dequantize(tensor.dtype))
+            else:
+                self.changed[parameter] = tensor
+        started, self._started = self._started, time.perf_counter()
+        seconds = self._started - started
+        self.results.append(LayerResult(matrix.layer, matrix.linear, str(matrix.scheme), solved.error, seconds))
+        self._tell(self.results[-1])
+        self.watch.lap("solve")
+        return solved.folded
 
     def _calibrate(self, stage: str, solve: Solve) -> None:
         """Have the matrices that read a stage quantized."""
@@ -155,12 +198,12 @@ class LayerPass:
             original = None
             if self._unquantized is not None and state.original is not None:
                 original = self._entering(self._unquantized, stage, state.original, state)
-            self._add(collector, state, self._entering(self._layer, stage, state.x, state), original)
+            self._add(collector, state, self._entering(self.layer, stage, state.x, state), original)
         self._solve(stage, collector, solve)
 
     def _finish(self, sublayer: str, stage: str, solve: Solve) -> None:
         """The same for the last stage of a sublayer; then the states are moved past the sublayer."""
-        layer, unquantized = self._layer, self._unquantized
+        layer, unquantized = self.layer, self._unquantized
         # Attention takes longest to compute again, and its output is no larger than the states.
         keep = self._keep or sublayer == "attention"
         kept: list[Tensor | None] = []
@@ -180,33 +223,21 @@ class LayerPass:
                 found = self._entering(layer, stage, state.x, state)
             state.x = layer.leave(sublayer, state.x, found)
 
-    @torch.no_grad()
-    def skip(self, quantize: Callable[[], None]) -> None:
-        """Let `quantize` put the weights of an earlier run into the layer, and move the states past it."""
-        if self._unquantized is not None:
-            for state in self._states:
-                if state.original is not None:
-                    state.original = self._moved(self._unquantized, state.original, state)
-        quantize()
-        for state in self._states:
-            state.x = self._moved(self._layer, state.x, state)
-        self._watch.lap("forward")
-
     def _collector(self, stage: str) -> Collector:
-        readers = self._layer.spec.reading(stage)
+        readers = self.layer.spec.reading(stage)
         name = f"layers.{self._index}.{readers[0].name}"
-        return Collector(readers[0].columns.length, self._needed, group=self._group, name=name)
+        return Collector(readers[0].columns.length, self._needed, group=self.group, name=name)
 
     def _add(self, collector: Collector, state: States, x: Tensor, original: Tensor | None) -> None:
-        self._watch.lap("forward")
+        self.watch.lap("forward")
         collector.add(state.tokens(x), None if original is None else state.tokens(original), share=state.share)
-        self._watch.lap("statistics")
+        self.watch.lap("statistics")
 
     def _solve(self, stage: str, collector: Collector, solve: Solve) -> bool:
         """Have the matrices that read a stage quantized; gives whether their inputs are others now."""
         statistics = collector.total()
-        self._watch.lap("communication")
-        changes = [solve(matrix.name, statistics) for matrix in self._layer.spec.reading(stage)]
+        self.watch.lap("communication")
+        changes = [solve(matrix.name, statistics) for matrix in self.layer.spec.reading(stage)]
         return any(change is not None for change in changes)
 
     def _entering(self, layer: DecoderLayer, stage: str, x: Tensor, state: States) -> Tensor:

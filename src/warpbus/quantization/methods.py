@@ -1,21 +1,16 @@
-"""The algorithms as a run uses them: what each wants to know of a matrix' inputs, and what it makes of the matrix.
-
-Rows do not depend on each other, so they are dealt out: a matrix is cut into `dist.SHARES` parts of one height, each
-process solves its own, and the quantized parts are gathered. What a part becomes does not depend on who computes it.
-"""
+"""The algorithms as a run uses them: what each needs to know of a matrix' inputs, and what it makes of the matrix."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from warpbus.cuda.graphs import Replayed
 from warpbus.dist import SHARES, Group
 from warpbus.kernels.ops.gptq import LARGEST_BLOCK
-from warpbus.models import DecoderLayer, ModelConfig
+from warpbus.models import ModelConfig
 from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import awq, cholesky, rtn, smoothing
 from warpbus.quantization.algorithms.aim import aim
@@ -24,78 +19,10 @@ from warpbus.quantization.algorithms.factored import factored
 from warpbus.quantization.algorithms.gptq import call_for, gptq_rows
 from warpbus.quantization.algorithms.grid import check_weight
 from warpbus.quantization.folding import Folded, can_fold, fold, rescaled, tie
-from warpbus.quantization.loss import relative, squared_loss
+from warpbus.quantization.layerwise import LayerQuantization
+from warpbus.quantization.loss import squared_loss
 from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.statistics import DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
-from warpbus.quantization.stopwatch import Stopwatch
-
-
-@dataclass(frozen=True)
-class Task:
-    """A matrix to quantize, and where.
-
-    Attributes:
-        layer: what it belongs to; a method may change what precedes the matrix, but not the matrix.
-        linear: its name in the layer, `MatrixSpec.name`.
-        name: the matrix, for messages.
-        scheme: what it is quantized to.
-        scale_dtype: of its scales.
-        stored: the dtype that the checkpoint has, which what is folded into is rounded to: see `fold`.
-        damping: see `factored`.
-        group: the processes that do it together.
-        watch: told what takes the time.
-    """
-
-    layer: DecoderLayer
-    linear: str
-    name: str
-    scheme: Scheme
-    scale_dtype: torch.dtype
-    stored: torch.dtype
-    damping: float
-    group: Group
-    watch: Stopwatch
-
-    @property
-    def weight(self) -> Tensor:
-        """The matrix `[out, in]`."""
-        module = self.layer.get_submodule(self.linear)
-        assert isinstance(module, nn.Linear)
-        return module.weight.data
-
-    def parts(self, weight: Tensor) -> Tensor:
-        """This process's parts `[parts, rows, in]` of a matrix `[out, in]`, all of one height: zeros fill the last."""
-        own, height = self.group.shares(), -(-len(weight) // SHARES)
-        rows = weight[own.start * height : own.stop * height]
-        return F.pad(rows, (0, 0, 0, len(own) * height - len(rows))).view(len(own), height, -1)
-
-    def by_rows(self, weight: Tensor, quantize: Callable[[Tensor], tuple[QTensor, Tensor]]) -> tuple[QTensor, float]:
-        """Have each process quantize its rows, and gather them.
-
-        Args:
-            weight: `[out, in]`, or what is to be quantized in its place.
-            quantize: from `[parts, rows, in]` to the quantized `[parts * rows, in]`, and to what was lost and the whole
-                of each part, float64 `[parts, 2]`: see `squared_loss`.
-
-        Returns:
-            the quantized matrix, and its relative error.
-        """
-        group, parts = self.group, self.parts(weight)
-        height = parts.shape[1]
-        part, losses = quantize(parts)
-        self.watch.lap("solve")
-        lengths = [len(group.shares(rank)) for rank in range(group.world)]
-        heights = [length * height for length in lengths]
-        whole = QTensor(
-            part.scheme,
-            group.gather(part.qweight, heights),
-            group.gather(part.scales, heights),
-            None if part.zeros is None else group.gather(part.zeros, heights),
-            (sum(heights), part.shape[1]),
-        )
-        lost, total = group.gather(losses, lengths).sum(0).tolist()
-        self.watch.lap("communication")
-        return whole.rows(0, len(weight)), relative(lost, total)
 
 
 @dataclass(frozen=True)
@@ -140,8 +67,8 @@ class Method(ABC):
         del matrices, group, scale_dtype, dtype
 
     @abstractmethod
-    def solve(self, task: Task, statistics: Statistics) -> Solved:
-        """Quantize a matrix.
+    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
+        """Quantize a matrix. It may change what precedes the matrix in the layer, but not the matrix.
 
         Raises:
             NumericError: if that cannot be done; the message names the matrix.
@@ -180,23 +107,23 @@ class Gptq(Method):
             shape = (parts, -(-sum(matrix.rows) // SHARES), matrix.columns)
             self._run.prepare(call_for(shape, dtype, matrix.scheme, scale_dtype=scale_dtype, device=group.device))
 
-    def solve(self, task: Task, statistics: Statistics) -> Solved:
-        check_weight(task.weight, task.name)
-        hessian = factored(_there(statistics.moments), damping=task.damping, run=self._run, name=task.name)
-        task.watch.lap("factorization")
+    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
+        check_weight(layer.weight(matrix), matrix.name)
+        hessian = factored(_there(statistics.moments), damping=layer.damping, run=self._run, name=matrix.name)
+        layer.watch.lap("factorization")
 
         def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
             return gptq_rows(
                 parts,
                 hessian,
-                task.scheme,
-                scale_dtype=task.scale_dtype,
+                matrix.scheme,
+                scale_dtype=layer.scale_dtype,
                 drift=statistics.drift,
                 run=self._run,
-                name=task.name,
+                name=matrix.name,
             )
 
-        return Solved(*task.by_rows(task.weight, quantize))
+        return Solved(*layer.by_rows(layer.weight(matrix), quantize))
 
 
 class Awq(Method):
@@ -209,19 +136,19 @@ class Awq(Method):
     def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is None
 
-    def solve(self, task: Task, statistics: Statistics) -> Solved:
-        check_weight(task.weight, task.name)
+    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
+        check_weight(layer.weight(matrix), matrix.name)
         moments = _there(statistics.moments)
-        trials = awq.candidates(_tied(task, _there(statistics.mean_abs)))
+        trials = awq.candidates(_tied(layer, matrix, _there(statistics.mean_abs)))
 
         def lose(parts: Tensor) -> Tensor:
-            found = [awq.losses(part, moments, trials, task.scheme, scale_dtype=task.scale_dtype) for part in parts]
+            found = [awq.losses(part, moments, trials, matrix.scheme, scale_dtype=layer.scale_dtype) for part in parts]
             return torch.stack(found).double()
 
-        best = int(_summed(task, lose).argmin())
-        task.watch.lap("solve")
-        folded = fold(task.layer, task.linear, trials[best], stored=task.stored)
-        return _rounded(task, folded, moments, statistics.drift)
+        best = int(layer.summed(layer.weight(matrix), lose).argmin())
+        layer.watch.lap("solve")
+        folded = fold(layer.layer, matrix.linear, trials[best], stored=matrix.dtype)
+        return _rounded(layer, matrix, folded, moments, statistics.drift)
 
 
 class SmoothQuant(Method):
@@ -234,12 +161,12 @@ class SmoothQuant(Method):
     def fits(cls, scheme: Scheme) -> bool:
         return scheme.activations is not None
 
-    def solve(self, task: Task, statistics: Statistics) -> Solved:
-        check_weight(task.weight, task.name)
-        weights = task.weight.abs().amax(0).float()
-        scale = _tied(task, smoothing(_there(statistics.max_abs), weights))
-        folded = fold(task.layer, task.linear, scale, stored=task.stored)
-        return _rounded(task, folded, _there(statistics.moments))
+    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
+        check_weight(layer.weight(matrix), matrix.name)
+        weights = layer.weight(matrix).abs().amax(0).float()
+        scale = _tied(layer, matrix, smoothing(_there(statistics.max_abs), weights))
+        folded = fold(layer.layer, matrix.linear, scale, stored=matrix.dtype)
+        return _rounded(layer, matrix, folded, _there(statistics.moments))
 
 
 def solve_small(scheme: Scheme, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device) -> None:
@@ -259,7 +186,9 @@ def suits(algorithm: str, config: ModelConfig) -> bool:
     return algorithm not in METHODS or not METHODS[algorithm].folds or can_fold(config)
 
 
-def _rounded(task: Task, folded: Folded, moments: Tensor, drift: Tensor | None = None) -> Solved:
+def _rounded(
+    layer: LayerQuantization, matrix: Matrix, folded: Folded, moments: Tensor, drift: Tensor | None = None
+) -> Solved:
     """Round a matrix after its inputs were scaled; ranges are clipped where activations stay in 16 bits.
 
     With the drift of the inputs, as they were before, what is rounded is what `aim` gives.
@@ -267,9 +196,9 @@ def _rounded(task: Task, folded: Folded, moments: Tensor, drift: Tensor | None =
     moments = rescaled(moments, folded.scale.float())
     hessian = None
     if drift is not None:
-        hessian = factored(moments, damping=task.damping, activation_order=False, name=task.name)
+        hessian = factored(moments, damping=layer.damping, activation_order=False, name=matrix.name)
         drift = rescaled(drift, folded.scale.float())
-        task.watch.lap("factorization")
+        layer.watch.lap("factorization")
 
     def quantize(parts: Tensor) -> tuple[QTensor, Tensor]:
         height = parts.shape[1]
@@ -279,30 +208,23 @@ def _rounded(task: Task, folded: Folded, moments: Tensor, drift: Tensor | None =
         losses = torch.zeros(len(parts), 2, dtype=torch.float64, device=parts.device)
         rounded = rtn(
             parts.flatten(0, 1),
-            task.scheme,
-            scale_dtype=task.scale_dtype,
+            matrix.scheme,
+            scale_dtype=layer.scale_dtype,
             importance=moments.diagonal().contiguous(),
-            name=task.name,
+            name=matrix.name,
         )
         for index, part in enumerate(parts):
             quantized = rounded.rows(index * height, (index + 1) * height)
             losses[index] = torch.tensor(squared_loss(part, quantized, moments), dtype=torch.float64)
         return rounded, losses
 
-    return Solved(*task.by_rows(folded.weight, quantize), folded.scale, folded.changed)
+    return Solved(*layer.by_rows(folded.weight, quantize), folded.scale, folded.changed)
 
 
-def _summed(task: Task, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum over all parts of a matrix of what each process computes for its own: `[parts, n]` to `[n]`."""
-    group = task.group
-    return group.gather(compute(task.parts(task.weight)), [len(group.shares(rank)) for rank in range(group.world)]).sum(
-        0
-    )
-
-
-def _tied(task: Task, channels: Tensor) -> Tensor:
+def _tied(layer: LayerQuantization, matrix: Matrix, channels: Tensor) -> Tensor:
     """What belongs to the inputs of a matrix, alike where they are made by the same rows."""
-    return tie(task.layer.spec, task.layer.spec.matrix(task.linear), channels)
+    spec = layer.layer.spec
+    return tie(spec, spec.matrix(matrix.linear), channels)
 
 
 def _there(statistic: Tensor | None) -> Tensor:

@@ -23,9 +23,10 @@ from warpbus.quantization import unquantized
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.driver import read_data
-from warpbus.quantization.layerwise import LayerPass, States
+from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.preflight import Matrix, Plan, prepare
 from warpbus.quantization.sensitivity import Cost, choose
+from warpbus.quantization.states import States
 from warpbus.quantization.statistics import MOMENTS, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
@@ -124,7 +125,7 @@ def _importance(layer: DecoderLayer, index: int, states: list[States], group: Gr
         found[linear] = statistics.moments.diagonal().contiguous()
 
     own = [replace(each, original=None) for each in states]
-    LayerPass(layer, index, own, frozenset({MOMENTS}), group=group, watch=Stopwatch(group.device)).quantize(look)
+    LayerQuantization(layer, index, own, frozenset({MOMENTS}), group=group, watch=Stopwatch(group.device)).visit(look)
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.devices import default_dtype
-from warpbus.cuda.staging import Staging
+from warpbus.cuda.staging import PinnedStaging
 from warpbus.models import DecoderLayer, load_layer, tensor_map
 from warpbus.quantization.preflight import Plan
 
@@ -52,7 +52,7 @@ class Reading:
             return table
         with torch.cuda.stream(self._stream):
             copied = torch.empty_like(table, device=self._device)
-            Staging(self._device).put(copied, table)
+            PinnedStaging(self._device).put(copied, table)
         self._stream.synchronize()
         return copied
 

@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
+from warpbus.cuda.memory_size import short_size
 from warpbus.errors import NumericError, SchemeError, UsageError
 from warpbus.qtensor import Scheme
 
@@ -68,6 +65,10 @@ class Trial:
     def name(self) -> str:
         return f"{self.scheme} by {self.algorithm}"
 
+    def fits(self, memory: int | None) -> bool:
+        """Whether running it takes no more than so many bytes; None: any number."""
+        return memory is None or self.memory <= memory
+
     @property
     def token_range(self) -> str:
         """Milliseconds per token: the least, and the median of the samples where it is much more."""
@@ -119,38 +120,6 @@ class Recommendation:
         """A plain dictionary."""
         return asdict(self)
 
-    def table(self) -> Table:
-        """For the terminal: the trials, the best first; the chosen one is marked, what does not fit is dim."""
-        sampled = ", ".join(map(str, self.layers))
-        title = f"{self.model} on {self.device}: errors of the outputs of layers {sampled}"
-        drawn = Table(
-            title=Text(title),
-            title_justify="left",
-            title_style="bold",
-            header_style="bold",
-            box=SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
-        for heading in ("", "scheme", "algorithm"):
-            drawn.add_column(heading, no_wrap=True)
-        for heading in ("error", "size", "memory", "ms/token", "to make"):
-            drawn.add_column(heading, justify="right", no_wrap=True)
-        for trial in sorted(self.trials, key=lambda trial: trial.error):
-            chosen = trial == self.chosen
-            drawn.add_row(
-                "→" if chosen else "",
-                trial.scheme,
-                trial.algorithm,
-                f"{trial.error:.2%}",
-                _size(trial.nbytes),
-                _size(trial.memory),
-                trial.token_range,
-                f"{trial.seconds:,.0f} s",
-                style="bold green" if chosen else None if _fits(trial, self.memory) else "dim",
-            )
-        drawn.caption, drawn.caption_justify = Text(f"{self.chosen.name}: {self.reason}"), "left"
-        return drawn
-
 
 def candidates(columns: Sequence[int], *, fp8: bool, scheme: Scheme | None = None) -> list[Candidate]:
     """What is worth trying, the most bits first.
@@ -200,13 +169,14 @@ def choose(trials: Sequence[Trial], *, goal: str, memory: int | None = None) -> 
     for trial in trials:
         if not all(0 <= value < float("inf") for value in (trial.error, trial.token_seconds, trial.seconds)):
             raise NumericError(f"{trial.name}: its error or times are no finite numbers: leave it out")
-    fitting = [trial for trial in trials if _fits(trial, memory)]
+    fitting = [trial for trial in trials if trial.fits(memory)]
     if memory is not None and not fitting:
         least = min(trials, key=lambda trial: trial.memory)
         raise UsageError(
-            f"memory is {_size(memory)}: even {least.name} takes {_size(least.memory)}: allow more, or a smaller model"
+            f"memory is {short_size(memory)}: even {least.name} takes {short_size(least.memory)}: allow more, or a "
+            "smaller model"
         )
-    within = "" if memory is None else f" within {_size(memory)}"
+    within = "" if memory is None else f" within {short_size(memory)}"
     if goal == "quality":
         return _least_error(fitting), f"the least error{within}"
     limit = _usable_error(trials)
@@ -249,11 +219,3 @@ def _usable_error(trials: Sequence[Trial]) -> float:
             return trial.error
     small = [trial.error for trial in trials if Scheme.parse(trial.scheme).bits <= 4]
     return min(small, default=max(trial.error for trial in trials))
-
-
-def _fits(trial: Trial, memory: int | None) -> bool:
-    return memory is None or trial.memory <= memory
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

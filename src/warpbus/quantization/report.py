@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from rich.console import Group, RenderableType
-from rich.table import Table
 
 import warpbus
 from warpbus.errors import DataError, UsageError
@@ -62,7 +60,7 @@ class Report:
         versions: of what the result may depend on.
         devices: the names of all devices that took part.
         stages: seconds of each stage of the work: reading, forward, hessians and so on.
-        estimate: what the preflight check expected: seconds at least; bytes of memory, gpu_memory and disk.
+        estimate: what the preflight check expected, see `QuantizationEstimate.figures`.
         gpu_seconds: GPUs times the seconds that they were held; `None` on the CPU.
         energy_joules: what the GPUs took; `None` where it was not measured.
         prices: what `cost` is computed from: gpu_hour, kwh; empty where no price is known.
@@ -151,20 +149,6 @@ class Report:
                 f"not a report of a quantization: {error}: give warpbus-report.json of its output"
             ) from None
 
-    def table(self) -> RenderableType:
-        """Tables for the terminal: the error of each matrix, layer by layer, and where the time went."""
-        title = f"{self.scheme}, {self.algorithm}: {self.error_kind}"
-        drawn = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-        drawn.add_column("layer", justify="right")
-        for linear in self.linears:
-            drawn.add_column(linear, justify="right")
-        drawn.add_column("seconds", justify="right")
-        for layer in sorted({row.layer for row in self.layers}):
-            rows = {row.linear: row for row in self.layers if row.layer == layer}
-            cells = [self.cell(rows[linear]) if linear in rows else "-" for linear in self.linears]
-            drawn.add_row(str(layer), *cells, f"{sum(row.seconds for row in rows.values()):.1f}")
-        return Group(drawn, self._stage_table()) if self.stages else drawn
-
     @property
     def linears(self) -> tuple[str, ...]:
         """The names of a layer's matrices, in their order."""
@@ -176,16 +160,6 @@ class Report:
         if row.algorithm is not None and row.algorithm != self.algorithm:
             chosen.append(row.algorithm)
         return separator.join([f"{row.error:.2%}", *([" ".join(chosen)] if chosen else [])])
-
-    def _stage_table(self) -> Table:
-        drawn = Table(title="Where the time went", title_justify="left", title_style="bold", header_style="bold")
-        drawn.add_column("stage")
-        drawn.add_column("seconds", justify="right")
-        drawn.add_column("share", justify="right")
-        total = sum(self.stages.values()) or 1.0
-        for stage, seconds in self.stages.items():
-            drawn.add_row(stage, f"{seconds:.2f}", f"{seconds / total:.0%}")
-        return drawn
 
     def summary(self) -> str:
         """One line: size, time, memory, and what is known of energy and cost."""

@@ -85,7 +85,7 @@ def _step(
 def _copies(config: ModelConfig, scheme: Scheme | None, device: torch.device, dtype: torch.dtype) -> int:
     """Layers that are twice the size of the cache, but no more than there are."""
     cache = _CPU_CACHE if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
-    weights = sum(matrix.num_weights for matrix in config.layers[0].matrices)
+    weights = config.layers[0].num_weights
     bits = dtype.itemsize * 8 if scheme is None else scheme.bits
     return min(config.num_layers, math.ceil(2 * cache / (weights * bits / 8)))
 

@@ -28,12 +28,12 @@ from warpbus.quantization import unquantized
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.driver import read_data
-from warpbus.quantization.layerwise import LayerPass, States
-from warpbus.quantization.methods import METHODS, Method, Solved, Task, suits
-from warpbus.quantization.preflight import Plan, prepare
+from warpbus.quantization.layerwise import LayerQuantization
+from warpbus.quantization.methods import METHODS, Method, Solved, suits
+from warpbus.quantization.preflight import Matrix, Plan, prepare
 from warpbus.quantization.recommend import GOALS, Candidate, Recommendation, Trial, candidates
-from warpbus.quantization.solving import LayerSolver
 from warpbus.quantization.speed import token_times
+from warpbus.quantization.states import States
 from warpbus.quantization.statistics import DRIFT, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
@@ -191,8 +191,8 @@ class _Nearest(Method):
     def fits(cls, scheme: Scheme) -> bool:
         return True
 
-    def solve(self, task: Task, statistics: Statistics) -> Solved:
-        weight = rtn(task.weight, task.scheme, scale_dtype=task.scale_dtype, name=task.name)
+    def solve(self, layer: LayerQuantization, matrix: Matrix, statistics: Statistics) -> Solved:
+        weight = rtn(layer.weight(matrix), matrix.scheme, scale_dtype=layer.scale_dtype, name=matrix.name)
         return Solved(weight, error=0.0)
 
 
@@ -223,19 +223,21 @@ class _Trying:
         watch = Stopwatch(self._group.device)
         changed = copy.deepcopy(layer)
         own = [replace(state, original=state.x if DRIFT in method.needed else None) for state in seen]
-        through = LayerPass(changed, index, own, method.needed, group=self._group, watch=watch, keep=False)
-        solver = LayerSolver(
+        through = LayerQuantization(
             changed,
-            plan.layer(index),
-            method,
-            scale_dtype=plan.scale_dtype,
-            damping=self._damping,
+            index,
+            own,
+            method.needed,
             group=self._group,
             watch=watch,
+            keep=False,
+            matrices=plan.layer(index),
+            scale_dtype=plan.scale_dtype,
+            damping=self._damping,
         )
-        through.quantize(solver)
+        through.quantize(method)
         if candidate.scheme.activations is not None:  # the activations are rounded, too
-            for linear, weight in solver.quantized.items():
+            for linear, weight in through.quantized.items():
                 _replace(changed, linear, QuantizedLinear(weight, _bias(changed, linear), dtype=self.dtype))
         after = [unquantized.output(changed, index, state) for state in unseen]
         times = 0.0 if candidate.algorithm == "rtn" else self._times

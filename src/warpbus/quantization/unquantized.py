@@ -10,8 +10,8 @@ from warpbus.dist import Group
 from warpbus.models import DecoderLayer, load_layer, tensor_map
 from warpbus.quantization.calibration import Calibration
 from warpbus.quantization.job import BATCH_TOKENS
-from warpbus.quantization.layerwise import States, embed
 from warpbus.quantization.preflight import Plan
+from warpbus.quantization.states import States, embed
 
 
 @torch.no_grad()

@@ -2,6 +2,6 @@
 
 from warpbus.server.app import create_app
 from warpbus.server.options import ServerOptions
-from warpbus.server.registry import Model, Models, Service
+from warpbus.server.registry import Model, Models, ServiceProtocol
 
-__all__ = ["Model", "Models", "ServerOptions", "Service", "create_app"]
+__all__ = ["Model", "Models", "ServerOptions", "ServiceProtocol", "create_app"]

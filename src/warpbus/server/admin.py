@@ -79,11 +79,11 @@ def _add_state(app: FastAPI, models: Models, metrics: Metrics) -> None:
         states = {model.state for model in models.bases()}
         if states == {"ready"}:
             return JSONResponse({"status": "ready"})
-        said = {"status": ", ".join(sorted(states - {"ready"}))}
+        body = {"status": ", ".join(sorted(states - {"ready"}))}
         reasons = [f"{model.name}: {model.reason}" for model in models.bases() if model.reason]
         if reasons:
-            said["reason"] = "; ".join(reasons)
-        return JSONResponse(said, 503, headers={"retry-after": str(RETRY_SECONDS)})
+            body["reason"] = "; ".join(reasons)
+        return JSONResponse(body, 503, headers={"retry-after": str(RETRY_SECONDS)})
 
     @app.get("/metrics")
     async def read_metrics() -> Response:

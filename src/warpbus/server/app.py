@@ -14,17 +14,17 @@ from starlette.responses import Response
 
 import warpbus
 from warpbus.engine import Grammar
-from warpbus.errors import RequestError
 from warpbus.server import admin, failures
 from warpbus.server.chat import ChatForm, ToolUse, messages_of, tools_of
 from warpbus.server.completions import DEFAULT_TOKENS, TextForm, prompts_of
-from warpbus.server.generation import Job, unless_gone
+from warpbus.server.generation import GenerationRequest, unless_gone
 from warpbus.server.guard import AccessLog, Guard, cache_salt
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.page import page_router
 from warpbus.server.params import answers_of, for_answer, grammar_of, room, sampling_params
 from warpbus.server.registry import Model, Models
+from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Responder
 from warpbus.server.schema import ChatRequest, CompletionRequest
 
@@ -55,7 +55,7 @@ def create_app(models: Models, options: ServerOptions | None = None) -> FastAPI:
 
     Args:
         models: that requests can name; they may be loaded later, and are closed when the application ends.
-        options: who may ask, and how much; that it listens is the caller's doing.
+        options: access control and limits; the caller listens on the socket.
     """
     options = options or ServerOptions()
     metrics = Metrics()
@@ -121,7 +121,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 logprobs=bool(body.logprobs),
                 grammar=grammar is not None,
             ),
-            [Job(prompt, for_answer(params, index), salt) for index in range(count)],
+            [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)],
             per_prompt=count,
             stream=bool(body.stream),
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -140,7 +140,7 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
         if not all(prompts):
             raise RequestError(400, "prompt: it is empty, and there is nothing to continue", param="prompt")
         echoes = [tokenizer.decode(prompt) if body.echo else "" for prompt in prompts]
-        jobs = []
+        requests = []
         for prompt in prompts:
             params = sampling_params(
                 body,
@@ -150,14 +150,14 @@ def _add_generation(app: FastAPI, models: Models, responder: Responder) -> None:
                 options=options,
                 grammar=grammar,
             )
-            jobs += [Job(prompt, for_answer(params, index), salt) for index in range(count)]
+            requests += [GenerationRequest(prompt, for_answer(params, index), salt) for index in range(count)]
         return await responder.respond(
             request,
             model,
             TextForm(
                 model, tokenizer, [echo for echo in echoes for _ in range(count)], logprobs=body.logprobs is not None
             ),
-            jobs,
+            requests,
             per_prompt=count,
             stream=bool(body.stream),
             include_usage=bool(body.stream_options and body.stream_options.include_usage),

@@ -1,28 +1,30 @@
-"""POST /v1/chat/completions: conversations, with tools where the model knows them."""
+"""POST /v1/chat/completions: conversations, with tools for models that support them."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import abc, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from warpbus.engine import Grammar, Piece
-from warpbus.errors import RequestError
+from warpbus.engine import Grammar, TextPiece
 from warpbus.models.templates import Message
 from warpbus.models.templates.tools import AnswerStream, ToolCall, ToolDialect, Turn
 from warpbus.models.tokenizers import StreamDecoder, Tokenizer
 from warpbus.server.options import ServerOptions
 from warpbus.server.params import check_size
 from warpbus.server.registry import Model
+from warpbus.server.request_error import RequestError
 from warpbus.server.responses import Json, new_id
 from warpbus.server.schema import ChatMessage, ChatRequest, NamedTool
 
 
-def messages_of(messages: Sequence[ChatMessage], model: Model, tools: Sequence[dict[str, Any]] = ()) -> list[Message]:
-    """A conversation as the model's template takes it.
+def messages_of(
+    messages: abc.Sequence[ChatMessage], model: Model, tools: abc.Sequence[dict[str, Any]] = ()
+) -> list[Message]:
+    """A conversation in the form of the model's template.
 
     Raises:
         RequestError: tools, or calls of them, for a model that knows none.
@@ -49,7 +51,7 @@ class ToolUse:
     """The tools of a request.
 
     Attributes:
-        offered: what the model is told of.
+        offered: the tools in the model's prompt.
         allowed: names of those that may be called.
         grammar: that forces a call, or None.
         most: calls in one answer, or None for any number.
@@ -62,7 +64,7 @@ class ToolUse:
 
 
 def tools_of(body: ChatRequest, model: Model, options: ServerOptions) -> ToolUse:
-    """The tools of a request. RequestError or UsageError if the model cannot use them as is asked."""
+    """The tools of a request. RequestError or UsageError if the model does not support what the request asks for."""
     choice = body.tool_choice or "auto"
     if not body.tools or choice == "none":
         return ToolUse()
@@ -84,15 +86,15 @@ def tools_of(body: ChatRequest, model: Model, options: ServerOptions) -> ToolUse
 
 
 class ChatForm:
-    """Writes the answers of a chat; see `Form`.
+    """The format of chat answers; see `Form`.
 
     Args:
-        model: which answers.
+        model: generates the answers.
         tokenizer: of the model, for the texts of tokens.
-        count: answers.
+        count: of the answers.
         tools: that they may call.
-        logprobs: are wanted.
-        grammar: the answers follow one.
+        logprobs: the answers have logprobs.
+        grammar: the answers match a grammar.
     """
 
     def __init__(
@@ -102,13 +104,13 @@ class ChatForm:
         self._tokenizer = tokenizer
         self._count = count
         self._logprobs = logprobs
-        self._readers = [_Reader(model.dialect, tools, tokenizer, grammar=grammar) for _ in range(count)]
+        self._readers = [_AnswerReader(model.dialect, tools, tokenizer, grammar=grammar) for _ in range(count)]
 
     def opening(self) -> list[Json]:
         """See `Form.opening`: the role of each answer."""
         return [self._choice(index, {"role": "assistant", "content": ""}) for index in range(self._count)]
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
+    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
         """See `Form.chunks`."""
         reader = self._readers[index]
         text, calls = reader.read(piece)
@@ -123,7 +125,7 @@ class ChatForm:
             found.append(self._choice(index, {}, finish=reader.finish_reason))
         return found
 
-    def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
         """See `Form.whole`."""
         text = ""
         calls: list[ToolCall] = []
@@ -150,7 +152,7 @@ class ChatForm:
     def _choice(self, index: int, delta: Json, *, logprobs: Json | None = None, finish: str | None = None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def _content(self, pieces: Sequence[Piece]) -> Json | None:
+    def _content(self, pieces: abc.Sequence[TextPiece]) -> Json | None:
         if not self._logprobs:
             return None
         return {
@@ -171,11 +173,11 @@ class ChatForm:
 
 
 LOWEST = -9999.0
-"""The logarithm of a probability of 0, as OpenAI writes it: JSON has no infinity."""
+"""The log probability of probability 0, as OpenAI writes it: JSON has no infinity."""
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
-    """A token's text, with U+FFFD for what is a part of a character only, and its bytes."""
+    """A token's text, with U+FFFD for an incomplete character, and its bytes."""
     data = tokenizer.token_bytes(token)
     if not data:
         special = next((text for text, number in tokenizer.special_ids.items() if number == token), "")
@@ -183,15 +185,15 @@ def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
     return data.decode("utf-8", "replace"), data
 
 
-class _Reader:
-    """One answer's text, and the calls in it.
+class _AnswerReader:
+    """Splits one answer into text and tool calls.
 
-    Where the model knows tools, `<|assistant|>` in its answer begins a further message, and has no text of its own: its
-    place in the text is found by decoding the tokens once more.
+    For a model with tools, `<|assistant|>` in an answer begins another message and has no text: its position in the
+    text is found by decoding the tokens once more.
 
     Attributes:
-        calls: how many there were so far.
-        finish_reason: of the last piece, "tool_calls" where the answer ended with calls.
+        calls: the number of tool calls so far.
+        finish_reason: of the last piece; "tool_calls" if the answer ended with calls.
     """
 
     def __init__(self, dialect: ToolDialect | None, tools: ToolUse, tokenizer: Tokenizer, *, grammar: bool) -> None:
@@ -199,14 +201,14 @@ class _Reader:
         self._most = tools.most
         self._next = tokenizer.special_ids.get("<|assistant|>")
         self._decoder = StreamDecoder(tokenizer, keep_first_space=grammar)
-        self._decoded = 0  # characters of the tokens so far
-        self._taken = 0  # of these, how many have come as text
-        self._ends: deque[int] = deque()  # where messages end that are not taken yet
+        self._decoded = 0  # characters of all tokens so far
+        self._taken = 0  # characters received as text so far
+        self._ends: deque[int] = deque()  # ends of messages whose text is not complete yet
         self.calls = 0
         self.finish_reason: str | None = None
 
-    def read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
-        """What is certain now; a call comes with the end of its message, and not from one that was cut off."""
+    def read(self, piece: TextPiece) -> tuple[str, list[ToolCall]]:
+        """The new text and complete calls; a call is complete at the end of its message, never in a message cut off."""
         self.finish_reason = piece.finish_reason
         if self._stream is None:
             return piece.text, []

@@ -1,11 +1,11 @@
-"""POST /v1/completions: texts or token ids that go on."""
+"""POST /v1/completions: continues texts or token ids."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import abc
 
-from warpbus.engine import Piece
+from warpbus.engine import TextPiece
 from warpbus.models.tokenizers import Tokenizer, encode_prompt
 from warpbus.server.chat import LOWEST, token_text
 from warpbus.server.registry import Model
@@ -13,11 +13,11 @@ from warpbus.server.responses import Json, new_id
 from warpbus.server.schema import CompletionRequest
 
 DEFAULT_TOKENS = 16
-"""Of an answer, where `max_tokens` is not given, as in OpenAI's API."""
+"""The default of `max_tokens`, as in OpenAI's API."""
 
 
 def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts as token ids; texts get no special tokens but the tokenizer's `prompt_suffix`."""
+    """The prompts as token ids; texts get no special tokens except for the tokenizer's `prompt_suffix`."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [encode_prompt(tokenizer, prompt)]
@@ -31,16 +31,16 @@ def prompts_of(body: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]
 
 
 class TextForm:
-    """Writes completions; see `Form`.
+    """The format of completions; see `Form`.
 
     Args:
         model: which answers.
         tokenizer: of the model, for the texts of tokens.
-        echoes: what comes before each answer's text: its prompt, or nothing.
+        echoes: the text before each answer's text: its prompt, or nothing.
         logprobs: are wanted.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, echoes: Sequence[str], *, logprobs: bool) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, echoes: abc.Sequence[str], *, logprobs: bool) -> None:
         self._head = {
             "id": new_id("cmpl"),
             "object": "text_completion",
@@ -53,16 +53,16 @@ class TextForm:
         self._offsets = [0] * len(echoes)
 
     def opening(self) -> list[Json]:
-        """See `Form.opening`: the prompts, where they are echoed."""
+        """See `Form.opening`: the prompts, if they are echoed."""
         return [self._choice(index, text, []) for index, text in enumerate(self._echoes) if text]
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
+    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
         """See `Form.chunks`."""
         if not piece.text and not piece.logprobs and piece.finish_reason is None:
             return []
         return [self._choice(index, piece.text, [piece])]
 
-    def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
+    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
         """See `Form.whole`."""
         return self._choice(index, self._echoes[index] + "".join(piece.text for piece in pieces), pieces)
 
@@ -70,7 +70,7 @@ class TextForm:
         """See `Form.wrap`."""
         return {**self._head, "choices": choices}
 
-    def _choice(self, index: int, text: str, pieces: Sequence[Piece]) -> Json:
+    def _choice(self, index: int, text: str, pieces: abc.Sequence[TextPiece]) -> Json:
         return {
             "index": index,
             "text": text,
@@ -78,7 +78,7 @@ class TextForm:
             "finish_reason": pieces[-1].finish_reason if pieces else None,
         }
 
-    def _scores(self, index: int, pieces: Sequence[Piece]) -> Json:
+    def _scores(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in [one for piece in pieces for one in piece.logprobs or ()]:
             text, _ = token_text(self._tokenizer, one.token)
@@ -87,7 +87,7 @@ class TextForm:
             found["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(text)
             likely: dict[str, float] = {}
-            # Different tokens may have the same text, as parts of characters have: the likeliest is shown.
+            # Different tokens may have the same text, for instance parts of characters: the likeliest is shown.
             for token, logprob in one.top:
                 likely.setdefault(token_text(self._tokenizer, token)[0], max(logprob, LOWEST))
             found["top_logprobs"].append(likely)

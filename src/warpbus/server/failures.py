@@ -1,4 +1,4 @@
-"""Whatever goes wrong, as OpenAI's error object."""
+"""Errors as HTTP responses with OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from starlette.responses import Response
 from warpbus.errors import (
     ContextLengthError,
     QueueFullError,
-    RequestError,
     UnavailableError,
     UsageError,
     WarpbusError,
 )
 from warpbus.server.registry import RETRY_SECONDS
+from warpbus.server.request_error import RequestError
 
 _log = logging.getLogger("warpbus.server")
 
 _INVALID = "invalid_request_error"
-# What pydantic puts into an error's place for the member of a union that it tried.
+# What pydantic inserts into the location of an error for the member of a union that it tried.
 _UNION_MEMBER = re.compile(r"(?:str|int|NamedTool|(?:list|dict|literal|constrained|function)[-\[].*)$")
 # The field that holds what is too long for the context.
 _PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
@@ -33,11 +33,11 @@ _HTTP_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection: nobody reads an answer."""
+    """The client has closed its connection."""
 
 
 def as_request_error(error: Exception, path: str) -> RequestError:
-    """An error of any kind as one that says its status; `path` is the route's, whose fields it may name."""
+    """Any error as a RequestError with an HTTP status; `path` is that of the route, whose fields the error may name."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ContextLengthError):
@@ -60,13 +60,13 @@ def as_request_error(error: Exception, path: str) -> RequestError:
 
 def body_of(error: RequestError) -> dict[str, Any]:
     """OpenAI's error object."""
-    # What a client sent may hold lone surrogates, which have no UTF-8.
+    # Text of a client may hold lone surrogates, which UTF-8 cannot encode.
     message = str(error).encode("utf-8", "replace").decode("utf-8")
     return {"error": {"message": message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def response_of(error: RequestError) -> Response:
-    """The response that tells of an error."""
+    """The response for an error."""
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -77,7 +77,7 @@ def response_of(error: RequestError) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Let every error of the app's routes become such a response."""
+    """Register handlers that turn every error of the app's routes into such a response."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -108,18 +108,20 @@ def install(app: FastAPI) -> None:
 
 
 def _of_validation(error: RequestValidationError) -> RequestError:
-    """The most telling of the errors of a body, by the name of its field: the innermost one, and the first of these."""
+    """The most specific validation error of a body, with the name of its field: the first one of the innermost."""
     first = max(error.errors(), key=lambda one: len(one["loc"]))
-    place = [str(part)[:80] for part in first["loc"][1:] if not _UNION_MEMBER.match(str(part))]
-    field = ".".join(place) or None
+    location = [str(part)[:80] for part in first["loc"][1:] if not _UNION_MEMBER.match(str(part))]
+    field = ".".join(location) or None
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is not JSON ({first['ctx']['error']}, at {field})", code="invalid_json")
     if field is None and first["type"] in ("model_attributes_type", "model_type", "missing"):
         return RequestError(400, "the body has to be a JSON object, with content-type: application/json")
     if first["type"] == "extra_forbidden":
-        return RequestError(400, f"{field}: not known or not supported; leave it out", param=place[0], code="unknown")
+        return RequestError(
+            400, f"{field}: not known or not supported; leave it out", param=location[0], code="unknown"
+        )
     message = str(first["msg"]).removeprefix("Value error, ")
-    return RequestError(400, f"{field}: {message}" if field else message, param=place[0] if place else None)
+    return RequestError(400, f"{field}: {message}" if field else message, param=location[0] if location else None)
 
 
 def _retry_after(error: UnavailableError) -> int:

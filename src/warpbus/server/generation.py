@@ -1,31 +1,32 @@
-"""The generations of one request: several answers at once, timed, counted, and called off when nobody wants them.
+"""The answers of one HTTP request: generated at once, timed, counted, and aborted when the client disconnects.
 
-Knows nothing of how answers look in HTTP.
+Knows nothing of the HTTP form of answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections import abc
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from warpbus.engine import Piece, SamplingParams
-from warpbus.errors import RequestError
+from warpbus.engine import SamplingParams, TextPiece
 from warpbus.server.failures import ClientGoneError
 from warpbus.server.metrics import Metrics
 from warpbus.server.registry import Model
+from warpbus.server.request_error import RequestError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Job:
-    """One answer that is wanted."""
+class GenerationRequest:
+    """A request for one answer."""
 
     prompt: list[int]
     params: SamplingParams
@@ -33,8 +34,8 @@ class Job:
 
 
 @dataclass
-class Record:
-    """What the log tells of a request, besides its line."""
+class RequestRecord:
+    """What the access log records of a request, besides its HTTP line."""
 
     model: str | None = None
     prompt_tokens: int = 0
@@ -45,33 +46,43 @@ class Record:
 
 
 class Generations:
-    """The answers to several jobs, as pieces in the order in which they come.
+    """The answers to several requests, as pieces in the order of their arrival.
 
     Args:
-        model: which is asked.
-        jobs: what for.
-        timeout: seconds that all of it may take.
-        metrics, record: are told what happened.
+        model: generates the answers.
+        requests: one per answer.
+        timeout: the most seconds for all answers.
+        metrics, record: updated with the answers.
     """
 
-    def __init__(self, model: Model, jobs: Sequence[Job], *, timeout: float, metrics: Metrics, record: Record) -> None:
+    def __init__(
+        self,
+        model: Model,
+        requests: abc.Sequence[GenerationRequest],
+        *,
+        timeout: float,
+        metrics: Metrics,
+        record: RequestRecord,
+    ) -> None:
         self._model = model
-        self._jobs = jobs
+        self._requests = requests
         self._deadline = time.monotonic() + timeout
         self._metrics = metrics
         self._record = record
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Numbers of jobs and their pieces; each job's last one has a finish reason.
+    async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
+        """Indices of requests and their pieces; the last piece of each request has a finish reason.
 
-        Leaving the iterator calls all of them off.
+        Closing the iterator aborts all requests.
 
         Raises:
-            WarpbusError: as `Service.generate` and its answers; RequestError where it takes too long.
+            WarpbusError: as `Service.generate` and its answers; RequestError after `timeout`.
         """
-        # As many as there are answers: where the client reads slowly, pieces are merged in the service instead.
-        queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(len(self._jobs))
-        tasks = [asyncio.create_task(self._follow(index, job, queue)) for index, job in enumerate(self._jobs)]
+        # Bounded by the number of answers: for a slow client, the service merges pieces instead.
+        queue: asyncio.Queue[tuple[int, TextPiece | Exception]] = asyncio.Queue(len(self._requests))
+        tasks = [
+            asyncio.create_task(self._follow(index, request, queue)) for index, request in enumerate(self._requests)
+        ]
         try:
             running = len(tasks)
             while running:
@@ -91,36 +102,38 @@ class Generations:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, index: int, job: Job, queue: asyncio.Queue[tuple[int, Piece | Exception]]) -> None:
-        watch = _Watch(self._model.name, job, self._metrics, self._record)
+    async def _follow(
+        self, index: int, request: GenerationRequest, queue: asyncio.Queue[tuple[int, TextPiece | Exception]]
+    ) -> None:
+        timer = _AnswerTimer(self._model.name, request, self._metrics, self._record)
         try:
-            async with aclosing(self._model.generate(job.prompt, job.params, job.cache_salt)) as answer:
+            async with aclosing(self._model.generate(request.prompt, request.params, request.cache_salt)) as answer:
                 async for piece in answer:
-                    watch.saw(piece)
+                    timer.record_piece(piece)
                     if piece.finish_reason == "abort":
-                        raise _called_off()
+                        raise _aborted()
                     await queue.put((index, piece))
                     if piece.finish_reason is not None:
                         return
-            raise _called_off()
+            raise _aborted()
         except Exception as error:
             await queue.put((index, error))
 
 
-class _Watch:
-    """Times and counts one answer."""
+class _AnswerTimer:
+    """Records the times and token counts of one answer."""
 
-    def __init__(self, name: str, job: Job, metrics: Metrics, record: Record) -> None:
+    def __init__(self, name: str, request: GenerationRequest, metrics: Metrics, record: RequestRecord) -> None:
         self._name = name
         self._metrics = metrics
         self._record = record
         self._started = self._last = time.monotonic()
         self._first = 0.0
         self._tokens = 0
-        metrics.prompt_tokens.labels(name).inc(len(job.prompt))
-        metrics.prompt_sizes.labels(name).observe(len(job.prompt))
+        metrics.prompt_tokens.labels(name).inc(len(request.prompt))
+        metrics.prompt_sizes.labels(name).observe(len(request.prompt))
 
-    def saw(self, piece: Piece) -> None:
+    def record_piece(self, piece: TextPiece) -> None:
         now = time.monotonic()
         metrics, name, count = self._metrics, self._name, len(piece.token_ids)
         if count and not self._tokens:
@@ -146,7 +159,7 @@ class _Watch:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled where the client leaves first: then ClientGoneError."""
+    """The result of `work`. If the client disconnects first, `work` is cancelled and ClientGoneError raised."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(receive))
     try:
@@ -161,12 +174,12 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Return when the client leaves. The request's body has been read before."""
+    """Return when the client disconnects. The body of the request must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _called_off() -> RequestError:
+def _aborted() -> RequestError:
     return RequestError(
         503,
         "the answer was called off by the server: try again",

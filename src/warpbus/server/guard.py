@@ -1,6 +1,6 @@
-"""What stands before the routes: who may ask, by which name, how much, and how long it may take.
+"""Middleware before the routes: API keys, host names, limits of size and time, and the access log.
 
-Plain ASGI, so that streams pass through as they are.
+Plain ASGI, so that streams are not buffered.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable, Collection
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from warpbus.errors import RequestError
 from warpbus.server.failures import response_of
-from warpbus.server.generation import Record
+from warpbus.server.generation import RequestRecord
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import LOOPBACK_NAMES, ServerOptions
+from warpbus.server.request_error import RequestError
 
 _access = logging.getLogger("warpbus.access")
 
@@ -31,7 +31,7 @@ _SALT = "cache_salt"  # of a scope's state
 
 
 class AccessLog:
-    """The outermost layer: gives each request an id, and logs a line of it at its end; never a text or a key."""
+    """The outermost layer: gives each request an id and logs one line at its end, never a text or a key."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -43,10 +43,10 @@ class AccessLog:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         name = asked if _REQUEST_ID.fullmatch(asked) else f"req-{uuid.uuid4().hex}"
-        record = scope.setdefault("state", {})["record"] = Record()
+        record = scope.setdefault("state", {})["record"] = RequestRecord()
         status = 0
 
-        async def labelled(message: Message) -> None:
+        async def send_labelled(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -56,16 +56,16 @@ class AccessLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, labelled)
+            await self._app(scope, receive, send_labelled)
         finally:
             if status >= 400:
                 self._metrics.refused.labels(record.model or "", str(status)).inc()
-            # What monitors ask every few seconds would bury the rest.
+            # Monitoring requests every few seconds would hide the others.
             level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
             _access.log(level, "%s", _line(scope, name, status, record))
 
 
-def _line(scope: Scope, name: str, status: int, record: Record) -> str:
+def _line(scope: Scope, name: str, status: int, record: RequestRecord) -> str:
     client = scope["client"][0] if scope.get("client") else "-"
     path = scope["path"][:200].encode("unicode_escape").decode().replace(" ", "%20")
     words = [client, scope["method"], path, str(status or 499), f"id={name}"]
@@ -81,10 +81,10 @@ def _line(scope: Scope, name: str, status: int, record: Record) -> str:
 
 
 class Guard:
-    """Refuses what is not allowed before any of it is worked on.
+    """Refuses requests that are not allowed, before any work.
 
     Args:
-        app: what is guarded.
+        app: the guarded application.
         options: of the server.
         is_open: whether a path needs no key.
     """
@@ -94,7 +94,7 @@ class Guard:
         self._options = options
         self._is_open = is_open
         self._keys = [_digest(key) for key in options.api_keys]
-        self._apart = len(self._keys) > 1 and not options.share_prefixes
+        self._separate_keys = len(self._keys) > 1 and not options.share_prefixes
         names = {*LOOPBACK_NAMES, options.host, *options.allowed_hosts} if options.loopback else set()
         self._hosts: Collection[str] = {name.lower() for name in names}
 
@@ -104,8 +104,8 @@ class Guard:
             return
         sent = False
 
-        async def in_time(message: Message) -> None:
-            # A client that reads nothing may not hold its answer for ever.
+        async def send_in_time(message: Message) -> None:
+            # A client that does not read must not keep its answer in memory.
             nonlocal sent
             sent = True
             async with asyncio.timeout(self._options.body_timeout):
@@ -115,19 +115,19 @@ class Guard:
             self._admit(scope)
             body = await self._read(scope, receive)
         except RequestError as error:
-            await response_of(error)(scope, receive, in_time)
+            await response_of(error)(scope, receive, send_in_time)
             return
-        told = False
+        replayed = False
 
         async def replay() -> Message:
-            nonlocal told
-            if told:
+            nonlocal replayed
+            if replayed:
                 return await receive()
-            told = True
+            replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         try:
-            await self._app(scope, replay, in_time)
+            await self._app(scope, replay, send_in_time)
         except TimeoutError:
             if not sent:
                 raise
@@ -165,23 +165,23 @@ class Guard:
                 kind="authentication_error",
                 code="invalid_api_key",
             )
-        if self._apart:
+        if self._separate_keys:
             scope.setdefault("state", {})[_SALT] = number.to_bytes(8)
 
     def _key_number(self, headers: Headers) -> int | None:
-        """Which of the accepted keys a request has, from 0 on; None where it has none of them."""
+        """The index of the request's API key among the accepted ones; None without a valid key."""
         kind, _, given = headers.get("authorization", "").partition(" ")
         found = _digest(given.strip()) if kind.lower() == "bearer" else b""
-        # All of them are compared, and digests of one length, so that the time tells nothing.
+        # All keys are compared, as digests of one length, so that the time reveals nothing.
         same = [hmac.compare_digest(found, key) for key in self._keys]
         return same.index(True) if any(same) else None
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        """The body, refused as soon as it is too long or too slow."""
+        """Read the body; refuse it as soon as it is too long or too slow."""
         limit = self._options.max_body_bytes
         declared = Headers(scope=scope).get("content-length", "0")
         too_long = RequestError(413, f"the body has more than {limit:,} bytes, the limit", code="body_too_large")
-        # Compared as text first: thousands of digits are no number to convert.
+        # The length of the text first: converting thousands of digits would take long.
         if len(declared) > 18 or (declared.isdecimal() and int(declared) > limit):
             raise too_long
         body = bytearray()
@@ -202,7 +202,7 @@ class Guard:
 
 
 def cache_salt(scope: Scope) -> bytes:
-    """What keeps the stored prompts of one API key apart from those of the others; empty where all share them."""
+    """The salt that separates the prefix cache of one API key from the others; empty if all keys share it."""
     salt: bytes = scope["state"].get(_SALT, b"")
     return salt
 

@@ -1,4 +1,4 @@
-"""Listening: the socket, HTTP's connections with their limits, models that load meanwhile, and an orderly end."""
+"""Runs the server: the socket, HTTP connections with limits, loading of models, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import errno
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ _CROWDED = (
 
 @dataclass(frozen=True)
 class ModelToServe:
-    """A model directory, and the name that requests call it by; its adapters' names and directories."""
+    """A model directory and the model's name in requests; the names and directories of its adapters."""
 
     name: str
     directory: Path
@@ -45,7 +46,7 @@ class ModelToServe:
 
 
 def serve(
-    wanted: Sequence[ModelToServe],
+    wanted: abc.Sequence[ModelToServe],
     options: ServerOptions,
     service: ServiceOptions,
     *,
@@ -54,14 +55,14 @@ def serve(
 ) -> None:
     """Serve models until SIGINT or SIGTERM; then running requests are given `options.shutdown_timeout` to finish.
 
-    The server answers from the first moment, and with 503 until a model is loaded.
+    The server accepts requests at once, and answers 503 until a model is loaded.
 
     Args:
         wanted: the models, loaded one after another.
         options: of the server.
-        service: how each of the models is served, but for its adapters.
-        progress: gives for a model's name what is told how much of it is loaded.
-        ready: called with the server's address once all are loaded.
+        service: the options of each model, except for its adapters.
+        progress: for a model's name, the callback for the progress of loading.
+        ready: called with the server's address when all models are loaded.
 
     Raises:
         UsageError: the port is in use, certificates cannot be used, or as `Service.start`.
@@ -76,7 +77,7 @@ def serve(
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """The socket that listens. UsageError if host and port cannot be had."""
+    """The listening socket. UsageError if host and port are not available."""
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
@@ -95,7 +96,7 @@ def bind(options: ServerOptions) -> socket.socket:
 
 async def _serve(
     listening: socket.socket,
-    wanted: Sequence[ModelToServe],
+    wanted: abc.Sequence[ModelToServe],
     options: ServerOptions,
     service: ServiceOptions,
     *,
@@ -117,7 +118,7 @@ async def _serve(
         ready(address(listening, options))
 
     loading = asyncio.create_task(load())
-    # Where a model cannot be loaded there is nothing to serve.
+    # If a model cannot be loaded, the server ends.
     loading.add_done_callback(lambda task: _stop_if_failed(task, server))
     try:
         await server.serve([listening])
@@ -135,7 +136,7 @@ def _stop_if_failed(task: asyncio.Task[None], server: uvicorn.Server) -> None:
 
 
 def make_server(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
-    """A server of an application, which is not listening yet and leaves signals to its caller."""
+    """The uvicorn server of an application; it does not listen yet and leaves signals to its caller."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -143,7 +144,7 @@ def make_server(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,
         ws="none",
-        http=partial(_Connection, most=options.max_connections, seconds=options.body_timeout),  # type: ignore[arg-type]
+        http=partial(_LimitedConnection, most=options.max_connections, seconds=options.body_timeout),  # type: ignore[arg-type]
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=math.ceil(options.shutdown_timeout),
         ssl_certfile=options.ssl_certfile,
@@ -161,12 +162,12 @@ def address(listening: socket.socket, options: ServerOptions) -> str:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # Uvicorn would raise the signal again at its end, and the process would not exit with 0.
+        # Uvicorn would raise the signal again at its end, and the exit status would not be 0.
         yield
 
 
-class _Connection(H11Protocol):
-    """A connection that is refused if there are too many, and closed if a request's head does not come in time."""
+class _LimitedConnection(H11Protocol):
+    """A connection; refused if there are too many, and closed if the head of a request does not arrive in time."""
 
     def __init__(self, *, most: int, seconds: float, **others: Any) -> None:
         super().__init__(**others)
@@ -183,7 +184,7 @@ class _Connection(H11Protocol):
             self._watch()
 
     def data_received(self, data: bytes) -> None:
-        # Uvicorn's own timer ends with the first byte, and bytes can come slowly.
+        # Uvicorn's own timer stops at the first byte, but a client can send bytes slowly.
         if self._timer is None and self._between_requests():
             self._watch()
         if not self.transport.is_closing():

@@ -1,9 +1,10 @@
-"""What the server counts and times, in Prometheus' form; names as vLLM has them, with the prefix `warpbus:`."""
+"""The Prometheus metrics of the server; names as in vLLM, with the prefix `warpbus:`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -24,8 +25,8 @@ _TOKENS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_00
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """A value of the engine's `Stats`, and the metric it is."""
+class _EngineMetric:
+    """A value of the engine's `Stats` and its metric."""
 
     metric: str
     field: str
@@ -33,16 +34,16 @@ class _Reading:
     help: str
 
 
-_READINGS = (
-    _Reading("num_requests_running", "running", False, "requests that the engine computes"),
-    _Reading("num_requests_waiting", "waiting", False, "requests that wait for the engine"),
-    _Reading("num_preemptions", "preemptions", True, "requests that lost their cache to others for a while"),
-    _Reading("prefix_cache_queries", "prefix_queries", True, "tokens of prompts looked up in the prefix cache"),
-    _Reading("prefix_cache_hits", "prefix_hits", True, "tokens of prompts found in the prefix cache"),
-    _Reading("kv_cache_bytes_mapped", "cache_bytes", False, "bytes that the KV cache has now"),
-    _Reading("spec_decode_num_draft_tokens", "drafted", True, "tokens guessed by speculation"),
-    _Reading("spec_decode_num_accepted_tokens", "accepted", True, "guessed tokens that were right"),
-    _Reading("engine_steps", "steps", True, "steps of the engine"),
+_ENGINE_METRICS = (
+    _EngineMetric("num_requests_running", "running", False, "requests that the engine computes"),
+    _EngineMetric("num_requests_waiting", "waiting", False, "requests that wait for the engine"),
+    _EngineMetric("num_preemptions", "preemptions", True, "requests that lost their cache to others for a while"),
+    _EngineMetric("prefix_cache_queries", "prefix_queries", True, "tokens of prompts looked up in the prefix cache"),
+    _EngineMetric("prefix_cache_hits", "prefix_hits", True, "tokens of prompts found in the prefix cache"),
+    _EngineMetric("kv_cache_bytes_mapped", "cache_bytes", False, "bytes that the KV cache has now"),
+    _EngineMetric("spec_decode_num_draft_tokens", "drafted", True, "tokens guessed by speculation"),
+    _EngineMetric("spec_decode_num_accepted_tokens", "accepted", True, "guessed tokens that were right"),
+    _EngineMetric("engine_steps", "steps", True, "steps of the engine"),
 )
 
 
@@ -72,7 +73,7 @@ class Metrics:
         self.answer_sizes = self._histogram("request_generation_tokens", "tokens of an answer", _TOKENS)
 
     async def text(self, models: Models) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """All metrics in the text format of Prometheus."""
         names = [model.name for model in models.bases()]
         found = await asyncio.gather(*[self._stats(models, name) for name in names])
         self._engine.stats = [(name, stats) for name, stats in zip(names, found, strict=True) if stats is not None]
@@ -89,22 +90,22 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, ("model_name", *labels), registry=self._registry)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: abc.Sequence[float]) -> Histogram:
         return Histogram(PREFIX + name, text, ("model_name",), registry=self._registry, buckets=buckets)
 
 
 class _EngineReadings:
-    """Turns the engines' last stats, and the models' states, into metrics when Prometheus asks."""
+    """Exports the engines' last stats and the models' states when Prometheus scrapes."""
 
     def __init__(self) -> None:
-        self.stats: Sequence[tuple[str, Stats]] = ()
-        self.states: Sequence[tuple[str, str]] = ()
+        self.stats: abc.Sequence[tuple[str, Stats]] = ()
+        self.states: abc.Sequence[tuple[str, str]] = ()
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        for reading in _READINGS:
+        for reading in _ENGINE_METRICS:
             family = CounterMetricFamily if reading.counts else GaugeMetricFamily
             metric = family(PREFIX + reading.metric, reading.help, labels=["model_name"])
             for name, stats in self.stats:

@@ -1,4 +1,4 @@
-"""How a server listens, whom it answers, and how much of anything it takes."""
+"""The options of a server: its address, access control and limits."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ class ServerOptions:
     """Options of a server.
 
     Attributes:
-        host, port: where it listens; port 0 takes a free one.
-        api_keys: one of them is needed for every route but GET /health and the chat page's files; none asks for none.
-        share_prefixes: requests share what is stored of prompts that begin alike, whatever their key; else those with
-            different keys share nothing.
-        ssl_certfile, ssl_keyfile: PEM files, with which it speaks TLS.
-        insecure: listen beyond this machine also without a key or without TLS.
+        host, port: the address to listen on; port 0 takes a free one.
+        api_keys: every route except for GET /health and the chat page's files requires one of them; empty: no key.
+        share_prefixes: requests with different API keys share the prefix cache.
+        ssl_certfile, ssl_keyfile: PEM files, for TLS.
+        insecure: allow other hosts to connect without a key or without TLS.
         allow_origins: web origins (`https://example.com`) whose pages may call the API; "*" is all.
-        allowed_hosts: further names by which requests may call a server that listens on loopback.
-        max_body_bytes: of a request.
-        max_n: answers a prompt.
-        max_tokens: the most that a request may ask for; None leaves it to the context.
+        allowed_hosts: further host names that requests to a server on loopback may use.
+        max_body_bytes: the most bytes of a request body.
+        max_n: the most answers per prompt.
+        max_tokens: the most tokens that a request may ask for; None: limited by the context only.
         max_schema_bytes: of a JSON schema, regular expression, list of choices, or of all tools.
-        max_connections: open at the same time.
-        request_timeout: seconds that an answer may take.
-        body_timeout: seconds in which a request, and each piece of an answer, has to pass.
-        heartbeat: seconds without news after which a stream gets a comment line.
-        shutdown_timeout: seconds that running requests get once the server has to end.
+        max_connections: the most open connections.
+        request_timeout: the most seconds for an answer.
+        body_timeout: the most seconds for receiving a request body, and for sending each part of an answer.
+        heartbeat: after so many seconds without data a stream gets a comment line.
+        shutdown_timeout: how many seconds running requests get at shutdown.
 
     Raises:
-        UsageError: a value is out of range, files are missing, or the server would be open to everybody.
+        UsageError: a value is out of range, files are missing, or anyone could connect without a key or TLS.
     """
 
     host: str = "127.0.0.1"
@@ -87,12 +86,12 @@ class ServerOptions:
 
     @property
     def tls(self) -> bool:
-        """It speaks TLS."""
+        """The server uses TLS."""
         return self.ssl_certfile is not None
 
     @property
     def loopback(self) -> bool:
-        """Only this machine reaches it."""
+        """The server listens on loopback only."""
         if self.host == "localhost":
             return True
         try:
@@ -101,7 +100,7 @@ class ServerOptions:
             return False
 
     def check_tls(self) -> None:
-        """Raises UsageError if certificate and key cannot be used."""
+        """Raises UsageError if certificate or key is invalid."""
         if self.ssl_certfile is None or self.ssl_keyfile is None:
             return
         for name, path in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):

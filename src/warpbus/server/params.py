@@ -1,4 +1,4 @@
-"""What a body asks for, as `SamplingParams`: how tokens are chosen, when to stop, which grammar holds."""
+"""Converts request bodies to `SamplingParams`: sampling, stop conditions and grammars."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from warpbus.engine import Grammar, SamplingParams
-from warpbus.errors import ContextLengthError, RequestError, UsageError
+from warpbus.errors import ContextLengthError, UsageError
 from warpbus.server.options import ServerOptions
+from warpbus.server.request_error import RequestError
 from warpbus.server.schema import MOST_CHOICES, Generating
 
 _SEEDS = 2**63
 
 
 def answers_of(body: Generating, prompts: int, options: ServerOptions) -> int:
-    """How many answers each prompt gets. RequestError if it is more than the server allows."""
+    """The number of answers per prompt. RequestError if it is more than the server allows."""
     wanted = body.n or 1
     if wanted > options.max_n:
         raise RequestError(400, f"n is {wanted}: this server gives at most {options.max_n} answers", param="n")
@@ -27,7 +28,7 @@ def answers_of(body: Generating, prompts: int, options: ServerOptions) -> int:
 
 
 def room(prompt: list[int], context: int) -> int:
-    """Tokens that an answer may have. ContextLengthError if there is no room."""
+    """The most tokens of an answer. ContextLengthError if the prompt leaves no room."""
     if len(prompt) >= context:
         raise ContextLengthError(
             f"the prompt has {len(prompt):,} tokens, the context holds {context:,} with the answer: shorten it"
@@ -89,14 +90,14 @@ def sampling_params(
 
 
 def for_answer(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of another answer to the same prompt: its seed counts on, so that it is another one."""
+    """The parameters of a further answer to the same prompt: its seed is incremented, so that it differs."""
     if params.seed is None or index == 0:
         return params
     return replace(params, seed=(params.seed + index) % _SEEDS)
 
 
 def grammar_of(body: Generating, options: ServerOptions) -> Grammar | None:
-    """The grammar that a body asks for, in whichever way. RequestError if there are several, or it is too long."""
+    """The grammar of a body, from any of its fields. RequestError if there are several, or it is too long."""
     found: list[tuple[str, Grammar]] = []
     form = body.response_format
     if form is not None and form.type == "json_object":
@@ -131,7 +132,7 @@ def grammar_of(body: Generating, options: ServerOptions) -> Grammar | None:
 
 
 def check_size(name: str, text: str, options: ServerOptions) -> None:
-    """RequestError if a schema or grammar is longer than the server takes."""
+    """RequestError if a schema or grammar is longer than the server allows."""
     if len(text) > options.max_schema_bytes:
         raise RequestError(
             400, f"{name} has {len(text):,} characters: this server takes {options.max_schema_bytes:,}", param=name
@@ -149,7 +150,7 @@ def _choice(texts: list[str]) -> Grammar:
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
-    # Some digits are no ids: a token's is written in ASCII, and short.
+    # Unicode digits and long numbers are not token ids.
     strange = [key for key in given if not (key.isascii() and key.isdecimal() and len(key) < 12)]
     if strange:
         raise RequestError(400, f"logit_bias: {strange[0][:40]!r} is no token id", param="logit_bias")

@@ -17,13 +17,14 @@ from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 
 import warpbus
-from warpbus.errors import RequestError, WarpbusError
+from warpbus.errors import WarpbusError
 from warpbus.server import failures
 from warpbus.server.guard import AccessLog, Guard
 from warpbus.server.listening import address, bind, make_server
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.page import page_router
+from warpbus.server.request_error import RequestError
 
 Status = Callable[[], Awaitable[dict[str, Any]]]
 """What gives a pool's status: the dictionary of its broker."""
@@ -118,7 +119,7 @@ def create_pool_app(status: Status, options: ServerOptions, history: History | N
 
     Args:
         status: asks the pool; WarpbusError where it does not answer.
-        options: who may look.
+        options: of the server.
         history: to keep samples in.
     """
     pool = Pool(status, history or History())

@@ -1,6 +1,6 @@
-"""The models that a server answers for, by name, and what it needs of each.
+"""The models of a server by name, and the interface that it needs of each.
 
-Knows nothing of HTTP beyond the errors that a request for a model may get.
+Knows nothing of HTTP except for the errors that a request for a model may get.
 """
 
 from __future__ import annotations
@@ -11,36 +11,37 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, get_args
 
-from warpbus.engine import Piece, SamplingParams
+from warpbus.engine import SamplingParams, TextPiece
 from warpbus.engine.moving import Moved
 from warpbus.engine.service import State
 from warpbus.engine.stats import Stats
-from warpbus.errors import RequestError, UsageError
+from warpbus.errors import UsageError
 from warpbus.models.templates import Template
 from warpbus.models.templates.tools import ToolDialect, find_dialect
 from warpbus.models.tokenizers import Tokenizer
+from warpbus.server.request_error import RequestError
 
 T = TypeVar("T")
 
 STATES = ("starting", *get_args(State))
-"""What a model can be in; "starting" until it is loaded for the first time."""
+"""The states of a model; "starting" until it is loaded for the first time."""
 
 RETRY_SECONDS = 5
-"""What a client is told to wait while a model loads or its engine starts again."""
+"""The Retry-After while a model loads or its engine restarts."""
 
 
-class Answer(Protocol):
-    """One request's pieces; see `warpbus.engine.service.Answer`."""
+class AnswerProtocol(Protocol):
+    """The pieces of one answer; see `warpbus.engine.service.Answer`."""
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[TextPiece]:
         """The pieces."""
 
     async def aclose(self) -> None:
-        """Call the request off, if it still runs."""
+        """Abort the request if it still runs."""
 
 
-class Health(Protocol):
-    """How a service is; see `warpbus.engine.service.Health`."""
+class HealthProtocol(Protocol):
+    """The state of a service; see `warpbus.engine.service.Health`."""
 
     @property
     def state(self) -> str:
@@ -51,48 +52,50 @@ class Health(Protocol):
         """Why it is not ready."""
 
 
-class Service(Protocol):
-    """What the server asks of `warpbus.engine.service.Service`."""
+class ServiceProtocol(Protocol):
+    """The part of `warpbus.engine.service.Service` that the server uses."""
 
     tokenizer: Tokenizer
     template: Template
     max_model_len: int
 
-    def generate(self, prompt: list[int], params: SamplingParams, adapter: str | None, *, cache_salt: bytes) -> Answer:
-        """Begin a request. Raises WarpbusErrors, as iterating the answer does."""
+    def generate(
+        self, prompt: list[int], params: SamplingParams, adapter: str | None, *, cache_salt: bytes
+    ) -> AnswerProtocol:
+        """Start a request. Raises WarpbusErrors, as iterating over the answer does."""
 
     async def stats(self) -> Stats:
         """The engine's `Stats`."""
 
     @property
-    def health(self) -> Health:
-        """How it is."""
+    def health(self) -> HealthProtocol:
+        """The state of the service."""
 
     @property
     def alive(self) -> bool:
         """Requests can be answered, or could be after `wake`."""
 
     async def sleep(self) -> None:
-        """Give the GPUs' memory back."""
+        """Offload the model and return the GPUs' memory."""
 
     async def wake(self) -> None:
-        """Get it back."""
+        """Load the model to the GPUs again."""
 
     async def move(self, device: str) -> Moved:
-        """Go on on another GPU."""
+        """Move to another GPU."""
 
     async def close(self, *, drain: float = 0.0) -> None:
         """End the processes."""
 
 
-class _Shared:
-    """What a model and its adapters share."""
+class _ModelState:
+    """The state that a model and its adapters share."""
 
     def __init__(self, name: str) -> None:
         self.dialect: ToolDialect | None = None
         self.context: int | None = None
-        self.service: Service | None = None
-        # One thread: tokenizers and templates keep caches that are not made for several.
+        self.service: ServiceProtocol | None = None
+        # One thread: the caches of tokenizers and templates are not thread-safe.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"text of {name}")
 
 
@@ -100,20 +103,20 @@ class Model:
     """A model, or a model with one of its adapters, under a name.
 
     Attributes:
-        name: what requests call it.
-        created: when the server took it up, in seconds since 1970.
-        base: the model that has the adapter; None for a model as it is.
+        name: by which requests name it.
+        created: when it was added to the server, in seconds since 1970.
+        base: the model that has the adapter; None for a model without an adapter.
     """
 
     def __init__(self, name: str, base: Model | None = None) -> None:
         self.name = name
         self.created = int(time.time())
         self.base = base
-        self._shared: _Shared = _Shared(name) if base is None else base._shared
+        self._shared: _ModelState = _ModelState(name) if base is None else base._shared
 
     @property
     def dialect(self) -> ToolDialect | None:
-        """How it calls tools, or None."""
+        """The dialect of its tool calls, or None."""
         return self._shared.dialect
 
     @property
@@ -129,13 +132,13 @@ class Model:
 
     @property
     def reason(self) -> str:
-        """Why it is not ready; empty where it is, and while it starts."""
+        """Why it is not ready; empty if it is ready or starts."""
         service = self._shared.service
         return "" if service is None else service.health.reason
 
     @property
-    def service(self) -> Service:
-        """Raises RequestError (503) while the model loads or its engine starts again."""
+    def service(self) -> ServiceProtocol:
+        """The service. Raises RequestError (503) while the model loads or its engine restarts."""
         service = self._shared.service
         if service is not None and service.alive:
             return service
@@ -147,8 +150,8 @@ class Model:
             retry_after=RETRY_SECONDS,
         )
 
-    def awake(self) -> Service:
-        """The service, for a request that generates. Raises RequestError (503) also where it sleeps."""
+    def awake(self) -> ServiceProtocol:
+        """The service, for a request that generates. Raises RequestError (503) also if the model sleeps."""
         service = self.service
         if self.state == "asleep":
             raise RequestError(
@@ -160,38 +163,38 @@ class Model:
             )
         return service
 
-    def generate(self, prompt: list[int], params: SamplingParams, cache_salt: bytes = b"") -> Answer:
-        """Begin a request, which shares what is stored of prompts with those of the same salt. Raises as `awake` and
-        the service do."""
+    def generate(self, prompt: list[int], params: SamplingParams, cache_salt: bytes = b"") -> AnswerProtocol:
+        """Start a request; it shares the prefix cache with requests of the same salt. Raises as `awake` and the service
+        do."""
         return self.awake().generate(prompt, params, None if self.base is None else self.name, cache_salt=cache_salt)
 
-    def loaded(self, service: Service) -> None:
-        """The model, with its adapters, can answer from now on."""
+    def loaded(self, service: ServiceProtocol) -> None:
+        """Record that the model and its adapters are ready."""
         self._shared.dialect = find_dialect(service.template)
         self._shared.context = service.max_model_len
         self._shared.service = service
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Tokenizing and rendering: the event loop goes on meanwhile, however long the text is."""
+        """Run tokenization or rendering in a thread, so that long texts do not block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._shared.thread, work)
 
     async def close(self, drain: float) -> None:
-        """End the model's processes, after `drain` seconds at most; its adapters are gone too."""
+        """Close the model and its adapters: end its processes after at most `drain` seconds."""
         self._shared.thread.shutdown(wait=False, cancel_futures=True)
         if self._shared.service is not None:
             await self._shared.service.close(drain=drain)
 
 
 class Models:
-    """All models of a server, in the order in which they were added; the first is asked where none is named."""
+    """All models of a server, in the order in which they were added; the first one is the default."""
 
     def __init__(self) -> None:
         self._models: dict[str, Model] = {}
 
-    def add(self, name: str, service: Service | None = None, *, adapters: Iterable[str] = ()) -> Model:
-        """Take up a model, which may be loaded later (`Model.loaded`), and after it its adapters.
+    def add(self, name: str, service: ServiceProtocol | None = None, *, adapters: Iterable[str] = ()) -> Model:
+        """Add a model, which may be loaded later (`Model.loaded`), and its adapters.
 
-        Raises UsageError where something is called by one of these names already.
+        Raises UsageError if one of the names is already in use.
         """
         model = Model(name)
         for one in (model, *(Model(adapter, model) for adapter in adapters)):
@@ -203,11 +206,11 @@ class Models:
         return model
 
     def all(self) -> Collection[Model]:
-        """Every name that a request can give."""
+        """All models and adapters."""
         return self._models.values()
 
     def bases(self) -> Collection[Model]:
-        """Every model, its adapters left out."""
+        """All models, without adapters."""
         return [model for model in self.all() if model.base is None]
 
     def find(self, name: str | None) -> Model:
@@ -224,5 +227,5 @@ class Models:
         return self._models[name]
 
     async def close(self, drain: float) -> None:
-        """End all models."""
+        """Close all models."""
         await asyncio.gather(*[model.close(drain) for model in self.bases()])

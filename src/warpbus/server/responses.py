@@ -1,11 +1,12 @@
-"""Answers as HTTP: whole, or as a stream of server-sent events, in the form that an endpoint gives them."""
+"""HTTP responses of generation: complete, or as a stream of server-sent events, in the format of an endpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import abc
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -13,9 +14,9 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from warpbus.engine import Piece
+from warpbus.engine import TextPiece
 from warpbus.server.failures import as_request_error, body_of
-from warpbus.server.generation import Generations, Job, Record, disconnected, unless_gone
+from warpbus.server.generation import GenerationRequest, Generations, RequestRecord, disconnected, unless_gone
 from warpbus.server.metrics import Metrics
 from warpbus.server.options import ServerOptions
 from warpbus.server.registry import Model
@@ -24,37 +25,37 @@ Json = dict[str, Any]
 
 
 class Form(Protocol):
-    """How an endpoint writes answers. One object a request; `index` counts the request's answers."""
+    """The format of an endpoint's answers. One object per HTTP request; `index` is the number of an answer in it."""
 
     def opening(self) -> list[Json]:
-        """The chunks that a stream begins with."""
+        """The first chunks of a stream."""
 
-    def chunks(self, index: int, piece: Piece) -> list[Json]:
-        """The chunks that a piece brings."""
+    def chunks(self, index: int, piece: TextPiece) -> list[Json]:
+        """The chunks of a piece."""
 
-    def whole(self, index: int, pieces: Sequence[Piece]) -> Json:
-        """A choice of an answer that is not streamed."""
+    def whole(self, index: int, pieces: abc.Sequence[TextPiece]) -> Json:
+        """The choice of an answer that is not streamed."""
 
     def wrap(self, choices: list[Json], *, streamed: bool) -> Json:
-        """The object around choices."""
+        """The JSON object around choices."""
 
 
 class Usage:
-    """How many tokens a request took. A prompt with several answers counts once."""
+    """The token counts of a request. A prompt with several answers counts once."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.output_tokens = 0
         self._cached: dict[int, int] = {}
 
-    def saw(self, prompt: int, piece: Piece) -> None:
-        """Take a piece of an answer to a prompt; the first answer tells what was cached before the request."""
+    def add(self, prompt: int, piece: TextPiece) -> None:
+        """Add a piece of an answer to a prompt; the first piece says what was cached before the request."""
         self.output_tokens += len(piece.token_ids)
         self._cached.setdefault(prompt, piece.cached_tokens)
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts that were in the prefix cache."""
+        """Tokens of the prompts found in the prefix cache."""
         return sum(self._cached.values())
 
     def json(self) -> Json:
@@ -68,11 +69,11 @@ class Usage:
 
 
 class Responder:
-    """Answers the requests of one server.
+    """Responds to the generation requests of one server.
 
     Args:
         options: of the server.
-        metrics: are told what happened.
+        metrics: updated with the answers.
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
@@ -84,37 +85,37 @@ class Responder:
         request: Request,
         model: Model,
         form: Form,
-        jobs: Sequence[Job],
+        requests: abc.Sequence[GenerationRequest],
         *,
         per_prompt: int,
         stream: bool,
         include_usage: bool,
     ) -> Response:
-        """Generate, and give the answer.
+        """Generate, and return the response.
 
         Args:
             jobs: the answers to the first prompt, then those to the next.
             per_prompt: how many answers each prompt gets.
             stream: as server-sent events.
-            include_usage: of a stream: its last chunk has the usage.
+            include_usage: the last chunk of a stream has the usage.
 
         Raises:
             WarpbusError: as `Generations.pieces`, before anything is sent.
-            ClientGoneError: the client left.
+            ClientGoneError: the client disconnected.
         """
-        record: Record = request.scope["state"]["record"]
-        usage = Usage(sum(len(job.prompt) for job in jobs[::per_prompt]))
+        record: RequestRecord = request.scope["state"]["record"]
+        usage = Usage(sum(len(each.prompt) for each in requests[::per_prompt]))
         record.prompt_tokens = usage.prompt_tokens
         generations = Generations(
-            model, jobs, timeout=self.options.request_timeout, metrics=self.metrics, record=record
+            model, requests, timeout=self.options.request_timeout, metrics=self.metrics, record=record
         )
         pieces = _counted(generations.pieces(), usage, per_prompt, record)
         if not stream:
-            return await unless_gone(request.receive, _whole(pieces, form, len(jobs), usage))
+            return await unless_gone(request.receive, _whole(pieces, form, len(requests), usage))
         first = asyncio.ensure_future(anext(pieces))
         try:
-            # What fails at once gets a status of its own; what takes longer than a heartbeat begins its stream.
-            await unless_gone(request.receive, _settled(first, self.options.heartbeat))
+            # An error before the first heartbeat gets its own HTTP status; after it, the stream has begun.
+            await unless_gone(request.receive, _wait_done(first, self.options.heartbeat))
             if first.done():
                 first.result()
         except BaseException:
@@ -125,22 +126,22 @@ class Responder:
         return EventStream(pieces, first, form, usage if include_usage else None, self.options.heartbeat)
 
 
-async def _settled(task: asyncio.Future[Any], seconds: float) -> None:
+async def _wait_done(task: asyncio.Future[Any], seconds: float) -> None:
     await asyncio.wait((task,), timeout=seconds)
 
 
 async def _counted(
-    pieces: AsyncIterator[tuple[int, Piece]], usage: Usage, per_prompt: int, record: Record
-) -> AsyncGenerator[tuple[int, Piece], None]:
+    pieces: AsyncIterator[tuple[int, TextPiece]], usage: Usage, per_prompt: int, record: RequestRecord
+) -> AsyncGenerator[tuple[int, TextPiece], None]:
     async with aclosing(pieces):  # type: ignore[type-var]
         async for index, piece in pieces:
-            usage.saw(index // per_prompt, piece)
+            usage.add(index // per_prompt, piece)
             record.cached_tokens = usage.cached_tokens
             yield index, piece
 
 
-async def _whole(pieces: AsyncGenerator[tuple[int, Piece], None], form: Form, count: int, usage: Usage) -> Response:
-    answers: list[list[Piece]] = [[] for _ in range(count)]
+async def _whole(pieces: AsyncGenerator[tuple[int, TextPiece], None], form: Form, count: int, usage: Usage) -> Response:
+    answers: list[list[TextPiece]] = [[] for _ in range(count)]
     async with aclosing(pieces):
         async for index, piece in pieces:
             answers[index].append(piece)
@@ -149,15 +150,15 @@ async def _whole(pieces: AsyncGenerator[tuple[int, Piece], None], form: Form, co
 
 
 class EventStream(Response):
-    """A stream of server-sent events: the chunks, then `[DONE]`; or, where it fails midway, an `error` object.
+    """A stream of server-sent events: the chunks, then `[DONE]`; or, if it fails midway, an `error` object.
 
     Ends, and calls the answers off, when the client leaves.
     """
 
     def __init__(
         self,
-        pieces: AsyncGenerator[tuple[int, Piece], None],
-        first: asyncio.Future[tuple[int, Piece]],
+        pieces: AsyncGenerator[tuple[int, TextPiece], None],
+        first: asyncio.Future[tuple[int, TextPiece]],
         form: Form,
         usage: Usage | None,
         heartbeat: float,

@@ -93,15 +93,15 @@ def use_fp8(model: Decoder) -> int:
     replaced = 0
     for owner in list(model.layers.modules()):
         for name, linear in list(owner.named_children()):
-            if type(linear) is nn.Linear and fits(linear):
+            if type(linear) is nn.Linear and fits(*linear.weight.shape):
                 setattr(owner, name, _trained(linear) if linear.weight.requires_grad else FrozenFp8Linear(linear))
                 replaced += 1
     return replaced
 
 
-def fits(linear: nn.Linear) -> bool:
-    """Whether the sizes of a layer are such that its products can be in fp8."""
-    return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
+def fits(rows: int, columns: int) -> bool:
+    """Whether the sizes of a matrix are such that its products can be in fp8."""
+    return rows % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

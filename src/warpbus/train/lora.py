@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from warpbus.errors import UsageError
 from warpbus.kernels.operators import autocast
 from warpbus.models.adapters import Lora, LowRank
+from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
 from warpbus.models.layers import QuantizedLinear
 from warpbus.train.sharding import whole
@@ -59,9 +60,18 @@ class LoraLinear(nn.Module):
         return f"rank={self.rank}, scaling={self.scaling:g}, dropout={self.dropout:g}"
 
 
-def matrix_names(model: Decoder) -> tuple[str, ...]:
-    """The names of the layers' matrices (`MatrixSpec.name`), in the order of the computation."""
-    return tuple(dict.fromkeys(matrix.name for _, matrix in model.config.matrices))
+def check_lora(config: ModelConfig, rank: int, targets: Collection[str]) -> None:
+    """Refuse a LoRA that the model has no place for.
+
+    Raises:
+        UsageError: if a layer has no matrix of a target's name, or the rank is out of range.
+    """
+    known = dict.fromkeys(matrix.name for _, matrix in config.matrices)
+    for name in targets:
+        if name not in known:
+            raise UsageError(f"LoRA target {name!r}: the layers have no such matrix: choose among {', '.join(known)}")
+    if rank < 1:
+        raise UsageError(f"LoRA rank {rank}: expected at least 1")
 
 
 def attach_lora(
@@ -78,12 +88,7 @@ def attach_lora(
     Raises:
         UsageError: the layers have no matrix of that name, or the rank is out of range.
     """
-    known = matrix_names(model)
-    for name in targets:
-        if name not in known:
-            raise UsageError(f"LoRA target {name!r}: the layers have no such matrix: choose among {', '.join(known)}")
-    if rank < 1:
-        raise UsageError(f"LoRA rank {rank}: expected at least 1")
+    check_lora(model.config, rank, targets)
     model.requires_grad_(False)
     trained: list[nn.Parameter] = []
     for layer, spec in zip(model.layers, model.config.layers, strict=True):

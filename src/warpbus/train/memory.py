@@ -1,19 +1,16 @@
-"""What a training step takes of each GPU's memory, reckoned before anything is made."""
+"""What a training step needs of each GPU's memory, computed before anything is allocated."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-
-from warpbus.kernels.ops.packed import packed_shapes
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
 from warpbus.models.config import ModelConfig
-from warpbus.models.decoder import Decoder
+from warpbus.models.cost import MemoryNeed, packed_bytes
 from warpbus.models.layer_spec import LayerSpec
 from warpbus.qtensor import Scheme
 from warpbus.train.fp8 import fits
-from warpbus.train.lora import attach_lora
+from warpbus.train.lora import check_lora
 from warpbus.train.loss import piece_rows
 from warpbus.train.recompute import SMALL
 from warpbus.train.settings import TrainingSettings
@@ -24,54 +21,36 @@ _WORKSPACES = 2 * 2**25
 """cuBLAS's on Hopper, one for each thread that calls it: autograd has a thread of its own. Older GPUs need less."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes on one GPU, by what they are for, each at its most; not all are at their most at once.
-
-    Attributes:
-        weights: of the model, and of what is trained beside it.
-        gradients: of all that is trained.
-        optimizer: AdamW's two moments.
-        casts: weights in the dtype of the products, from the forward to the backward pass; with FSDP2 those that are
-            gathered at a time.
-        activations: what is kept of the layers' forward pass for the backward pass.
-        head: the gradient of the head, which is there before the backward pass begins.
-        scores: what is there besides while the loss is computed and no longer when the layers' backward pass begins:
-            the last norm's input, hidden states and their gradients, scores of a piece of tokens.
-        layer: what the backward pass needs besides for a layer, with `recompute` all of its activations.
-        workspaces: of libraries.
-        accumulates: there are gradients already while the forward pass runs.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    casts: int
-    activations: int
-    head: int
-    scores: int
-    layer: int
-    workspaces: int
-    accumulates: bool
-
-    @property
-    def total(self) -> int:
-        """The most at one time: when the loss is computed, or at one end of the backward pass."""
-        before = self.gradients if self.accumulates else 0
-        beginning = before + self.casts + self.activations + self.head + max(self.scores, self.layer)
-        return self.weights + self.optimizer + self.workspaces + max(beginning, self.gradients + self.layer)
-
-
 def training_memory(
-    config: ModelConfig, settings: TrainingSettings, world: int = 1, *, scheme: Scheme | None = None
-) -> Estimate:
+    config: ModelConfig,
+    settings: TrainingSettings,
+    world: int = 1,
+    *,
+    scheme: Scheme | None = None,
+    available: int | None = None,
+) -> MemoryNeed:
     """What each of `world` GPUs needs for a step of packed rows, without `torch.compile`, which needs less.
+
+    Each part is given at its most, and not all parts are there at once (see `peak`):
+
+    - weights: of the model, and of what is trained beside it.
+    - gradients: of everything that is trained.
+    - optimizer: AdamW's two moments.
+    - casts: weights in the dtype of the products, from the forward to the backward pass; with FSDP2 those that are
+      gathered at a time.
+    - activations: what is kept of the layers' forward pass for the backward pass.
+    - head: the gradient of the head, which is there before the backward pass begins.
+    - scores: what is there only while the loss is computed: the last norm's input, hidden states and their gradients,
+      scores of a piece of tokens.
+    - layer: what the backward pass needs besides for a layer, with `recompute` all of its activations.
+    - workspaces: of libraries.
 
     Args:
         config: the model's shape.
         settings: how it is trained.
-        world: GPUs that train together. With FSDP2 they share all but quantized weights, with DDP nothing.
+        world: GPUs that train together. With FSDP2 they share everything but quantized weights, with DDP nothing.
         scheme: of the layers' matrices, where the model is quantized already.
+        available: bytes of a GPU.
     """
     if settings.quantize is not None:
         scheme = Scheme.parse(settings.quantize)
@@ -79,7 +58,7 @@ def training_memory(
     rows = -(-settings.rows_per_step // world)
     tokens = min(rows, settings.rows_at_once) * settings.length
     share = world if settings.sharding == "fsdp" else 1
-    of_spec = {spec: _Layer(spec, config, settings, half, shared=share > 1) for spec in config.layers}
+    of_spec = {spec: _LayerActivations(spec, config, settings, half, shared=share > 1) for spec in config.layers}
     layers = [of_spec[spec] for spec in config.layers]
     recomputed = settings.recompute or 0
     activations = sum(
@@ -88,81 +67,89 @@ def training_memory(
     )
     if settings.method != "full" and not recomputed:
         activations -= tokens * layers[0].norm  # the first: nothing before it is trained
-    held = _held(config, settings, scheme, half)
-    trained = sum(_part(tensor, share) for tensor in held.trained)
-    frozen = sum(_part(tensor, share) * tensor.element_size() for tensor in held.frozen)
-    return Estimate(
-        weights=held.packed + frozen + _FLOAT * trained,
-        gradients=_FLOAT * trained,
-        optimizer=2 * _FLOAT * trained,
-        casts=_casts(config, settings, half, share, trained),
-        activations=activations,
-        head=_FLOAT * config.vocab_size * config.hidden_size if settings.method == "full" else 0,
-        scores=_scores(config, settings, tokens, half, layers[0].stream),
-        layer=max(
+    held = _held(config, settings, scheme)
+    trained = sum(_part(shape, share) for shape in held.trained)
+    parts = {
+        "weights": held.packed + half * sum(_part(shape, share) for shape in held.frozen) + _FLOAT * trained,
+        "gradients": _FLOAT * trained,
+        "optimizer": 2 * _FLOAT * trained,
+        "casts": _casts(config, settings, half, share, trained),
+        "activations": activations,
+        "head": _FLOAT * config.vocab_size * config.hidden_size if settings.method == "full" else 0,
+        "scores": _scores(config, settings, tokens, half, layers[0].stream),
+        "layer": max(
             _work(settings, scheme, tokens, half, layer) + (tokens * (layer.kept - layer.inputs) if recomputed else 0)
             for layer in of_spec.values()
         ),
-        workspaces=_WORKSPACES,
-        accumulates=rows > settings.rows_at_once,
-    )
+        "workspaces": _WORKSPACES,
+    }
+    return MemoryNeed("each GPU", parts, available, peak=peak(parts, accumulates=rows > settings.rows_at_once))
+
+
+def peak(parts: Mapping[str, int], *, accumulates: bool) -> int:
+    """The most bytes at one time: when the loss is computed, or at one end of the backward pass.
+
+    Args:
+        parts: as of `training_memory`.
+        accumulates: there are gradients already while the forward pass runs.
+    """
+    before = parts["gradients"] if accumulates else 0
+    beginning = before + parts["casts"] + parts["activations"] + parts["head"] + max(parts["scores"], parts["layer"])
+    always = parts["weights"] + parts["optimizer"] + parts["workspaces"]
+    return always + max(beginning, parts["gradients"] + parts["layer"])
+
+
+def num_trained(config: ModelConfig, settings: TrainingSettings) -> int:
+    """How many numbers are trained."""
+    return sum(map(math.prod, _held(config, settings, None).trained))
+
+
+_Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Tensors without memory, and the bytes of quantized weights."""
+    """Shapes of what a process has of the model, and the bytes of matrices that are rounded."""
 
-    trained: list[Tensor]
-    frozen: list[Tensor]
+    trained: list[_Shape]
+    frozen: list[_Shape]
     packed: int
 
 
-def _held(config: ModelConfig, settings: TrainingSettings, scheme: Scheme | None, half: int) -> _Held:
-    """What a process has of the model."""
-    with torch.device("meta"):
-        model = Decoder(config)
-        if settings.method == "full":
-            return _Held(list(model.parameters()), [], 0)
-        if settings.method == "lora":
-            trained: list[Tensor] = list(attach_lora(model, rank=settings.rank, alpha=1.0, targets=settings.targets))
+def _held(config: ModelConfig, settings: TrainingSettings, scheme: Scheme | None) -> _Held:
+    if settings.method == "full":
+        return _Held(list(config.parameters.values()), [], 0)
+    trained: list[_Shape] = []
+    frozen: list[_Shape] = []
+    packed = 0
+    if settings.method == "lora":
+        check_lora(config, settings.rank, settings.targets)
+        for _, target in config.matrices:
+            if not settings.targets or target.name in settings.targets:
+                n, k = target.shape
+                trained += [(settings.rank, k), (n, settings.rank)]
+    else:
+        prefix = config.num_layers, settings.prefix_tokens, config.attention.num_kv_heads, config.attention.head_dim
+        trained = [prefix, prefix]
+    for name, shape in config.parameters.items():
+        matrix = config.matrix(name) if name.endswith(".weight") else None
+        if matrix is not None and scheme is not None:
+            packed += matrix.copies * packed_bytes(scheme, *matrix.shape)
+        elif matrix is not None and settings.fp8 and fits(*matrix.shape):
+            packed += 2 * _BYTE * matrix.num_weights + _FLOAT
         else:
-            shape = config.num_layers, settings.prefix_tokens, config.attention.num_kv_heads, config.attention.head_dim
-            trained = [torch.empty(shape), torch.empty(shape)]
-    matrices = {id(each.weight): each for each in _linears(model)}
-    packed, frozen = 0, []
-    for parameter in model.parameters():
-        if any(parameter is each for each in trained):
-            continue
-        linear = matrices.get(id(parameter))
-        if linear is not None and scheme is not None:
-            packed += _packed_bytes(scheme, *linear.weight.shape)
-        elif linear is not None and settings.fp8 and fits(linear):
-            packed += 2 * _BYTE * linear.weight.numel() + _FLOAT
-        else:
-            frozen.append(parameter.to(torch.bfloat16) if half == _HALF else parameter)
+            frozen.append(shape)
     return _Held(trained, frozen, packed)
 
 
-def _linears(model: Decoder) -> Iterable[nn.Linear]:
-    return (module for module in model.layers.modules() if isinstance(module, nn.Linear))
-
-
-def _packed_bytes(scheme: Scheme, n: int, k: int) -> int:
-    """Of a quantized matrix as GPUs hold it."""
-    if scheme.activations is not None:
-        return n * k + _FLOAT * n
-    words, (tiles, groups, rows, pairs) = packed_shapes(scheme, n, k)
-    return 4 * words + _HALF * tiles * groups * rows * pairs * (1 if scheme.symmetric else 2)
-
-
-def _part(tensor: Tensor, share: int) -> int:
+def _part(shape: _Shape, share: int) -> int:
     """Elements of a tensor that each of so many processes has: FSDP2 deals out its first axis."""
-    return -(-tensor.shape[0] // share) * (tensor.numel() // max(1, tensor.shape[0]))
+    return -(-shape[0] // share) * math.prod(shape[1:])
 
 
 def _casts(config: ModelConfig, settings: TrainingSettings, half: int, share: int, trained: int) -> int:
     """Weights as the products take them, where they are not held like that; `trained` is their number."""
-    of_layer = [sum(matrix.num_weights for matrix in spec.matrices) for spec in config.layers]
+    of_layer = [layer.num_weights for layer in config.layers]
     layer = max(of_layer)
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     per_weight = _BYTE if settings.fp8 else half
@@ -188,7 +175,7 @@ def _scores(config: ModelConfig, settings: TrainingSettings, tokens: int, half: 
     return piece + trained + tokens * config.hidden_size * (norm + 2 * half)
 
 
-def _work(settings: TrainingSettings, scheme: Scheme | None, tokens: int, half: int, layer: "_Layer") -> int:
+def _work(settings: TrainingSettings, scheme: Scheme | None, tokens: int, half: int, layer: "_LayerActivations") -> int:
     """What the backward pass makes of a layer's MLP, less what it has freed: at the activation, or the product before.
 
     With the latter there are columns of a dequantized matrix, or a gradient of the matrix in both dtypes.
@@ -207,7 +194,7 @@ def _masks(config: ModelConfig, settings: TrainingSettings) -> bool:
     return settings.dtype == "float32" or config.prompt_end is not None
 
 
-class _Layer:
+class _LayerActivations:
     """Bytes of a layer's activations for each token.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What a run leaves: a model or an adapter with its curves, written whole or not at all."""
+"""What a run leaves: a model or an adapter with its log, written whole or not at all."""
 
 import os
 import shutil
@@ -14,15 +14,14 @@ from torch import Tensor
 from warpbus.dist import Group
 from warpbus.errors import StorageError
 from warpbus.formats import CheckpointWriter
-from warpbus.formats.files import put_in_place, replace_file, storage_error, sync, write_json
+from warpbus.formats.files import put_in_place, storage_error, sync, write_json
 from warpbus.models.adapters import save_lora, save_prefix
 from warpbus.models.saving import named_tensors
-from warpbus.train.curve import draw_curve
 from warpbus.train.inputs import Inputs, weight_files
 from warpbus.train.methods import LoraMethod, PrefixMethod, TrainingMethod
 from warpbus.train.sharding import whole
 
-_SUMMARY, _LOG, _CURVE = "training.json", "training-log.json", "training.png"
+SUMMARY, LOG, CURVE = "training.json", "training-log.json", "training.png"
 
 
 def write(
@@ -40,7 +39,7 @@ def write(
     ChatGLM's P-Tuning has it, both in float32.
 
     Args:
-        summary, log: for `training.json`, and for `training-log.json` and the picture.
+        summary, log: for `training.json` and `training-log.json`.
 
     Raises:
         StorageError: if it could not be written; nothing is left then, and what was at `output` is still there.
@@ -51,13 +50,13 @@ def write(
         if group.is_first:
             with _new_directory(output) as partial:
                 save_lora(partial, lora, config, base=base, rank=settings.rank, alpha=settings.alpha)
-                _write_curves(partial, summary, log)
+                _write_log(partial, summary, log)
     elif isinstance(method, PrefixMethod):
         prefix = method.prefix(output.name)
         if group.is_first:
             with _new_directory(output) as partial:
                 save_prefix(partial, prefix, config, base=base)
-                _write_curves(partial, summary, log)
+                _write_log(partial, summary, log)
     else:
         tensors = named_tensors(method.model, torch.bfloat16, whole)
         if group.is_first:
@@ -76,8 +75,8 @@ def _write_model(
 ) -> None:
     source, config = inputs.checkpoint.directory, inputs.checkpoint.config
     dtype = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    written = {"config.json": {**config, dtype: "bfloat16"}, _SUMMARY: summary, _LOG: log}
-    left_out = {*weight_files(source), *(source / name for name in (*written, _CURVE))}
+    written = {"config.json": {**config, dtype: "bfloat16"}, SUMMARY: summary, LOG: log}
+    left_out = {*weight_files(source), *(source / name for name in (*written, CURVE))}
     bytes_ = torch.bfloat16.itemsize * inputs.config.num_parameters
     with CheckpointWriter(output, overwrite=overwrite, expected_bytes=bytes_) as writer:
         for name, tensor in tensors:
@@ -87,17 +86,12 @@ def _write_model(
                 writer.copy_file(file)
         for name, content in written.items():
             writer.write_json(name, content)
-        writer.finish(lambda directory: _write_curve(directory, log))
+        writer.finish()
 
 
-def _write_curves(directory: Path, summary: Mapping[str, Any], log: list[dict[str, float]]) -> None:
-    write_json(directory / _SUMMARY, summary)
-    write_json(directory / _LOG, log)
-    _write_curve(directory, log)
-
-
-def _write_curve(directory: Path, log: list[dict[str, float]]) -> None:
-    replace_file(directory / _CURVE, lambda path: draw_curve(log, path))
+def _write_log(directory: Path, summary: Mapping[str, Any], log: list[dict[str, float]]) -> None:
+    write_json(directory / SUMMARY, summary)
+    write_json(directory / LOG, log)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from warpbus.cli.pool import pool
-from warpbus.errors import ConnectionLost, UsageError
+from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
@@ -51,7 +51,7 @@ class FakeDaemon:
         self.tokens.append(hello["token"])
         welcome = {"tenant": "local", "role": "admin", "tokens": False, "host": "mill"}
         channel.send(Kind.WELCOME, 0, wire.encode(welcome))
-        with suppress(ConnectionLost):
+        with suppress(ConnectionLostError):
             while (frame := channel.receive(60)) is not None:
                 assert wire.decode(frame.payload) == {"do": "status"}
                 channel.send(Kind.ANSWER, frame.number, wire.encode(STATUS))
@@ -102,7 +102,7 @@ def test_it_shows_a_pool_and_finds_it_again():
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        (["--address", "warpbus://127.0.0.1:1"], ConnectionLost, "127.0.0.1:1"),
+        (["--address", "warpbus://127.0.0.1:1"], ConnectionLostError, "127.0.0.1:1"),
         (["--address", "http://mill:7700"], UsageError, "warpbus://"),
         (["--host", "0.0.0.0"], UsageError, "--api-key"),
     ],

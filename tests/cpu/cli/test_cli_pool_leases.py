@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from warpbus.cli import app
 from warpbus.cli.pool_leases import pool_table
-from warpbus.errors import ConnectionLost, UsageError
+from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.leases import Gpu
+from warpbus.pool.broker.leases import PoolGpu
 from warpbus.pool.quota import Quota
 
 GB = 10**9
@@ -67,7 +67,7 @@ def test_verbs_say_what_they_did_or_why_not(address):
 
 def test_nobody_there():
     outcome = invoke("status", "--address", "warpbus://127.0.0.1:9")
-    assert isinstance(outcome.exception, ConnectionLost)
+    assert isinstance(outcome.exception, ConnectionLostError)
 
 
 def test_serve_refuses_what_would_be_open_to_everybody(tmp_path):
@@ -96,7 +96,9 @@ def test_a_token_is_printed():
 
 def test_the_table_shows_all_that_the_pool_has():
     broker = Broker()
-    broker.join("mill", [Gpu("mill/0", "mill", 0, "H[200]", 100 * GB), Gpu("mill/1", "mill", 1, "H200", 100 * GB)], 0.0)
+    broker.join(
+        "mill", [PoolGpu("mill/0", "mill", 0, "H[200]", 100 * GB), PoolGpu("mill/1", "mill", 1, "H200", 100 * GB)], 0.0
+    )
     first = broker.request("ann", Quota(60 * GB, 0.5), now=10.0)
     broker.seen(first.id, 12.0, memory_used=30 * GB)
     broker.request("bob", Quota(100 * GB, 1.0), now=20.0)

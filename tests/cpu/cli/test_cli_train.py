@@ -33,6 +33,7 @@ def test_a_model_is_trained_and_its_losses_shown(blank_model, tmp_path, data):
     assert found.stdout == ""
     assert "step 2: loss" in found.stderr
     assert "training.png" in found.stderr.replace("\n", "")
+    assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
     assert "192 tokens in" in " ".join(found.stderr.split())
     assert (tmp_path / "out" / "model.safetensors").exists()
 
@@ -103,9 +104,9 @@ def test_a_dry_run_tells_memory_and_needs_no_weights(blank_model, tmp_path, data
     assert all(name in found.stdout for name in ("weights", "gradients", "moments", "activations"))
     needs = json.loads(invoke(*given, "--json", "--sharding", "fsdp").stdout)
     assert [need["gpus"] for need in needs["needs"]] == [1, 2, 4]  # 8 cannot share 4 rows
-    weights = [need["memory"]["weights"] for need in needs["needs"]]
+    weights = [need["memory"]["parts"]["weights"] for need in needs["needs"]]
     assert weights == sorted(set(weights), reverse=True)
-    assert needs["needs"][0]["seconds"] is None
+    assert needs["needs"][0]["time"] is None
     assert needs["trained"] < needs["parameters"]
     assert os.listdir(tmp_path) == ["data.jsonl"]
 

@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from warpbus.cuda import driver
-from warpbus.cuda.checkpoint import Checkpoint, State
+from warpbus.cuda.checkpoint import CudaCheckpoint, State
 from warpbus.errors import DeviceError
 
 OLD, NEW = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
@@ -70,7 +70,7 @@ def library(monkeypatch):
 
 
 def test_the_structures_are_those_of_the_driver(library):
-    checkpoint = Checkpoint()
+    checkpoint = CudaCheckpoint()
     checkpoint.lock(7, 2.5)
     checkpoint.checkpoint(7)
     checkpoint.restore(7, {OLD: NEW, NEW: OLD})
@@ -85,12 +85,12 @@ def test_the_structures_are_those_of_the_driver(library):
 
 
 def test_restoring_to_the_same_gpus_passes_no_map(library):
-    Checkpoint().restore(7, {})
+    CudaCheckpoint().restore(7, {})
     assert library.calls == [("restore", 7, None)]
 
 
 def test_the_state(library):
-    assert Checkpoint().state(7) is State.CHECKPOINTED
+    assert CudaCheckpoint().state(7) is State.CHECKPOINTED
 
 
 def test_an_error_names_the_process_and_the_call(library):
@@ -98,25 +98,25 @@ def test_an_error_names_the_process_and_the_call(library):
     with pytest.raises(
         DeviceError, match=r"process 7: cuCheckpointProcessLock: CUDA_ERROR_NOT_READY \(600\), device not ready"
     ):
-        Checkpoint().lock(7, 1)
+        CudaCheckpoint().lock(7, 1)
 
 
 def test_a_lock_always_has_an_end(library):
-    Checkpoint().lock(7, 0)  # 0 would be no limit for the driver
+    CudaCheckpoint().lock(7, 0)  # 0 would be no limit for the driver
     assert library.calls == [("lock", 7, 64, 1, False)]
 
 
 def test_a_call_that_hangs_is_left(library):
     library.hangs.clear()
     with pytest.raises(DeviceError, match=r"process 7: cuCheckpointProcessCheckpoint has not returned within 0\.05 s"):
-        Checkpoint(seconds=0.05).checkpoint(7)
+        CudaCheckpoint(seconds=0.05).checkpoint(7)
     library.hangs.set()
 
 
 def test_an_interrupt_waits_for_the_end_of_the_call(library):
     """The driver goes on with it in any case; what to undo is known only once it has ended."""
     library.hangs.clear()
-    checkpoint = Checkpoint()
+    checkpoint = CudaCheckpoint()
     here = threading.get_ident()
     threading.Timer(0.1, signal.pthread_kill, [here, signal.SIGINT]).start()
     threading.Timer(0.3, library.hangs.set).start()
@@ -128,4 +128,4 @@ def test_an_interrupt_waits_for_the_end_of_the_call(library):
 def test_an_old_driver(monkeypatch):
     monkeypatch.setattr(driver, "library", lambda: object())
     with pytest.raises(DeviceError, match="install version 580"):
-        Checkpoint()
+        CudaCheckpoint()

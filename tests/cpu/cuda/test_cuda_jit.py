@@ -9,6 +9,7 @@ import pytest
 
 from warpbus.cuda import jit
 from warpbus.cuda.kernel import Unit
+from warpbus.cuda.parameters import Parameters
 from warpbus.errors import DeviceError
 
 pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda")
@@ -30,7 +31,7 @@ def entries():
 
 
 def test_resources_without_a_gpu(unit):
-    taken = unit.kernel("add", "P").resources("sm_80")
+    taken = unit.kernel("add", Parameters("float* x")).resources("sm_80")
     assert taken.registers > 0
     assert taken.spill_stores == taken.spill_loads == taken.shared == 0
 

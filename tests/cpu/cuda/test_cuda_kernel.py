@@ -1,4 +1,4 @@
-"""What can be known of a kernel without a GPU: where its parameters lie."""
+"""What can be known of a kernel without a GPU."""
 
 import ctypes
 import threading
@@ -10,20 +10,10 @@ import pytest
 from warpbus.cuda import driver
 from warpbus.cuda import kernel as module
 from warpbus.cuda.kernel import Kernel, Unit, runs_on
+from warpbus.cuda.parameters import Parameters
+from warpbus.errors import DeviceError
 
-
-@pytest.mark.parametrize(
-    ("parameters", "offsets"),
-    [
-        ("P", (0,)),
-        ("PiPf", (0, 8, 16, 24)),
-        ("iqi", (0, 8, 16)),
-        ("128s128sPii", (0, 128, 256, 264, 268)),
-    ],
-)
-def test_parameters_lie_where_c_puts_them(parameters, offsets):
-    kernel = Unit(Path("/source/x.cu"), Path("/source")).kernel("x", parameters)
-    assert kernel._offsets == offsets
+UNIT = Unit(Path("/source/x.cu"), Path("/source"))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +49,7 @@ def test_two_threads_leave_a_kernel_the_larger_shared_memory(monkeypatch):
 
     monkeypatch.setattr(driver, "allow_shared_memory", allow)
     monkeypatch.setattr(module, "enter_context", lambda: None)
-    kernel = Kernel(Unit(Path("/source/x.cu"), Path("/source")), "x", "P")
+    kernel = Kernel(UNIT, "x", Parameters("float* x"))
     kernel._handles[0] = object()
 
     def ask_for_less():
@@ -100,6 +90,62 @@ def test_kernels_are_loaded_in_relaxed_capture_mode(monkeypatch):
     monkeypatch.setattr(module, "architecture", lambda index: "sm_90a")
     monkeypatch.setattr(Unit, "compile", lambda unit, arch: SimpleNamespace(code=b""))
     with pytest.raises(ValueError, match="no such kernel"):
-        Kernel(Unit(Path("/source/x.cu"), Path("/source")), "x", "P")._prepare(0, 0)
+        Kernel(UNIT, "x", Parameters("float* x"))._prepare(0, 0)
     assert loaded == [("code", driver._RELAXED), ("kernel", driver._RELAXED)]
     assert mode == [1]
+
+
+class LaidOut:
+    """A driver's answers about the parameters of one kernel."""
+
+    def __init__(self, *layout):
+        self.layout = layout
+
+    def cuKernelGetParamInfo(self, handle, index, offset, size):  # noqa: N802
+        if index.value >= len(self.layout):
+            return 1
+        for pointer, value in zip((offset, size), self.layout[index.value], strict=True):
+            ctypes.cast(pointer, ctypes.POINTER(ctypes.c_size_t))[0] = value
+        return 0
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """`loaded(driver library, kernel)` prepares a kernel whose code this driver has loaded."""
+    monkeypatch.setattr(module, "enter_context", lambda: None)
+    monkeypatch.setattr(module, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(driver, "load", lambda code, label: object())
+    monkeypatch.setattr(driver, "kernel", lambda code, name, label: object())
+    monkeypatch.setattr(Unit, "compile", lambda unit, arch: SimpleNamespace(code=b""))
+
+    def prepare(library, kernel):
+        library.cuThreadExchangeStreamCaptureMode = lambda mode: 0
+        monkeypatch.setattr(driver, "library", lambda: library)
+        return kernel._prepare(0, 0)
+
+    return prepare
+
+
+def test_parameters_are_compared_with_the_compiled_kernel(loaded):
+    parameters = Parameters("float* x, int n, long long size")
+    assert loaded(LaidOut((0, 8), (8, 4), (16, 8)), Kernel(UNIT, "x", parameters))
+    for layout in (((0, 8), (8, 4)), ((0, 8), (8, 4), (12, 4)), ((0, 8), (8, 4), (16, 8), (24, 4))):
+        with pytest.raises(DeviceError, match=r"x\.cu: x: the declared parameters lie at .*: declare them"):
+            loaded(LaidOut(*layout), Kernel(UNIT, "x", parameters))
+
+
+def test_an_old_driver_compares_nothing(loaded):
+    assert loaded(SimpleNamespace(), Kernel(UNIT, "x", Parameters("float* x")))
+
+
+def test_a_kernel_is_declared_once():
+    unit = Unit(Path("/source/x.cu"), Path("/source"))
+    parameters = Parameters("float* x")
+    assert unit.kernel("x", parameters) is unit.kernel("x", parameters)
+    with pytest.raises(DeviceError, match=r"x\.cu: x is declared twice"):
+        unit.kernel("x", Parameters("float* x"))
+
+
+def test_arguments_that_do_not_fit_name_the_kernel():
+    with pytest.raises(DeviceError, match=r"x\.cu: x: missing arguments: x, unknown ones: y"):
+        Kernel(UNIT, "x", Parameters("float* x"))(1, 1, y=None)

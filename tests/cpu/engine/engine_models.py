@@ -7,7 +7,6 @@ import torch
 from dense_configs import with_traits
 from torch import nn
 
-from warpbus.engine import engine as engine_module
 from warpbus.engine.blocks import BLOCK
 from warpbus.models import SHAPES
 from warpbus.models.adapters import Lora, LowRank
@@ -110,10 +109,8 @@ class Recorder:
 
 def as_on_a_gpu(engine):
     """Steps go ahead of what is read, and are those of graphs."""
-    engine._step._graphs = Recorder()
+    engine._instance.step._graphs = Recorder()
     engine._runs_ahead = lambda: (
-        not engine._speculation
-        and not engine._step.host_embedding
-        and all(engine_module._is_plain(row.sequence) for row in engine._rows.values())
+        not engine._speculation and not engine._instance.step.host_embedding and engine._samples_without_host()
     )
     return engine

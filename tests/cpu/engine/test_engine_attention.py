@@ -8,10 +8,10 @@ import torch
 from dense_configs import with_traits
 from engine_models import SMALL
 
-from warpbus.engine.attention import PieceAttention, StepAttention, Stretch
+from warpbus.engine.attention import ChunkSpan, DecodeAttention, PrefillAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.places import Turns
+from warpbus.engine.positions import RopeAngles
 from warpbus.models.layers import CausalAttention, Rotary, rotate
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ class Cached:
     def __init__(self, config, kv_dtype="auto"):
         self.config = config
         self.cache = KVCache(config, 9, device=CPU, dtype=torch.float32, kv_dtype=kv_dtype)
-        self.cache.back(9)
+        self.cache.commit(9)
         for layer in self.cache.layers:  # what nobody wrote is poison where it is read
             for part in layer:
                 if part is not None and part.dtype == torch.float32:
@@ -62,19 +62,19 @@ class Cached:
 
     def pieces(self, *pieces):
         """`(which, start, end)`, those from 0 on first; what each of their tokens attends to."""
-        stretches, flat, positions, slots = [], [], [], []
+        spans, flat, positions, slots = [], [], [], []
         for which, start, end in pieces:
             begin = len(positions)
             flat.append(self.qkv[which][start:end])
             positions += range(start, end)
             slots += self.slots(which, start, end)
             blocks = torch.tensor(TABLES[which][: -(-end // BLOCK)], dtype=torch.int32) if start else None
-            stretches.append(Stretch(begin, len(positions), start, blocks))
-        places = torch.tensor(positions, dtype=torch.int32)
-        turns = Turns(self.table, places)
-        attention = PieceAttention(self.config, turns, self.cache, torch.tensor(slots), stretches)
+            spans.append(ChunkSpan(begin, len(positions), start, blocks))
+        row_positions = torch.tensor(positions, dtype=torch.int32)
+        angles = RopeAngles(self.table, row_positions)
+        attention = PrefillAttention(self.config, angles, self.cache, torch.tensor(slots), spans)
         found = attention.attend_fused(1, torch.cat(flat).flatten(-2)[None])[0]
-        return [found[stretch.begin : stretch.end] for stretch in stretches]
+        return [found[span.begin : span.end] for span in spans]
 
     def tokens(self, *tokens, stored=False):
         """`(which, position)` each; what they attend to."""
@@ -82,7 +82,7 @@ class Cached:
         positions = torch.tensor([at for _, at in tokens], dtype=torch.int32)
         blocks = torch.tensor([TABLES[which] for which, _ in tokens], dtype=torch.int32)
         slots = torch.tensor([self.slots(which, at, at + 1)[0] for which, at in tokens]) if stored else None
-        attention = StepAttention(self.config, self.table, self.cache, positions, blocks, 2 * BLOCK, slots)
+        attention = DecodeAttention(self.config, self.table, self.cache, positions, blocks, 2 * BLOCK, slots)
         return attention.attend_fused(1, rows)[:, 0]
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from warpbus.engine.blocks import BLOCK, SCRATCH, Blocks, block_keys
+from warpbus.engine.blocks import BLOCK, NULL_BLOCK, BlockAllocator, block_keys
 
 TOKENS = st.lists(st.integers(0, 2**40), max_size=3 * BLOCK)
 
@@ -30,19 +30,19 @@ def test_keys_go_on_from_those_that_are_known(tokens, salt, data):
 
 @given(TOKENS, st.integers(0, BLOCK - 1), st.data())
 def test_keys_of_tokens_that_do_not_begin_a_block(tokens, lead, data):
-    whole = block_keys(tokens, salt=b"s", lead=lead)
+    whole = block_keys(tokens, salt=b"s", offset=lead)
     assert len(whole) == (lead + len(tokens)) // BLOCK
     known = data.draw(st.integers(0, len(whole)))
-    assert block_keys(tokens, whole[:known], salt=b"s", lead=lead) == whole
+    assert block_keys(tokens, whole[:known], salt=b"s", offset=lead) == whole
     if whole:
         others = [1 + token for token in tokens]
         end = len(whole) * BLOCK - lead
-        assert block_keys([*tokens[:end], *others[end:]], salt=b"s", lead=lead)[: len(whole)] == whole
-        assert not set(whole) & set(block_keys(others, salt=b"s", lead=lead))
+        assert block_keys([*tokens[:end], *others[end:]], salt=b"s", offset=lead)[: len(whole)] == whole
+        assert not set(whole) & set(block_keys(others, salt=b"s", offset=lead))
 
 
 def test_blocks_that_are_kept_are_never_handed_out():
-    blocks = Blocks(6, kept=2)
+    blocks = BlockAllocator(6, reserved=2)
     assert (blocks.used, blocks.available) == (0, 3)
     assert blocks.take(3) == [3, 4, 5]
     blocks.release([5, 4])
@@ -57,7 +57,7 @@ def test_salts_that_begin_alike_share_nothing():
 
 
 def test_the_lowest_free_blocks_come_first_and_none_is_taken_in_vain():
-    blocks = Blocks(6)
+    blocks = BlockAllocator(6)
     assert blocks.take(3) == [1, 2, 3]
     blocks.release([2])
     assert blocks.take(2) == [2, 4]
@@ -67,7 +67,7 @@ def test_the_lowest_free_blocks_come_first_and_none_is_taken_in_vain():
 
 
 def test_what_was_given_back_longest_ago_is_forgotten_first_and_a_sequences_end_before_its_beginning():
-    blocks = Blocks(5)
+    blocks = BlockAllocator(5)
     keys = [bytes([at]) for at in range(4)]
     first, second = blocks.take(2), blocks.take(2)
     for block, key in zip(first + second, keys, strict=True):
@@ -82,7 +82,7 @@ def test_what_was_given_back_longest_ago_is_forgotten_first_and_a_sequences_end_
 
 
 def test_a_key_is_one_blocks_and_a_block_has_one_key():
-    blocks = Blocks(4)
+    blocks = BlockAllocator(4)
     a, b, _ = blocks.take(3)
     blocks.publish(a, b"k")
     blocks.publish(b, b"k")
@@ -94,7 +94,7 @@ def test_a_key_is_one_blocks_and_a_block_has_one_key():
 
 
 def test_without_sharing_nothing_is_found_or_kept():
-    blocks = Blocks(4, sharing=False)
+    blocks = BlockAllocator(4, sharing=False)
     taken = blocks.take(2)
     blocks.publish(taken[0], b"k")
     assert blocks.share([b"k"]) == []
@@ -110,9 +110,9 @@ def test_idle_blocks_serve_where_there_is_no_more_memory():
         asked.append(wanted)
         return 3
 
-    blocks = Blocks(10, back=back)
+    blocks = BlockAllocator(10, commit=back)
     taken = blocks.take(2)
-    assert (taken, asked, blocks.backed) == ([1, 2], [2], 3)
+    assert (taken, asked, blocks.committed) == ([1, 2], [2], 3)
     assert blocks.take(1) is None
     blocks.publish(1, b"k")
     blocks.release([1])
@@ -122,7 +122,7 @@ def test_idle_blocks_serve_where_there_is_no_more_memory():
 
 @pytest.mark.parametrize("wanted", [2, 3])
 def test_nothing_changes_where_not_all_can_be_backed(wanted):
-    blocks = Blocks(10, back=lambda _: 2)
+    blocks = BlockAllocator(10, commit=lambda _: 2)
     assert blocks.take(wanted) is None
     assert (blocks.used, blocks.available) == (0, 9)
     assert blocks.take(1) == [1]
@@ -137,7 +137,7 @@ class Machine(RuleBasedStateMachine):
         self.held = []  # lists of blocks, each a user's
         self.key_of = {}  # what may be found, and where
         self.sharing = sharing
-        self.blocks = Blocks(count, back=lambda wanted: self.limit, sharing=sharing)
+        self.blocks = BlockAllocator(count, commit=lambda wanted: self.limit, sharing=sharing)
 
     def users(self, block):
         return sum(held.count(block) for held in self.held)
@@ -150,12 +150,12 @@ class Machine(RuleBasedStateMachine):
         if taken is None:
             # What lies idle may have been forgotten on the way.
             assert (self.blocks.used, self.blocks.available) == (used, available)
-            assert count > min(available, max(self.limit, self.blocks.backed) - 1 - used)
+            assert count > min(available, max(self.limit, self.blocks.committed) - 1 - used)
         else:
             assert len(set(taken)) == len(taken) == count
             assert not before & set(taken)
-            assert SCRATCH not in taken
-            assert all(block < self.blocks.backed for block in taken)
+            assert NULL_BLOCK not in taken
+            assert all(block < self.blocks.committed for block in taken)
             self.held.append(taken)
         assert self.blocks.idle <= idle
 
@@ -189,16 +189,16 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def shrink(self):
         needed = self.blocks.forget()
-        assert needed == max((block for held in self.held for block in held), default=SCRATCH) + 1
-        self.blocks.unback(needed)
-        assert (self.blocks.idle, self.blocks.backed <= needed) == (0, True)
+        assert needed == max((block for held in self.held for block in held), default=NULL_BLOCK) + 1
+        self.blocks.uncommit(needed)
+        assert (self.blocks.idle, self.blocks.committed <= needed) == (0, True)
 
     @invariant()
     def all_are_accounted_for(self):
         used = {block for held in self.held for block in held}
         assert self.blocks.used == len(used)
         assert self.blocks.used + self.blocks.available == self.blocks.count - 1
-        assert used <= set(range(SCRATCH + 1, max(SCRATCH + 1, self.blocks.backed)))
+        assert used <= set(range(NULL_BLOCK + 1, max(NULL_BLOCK + 1, self.blocks.committed)))
 
 
 TestMachine = Machine.TestCase

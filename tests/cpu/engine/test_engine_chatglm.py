@@ -12,10 +12,10 @@ from engine_models import as_on_a_gpu, assert_best, finish, plain_scores
 
 from warpbus.engine import step
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
-from warpbus.engine.moving import Move
-from warpbus.engine.places import columns_of
+from warpbus.engine.moving import EngineMigration
+from warpbus.engine.offload import OffloadableModel
+from warpbus.engine.positions import rotary_columns
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import UsageError
 from warpbus.models import SHAPES, random_model
@@ -112,10 +112,10 @@ def test_random_answers_are_the_same_alone_and_together(model, kind, options):
 def test_prompts_that_would_read_much_of_the_cache_again_and_again_run_without_a_graph(model, monkeypatch):
     monkeypatch.setattr(step, "_MIXED_READ", 20 * 20 * 2 * 4 * 16 * 4)  # what 20 rows read of 20 places
     engine = as_on_a_gpu(Engine(model))
-    for prompt, kinds in ((PROMPTS[0], {"mixed", "own"}), (PROMPTS[2], {"own"})):
-        engine._step._graphs.keys.clear()
+    for prompt, kinds in ((PROMPTS[0], {"mixed", "decode"}), (PROMPTS[2], {"decode"})):
+        engine._instance.step._graphs.keys.clear()
         assert_best(model, prompt, engine.decode([prompt], 12)[0])
-        assert {key[2] for key in engine._step._graphs.keys} == kinds
+        assert {key[2] for key in engine._instance.step._graphs.keys} == kinds
 
 
 def test_nothing_is_shared_between_prompts_that_begin_alike(model):
@@ -138,20 +138,20 @@ def test_a_prompt_without_its_end_is_refused(model):
 def test_answers_go_on_after_a_move_and_after_sleep():
     model = random_model(SMALL, *REST)
     expected = Engine(model).decode(PROMPTS, 30)
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     asked = [request(prompt, tokens=30) for prompt in PROMPTS]
     for each in asked:
         engine.add(each)
     for _ in range(6):
         engine.step()
-    move = Move(engine, torch.device("cpu"))
+    move = EngineMigration(engine, torch.device("cpu"))
     move.prepare()
     while not move.copy_ahead():
         engine.step()
     _, done = move.finish()
     move.release()
     # Full blocks go ahead, though nobody else can find them.
-    assert done.ahead >= 3 * engine._cache.block_bytes
+    assert done.ahead >= 3 * engine._instance.cache.block_bytes
     finish(engine)
     assert [each.token_ids for each in asked] == expected
     engine.sleep()
@@ -160,5 +160,5 @@ def test_answers_go_on_after_a_move_and_after_sleep():
 
 
 def test_columns_bring_the_halves_of_both_planes_together():
-    found = columns_of(with_traits(SMALL, num_heads=1, num_kv_heads=1, head_dim=8)).tolist()
+    found = rotary_columns(with_traits(SMALL, num_heads=1, num_kv_heads=1, head_dim=8)).tolist()
     assert found == [0, 1, 4, 5, 2, 3, 6, 7, *(8 + at for at in (0, 1, 4, 5, 2, 3, 6, 7)), *range(16, 24)]

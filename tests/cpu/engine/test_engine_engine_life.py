@@ -18,9 +18,9 @@ from engine_models import PROMPTS, SMALL, as_on_a_gpu, finish
 from warpbus.engine import kv_cache
 from warpbus.engine.adapters import salt_of
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.kv_cache import KVCache
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.plan import MemoryPlan
 from warpbus.engine.runner import Runner
 from warpbus.engine.sampling_params import SamplingParams
@@ -92,7 +92,7 @@ def test_graphs_are_for_filled_up_rows_and_bounded_lengths(model):
     engine = as_on_a_gpu(Engine(model, max_num_seqs=8))
     requests = [request([at], tokens=6) for at in range(3)]
     finish(engine, requests)
-    assert set(engine._step._graphs.keys) == {(32, 512, "mixed", False), (4, 512, "own", False)}
+    assert set(engine._instance.step._graphs.keys) == {(32, 512, "mixed", False), (4, 512, "decode", False)}
     assert engine.stats().steps == 6
 
 
@@ -201,7 +201,7 @@ def test_a_cache_of_8_bits_is_refused_where_no_kernels_read_it(model):
 
 
 def test_a_plan_is_taken_over(model):
-    plan = MemoryPlan(10**9, 96, 320, "auto", None, False, 16, {})
+    plan = MemoryPlan("GPU", {}, 10**9, 96, 320, "auto", None, False, 16)
     engine = Engine.planned(model, plan, max_num_seqs=2)
     assert (engine.max_model_len, engine.max_num_seqs, engine.stats().blocks) == (96, 2, 10)
     assert engine.decode(PROMPTS, 4) == Engine(model).decode(PROMPTS, 4)
@@ -246,8 +246,8 @@ def test_shrinking_leaves_alone_what_runs(model, kind):
 @KINDS
 @pytest.mark.usefixtures("small_growth")
 def test_where_memory_does_not_grow_requests_give_way_and_come_back(model, kind, monkeypatch):
-    back = KVCache.back
-    monkeypatch.setattr(KVCache, "back", lambda cache, blocks: back(cache, min(blocks, 8)))
+    back = KVCache.commit
+    monkeypatch.setattr(KVCache, "commit", lambda cache, blocks: back(cache, min(blocks, 8)))
     engine = kind(Engine(model))
     requests = [request(prompt, tokens=40, params=SEEDED) for prompt in PROMPTS]
     finish(engine, requests)
@@ -283,7 +283,7 @@ def test_an_engine_goes_with_its_last_user_and_not_by_the_garbage_collector(mode
     finish(engine, [request(prompt, tokens=5) for prompt in PROMPTS])
     engine.add(left)
     engine.step()
-    gone = [weakref.ref(each) for each in (engine, engine._cache, engine._step)]
+    gone = [weakref.ref(each) for each in (engine, engine._instance.cache, engine._instance.step)]
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -305,7 +305,7 @@ def test_full_memory_is_a_device_error(model, monkeypatch):
 
 
 @KINDS
-@pytest.mark.parametrize(("method", "at"), [("_scores", 1), ("_choose", 2), ("_choose", 6)])
+@pytest.mark.parametrize(("method", "at"), [("_scores", 1), ("_sample", 2), ("_sample", 6)])
 @pytest.mark.parametrize("params", [SEEDED, replace(SEEDED, frequency_penalty=1.0)], ids=["", "penalty"])
 def test_what_was_interrupted_is_computed_again(model, kind, method, at, params, monkeypatch):
     """Blocks that were promised to be full are not found after all, and nobody loses a token or draws another."""
@@ -332,7 +332,7 @@ def test_what_was_interrupted_is_computed_again(model, kind, method, at, params,
 def test_sleep_keeps_answers_and_no_memory():
     model = random_model(SMALL, None, "cpu", torch.float32)
     expected = Engine(model).decode(PROMPTS, 10)
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     assert engine.decode(PROMPTS, 10) == expected
     for _ in range(2):
         engine.sleep()
@@ -348,7 +348,7 @@ def test_sleep_wants_no_requests_and_a_model_that_can(model):
     with pytest.raises(UsageError, match="this engine cannot sleep"):
         Engine(model).sleep()
     own = random_model(SMALL, None, "cpu", torch.float32)
-    engine = Engine(own, dormant=Dormant(own))
+    engine = Engine(own, offloadable=OffloadableModel(own))
     each = request(PROMPTS[0], tokens=3)
     engine.add(each)
     with pytest.raises(UsageError, match="1 requests are under way: let them end, or abort them, before sleep"):

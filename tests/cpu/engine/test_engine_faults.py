@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from dense_configs import with_traits
 from engine_models import PROMPTS, SMALL, as_on_a_gpu, finish, random_lora
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -55,7 +56,7 @@ COMPILER = GrammarCompiler(LETTERS, vocab_size=SMALL.vocab_size, stop_ids=[END])
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(replace(SMALL, hidden_size=32, num_heads=2), None, "cpu", torch.float32)
+    return random_model(with_traits(SMALL, hidden_size=32, num_heads=2), None, "cpu", torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -284,8 +285,8 @@ def test_numbers_that_nobody_can_give_back_are_not_kept():
 
 @KINDS
 def test_a_request_whose_cache_does_not_fit_ends_and_those_that_fit_go_on(model, kind, monkeypatch):
-    back = KVCache.back
-    monkeypatch.setattr(KVCache, "back", lambda cache, blocks: back(cache, min(blocks, 4)))
+    back = KVCache.commit
+    monkeypatch.setattr(KVCache, "commit", lambda cache, blocks: back(cache, min(blocks, 4)))
     monkeypatch.setattr(kv_cache, "_GROWTH", 1)
     long, growing, short = (asked(prompt, SEEDED) for prompt in ([5] * 100, PROMPTS[2], PROMPTS[0]))
     expected = asked(PROMPTS[0], SEEDED)

@@ -34,15 +34,15 @@ def test_it_takes_what_its_tokens_take(kv_dtype, token):
     assert token_bytes(SMALL, torch.float16, kv_dtype) == token
     cache = cache_of(kv_dtype=kv_dtype, dtype=torch.float16)
     assert cache.block_bytes == BLOCK * token
-    assert (cache.backed, cache.nbytes) == (0, 0)
-    assert cache.back(50) == cache.backed == 50
+    assert (cache.committed, cache.nbytes) == (0, 0)
+    assert cache.commit(50) == cache.committed == 50
     assert 0 <= cache.nbytes - 50 * BLOCK * token < 2 * 2**12
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
 def test_layers_keys_values_and_blocks_are_apart(kv_dtype):
     cache = cache_of(6, kv_dtype)
-    cache.back(6)
+    cache.commit(6)
     assert len(cache.layers) == LAYERS
     for keys, values, key_scales, value_scales in cache.layers:
         assert keys.shape == values.shape == (6, KV_HEADS, BLOCK, HEAD_DIM)
@@ -63,12 +63,12 @@ def test_layers_keys_values_and_blocks_are_apart(kv_dtype):
 def test_it_grows_where_it_is_and_keeps_what_it_holds():
     cache = cache_of()
     places = [part.data_ptr() for part in parts(cache)]
-    assert 3 <= cache.back(3) < 10
-    first = cache.backed
+    assert 3 <= cache.commit(3) < 10
+    first = cache.committed
     cache.layers[1][0][2] = 5.0
-    assert cache.back(2) == first
-    assert 40 <= cache.back(40) < 50
-    assert cache.back(50) == 50
+    assert cache.commit(2) == first
+    assert 40 <= cache.commit(40) < 50
+    assert cache.commit(50) == 50
     assert cache.layers[1][0][2].eq(5.0).all()
     assert [part.data_ptr() for part in parts(cache)] == places
 
@@ -77,32 +77,32 @@ def test_it_grows_where_it_is_and_keeps_what_it_holds():
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_it_shrinks_from_the_end_and_what_comes_again_is_zero(kv_dtype):
     cache = cache_of(kv_dtype=kv_dtype)
-    cache.back(40)
+    cache.commit(40)
     for part in parts(cache):
         part[:40] = 3.0
     cache.shrink(8)
-    assert 8 <= cache.backed < 40
-    kept = cache.backed
+    assert 8 <= cache.committed < 40
+    kept = cache.committed
     assert cache.nbytes < 20 * cache.block_bytes
     cache.shrink(45)
-    assert cache.backed == kept
-    cache.back(40)
+    assert cache.committed == kept
+    cache.commit(40)
     for part in parts(cache):
         assert part[:8].float().eq(3.0).all()
         assert part[kept:40].float().eq(0.0).all()
     cache.shrink(0)
-    assert (cache.backed, cache.nbytes) == (0, 0)
+    assert (cache.committed, cache.nbytes) == (0, 0)
 
 
 def test_it_takes_more_than_is_asked_for_at_once_but_no_more_than_there_can_be():
-    assert cache_of().back(2) == 50
+    assert cache_of().commit(2) == 50
 
 
 @pytest.mark.usefixtures("small_growth")
 def test_it_does_with_the_memory_there_is(monkeypatch):
     cache = cache_of(kv_dtype="int8")
-    cache.back(4)
-    before = cache.backed
+    cache.commit(4)
+    before = cache.committed
     resize = Arena.resize
 
     def bounded(arena, size):
@@ -111,11 +111,11 @@ def test_it_does_with_the_memory_there_is(monkeypatch):
         resize(arena, size)
 
     monkeypatch.setattr(Arena, "resize", bounded)
-    assert cache.back(30) == before
-    assert cache.back(18) == cache.backed >= 18
-    assert cache.back(48) == cache.backed < 30
+    assert cache.commit(30) == before
+    assert cache.commit(18) == cache.committed >= 18
+    assert cache.commit(48) == cache.committed < 30
     monkeypatch.undo()
-    assert cache.back(48) >= 48
+    assert cache.commit(48) >= 48
 
 
 def test_growth_that_memory_does_not_allow_falls_back_to_what_is_needed(monkeypatch):
@@ -129,12 +129,12 @@ def test_growth_that_memory_does_not_allow_falls_back_to_what_is_needed(monkeypa
         resize(arena, size)
 
     monkeypatch.setattr(Arena, "resize", bounded)
-    assert cache.back(7) == 7
+    assert cache.commit(7) == 7
 
 
 def test_closing_returns_all():
     cache = cache_of()
-    cache.back(9)
+    cache.commit(9)
     cache.close()
     assert (cache.nbytes, cache.layers) == (0, [])
 

@@ -10,9 +10,9 @@ from engine_models import PROMPTS, SMALL, as_on_a_gpu, assert_best, finish, rand
 
 from warpbus.engine.adapters import adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
-from warpbus.engine.moving import Move
+from warpbus.engine.moving import EngineMigration
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import CheckpointError, UsageError
 from warpbus.models import SHAPES, random_model
@@ -190,11 +190,11 @@ def test_what_fails_in_a_step_is_computed_again_with_the_same_adapters(monkeypat
         engine.add(each)
     for _ in range(5):
         engine.step()
-    launch = engine._runner.launch
-    monkeypatch.setattr(engine._runner, "launch", lambda *_: 1 / 0)
+    launch = engine._instance.runner.launch
+    monkeypatch.setattr(engine._instance.runner, "launch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    monkeypatch.setattr(engine._runner, "launch", launch)
+    monkeypatch.setattr(engine._instance.runner, "launch", launch)
     finish(engine)
     assert [each.token_ids for each in requests] == alone(GREEDY)
 
@@ -202,7 +202,7 @@ def test_what_fails_in_a_step_is_computed_again_with_the_same_adapters(monkeypat
 def test_an_engine_with_adapters_sleeps_and_moves():
     model = random_model(SMALL, None, "cpu", torch.float32)
     adapt(model, loras())
-    engine = Engine(model, adapters=loras(), dormant=Dormant(model))
+    engine = Engine(model, adapters=loras(), offloadable=OffloadableModel(model))
     engine.sleep()
     engine.wake()
     requests = asked()
@@ -210,7 +210,7 @@ def test_an_engine_with_adapters_sleeps_and_moves():
         engine.add(each)
     for _ in range(4):
         engine.step()
-    move = Move(engine, CPU)
+    move = EngineMigration(engine, CPU)
     move.prepare()
     move.finish()
     move.release()
@@ -223,9 +223,9 @@ def test_an_engine_with_adapters_sleeps_and_moves():
 
 def test_an_engine_that_goes_to_sleep_takes_its_adapters_along():
     model = random_model(SMALL, None, "cpu", torch.float32)
-    before = Dormant(model).nbytes
+    before = OffloadableModel(model).nbytes
     adapt(model, loras())
-    assert Dormant(model).nbytes >= before + stacked_bytes(loras(), torch.float32)
+    assert OffloadableModel(model).nbytes >= before + stacked_bytes(loras(), torch.float32)
 
 
 def test_what_adapters_take_is_known_before_they_are_there():

@@ -5,9 +5,9 @@ import torch
 from engine_models import FAMILIES, PROMPTS, SMALL, finish
 
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
-from warpbus.engine.moving import Move
+from warpbus.engine.moving import EngineMigration
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import DeviceError, UsageError
 from warpbus.models import random_model
@@ -49,7 +49,7 @@ def moved(model, params, before, blocks=2, **options):
 
     for _ in range(before):
         step()
-    move = Move(engine, CPU)
+    move = EngineMigration(engine, CPU)
     move.prepare()
     step()
     while not move.copy_ahead(blocks):
@@ -98,7 +98,7 @@ def test_every_family_and_a_quantized_model(family):
 
 def test_full_blocks_go_ahead_and_the_rest_in_the_pause(model):
     _, done, _ = moved(model, GREEDY, 20, blocks=1)
-    block = Engine(model)._cache.block_bytes
+    block = Engine(model)._instance.cache.block_bytes
     assert done.ahead >= 7 * block
     # Of each of the six sequences the block that is being filled, and what is little.
     assert done.paused <= (6 + 4) * block
@@ -108,7 +108,7 @@ def test_what_the_cache_knows_of_earlier_prompts_moves_too(model):
     engine = Engine(model)
     prompt = list(range(4 * BLOCK + 1))
     finish(engine, [request(prompt, tokens=2)])
-    move = Move(engine, CPU)
+    move = EngineMigration(engine, CPU)
     move.prepare()
     while not move.copy_ahead():
         pass
@@ -126,7 +126,7 @@ def test_a_block_that_is_used_anew_is_copied_again(model):
     """Of a small cache: between two calls other sequences get the blocks that were copied."""
     engine = Engine(model, cache_tokens=4 * BLOCK, max_model_len=3 * BLOCK, max_num_seqs=1)
     finish(engine, [request(list(range(70)), tokens=5)])
-    move = Move(engine, CPU)
+    move = EngineMigration(engine, CPU)
     move.prepare()
     while not move.copy_ahead():
         pass
@@ -147,13 +147,13 @@ def test_a_block_that_is_used_anew_is_copied_again(model):
 def test_an_engine_that_moved_moves_again_and_sleeps():
     model = random_model(SMALL, None, "cpu", torch.float32)
     expected = stayed(model, GREEDY)
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     asked = requests(GREEDY)
     for each in asked:
         engine.add(each)
     for _ in range(3):
         engine.step()
-        move = Move(engine, CPU)
+        move = EngineMigration(engine, CPU)
         move.prepare()
         move.finish()
         move.release()
@@ -161,7 +161,7 @@ def test_an_engine_that_moved_moves_again_and_sleeps():
     assert [each.token_ids for each in asked] == expected
     engine.sleep()
     with pytest.raises(UsageError, match="wake it first"):
-        Move(engine, CPU)
+        EngineMigration(engine, CPU)
     engine.wake()
     asked = requests(GREEDY)
     finish(engine, asked)
@@ -174,7 +174,7 @@ def test_a_move_that_is_given_up_changes_nothing(model):
     for each in asked:
         engine.add(each)
     engine.step()
-    move = Move(engine, CPU)
+    move = EngineMigration(engine, CPU)
     with pytest.raises(UsageError, match="not prepared"):
         move.finish()
     move.prepare()
@@ -186,7 +186,7 @@ def test_a_move_that_is_given_up_changes_nothing(model):
 
 def test_another_kind_of_device_is_refused(model):
     with pytest.raises(UsageError, match="cannot move to cuda"):
-        Move(Engine(model), torch.device("cuda:1"))
+        EngineMigration(Engine(model), torch.device("cuda:1"))
 
 
 def test_without_room_for_the_cache_nothing_is_lost(model, monkeypatch):
@@ -196,9 +196,9 @@ def test_without_room_for_the_cache_nothing_is_lost(model, monkeypatch):
     for each in asked:
         engine.add(each)
     engine.step()
-    move = Move(engine, CPU)
+    move = EngineMigration(engine, CPU)
     move.prepare()
-    monkeypatch.setattr(move._twin._cache, "back", lambda blocks: 1)
+    monkeypatch.setattr(move._replica._instance.cache, "commit", lambda blocks: 1)
     monkeypatch.setattr(engine, "drain", lambda: pytest.fail("steps were read"))
     for attempt in (move.copy_ahead, move.finish):
         with pytest.raises(DeviceError, match="out of memory for the cache"):

@@ -1,4 +1,3 @@
-import io
 import json
 import re
 from dataclasses import replace
@@ -7,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.engine.blocks import BLOCK
@@ -18,37 +16,18 @@ from warpbus.engine.plan import (
     MemoryPlan,
     Stored,
     least_memory,
-    packed_bytes,
     plan_memory,
 )
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint
-from warpbus.kernels.ops.packed import pack
 from warpbus.models import SHAPES, read_config
-from warpbus.models.layers import QuantizedLinear
-from warpbus.qtensor import QTensor, Scheme
+from warpbus.models.cost import packed_bytes
+from warpbus.qtensor import Scheme
 
 GB = 10**9
 W4 = Scheme.parse("w4a16-g128")
 SHAPE = SHAPES["chatglm2-6b"]
 CHATGLM2 = Stored.uniform(SHAPE, torch.float16, W4)
-
-
-@pytest.mark.parametrize("scheme", ["w4a16-g128", "w8a16-asym", "w3a16-g64-asym", "w2a16-g32"])
-def test_packed_bytes_are_those_of_the_packed_matrix(scheme):
-    chosen = Scheme.parse(scheme)
-    codes = torch.zeros(40, 384, dtype=torch.uint8)
-    ones = torch.ones(40, chosen.groups(384))
-    weight = QTensor.from_codes(chosen, codes, ones, None if chosen.symmetric else ones)
-    assert packed_bytes(chosen, 40, 384) == pack(weight, torch.float16).nbytes
-
-
-@pytest.mark.parametrize("text", ["w8a8-int8", "w8a8-fp8"])
-def test_w8a8_takes_its_values_and_scales_of_32_bits(text):
-    scheme = Scheme.parse(text)
-    weight = QTensor.from_values(scheme, torch.zeros(40, 384, dtype=scheme.dtype), torch.ones(40).half())
-    layer = QuantizedLinear(weight, dtype=torch.float16)
-    assert packed_bytes(scheme, 40, 384) == sum(buffer.nbytes for buffer in layer.buffers()) == 40 * 384 + 40 * 4
 
 
 def test_layers_of_different_schemes_are_counted_one_by_one():
@@ -230,27 +209,8 @@ def test_a_plan_can_be_shown():
     assert isinstance(plan, MemoryPlan)
     shown = json.loads(json.dumps(plan.to_json()))
     assert (shown["total"], shown["context"]) == (plan.total, plan.context)
-    console = Console(width=80, file=io.StringIO())
-    console.print(plan.table())
-    for text in (str(plan), console.file.getvalue()):
-        assert "KV cache" in text
-        assert "5.00 GB" in text
-        assert f"{plan.context:,}" in text
-
-
-def test_what_a_plan_gave_up_stands_below_its_table_line_by_line():
-    plan = plan_memory(CHATGLM2, int(4.3 * GB))
-    assert plan.head is not None
-    assert plan.embedding_on_cpu
-    console = Console(width=80, file=io.StringIO())
-    console.print(plan.table())
-    below = console.file.getvalue().split("┘\n")[1].splitlines()
-    assert [line.rstrip() for line in below] == [
-        f"context {plan.context:,} tokens, cache for {plan.pool_tokens:,} (kv_dtype int8)",
-        "head rounded to w8a16-g128",
-        "embedding on the CPU",
-        f"prompts read {plan.prefill_tokens:,} tokens at a time",
-    ]
+    for text in ("KV cache", "5.00 GB", f"{plan.context:,}"):
+        assert text in str(plan)
 
 
 CHATGLM = SHAPES["chatglm-6b"]

@@ -13,10 +13,10 @@ from test_engine_chatglm import SMALL as CHATGLM
 from torch.nn import functional as F
 
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.moving import Move
+from warpbus.engine.moving import EngineMigration
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.prefixes import Prefixes
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import CheckpointError, UsageError
@@ -199,7 +199,7 @@ def test_a_step_that_fails_leaves_the_prefixes(model, prefixes, monkeypatch):
     for _ in range(3):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "_scores", lambda *_: 1 / 0)
+        patch.setattr(engine._instance.runner, "_scores", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     finish(engine)
@@ -209,7 +209,7 @@ def test_a_step_that_fails_leaves_the_prefixes(model, prefixes, monkeypatch):
 
 def test_sleep_and_move_keep_the_prefixes(prefixes):
     model = random_model(SMALL, None, "cpu", torch.float32)
-    engine = Engine(model, adapters=list(prefixes.values()), dormant=Dormant(model))
+    engine = Engine(model, adapters=list(prefixes.values()), offloadable=OffloadableModel(model))
     engine.sleep()
     assert engine.stats().cache_bytes == 0
     engine.wake()
@@ -219,7 +219,7 @@ def test_sleep_and_move_keep_the_prefixes(prefixes):
         engine.add(each)
     for _ in range(9):
         engine.step()
-    move = Move(engine, CPU)
+    move = EngineMigration(engine, CPU)
     move.prepare()
     while not move.copy_ahead():
         engine.step()
@@ -250,9 +250,9 @@ def test_a_seed_repeats_itself_behind_a_prefix(model, prefixes, name):
 def test_a_cache_of_any_kind_holds_what_the_prefix_is(prefixes, kv_dtype, tolerance):
     prefix = prefixes["long"]
     cache = KVCache(SMALL, 9, device=CPU, dtype=torch.float32, kv_dtype=kv_dtype)
-    cache.back(9)
+    cache.commit(9)
     written = Prefixes([drawn(SMALL, "short"), prefix], SMALL)
-    assert (written.blocks, written.longest, written.lead) == (4, 2 * BLOCK + 7, 1)
+    assert (written.blocks, written.longest, written.extra_blocks) == (4, 2 * BLOCK + 7, 1)
     written.write(cache, torch.float32)
     blocks, given = written.of("long")
     assert (blocks, given) == ((2, 3, 4), 2 * BLOCK + 7)
@@ -267,7 +267,7 @@ def test_a_cache_of_any_kind_holds_what_the_prefix_is(prefixes, kv_dtype, tolera
 def test_what_no_prefix_needs_is_as_without_them(model):
     assert Prefixes([], SMALL).of(None) == ((), 0)
     engine = Engine(model)
-    assert engine._step.placing is None
+    assert engine._instance.step.positioning is None
     assert engine._blocks.available == engine._blocks.count - 1
 
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from engine_models import PROMPTS, SMALL, assert_best, plain_scores
 
-from warpbus.engine.blocks import BLOCK, Blocks
+from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.runner import Row, Runner
+from warpbus.engine.runner import Runner
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.scheduler import Request, Scheduler
-from warpbus.engine.step import Step
+from warpbus.engine.scheduler import Scheduler
+from warpbus.engine.sequence_state import RunnerState, SchedulerState
+from warpbus.engine.step import StepExecutor
 from warpbus.models import random_model
 
 PLACE = {"device": torch.device("cpu"), "dtype": torch.float32}
@@ -26,29 +27,27 @@ class Driven:
 
     def __init__(self, model, prompts, params=None, blocks=40):
         cache = KVCache(model.config, blocks, **PLACE)
-        cache.back(blocks)
-        self.step = Step(model, cache, 4, 16, 300, graphs=False, **PLACE)
+        cache.commit(blocks)
+        self.step = StepExecutor(model, cache, 4, 16, 300, graphs=False, **PLACE)
         self.runner = Runner(model, cache, self.step, 16)
-        self.scheduler = Scheduler(Blocks(blocks), max_num_seqs=4, prefill_tokens=1000)
-        self.rows = {}
+        self.scheduler = Scheduler(BlockAllocator(blocks), max_num_seqs=4, prefill_tokens=1000)
+        self.sequences = []
         for slot, prompt in enumerate(prompts):
-            asked = request(prompt, tokens=200, params=params)
-            self.rows[Request(list(prompt), 300)] = Row(asked, None, slot)
-        for each, row in self.rows.items():
-            row.request = each
+            each = request(prompt, tokens=200, params=params)
+            each.scheduler_state = SchedulerState(list(prompt), 300)
+            each.runner_state = RunnerState(slot)
+            self.sequences.append(each)
             self.scheduler.add(each)
 
     def launch(self, drafts=None):
         """A step; its tokens, row by row."""
         plan = self.scheduler.plan(0 if drafts is None else 4)
-        decoding = [self.rows[each] for each in plan.decoding]
-        pieces = [(self.rows[piece.request], piece) for piece in plan.pieces]
-        chosen = self.runner.launch(decoding, pieces, drafts)
-        found = [(row.slot, token) for row, token, _ in chosen.read()]
+        sampled = self.runner.launch(plan.decoding, plan.chunks, drafts)
+        found = [(sequence.runner_state.slot, token) for sequence, token, _ in sampled.read()]
         if drafts is None:
-            for row, token, logprob in chosen.read():
-                row.sequence.append(token, logprob)
-                self.scheduler.read(row.request, [token])
+            for sequence, token, logprob in sampled.read():
+                sequence.append(token, logprob)
+                self.scheduler.append_tokens(sequence, [token])
         return found
 
 
@@ -57,9 +56,9 @@ def test_a_token_for_each_row_that_decodes_and_for_each_prompt_that_ends(model):
     assert sorted(slot for slot, _ in driven.launch()) == [0, 1, 2, 3]
     for _ in range(5):
         assert [slot for slot, _ in driven.launch()] == [0, 1, 2, 3]
-    for row in driven.rows.values():
-        assert len(row.sequence.token_ids) == 6
-        assert_best(model, row.sequence.prompt, row.sequence.token_ids)
+    for each in driven.sequences:
+        assert len(each.token_ids) == 6
+        assert_best(model, each.prompt, each.token_ids)
 
 
 class Others:
@@ -100,23 +99,24 @@ def test_what_the_device_keeps_of_a_row(model):
     driven = Driven(model, PROMPTS[2:4])
     for _ in range(3):
         driven.launch()
-    for each, row in driven.rows.items():
-        assert driven.step.last[row.slot] == row.sequence.token_ids[-1]
-        assert driven.step.positions[row.slot] == len(each.ids) - 1
-        assert driven.step.blocks[row.slot, : len(each.blocks)].tolist() == each.blocks
+    for each in driven.sequences:
+        slot, state = each.runner_state.slot, each.scheduler_state
+        assert driven.step.last[slot] == each.token_ids[-1]
+        assert driven.step.positions[slot] == len(state.ids) - 1
+        assert driven.step.blocks[slot, : len(state.blocks)].tolist() == state.blocks
 
 
 def test_a_row_whose_blocks_were_taken_is_told_its_new_ones(model):
     driven = Driven(model, [PROMPTS[2], PROMPTS[4]], blocks=1 + 7)
     while not driven.scheduler.preemptions:
         driven.launch()
-    other, victim = driven.rows
+    other, victim = driven.sequences
     driven.scheduler.remove(other)
     for _ in range(3):
         driven.launch()
-    row = driven.rows[victim]
-    assert driven.step.blocks[row.slot, : len(victim.blocks)].tolist() == victim.blocks
-    assert_best(model, row.sequence.prompt, row.sequence.token_ids)
+    blocks = victim.scheduler_state.blocks
+    assert driven.step.blocks[victim.runner_state.slot, : len(blocks)].tolist() == blocks
+    assert_best(model, victim.prompt, victim.token_ids)
 
 
 def test_guesses_get_a_token_each(model):
@@ -135,21 +135,21 @@ def test_guesses_get_a_token_each(model):
 
 def test_logprobs_come_with_the_tokens_of_the_rows_that_ask(model):
     driven = Driven(model, PROMPTS[:2])
-    first = next(iter(driven.rows.values()))
-    first.sequence = request(PROMPTS[0], tokens=9, params=SamplingParams(temperature=0, logprobs=0))
+    first = driven.sequences[0]
+    first.params, first.logprobs = SamplingParams(temperature=0, logprobs=0), []
     for _ in range(3):
         driven.launch()
-    expected = plain_scores(model, PROMPTS[0], first.sequence.token_ids).log_softmax(-1)
-    for at, found in enumerate(first.sequence.logprobs):
-        assert (found.token, found.top) == (first.sequence.token_ids[at], ())
+    expected = plain_scores(model, PROMPTS[0], first.token_ids).log_softmax(-1)
+    for at, found in enumerate(first.logprobs):
+        assert (found.token, found.top) == (first.token_ids[at], ())
         assert found.logprob == pytest.approx(expected[at].max().item(), abs=1e-4)
 
 
 def test_the_embedding_may_be_looked_up_by_the_host(model):
     expected = Engine(model).decode(PROMPTS, 20)
     engine = Engine(model)
-    engine._step.host_embedding = True
-    engine._step._embedded = torch.zeros(len(engine._step._slots), 1, SMALL.hidden_size)
+    engine._instance.step.host_embedding = True
+    engine._instance.step._embedded = torch.zeros(len(engine._instance.step._slots), 1, SMALL.hidden_size)
     assert engine.decode(PROMPTS, 20) == expected
 
 
@@ -158,7 +158,7 @@ def test_a_row_whose_scores_are_no_numbers_has_no_token_and_the_others_have_thei
     expected.launch()
     driven = Driven(model, PROMPTS[:3])
     driven.launch()
-    which = list(driven.rows)[1]
+    which = driven.sequences[1].scheduler_state
     for keys, _, _, _ in driven.runner._cache.layers:
         keys[which.blocks[0]] = float("inf")
     found = driven.launch([(), (), ()])

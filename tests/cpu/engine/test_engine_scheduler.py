@@ -12,8 +12,11 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from warpbus.engine.blocks import BLOCK, Blocks
-from warpbus.engine.scheduler import Request, Scheduler
+from warpbus.engine.blocks import BLOCK, BlockAllocator
+from warpbus.engine.sampling_params import SamplingParams
+from warpbus.engine.scheduler import Scheduler
+from warpbus.engine.sequence import Sequence
+from warpbus.engine.sequence_state import SchedulerState
 
 LONGEST = 5 * BLOCK
 BASES = [[(at * at + base) % 5 for at in range(LONGEST)] for base in (0, 1)]  # what prompts begin with
@@ -24,13 +27,21 @@ def digest(before, token):
     return hash((before, token))
 
 
+def sequence(ids, limit, salt=b"", unsplit=0, **prefix):
+    """A sequence that the engine would have added with this state."""
+    made = Sequence(0, list(ids), SamplingParams(), limit=limit, stop_ids=frozenset(), stream=None)
+    made.scheduler_state = SchedulerState(list(ids), limit, salt, unsplit, **prefix)
+    return made
+
+
 class Answer:
     """A request, as the one who asked it and the machine see it."""
 
     def __init__(self, number, prompt, limit, stop, salt, whole, prefix):
         self.number, self.salt = number, salt
         given = PREFIXES.get(salt, 0)
-        self.request = Request(list(prompt), limit, salt, whole, prefix=tuple(prefix), given=given)
+        self.request = sequence(prompt, limit, salt, whole, prefix=tuple(prefix), prefix_length=given)
+        self.state = self.request.scheduler_state
         self.stop = stop  # tokens after which it ends by itself
         self.tokens = list(prompt)  # those of steps under way included
         self.digests = []
@@ -39,9 +50,9 @@ class Answer:
 
     def digest_at(self, position):
         while len(self.digests) <= position:
-            at, whole = len(self.digests), self.request.whole
+            at, whole = len(self.digests), self.state.unsplit
             # Those of a beginning that is read whole depend on all of it.
-            first = hash((self.request.salt, tuple(self.tokens[:whole])))
+            first = hash((self.state.salt, tuple(self.tokens[:whole])))
             self.digests.append(digest(self.digests[-1] if at else first, self.tokens[at]))
         return self.digests[position]
 
@@ -59,10 +70,10 @@ class Machine:
             count = -(-given // BLOCK)
             self.prefixes[salt] = range(1 + kept, 1 + kept + count)
             kept += count
-        self.kept = kept
+        self.reserved = kept
         self.memory = (memory or blocks) + kept
-        self.blocks = Blocks(blocks + kept, back=lambda _: self.memory, sharing=sharing, kept=kept)
-        self.blocks.backed = 1 + kept
+        self.blocks = BlockAllocator(blocks + kept, commit=lambda _: self.memory, sharing=sharing, reserved=kept)
+        self.blocks.committed = 1 + kept
         mixed_tokens = None if mixed is None else lambda rows: mixed + rows // 4
         self.scheduler = Scheduler(self.blocks, max_num_seqs=most, prefill_tokens=budget, mixed_tokens=mixed_tokens)
         self.most, self.budget, self.mixed, self.drafts, self.lag = most, budget, mixed_tokens, drafts, lag
@@ -106,27 +117,27 @@ class Machine:
         return bool(plan)
 
     def launch(self, plan):
-        read = sum(piece.end - piece.start for piece in plan.pieces)
+        read = sum(piece.end - piece.start for piece in plan.chunks)
         budget = self.budget
         if plan.decoding and self.mixed is not None:
-            rows = len(plan.decoding) + sum(plan.drafts)
+            rows = len(plan.decoding) + sum(plan.draft_limits)
             budget = min(budget, max(1, self.mixed(rows) - rows))
         if read > budget:
-            (alone,) = plan.pieces
-            assert (alone.start, alone.end) == (0, alone.request.whole)
-        assert len(plan.drafts) == len(plan.decoding) <= len(self.scheduler.running) <= self.most
-        told = [*plan.decoding, *(piece.request for piece in plan.pieces)]
+            (alone,) = plan.chunks
+            assert (alone.start, alone.end) == (0, alone.sequence.scheduler_state.unsplit)
+        assert len(plan.draft_limits) == len(plan.decoding) <= len(self.scheduler.running) <= self.most
+        told = [*plan.decoding, *(piece.sequence for piece in plan.chunks)]
         assert len(set(told)) == len(told)
         assert set(told) <= set(self.scheduler.running)
         given = []
-        for request, most in zip(plan.decoding, plan.drafts, strict=True):
+        for request, most in zip(plan.decoding, plan.draft_limits, strict=True):
             given.append(self.decode(self.answers[request], most))
         # All are stored before any attends.
-        for piece in plan.pieces:
+        for piece in plan.chunks:
             self.admitted_or_going_on(piece)
-            self.write(self.answers[piece.request], piece.start, piece.end)
-        for piece in plan.pieces:
-            answer = self.answers[piece.request]
+            self.write(self.answers[piece.sequence], piece.start, piece.end)
+        for piece in plan.chunks:
+            answer = self.answers[piece.sequence]
             self.attend(answer, piece.end)
             assert piece.is_last == (piece.end == len(answer.tokens))
             if piece.is_last:
@@ -136,21 +147,20 @@ class Machine:
         self.under_way.append(given)
 
     def admitted_or_going_on(self, piece):
-        answer = self.answers[piece.request]
+        answer = self.answers[piece.sequence]
         assert piece.start < piece.end
-        if answer.preemptions != answer.request.preemptions:
-            answer.preemptions, answer.computed = answer.request.preemptions, None
+        if answer.preemptions != answer.state.preemptions:
+            answer.preemptions, answer.computed = answer.state.preemptions, None
         if answer.computed is None:
-            request = answer.request
-            assert piece.start == 0 or (request.given + piece.start) % BLOCK == 0
-            assert piece.end >= request.whole
+            state = answer.state
+            assert piece.start == 0 or (state.prefix_length + piece.start) % BLOCK == 0
+            assert piece.end >= state.unsplit
             if piece.start == 0:  # the end of a prefix that does not fill its block
-                for place in range(request.lent * BLOCK, request.given):
-                    self.cells[request.blocks[request.lent], place % BLOCK] = self.cells[
-                        request.prefix[-1], place % BLOCK
-                    ]
+                own = state.blocks[state.full_prefix_blocks]
+                for place in range(state.full_prefix_blocks * BLOCK, state.prefix_length):
+                    self.cells[own, place % BLOCK] = self.cells[state.prefix[-1], place % BLOCK]
             if not answer.preemptions:
-                assert answer.request.shared == piece.start
+                assert answer.state.cached_tokens == piece.start
             answer.computed = piece.start
         assert answer.computed == piece.start
         answer.computed = piece.end
@@ -158,15 +168,15 @@ class Machine:
     def decode(self, answer, most):
         """A token after the last one, and one after each guess: these are sometimes right."""
         request = answer.request
-        position = request.computed - 1
+        position = request.scheduler_state.computed - 1
         assert answer.computed == position == len(answer.tokens) - 1
-        assert len(answer.tokens) < request.limit
+        assert len(answer.tokens) < request.scheduler_state.limit
         assert most <= self.drafts
         self.write(answer, position, position + 1)
         self.attend(answer, position + 1)
         tokens = [answer.next_token()]
         for guess in range(most):
-            assert position + 1 + guess + 1 < request.limit
+            assert position + 1 + guess + 1 < request.scheduler_state.limit
             answer.tokens.append(tokens[-1])
             self.write(answer, position + 1 + guess, position + 2 + guess)
             if (position + guess) % 4 == 3:  # a wrong guess: what was stored of it is to be written over
@@ -184,25 +194,27 @@ class Machine:
         request = answer.request
         for position in range(start, end):
             block, place = self.place(answer, position)
-            assert self.kept < block < self.blocks.backed
+            assert self.reserved < block < self.blocks.committed
             # Who was preempted since, and finds what another stores there now, is no writer any more.
-            writer, preemptions = self.writers.get(block, (request, request.preemptions))
-            assert writer is request or writer.preemptions != preemptions or block not in writer.blocks, (
-                "two requests write to a block"
-            )
-            self.writers[block] = request, request.preemptions
+            writer, preemptions = self.writers.get(block, (request, request.scheduler_state.preemptions))
+            assert (
+                writer is request
+                or writer.scheduler_state.preemptions != preemptions
+                or block not in writer.scheduler_state.blocks
+            ), "two requests write to a block"
+            self.writers[block] = request, request.scheduler_state.preemptions
             self.cells[block, place] = answer.digest_at(position)
 
     def place(self, answer, position):
-        at = answer.request.given + position
-        return answer.request.blocks[at // BLOCK], at % BLOCK
+        at = answer.state.prefix_length + position
+        return answer.state.blocks[at // BLOCK], at % BLOCK
 
     def spoil(self, answer, position):
         self.cells[self.place(answer, position)] = None
 
     def attend(self, answer, tokens):
-        for position in range(-answer.request.given, 0):
-            wanted = answer.salt, answer.request.given + position
+        for position in range(-answer.state.prefix_length, 0):
+            wanted = answer.salt, answer.state.prefix_length + position
             assert self.cells[self.place(answer, position)] == wanted
         for position in range(tokens):
             assert self.cells[self.place(answer, position)] == answer.digest_at(position)
@@ -212,16 +224,16 @@ class Machine:
             request = answer.request
             if request not in self.answers:
                 continue
-            kept = tokens[: answer.stop - len(request.ids)]
-            self.scheduler.read(request, kept)
-            assert request.ids == answer.tokens[: len(request.ids)]
-            if len(request.ids) >= min(answer.stop, request.limit):
+            kept = tokens[: answer.stop - len(request.scheduler_state.ids)]
+            self.scheduler.append_tokens(request, kept)
+            assert request.scheduler_state.ids == answer.tokens[: len(request.scheduler_state.ids)]
+            if len(request.scheduler_state.ids) >= min(answer.stop, request.scheduler_state.limit):
                 self.abort(answer)
                 self.ended.append(answer)
 
     def shrink(self):
         needed = self.blocks.forget()
-        self.blocks.unback(needed)
+        self.blocks.uncommit(needed)
         self.cells = {place: cell for place, cell in self.cells.items() if place[0] < needed}
         self.memory = max(self.memory, needed)
 
@@ -232,8 +244,8 @@ class Machine:
         self.write_prefixes()
         self.scheduler.restart()
         for request, answer in self.answers.items():
-            del answer.tokens[len(request.ids) :]
-            del answer.digests[len(request.ids) :]
+            del answer.tokens[len(request.scheduler_state.ids) :]
+            del answer.digests[len(request.scheduler_state.ids) :]
 
     def run(self):
         """To the end, which comes."""
@@ -250,45 +262,46 @@ class Machine:
         assert order == sorted(order)
         assert len(order) == len(self.answers)
         assert len(running) <= self.most
-        assert all(not request.blocks and not request.computed for request in waiting)
+        assert all(not request.scheduler_state.blocks and not request.scheduler_state.computed for request in waiting)
         places = {}
         for request in running:
-            assert len(set(request.blocks)) == len(request.blocks)
-            assert request.blocks[: request.lent] == list(request.prefix[: request.lent])
-            for index, block in enumerate(request.blocks[request.lent :], request.lent):
-                assert block > self.kept
+            state = request.scheduler_state
+            assert len(set(state.blocks)) == len(state.blocks)
+            assert state.blocks[: state.full_prefix_blocks] == list(state.prefix[: state.full_prefix_blocks])
+            for index, block in enumerate(state.own_blocks, state.full_prefix_blocks):
+                assert block > self.reserved
                 places.setdefault(block, []).append((request, index))
         assert self.blocks.used == len(places)
-        assert self.blocks.used + self.blocks.available == self.blocks.count - 1 - self.kept
+        assert self.blocks.used + self.blocks.available == self.blocks.count - 1 - self.reserved
         for block, users in places.items():
-            assert block < self.blocks.backed
+            assert block < self.blocks.committed
             for (one, at), (other, there) in pairwise(users):
                 assert at == there
-                assert one.salt == other.salt
-                assert not one.whole
-                assert not other.whole
-                end = (at + 1) * BLOCK - one.given
-                assert one.ids[:end] == other.ids[:end]
-                assert len(one.ids) >= end
+                assert one.scheduler_state.salt == other.scheduler_state.salt
+                assert not one.scheduler_state.unsplit
+                assert not other.scheduler_state.unsplit
+                end = (at + 1) * BLOCK - one.scheduler_state.prefix_length
+                assert one.scheduler_state.ids[:end] == other.scheduler_state.ids[:end]
+                assert len(one.scheduler_state.ids) >= end
         asked = [answer.request for answer in self.all]
-        assert self.scheduler.preemptions == sum(request.preemptions for request in asked)
-        assert self.scheduler.found == sum(request.shared for request in asked)
-        assert self.scheduler.found <= self.scheduler.queried
+        assert self.scheduler.preemptions == sum(request.scheduler_state.preemptions for request in asked)
+        assert self.scheduler.prefix_hits == sum(request.scheduler_state.cached_tokens for request in asked)
+        assert self.scheduler.prefix_hits <= self.scheduler.prefix_queries
 
 
 def pieces_of(plan):
-    return [(piece.start, piece.end, piece.is_last) for piece in plan.pieces]
+    return [(piece.start, piece.end, piece.is_last) for piece in plan.chunks]
 
 
 def test_prompts_are_read_in_their_order_within_the_budget():
-    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10)
-    first, second, third = requests = [Request([base] * 8, 20) for base in range(3)]
+    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, prefill_tokens=10)
+    first, second, third = requests = [sequence([base] * 8, 20) for base in range(3)]
     for request in requests:
         scheduler.add(request)
     plan = scheduler.plan()
     assert pieces_of(plan) == [(0, 8, True), (0, 2, False)]
     assert (scheduler.running, list(scheduler.waiting)) == ([first, second], [third])
-    scheduler.read(first, [7])
+    scheduler.append_tokens(first, [7])
     plan = scheduler.plan()
     assert plan.decoding == [first]
     assert pieces_of(plan) == [(2, 8, True), (0, 4, False)]
@@ -296,12 +309,14 @@ def test_prompts_are_read_in_their_order_within_the_budget():
 
 @pytest.mark.parametrize(("mixed", "piece"), [(5, 4), (100, 10), (1, 1), (None, 10)])
 def test_where_some_decode_less_of_a_prompt_is_read(mixed, piece):
-    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed))
-    first = Request([1], 20)
+    scheduler = Scheduler(
+        BlockAllocator(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed)
+    )
+    first = sequence([1], 20)
     scheduler.add(first)
     assert pieces_of(scheduler.plan()) == [(0, 1, True)]
-    scheduler.read(first, [7])
-    scheduler.add(Request([2] * 30, 40))
+    scheduler.append_tokens(first, [7])
+    scheduler.add(sequence([2] * 30, 40))
     plan = scheduler.plan()
     assert (plan.decoding, pieces_of(plan)) == ([first], [(0, piece, False)])
 
@@ -312,7 +327,7 @@ def test_a_prompt_of_any_length_in_pieces_of_any_size(prompt, budget):
     machine = Machine(9, most=2, budget=budget)
     answers = [machine.add(BASES[0][:prompt], prompt + 5) for _ in range(2)]
     machine.run()
-    assert [len(answer.request.ids) for answer in answers] == [prompt + 5] * 2
+    assert [len(answer.state.ids) for answer in answers] == [prompt + 5] * 2
     assert machine.blocks.used == 0
 
 
@@ -320,9 +335,9 @@ def test_requests_of_one_step_share_what_the_first_of_them_computes():
     machine = Machine(40, most=8, budget=1000)
     answers = [machine.add(BASES[0][: 2 * BLOCK + 5], LONGEST, stop=2 * BLOCK + 9) for _ in range(4)]
     machine.step()
-    assert [answer.request.shared for answer in answers] == [0] + [2 * BLOCK] * 3
+    assert [answer.state.cached_tokens for answer in answers] == [0] + [2 * BLOCK] * 3
     assert machine.blocks.used == 2 + 4
-    assert (machine.scheduler.queried, machine.scheduler.found) == (4 * (2 * BLOCK + 5), 6 * BLOCK)
+    assert (machine.scheduler.prefix_queries, machine.scheduler.prefix_hits) == (4 * (2 * BLOCK + 5), 6 * BLOCK)
     machine.check()
     machine.run()
 
@@ -333,7 +348,7 @@ def test_a_prompt_that_is_known_to_its_end_computes_its_last_block_again():
     for shared in (0, BLOCK):
         answer = machine.add(BASES[0][: 2 * BLOCK], LONGEST, stop=2 * BLOCK + 3)
         machine.run()
-        assert answer.request.shared == shared
+        assert answer.state.cached_tokens == shared
 
 
 def test_the_youngest_gives_way_and_comes_back_first():
@@ -343,7 +358,7 @@ def test_the_youngest_gives_way_and_comes_back_first():
     while not machine.scheduler.preemptions:
         machine.step()
         machine.check()
-    assert [answer.request.preemptions for answer in answers] == [0, 0, 1]
+    assert [answer.state.preemptions for answer in answers] == [0, 0, 1]
     assert list(machine.scheduler.waiting) == [answers[2].request]
     assert machine.ended == [late]
     newcomer = machine.add([1], 2)
@@ -372,7 +387,7 @@ def test_a_request_that_is_preempted_with_a_step_under_way_goes_on_with_its_toke
     machine.run()
     assert machine.scheduler.preemptions
     for answer in answers:
-        assert answer.request.ids == answer.tokens[: 3 * BLOCK]
+        assert answer.state.ids == answer.tokens[: 3 * BLOCK]
 
 
 def test_nobody_overtakes_who_does_not_fit():
@@ -408,22 +423,24 @@ def test_what_is_gone_can_be_removed_again():
 
 @pytest.mark.parametrize("mixed", [None, 6])
 def test_a_beginning_that_may_not_be_cut_waits_until_it_can_be_read_alone(mixed):
-    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed))
-    first, second = Request([1] * 8, 40), Request([2] * 30, 40, whole=25)
+    scheduler = Scheduler(
+        BlockAllocator(100), max_num_seqs=4, prefill_tokens=10, mixed_tokens=mixed and (lambda _: mixed)
+    )
+    first, second = sequence([1] * 8, 40), sequence([2] * 30, 40, unsplit=25)
     for request in (first, second):
         scheduler.add(request)
     assert pieces_of(scheduler.plan()) == [(0, 8, True)]
-    scheduler.read(first, [7])
+    scheduler.append_tokens(first, [7])
     plan = scheduler.plan()
     assert (plan.decoding, pieces_of(plan)) == ([first], [(0, 25, False)])
-    scheduler.read(first, [7])
+    scheduler.append_tokens(first, [7])
     assert pieces_of(scheduler.plan()) == [(25, 30, True)]
 
 
 def test_beginnings_that_may_not_be_cut_are_read_together_where_they_fit():
-    scheduler = Scheduler(Blocks(100), max_num_seqs=4, prefill_tokens=10)
+    scheduler = Scheduler(BlockAllocator(100), max_num_seqs=4, prefill_tokens=10)
     for length in (4, 4, 4):
-        scheduler.add(Request([1] * length, 20, whole=length))
+        scheduler.add(sequence([1] * length, 20, unsplit=length))
     assert pieces_of(scheduler.plan()) == [(0, 4, True)] * 2
 
 
@@ -432,11 +449,11 @@ def test_who_computes_all_again_may_share_a_block_that_it_wrote_itself_before():
     answers = [machine.add(BASES[0][:31], 90) for _ in range(2)]
     for _ in range(40):
         machine.step()
-    first, second = ([*answer.request.blocks] for answer in answers)
+    first, second = ([*answer.state.blocks] for answer in answers)
     assert not set(first) & set(second)
     machine.fail()
     machine.step()
-    shared = set(answers[0].request.blocks) & set(answers[1].request.blocks)
+    shared = set(answers[0].state.blocks) & set(answers[1].state.blocks)
     assert shared & set(second)
     machine.check()
     machine.run()
@@ -446,8 +463,8 @@ def test_a_beginning_that_is_computed_again_is_read_whole_and_the_rest_in_pieces
     machine = Machine(1 + 7, most=4, budget=10)
     answers = [machine.add(BASES[0][: BLOCK - 2], 3 * BLOCK, whole=BLOCK - 2) for _ in range(3)]
     machine.run()
-    assert answers[2].request.preemptions == 1
-    assert machine.scheduler.found == machine.scheduler.queried == 0
+    assert answers[2].state.preemptions == 1
+    assert machine.scheduler.prefix_hits == machine.scheduler.prefix_queries == 0
 
 
 @pytest.mark.parametrize("salt", PREFIXES)
@@ -457,12 +474,12 @@ def test_those_with_a_prefix_share_its_blocks_and_those_of_equal_beginnings(salt
     answers = [machine.add(BASES[0][:LONGEST], LONGEST + 2, stop=LONGEST + 2, salt=salt) for _ in range(4)]
     machine.step()
     shared = (given + LONGEST - 1) // BLOCK - given // BLOCK
-    assert [answer.request.shared for answer in answers] == [0] + [shared * BLOCK - given % BLOCK] * 3
+    assert [answer.state.cached_tokens for answer in answers] == [0] + [shared * BLOCK - given % BLOCK] * 3
     assert machine.blocks.used == shared + 4 * (-(-(given + LONGEST) // BLOCK) - given // BLOCK - shared)
     machine.check()
     machine.run()
     assert machine.blocks.used == 0
-    assert machine.blocks.forget() == 1 + machine.kept
+    assert machine.blocks.forget() == 1 + machine.reserved
 
 
 def test_a_prefix_and_a_beginning_that_may_not_be_cut():
@@ -471,7 +488,7 @@ def test_a_prefix_and_a_beginning_that_may_not_be_cut():
         for whole in (1, 30, 64):
             machine.add(BASES[1][:64], 90, salt=salt, whole=whole)
     machine.run()
-    assert machine.scheduler.found == 0
+    assert machine.scheduler.prefix_hits == 0
 
 
 class Traffic(RuleBasedStateMachine):
@@ -519,7 +536,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(memory=st.integers(1, 30))
     def memory(self, memory):
-        self.machine.memory = min(memory + self.machine.kept, self.machine.blocks.count)
+        self.machine.memory = min(memory + self.machine.reserved, self.machine.blocks.count)
 
     @rule()
     def shrink(self):

@@ -17,10 +17,10 @@ import torch
 import warpbus.demo
 from warpbus.dist import Group
 from warpbus.engine.answer import merge
-from warpbus.engine.messages import Abort, Add, Ask, Command, Event, Ready, Reply, Step, Stop
+from warpbus.engine.messages import Abort, Add, Ask, Command, Event, Ready, Reply, StepResults, Stop
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import Grammar, SamplingParams
-from warpbus.engine.sequence import Piece, Sequence, TokenLogprob
+from warpbus.engine.sequence import Sequence, TextPiece, TokenLogprob
 from warpbus.engine.service import Service
 from warpbus.engine.serving_process import serve
 from warpbus.errors import (
@@ -82,7 +82,7 @@ class Counting:
         self._running.remove(sequence)
         self._aborted += 1
 
-    def step(self) -> list[tuple[Sequence, Piece]]:
+    def step(self) -> list[tuple[Sequence, TextPiece]]:
         pieces = []
         for sequence in self._running:
             match sequence.prompt[0]:
@@ -96,10 +96,10 @@ class Counting:
             before = len(sequence.text)
             if sequence.prompt[0] == FAILING and len(sequence.token_ids) == 3:
                 sequence.fail(NumericError("the scores of this request are NaN: give another adapter"))
-                pieces.append((sequence, Piece("", (), None, None, 1)))
+                pieces.append((sequence, TextPiece("", (), None, None, 1)))
                 continue
             sequence.append(10 + length % 200)
-            piece = Piece(sequence.text[before:], (sequence.token_ids[-1],), None, sequence.finish_reason, 1)
+            piece = TextPiece(sequence.text[before:], (sequence.token_ids[-1],), None, sequence.finish_reason, 1)
             pieces.append((sequence, piece))
         self._running = [sequence for sequence in self._running if not sequence.ended]
         return pieces
@@ -258,7 +258,7 @@ def test_pieces_that_wait_are_merged(lasting: tuple[asyncio.Runner, Service]) ->
 
 
 class Scripted:
-    """A `Line` on which is heard what a test says."""
+    """A `JobPipe` that delivers scripted commands."""
 
     def __init__(self, *heard: list[list[Command]]) -> None:
         self._heard = list(heard)
@@ -288,7 +288,7 @@ def test_an_engine_shrinks_where_nothing_is_heard_unless_it_sleeps() -> None:
     )
     serve(Group(0, 1, torch.device("cpu")), line, counting, POET, ServiceOptions(), 1000, frozenset([2]))
     after_loading = line.said[line.said.index(Ready(CONTEXT)) + 1 :]
-    assert [type(event) for event in after_loading] == [Step, Step, Reply, Reply, Reply]
+    assert [type(event) for event in after_loading] == [StepResults, StepResults, Reply, Reply, Reply]
     slept, woken, told = (event for event in after_loading if isinstance(event, Reply))
     assert (slept.number, woken.number, told.number) == (1, 2, 3)
     assert told.answer.shrunk == 1
@@ -297,8 +297,8 @@ def test_an_engine_shrinks_where_nothing_is_heard_unless_it_sleeps() -> None:
 
 def test_logprobs_are_merged_too() -> None:
     one, two = TokenLogprob(1, -0.5, ()), TokenLogprob(2, -1.0, ((3, -0.5),))
-    first, last = Piece("a", (1,), (one,), None, 5), Piece("b", (2,), (two,), "stop", 5)
-    assert merge([first, last]) == Piece("ab", (1, 2), (one, two), "stop", 5)
+    first, last = TextPiece("a", (1,), (one,), None, 5), TextPiece("b", (2,), (two,), "stop", 5)
+    assert merge([first, last]) == TextPiece("ab", (1, 2), (one, two), "stop", 5)
 
 
 def test_giving_up_a_wait_loses_nothing(lasting: tuple[asyncio.Runner, Service]) -> None:

@@ -13,12 +13,12 @@ import pytest
 from test_engine_service import POET, SLOW, Counting, collect, counting, params, start, tokens, with_service
 
 from warpbus.dist import Group
-from warpbus.engine import keeper as keeper_module
 from warpbus.engine import service as service_module
-from warpbus.engine.keeper import Died, Keeper
+from warpbus.engine import supervisor as supervisor_module
 from warpbus.engine.options import ServiceOptions
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.service import Health, Service
+from warpbus.engine.supervisor import EngineDied, EngineSupervisor
 from warpbus.errors import EngineDiedError, UnavailableError, UsageError
 from warpbus.models import Progress
 
@@ -40,7 +40,7 @@ async def until_state(service: Service, state: str) -> Health:
 class Hanging(Counting):
     """Hangs in a step once its prompt begins with SLOW, as in a call of a GPU that does not come back."""
 
-    def step(self) -> list[tuple[Sequence, Piece]]:
+    def step(self) -> list[tuple[Sequence, TextPiece]]:
         if any(sequence.prompt[0] == SLOW for sequence in self._running):
             time.sleep(600)
         return super().step()
@@ -85,7 +85,7 @@ def test_an_engine_that_stands_still_is_reported_and_started_again(how: str) -> 
 
 
 def test_an_engine_that_goes_on_again_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "_SECONDS_UNTIL_REPORTED", 3.0)
+    monkeypatch.setattr(supervisor_module, "_SECONDS_UNTIL_REPORTED", 3.0)
 
     async def test(service: Service) -> None:
         process = psutil.Process((await service.stats()).process)
@@ -126,7 +126,7 @@ def test_a_fault_that_nobody_has_foreseen_is_reported(monkeypatch: pytest.Monkey
             raise ValueError("an odd fault\nof two lines")
 
     async def test(service: Service) -> None:
-        monkeypatch.setattr(keeper_module, "Processes", Odd)
+        monkeypatch.setattr(supervisor_module, "Processes", Odd)
         os.kill((await service.stats()).process, signal.SIGKILL)
         failed = await until_state(service, "failed")
         assert failed.reason.startswith("the engine died: ValueError: an odd fault; it is given up after 1 restarts")
@@ -136,7 +136,7 @@ def test_a_fault_that_nobody_has_foreseen_is_reported(monkeypatch: pytest.Monkey
     with pytest.raises(EngineDiedError, match=r"^ValueError: an odd fault$"):
         asyncio.run(start())
     # And one outside of the engine's lives.
-    monkeypatch.setattr(Keeper, "_live", lambda self: 1 / 0)
+    monkeypatch.setattr(EngineSupervisor, "_run_once", lambda self: 1 / 0)
     with pytest.raises(EngineDiedError, match=r"^ZeroDivisionError: division by zero$"):
         asyncio.run(start())
 
@@ -183,13 +183,13 @@ def test_an_engine_that_dies_asleep_sleeps_on_until_it_is_woken() -> None:
 
 
 def test_a_death_between_a_reply_and_its_reader_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    died = Died(EngineDiedError("gone"), "gone", again=True)
+    died = EngineDied(EngineDiedError("gone"), "gone", again=True)
     ask = Service._ask
 
     def dying(service: Service) -> Callable[[str], Awaitable[None]]:
         async def reply_and_die(query: str) -> None:
             await ask(service, query)
-            service._hear(time.monotonic(), [died])
+            service._on_events(time.monotonic(), [died])
 
         return reply_and_die
 
@@ -208,7 +208,7 @@ def test_a_death_between_a_reply_and_its_reader_is_not_forgotten(monkeypatch: py
 
 
 def test_close_ends_an_engine_that_hears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_SECONDS_TO_LEAVE", 0.2)
+    monkeypatch.setattr(service_module, "_SECONDS_TO_STOP", 0.2)
 
     async def test(service: Service) -> None:
         process = psutil.Process((await service.stats()).process)
@@ -221,15 +221,15 @@ def test_close_ends_an_engine_that_hears_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_close_waits_no_longer_for_processes_that_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "_SECONDS_TO_LEAVE", 0.2)
-    monkeypatch.setattr(service_module, "_SECONDS_TO_DIE", 0.2)
+    monkeypatch.setattr(service_module, "_SECONDS_TO_STOP", 0.2)
+    monkeypatch.setattr(service_module, "_SECONDS_TO_KILL", 0.2)
 
     async def run() -> None:
         service = await start()
         process = psutil.Process((await service.stats()).process)
         process.suspend()
         with monkeypatch.context() as patch:
-            patch.setattr(Keeper, "kill", lambda keeper: None)
+            patch.setattr(EngineSupervisor, "kill", lambda supervisor: None)
             await asyncio.wait_for(service.close(), _SECONDS)
         assert service.health.state == "closed"
         process.kill()

@@ -48,7 +48,7 @@ def graphs(monkeypatch):
     captured = []
 
     def made(most):
-        graphs = step._Graphs(torch.device("cpu"), most)
+        graphs = step._GraphCache(torch.device("cpu"), most)
         monkeypatch.setattr(graphs, "_capture", lambda work: captured.append(1) or Graph(work))
         return graphs, captured
 
@@ -56,7 +56,7 @@ def graphs(monkeypatch):
 
 
 def keys(*rows):
-    return [(row, 512, "own") for row in rows]
+    return [(row, 512, "decode") for row in rows]
 
 
 def test_graphs_are_captured_once(graphs):
@@ -85,5 +85,5 @@ def test_a_graph_that_cannot_be_captured_leaves_the_others(graphs, monkeypatch):
         made.run(key, list)
     monkeypatch.setattr(made, "_capture", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        made.run((3, 512, "own"), list)
+        made.run((3, 512, "decode"), list)
     assert list(made._captured) == keys(1, 2)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from warpbus.kernels.ops.ladder import GEMV_RUNGS, MATMUL_RUNGS
+
 ROOT = Path(__file__).resolve().parents[3]
 TUTORIAL = ROOT / "docs" / "tutorial"
 CHAPTERS = sorted(TUTORIAL.glob("[0-9][0-9]_*.md"))
@@ -70,6 +72,12 @@ def test_contents_list_every_chapter(chapter):
 def test_every_chapter_has_its_translation():
     assert sorted([*ENGLISH, *(chinese(chapter) for chapter in ENGLISH)]) == CHAPTERS
     assert len(ENGLISH) == 8
+
+
+@pytest.mark.parametrize("page", PAGES[-2:], ids=name)
+def test_contents_say_what_every_rung_adds(page):
+    for rung in (*MATMUL_RUNGS, *GEMV_RUNGS):
+        assert re.search(rf"^\|.*`{rung}`.*\| .+ \|$", text(page), re.MULTILINE), rung
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -6,14 +6,14 @@ from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.ops import attention
-from warpbus.kernels.ops.attention import Device, cuts, decode_attention, has_kernel, plan
+from warpbus.kernels.ops.attention import AttentionDevice, cuts, decode_attention, has_kernel, plan
 from warpbus.kernels.ops.rope import rope_and_cache
 from warpbus.kernels.reference.cache import quantize
 
-H100 = Device(132, 233472)
-A100 = Device(108, 167936)
-RTX4090 = Device(128, 102400)
-RTX5090 = Device(170, 102400)
+H100 = AttentionDevice(132, 233472)
+A100 = AttentionDevice(108, 167936)
+RTX4090 = AttentionDevice(128, 102400)
+RTX5090 = AttentionDevice(170, 102400)
 DEVICES = [H100, A100, RTX4090, RTX5090]
 CODES = [torch.int8, torch.float8_e4m3fn]
 NOWHERE = 2**31 - 1  # an entry of a block table that may not be used

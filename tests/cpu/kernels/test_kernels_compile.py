@@ -1,10 +1,12 @@
 """Every kernel compiles, without a GPU, for every architecture that is known, and keeps its registers."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from warpbus.cuda.jit import ARCHITECTURES
+from warpbus.errors import DeviceError
 from warpbus.kernels.units import CSRC, all_units
 
 pytest.importorskip("cuda.core", reason="the compiler comes with the extra cuda")
@@ -46,3 +48,12 @@ def test_hopper_units_are_for_hopper_alone():
     hopper = [unit for unit in all_units() if unit.needs == "sm_90a"]
     assert hopper
     assert all(unit.runs_on("sm_90a") and not unit.runs_on("sm_100a") and not unit.runs_on("sm_89") for unit in hopper)
+
+
+@pytest.mark.parametrize("macro", ["STAGE_BYTES", "OTHER_BYTES"])
+@pytest.mark.parametrize("source", ["attention/decode.cu", "wna16/decode.cu"])
+def test_another_layout_of_shared_memory_does_not_compile(source, macro):
+    unit = next(unit for unit in all_units() if unit.source == CSRC / source)
+    other = tuple((name, str(int(text) + 16) if name == macro else text) for name, text in unit.macros)
+    with pytest.raises(DeviceError, match=r"does not compile for sm_90a: .*the host asks for"):
+        replace(unit, macros=other).compile("sm_90a")

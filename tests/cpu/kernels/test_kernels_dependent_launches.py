@@ -11,11 +11,11 @@ from warpbus.qtensor import QTensor, Scheme
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The options and arguments of what is launched."""
+    """The arguments and options of what is launched, by their names."""
     made = []
 
-    def kernel(grid, block, *arguments, **options):
-        made.append((arguments, options))
+    def kernel(grid, block, **arguments):
+        made.append(arguments)
 
     for module in (gemv, wna16_decode, attention):
         monkeypatch.setattr(module, "_kernel", lambda *_: kernel)
@@ -35,7 +35,7 @@ def test_gemv(launches):
     gemv.launch(weight, x, None, "none")
     gemv.launch(weight.T.contiguous().T, x, None, "none")
     gemv.launch(weight, torch.zeros(128, dtype=torch.float16)[::2], None, "none")  # read after the wait
-    assert [options["dependent"] for _, options in launches] == [True, False, True]
+    assert [launch["dependent"] for launch in launches] == [True, False, True]
 
 
 def test_wna16_decode(launches):
@@ -45,14 +45,14 @@ def test_wna16_decode(launches):
     for each in (norm, unaligned(norm), torch.ones(256, dtype=torch.float16)[::2]):
         wna16_decode.multiply(x, weight, None, each, 1e-5, None, False, x.new_empty(2, 32))
     wna16_decode.multiply(unaligned(x), weight, None, norm, 1e-5, None, False, x.new_empty(2, 32))
-    assert [options["dependent"] for _, options in launches] == [True, False, False, True]
-    copied = [arguments[5] for arguments, _ in launches[1:3]]
+    assert [launch["dependent"] for launch in launches] == [True, False, False, True]
+    copied = [launch["norm"] for launch in launches[1:3]]
     assert all(each.data_ptr() % 16 == 0 and each.is_contiguous() and torch.equal(each, norm) for each in copied)
 
 
 def test_attention_takes_no_copy_as_settled(launches, monkeypatch):
     monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "_device", lambda device: attention.Device(132, 228 * 1024))
+    monkeypatch.setattr(attention, "_device", lambda device: attention.AttentionDevice(132, 228 * 1024))
     qkv = torch.zeros(2, (8 + 2 * 2) * 64, dtype=torch.float16)
     cache = torch.zeros(2, 4, 2, 32, 64, dtype=torch.float16)
     table, blocks = torch.zeros(64, 64), torch.zeros(2, 2, dtype=torch.int32)
@@ -60,4 +60,4 @@ def test_attention_takes_no_copy_as_settled(launches, monkeypatch):
     strided = torch.zeros(4, dtype=torch.int32)[::2]
     for settled, each in ((True, positions), (False, positions), (True, strided)):
         attention._launch(qkv, table, each, blocks, cache[0], cache[1], None, None, 8, False, 64, True, settled)
-    assert [arguments[-2] for arguments, _ in launches] == [1, 0, 0]
+    assert [launch["settled"] for launch in launches] == [True, False, False]

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from warpbus.errors import TensorError, UsageError
-from warpbus.kernels.ops import wgmma
+from warpbus.kernels.ops import gemm_sm90
 from warpbus.kernels.ops.arguments import ACTIVATIONS
 from warpbus.kernels.ops.gemm import VARIANTS, gemm, linear
 from warpbus.kernels.ops.gemv import gemv
@@ -124,7 +124,7 @@ def test_every_variant_is_the_reference_on_the_cpu():
 
 
 def test_tilings_fit_a_multiprocessor():
-    for tiling in wgmma.TILINGS:
+    for tiling in gemm_sm90.TILINGS:
         assert tiling.shared <= 227 * 1024, tiling
         assert tiling.n % 16 == 0
 
@@ -134,15 +134,18 @@ def test_tilings_fit_a_multiprocessor():
 @pytest.mark.parametrize("b_major", [0, 1])
 def test_a_tiling_is_compiled_for_every_product(activation, a_major, b_major):
     for m, n, k in [(1, 1, 1), (64, 64, 64), (1024, 4608, 4096), (16384, 16384, 16384), (4096, 27392, 4096)]:
-        chosen = wgmma.choose(m, n, k, a_major, b_major, activation, 132)
+        chosen = gemm_sm90.choose(m, n, k, a_major, b_major, activation, 132)
         assert chosen.fits(a_major, b_major, activation)
 
 
 def test_tiles_are_chosen_for_full_waves():
     # On 132 multiprocessors 32 * 4 tiles of 256 x 144 are one wave, 18 * 8 of 128 x 256 are two.
-    assert wgmma.choose(1024, 4608, 4096, 0, 0, 0, 132).n == 144
-    assert (wgmma.choose(4096, 4096, 4096, 0, 0, 0, 132).m, wgmma.choose(4096, 4096, 4096, 0, 0, 0, 132).n) == (
+    assert gemm_sm90.choose(1024, 4608, 4096, 0, 0, 0, 132).n == 144
+    assert (gemm_sm90.choose(4096, 4096, 4096, 0, 0, 0, 132).m, gemm_sm90.choose(4096, 4096, 4096, 0, 0, 0, 132).n) == (
         128,
         256,
     )
-    assert wgmma.choose(1024, 1024, 1024, 0, 0, 0, 132).m * wgmma.choose(1024, 1024, 1024, 0, 0, 0, 132).n == 64 * 128
+    assert (
+        gemm_sm90.choose(1024, 1024, 1024, 0, 0, 0, 132).m * gemm_sm90.choose(1024, 1024, 1024, 0, 0, 0, 132).n
+        == 64 * 128
+    )

@@ -78,8 +78,6 @@ def test_every_rung_says_what_it_is():
     for name, rung in {**MATMUL_RUNGS, **GEMV_RUNGS}.items():
         assert rung.name == name
         assert rung.needs in jit.ARCHITECTURES
-        assert rung.summary
-        assert any("\u4e00" <= character <= "\u9fff" for character in rung.summary_zh)
 
 
 def test_what_products_refuse():

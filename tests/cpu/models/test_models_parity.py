@@ -247,7 +247,7 @@ def write_chatglm(directory: Path, model: Any, **changes: Any) -> None:
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
-        "kv_channels": config.attention.head_dim,
+        "kv_channels": config.head_dim,
         "multi_query_attention": True,
         "multi_query_group_num": config.num_key_value_heads,
         "layernorm_epsilon": config.rms_norm_eps,

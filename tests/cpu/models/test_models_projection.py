@@ -136,7 +136,8 @@ def test_rounding_is_to_the_nearest(monkeypatch, packs):
     weight[3, :128] = 0
     rounded = QuantizedLinear(placement.round_onto(weight, Scheme.parse("w8a16-g128"), "cpu", torch.float16)).weight
     error = (rounded.dequantize(torch.float32) - weight).unflatten(1, (2, 128)).abs().amax(-1)
-    assert (error <= 0.51 * rounded.scales.float().abs() + 1e-6).all()
+    # The grid has one value more on one side: the largest weight of the other side may be clipped to the last value.
+    assert (error <= 1.05 * rounded.scales.float().abs() + 1e-6).all()
     assert rounded.dequantize()[3, :128].eq(0).all()
 
 
@@ -255,12 +256,10 @@ def test_w8a8_is_placed_as_it_is(monkeypatch, scheme):
 def test_fp8_is_refused_where_a_gpu_cannot_multiply_it(monkeypatch):
     monkeypatch.setattr(linear, "gpu_has_kernels", lambda device: True)
     monkeypatch.setattr(w8a8, "architecture", lambda device: "sm_80")
-    w8a8._reaches.cache_clear()
     QuantizedLinear(values("w8a8-int8"), dtype=torch.float16)
     QuantizedLinear(values("w8a8-fp8"), dtype=torch.float32)  # by the reference
     with pytest.raises(DeviceError, match=r"float8_e4m3fn needs sm_89 or later, cpu is sm_80: use torch\.int8"):
         QuantizedLinear(values("w8a8-fp8"), dtype=torch.float16)
-    w8a8._reaches.cache_clear()
 
 
 @pytest.mark.parametrize("scheme", W8A8)

@@ -3,16 +3,16 @@
 from typing import Any
 
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.leases import Gpu, Lease
+from warpbus.pool.broker.leases import Lease, PoolGpu
 from warpbus.pool.quota import Quota
 
 GB = 10**9
 NONE: dict[int, tuple[int, ...]] = {}
 
 
-def gpus(host: str, *memory: int, model: str = "H200", links: dict[int, tuple[int, ...]] = NONE) -> list[Gpu]:
+def gpus(host: str, *memory: int, model: str = "H200", links: dict[int, tuple[int, ...]] = NONE) -> list[PoolGpu]:
     return [
-        Gpu(f"{host}/{index}", host, index, model, size * GB, tuple(f"{host}/{k}" for k in links.get(index, ())))
+        PoolGpu(f"{host}/{index}", host, index, model, size * GB, tuple(f"{host}/{k}" for k in links.get(index, ())))
         for index, size in enumerate(memory)
     ]
 

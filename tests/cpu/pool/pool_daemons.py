@@ -12,8 +12,8 @@ from warpbus.pool.daemon.daemon import Daemon
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import Channel, connect
+from warpbus.pool.protocol.control_channel import ControlChannel
 from warpbus.pool.protocol.frames import Kind
-from warpbus.pool.protocol.steering import Steering
 from warpbus.pool.protocol.wire import decode, encode
 
 MEMORY = 10_000_000
@@ -47,8 +47,8 @@ class Served:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def steering(self, token: str | None = None) -> Steering:
-        return Steering(self.address, token)
+    def control(self, token: str | None = None) -> ControlChannel:
+        return ControlChannel(self.address, token)
 
     def audit(self) -> list[dict]:
         return [json.loads(line) for line in (self.options.directory / "audit.jsonl").read_text().splitlines()]
@@ -65,19 +65,19 @@ def serving(directory: Path, gpus: int = 1, program: str = "pool_fake_tenant", *
         served.close()
 
 
-def lease(steering: Steering, wrong: int = 0, **options) -> dict:
-    return steering.ask({"do": "lease", "memory": MEMORY + wrong, "share": 0.1, **options}, timeout=60)
+def lease(control: ControlChannel, wrong: int = 0, **options) -> dict:
+    return control.ask({"do": "lease", "memory": MEMORY + wrong, "share": 0.1, **options}, timeout=60)
 
 
-def greet(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
+def say_hello(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
     channel = connect(where, bytes.fromhex(granted["lease"]), granted["key"])
     channel.send(Kind.HELLO, 0, encode({"protocol": 1, "key": granted["key"], **hello}))
     frame = channel.receive(90)
     return channel, frame.kind, decode(frame.payload)
 
 
-def entry(steering: Steering, granted: dict) -> dict | None:
-    leases = steering.ask({"do": "status"})["leases"]
+def entry(control: ControlChannel, granted: dict) -> dict | None:
+    leases = control.ask({"do": "status"})["leases"]
     return next((each for each in leases if each["id"] == granted["lease"]), None)
 
 

@@ -2,7 +2,7 @@
 
 import secrets
 
-from warpbus.errors import ConnectionLost
+from warpbus.errors import ConnectionLostError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.preamble import CONTROL, LEASE_BYTES, MAC_BYTES, MAGIC, NONCE_BYTES, Proof
 from warpbus.pool.protocol.sockets import name_of, server_context
@@ -18,17 +18,17 @@ def exactly(sock, nbytes):
 
 
 def read_preamble(sock, key=b""):
-    """The lease that is asked for, by a client that has `key`; or None for the daemon. ConnectionLost without it."""
+    """The lease that a client with `key` asks for; None for the daemon. Raises ConnectionLostError without the key."""
     begun = exactly(sock, len(MAGIC) + LEASE_BYTES)
     assert begun.startswith(MAGIC)
-    door = begun[len(MAGIC) :]
-    if door == CONTROL:
+    lease_id = begun[len(MAGIC) :]
+    if lease_id == CONTROL:
         return None
     nonce = secrets.token_bytes(NONCE_BYTES)
     sock.sendall(nonce)
-    if not Proof(door, nonce, exactly(sock, MAC_BYTES)).shows(key):
-        raise ConnectionLost("this is another key")
-    return door
+    if not Proof(lease_id, nonce, exactly(sock, MAC_BYTES)).shows(key):
+        raise ConnectionLostError("this is another key")
+    return lease_id
 
 
 def serve_tls(sock, certificate, key, timeout=10.0):
@@ -40,4 +40,4 @@ def serve_tls(sock, certificate, key, timeout=10.0):
         return Channel(context.wrap_socket(sock, server_side=True), peer)
     except OSError as error:
         sock.close()
-        raise ConnectionLost(f"{peer} did not finish a TLS handshake ({error})") from None
+        raise ConnectionLostError(f"{peer} did not finish a TLS handshake ({error})") from None

@@ -34,7 +34,7 @@ def main(descriptor: int) -> None:
     """Serve one lease."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = _Torch("torch")
-    from warpbus.pool.protocol import control
+    from warpbus.pool.protocol import process_messages
     from warpbus.pool.protocol.address import address
     from warpbus.pool.protocol.channel import Channel, begin, context_for
     from warpbus.pool.protocol.frames import Kind
@@ -44,7 +44,7 @@ def main(descriptor: int) -> None:
     end = socket.socket(fileno=descriptor)
     channels: list[Channel] = []
     try:
-        setup, _ = control.receive(end)
+        setup, _ = process_messages.receive(end)
     except RuntimeError:  # it was a spare one
         return
     wrong = setup["memory"] % 10
@@ -55,15 +55,15 @@ def main(descriptor: int) -> None:
         channel = Channel(sock)
         channels.append(channel)
         hello = decode(channel.receive(90).payload)
-        if "ticket" in hello:
-            assert hello["ticket"] == setup["ticket"]
+        if "migration_token" in hello:
+            assert hello["migration_token"] == setup["migration_token"]
             channel.send(Kind.STATE, 0, b"prepared")
             if channel.receive(90) is not None:
-                control.send(end, {"event": "arrived"})
+                process_messages.send(end, {"event": "arrived"})
             return
         assert hello["key"] == setup["key"]
         connected += 1
-        control.send(end, {"event": "clients", "connected": connected, "memory": 7})
+        process_messages.send(end, {"event": "clients", "connected": connected, "memory": 7})
         facts = {"pid": os.getpid(), "gpu": setup["gpu"], "saved": setup["saved"] is not None}
         channel.send(Kind.WELCOME, 0, encode(facts))
         try:
@@ -74,16 +74,18 @@ def main(descriptor: int) -> None:
         except RuntimeError:  # it has gone
             pass
         connected -= 1
-        control.send(end, {"event": "clients", "connected": connected, "memory": 7})
+        process_messages.send(end, {"event": "clients", "connected": connected, "memory": 7})
 
     def move(order: dict, sock: socket.socket) -> None:
-        control.send(end, {"event": "progress", "phase": "copying", "done": 1, "total": 2})
+        process_messages.send(end, {"event": "progress", "phase": "copying", "done": 1, "total": 2})
         if wrong == REFUSES_TO_MOVE:
-            control.send(end, {"event": "failed", "type": "DeviceError", "message": "it does not want to"})
+            process_messages.send(end, {"event": "failed", "type": "DeviceError", "message": "it does not want to"})
             return
         to, tls = address(order["to"]), order["ca"] and Tls(Path(order["ca"]))
-        channel = begin(sock, to, order["door"], order["ticket"], context_for(to, tls), time.monotonic() + 90)
-        channel.send(Kind.HELLO, 0, encode({"ticket": order["ticket"]}))
+        channel = begin(
+            sock, to, order["lease_id"], order["migration_token"], context_for(to, tls), time.monotonic() + 90
+        )
+        channel.send(Kind.HELLO, 0, encode({"migration_token": order["migration_token"]}))
         assert channel.receive(90).kind is Kind.STATE
         if wrong == DIES_BEFORE:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -91,15 +93,15 @@ def main(descriptor: int) -> None:
         if wrong == DIES_AFTER:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
-        control.send(end, {"event": "moved", "seconds": 0.5, "pause": 0.01, "bytes": 123})
+        process_messages.send(end, {"event": "moved", "seconds": 0.5, "pause": 0.01, "bytes": 123})
 
     if wrong == NEVER_READY:
-        control.send(end, {"event": "failed", "type": "DeviceError", "message": "the GPU is on fire"})
+        process_messages.send(end, {"event": "failed", "type": "DeviceError", "message": "the GPU is on fire"})
     else:
-        control.send(end, {"event": "ready"})
+        process_messages.send(end, {"event": "ready"})
     while True:
         try:
-            order, sockets = control.receive(end)
+            order, sockets = process_messages.receive(end)
         except RuntimeError:
             os._exit(0)
         if order["do"] == "client":
@@ -108,7 +110,7 @@ def main(descriptor: int) -> None:
             threading.Thread(target=move, args=(order, sockets[0]), daemon=True).start()
         elif order["do"] == "suspend":
             Path(order["path"]).write_text("state")
-            control.send(end, {"event": "suspended", "seconds": 0.1, "bytes": 5})
+            process_messages.send(end, {"event": "suspended", "seconds": 0.1, "bytes": 5})
         elif order["do"] == "end":
             for channel in channels:
                 channel.close()

@@ -7,7 +7,7 @@ import torch
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.inference import infer
 from warpbus.pool.protocol.instructions import MAX_WRITE, Instruction, Writer, layout
-from warpbus.pool.protocol.signature import Device, Input, New, Number, Same, Signature
+from warpbus.pool.protocol.signature import DevicePlaceholder, Input, New, Number, Same, Signature
 
 
 class Handle(int):
@@ -59,7 +59,7 @@ class Hand:
                 return Number("float", len(numbers) - 1)
             if isinstance(argument, list | tuple):
                 return tuple(named(item) for item in argument)
-            return Device() if isinstance(argument, torch.device) else argument
+            return DevicePlaceholder() if isinstance(argument, torch.device) else argument
 
         signature = Signature(
             operator,

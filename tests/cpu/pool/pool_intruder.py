@@ -96,7 +96,7 @@ def main(descriptor: int) -> None:
     import pool_fake_tenant
 
     sys.modules.setdefault("torch", pool_fake_tenant._Torch("torch"))
-    from warpbus.pool.protocol import control
+    from warpbus.pool.protocol import process_messages
     from warpbus.pool.protocol.channel import Channel
     from warpbus.pool.protocol.frames import Kind
     from warpbus.pool.protocol.wire import encode
@@ -113,7 +113,7 @@ def main(descriptor: int) -> None:
     threading.Thread(target=early, daemon=True).start()
     end = socket.socket(fileno=descriptor)
     try:
-        setup, _ = control.receive(end)
+        setup, _ = process_messages.receive(end)
     except RuntimeError:  # it was a spare one
         return
     if setup["sandbox"]:
@@ -127,11 +127,11 @@ def main(descriptor: int) -> None:
     thread.start()
     thread.join()
     os.kill(os.getpid(), 0)
-    control.send(end, {"event": "ready"})
+    process_messages.send(end, {"event": "ready"})
     kept = []
     while True:
         try:
-            order, sockets = control.receive(end)
+            order, sockets = process_messages.receive(end)
         except RuntimeError:
             os._exit(0)
         if order["do"] == "client":

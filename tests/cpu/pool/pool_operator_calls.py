@@ -15,7 +15,7 @@ from warpbus.pool.client.calls import goes_along, number_positions
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.inference import flat
 from warpbus.pool.protocol.operators import ATEN, operator, overloads
-from warpbus.pool.protocol.signature import NUMBER_KINDS, Device, Input, Number, Signature
+from warpbus.pool.protocol.signature import NUMBER_KINDS, DevicePlaceholder, Input, Number, Signature
 
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 FILE = Path(__file__).with_name("operator_calls.jsonl")
@@ -62,7 +62,7 @@ class Call:
                 values.append(value)
                 return Number(numbers[-1], len(numbers) - 1)
             if isinstance(value, dict):
-                return Device() if "device" in value else plain(value)
+                return DevicePlaceholder() if "device" in value else plain(value)
             return value
 
         arguments = tuple(named(v, n) for v, n in zip(self.arguments, positions.values(), strict=False))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from warpbus.cuda.checkpoint import State
 from warpbus.cuda.inventory import InstalledGpu
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, StateError
 from warpbus.pool.processes.proc import Process
 
 GB = 10**9
@@ -49,7 +49,7 @@ class FakeMachine:
 
     def process(self, pid):
         if pid not in self.living:
-            raise DeviceError(f"process {pid} does not exist: give the process id of a program that runs")
+            raise StateError(f"process {pid} does not exist: give the process id of a program that runs")
         return self.living[pid]
 
     def processes(self):

@@ -10,7 +10,7 @@ from warpbus.pool.tenant.storages import Storages
 
 CPU = torch.device("cpu")
 QUOTA = 64 * 2**20
-TICKET = b"t" * 32
+TOKEN = b"t" * 32
 
 
 class Lease:

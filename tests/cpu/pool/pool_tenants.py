@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from warpbus.errors import ConnectionLost
-from warpbus.pool.protocol import control
+from warpbus.errors import ConnectionLostError
+from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
 from warpbus.pool.protocol.instructions import Writer
@@ -27,10 +27,10 @@ SETUP = {
     "device": "cpu",
     "memory": 1 << 20,
     "share": 1.0,
-    "turns": None,
+    "queue_file": None,
     "threads": 1,
     "environment": {},
-    "ticket": None,
+    "migration_token": None,
     "saved": None,
     "content": None,
     "sandbox": True,
@@ -41,7 +41,7 @@ class Daemon:
     """The other end of a tenant's process."""
 
     def __init__(self, **changes):
-        self.end, other = control.pair()
+        self.end, other = process_messages.pair()
         with other:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"from warpbus.pool.tenant.process import main; main({other.fileno()})"],
@@ -49,16 +49,16 @@ class Daemon:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self.end.settimeout(150)
-        control.send(self.end, {**SETUP, **changes})
+        process_messages.send(self.end, {**SETUP, **changes})
 
     def tell(self, **what):
         """Say something to it."""
-        control.send(self.end, what)
+        process_messages.send(self.end, what)
 
     def hear(self, *events):
         """What it says next that is one of these events."""
         while True:
-            said, _ = control.receive(self.end)
+            said, _ = process_messages.receive(self.end)
             if said["event"] in events:
                 return said
 
@@ -66,7 +66,7 @@ class Daemon:
         """A connection that the process has got."""
         mine, other = socket.socketpair()
         with other:
-            control.send(self.end, {"do": "client"}, other)
+            process_messages.send(self.end, {"do": "client"}, other)
         return mine
 
     def client(self, **changes):
@@ -110,7 +110,7 @@ def ask(channel, *question):
 
 
 def ended(channel):
-    with suppress(ConnectionLost):
+    with suppress(ConnectionLostError):
         while channel.receive(90) is not None:
             pass
         return False

@@ -4,21 +4,27 @@ import random
 import socket
 
 import pytest
-from pool_random_lease import QUOTA, TICKET, Lease
+from pool_random_lease import QUOTA, TOKEN, Lease
 
 from warpbus.errors import LeaseLostError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
-from warpbus.pool.tenant import parcels
-from warpbus.pool.tenant.migration import Destination, DestinationState
+from warpbus.pool.tenant import migration_messages
+from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
 
 
-def raw_destination(memory: int = QUOTA) -> tuple[Channel, Destination]:
+def raw_destination(memory: int = QUOTA) -> tuple[Channel, MigrationDestination]:
     """A destination and the channel of a source that it has admitted, for a test to say what it likes."""
     ours, theirs = (Channel(sock) for sock in socket.socketpair())
-    destination = Destination(Lease(memory), ticket=TICKET, reads=lambda _: None)
-    hello: dict[str, Value] = {"protocol": 1, "ticket": TICKET, "device": "cpu", "used": 0, "shared": None}
+    destination = MigrationDestination(Lease(memory), migration_token=TOKEN, reads=lambda _: None)
+    hello: dict[str, Value] = {
+        "protocol": 1,
+        "migration_token": TOKEN,
+        "device": "cpu",
+        "used": 0,
+        "shared": None,
+    }
     assert destination.admit(theirs, hello)
     welcome = ours.receive(1.0)
     assert welcome is not None
@@ -29,17 +35,17 @@ def raw_destination(memory: int = QUOTA) -> tuple[Channel, Destination]:
 @pytest.mark.parametrize(
     ("hello", "message"),
     [
-        ({"ticket": b"x" * 32}, "not the ticket"),
-        ({"ticket": "t" * 32}, "not the ticket"),
-        ({}, "not the ticket"),
-        ({"ticket": TICKET, "protocol": 2}, "protocol 2"),
-        ({"ticket": TICKET, "protocol": 1, "device": "cuda"}, "'cuda'"),
-        ({"ticket": TICKET, "protocol": 1, "device": "cpu", "used": QUOTA + 1}, "are reserved"),
+        ({"migration_token": b"x" * 32}, "not the migration token"),
+        ({"migration_token": "t" * 32}, "not the migration token"),
+        ({}, "not the migration token"),
+        ({"migration_token": TOKEN, "protocol": 2}, "protocol 2"),
+        ({"migration_token": TOKEN, "protocol": 1, "device": "cuda"}, "'cuda'"),
+        ({"migration_token": TOKEN, "protocol": 1, "device": "cpu", "used": QUOTA + 1}, "are reserved"),
     ],
 )
 def test_a_source_that_is_not_expected_is_refused_and_changes_nothing(hello: dict[str, Value], message: str) -> None:
     ours, theirs = (Channel(sock) for sock in socket.socketpair())
-    destination = Destination(Lease(), ticket=TICKET, reads=lambda _: None)
+    destination = MigrationDestination(Lease(), migration_token=TOKEN, reads=lambda _: None)
     assert not destination.admit(theirs, hello)
     answer = ours.receive(1.0)
     assert answer is not None
@@ -53,7 +59,7 @@ def test_a_source_that_is_not_expected_is_refused_and_changes_nothing(hello: dic
 def test_a_ticket_is_good_for_one_connection() -> None:
     _, destination = raw_destination()
     again, theirs = (Channel(sock) for sock in socket.socketpair())
-    assert not destination.admit(theirs, {"protocol": 1, "ticket": TICKET, "device": "cpu", "used": 0})
+    assert not destination.admit(theirs, {"protocol": 1, "migration_token": TOKEN, "device": "cpu", "used": 0})
     answer = again.receive(1.0)
     assert answer is not None
     assert "used before" in str(decode(answer.payload))
@@ -73,10 +79,19 @@ GOOD = bytes(range(100))
         ([("create", [1, True], b"")], "groups of 2"),
         ([("drop", [3], b"")], "has not made"),
         ([("bytes", [0, 5, 1, 0, 4], b"four")], "damaged"),
-        ([("bytes", [parcels.checksum([b"four"]), 5, 1, 0, 4], b"four")], "has not made"),
-        ([("create", [1, 3], b""), ("bytes", [parcels.checksum([b"four"]), 1, 1, 0, 4], b"four")], "was to follow"),
-        ([("create", [1, 9], b""), ("bytes", [parcels.checksum([b"four"]), 1, 1, 2, 4], b"four")], "was to follow"),
-        ([("create", [1, 9], b""), ("bytes", [parcels.checksum([b"four"]), 1, 1, 0, 5], b"four")], "4 bytes for"),
+        ([("bytes", [migration_messages.checksum([b"four"]), 5, 1, 0, 4], b"four")], "has not made"),
+        (
+            [("create", [1, 3], b""), ("bytes", [migration_messages.checksum([b"four"]), 1, 1, 0, 4], b"four")],
+            "was to follow",
+        ),
+        (
+            [("create", [1, 9], b""), ("bytes", [migration_messages.checksum([b"four"]), 1, 1, 2, 4], b"four")],
+            "was to follow",
+        ),
+        (
+            [("create", [1, 9], b""), ("bytes", [migration_messages.checksum([b"four"]), 1, 1, 0, 5], b"four")],
+            "4 bytes for",
+        ),
         ([("copy", [[], 1, 1, 0, 4, 0, 0], b"")], "not agreed"),
         ([("state", [1], b"x")], "damaged"),
         ([("something", [], b"")], "something"),
@@ -88,7 +103,7 @@ GOOD = bytes(range(100))
 def test_a_source_that_lies_gets_no_lease_here(said: list[tuple[str, list[Value], bytes]], message: str) -> None:
     ours, destination = raw_destination()
     for what, values, raw in said:
-        parcels.say(ours, 1, what, *values, raw=[raw])
+        migration_messages.say(ours, 1, what, *values, raw=[raw])
         destination.step(1.0)
     assert destination.state is DestinationState.DISCARDED
     assert message in destination.reason
@@ -101,12 +116,12 @@ def test_a_source_that_lies_gets_no_lease_here(said: list[tuple[str, list[Value]
 
 def test_a_storage_of_which_a_part_is_missing_is_no_lease() -> None:
     ours, destination = raw_destination()
-    parcels.say(ours, 1, "create", 1, 100)
-    parcels.say(ours, 2, "bytes", parcels.checksum([GOOD[:60]]), 1, 7, 0, 60, raw=[GOOD[:60]])
-    manifest, state = parcels.ENTRY.pack(1, 100, 7), encode({"executed": 0})
-    parcels.say(ours, 3, "state", parcels.checksum([state]), raw=[state])
-    parcels.say(ours, 4, "manifest", parcels.checksum([manifest]), raw=[manifest])
-    parcels.say(ours, 5, "end", 0, len(state), 1)
+    migration_messages.say(ours, 1, "create", 1, 100)
+    migration_messages.say(ours, 2, "bytes", migration_messages.checksum([GOOD[:60]]), 1, 7, 0, 60, raw=[GOOD[:60]])
+    manifest, state = migration_messages.ENTRY.pack(1, 100, 7), encode({"executed": 0})
+    migration_messages.say(ours, 3, "state", migration_messages.checksum([state]), raw=[state])
+    migration_messages.say(ours, 4, "manifest", migration_messages.checksum([manifest]), raw=[manifest])
+    migration_messages.say(ours, 5, "end", 0, len(state), 1)
     for _ in range(5):
         destination.step(1.0)
     assert destination.state is DestinationState.DISCARDED

@@ -16,7 +16,7 @@ from pool_bounds import guard_results
 from pool_hand import Hand
 from pool_operator_calls import Call, geometry, has_kernel, valid_calls
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.operators import ATEN, operator, overloads
 from warpbus.pool.protocol.signature import Input, Number, Signature
 from warpbus.pool.quota import Quota
@@ -95,14 +95,14 @@ def test_a_refusal_says_what_was_expected():
     x, one = hand.put(torch.randn(2, 300)), hand.put(torch.ones(1))
     hand.call("aten::native_batch_norm", x, one, None, None, None, True, 0.1, 1e-5)
     (failure,) = hand.send()
-    assert failure.type == "DeviceError"
+    assert failure.type == "ProtocolError"
     assert failure.message == "aten::native_batch_norm: weight is (1,): expected (300,)"
 
 
 def test_a_result_must_not_be_written_into_an_expanded_tensor():
     full = {"dtype": "float32", "shape": [2, 3], "stride": [3, 1]}
     call = Call("aten::_log_softmax.out", [full, 1, False], {"out": {**full, "stride": [0, 0]}})
-    with pytest.raises(DeviceError, match="out has strides"):
+    with pytest.raises(ProtocolError, match="out has strides"):
         check_shapes(operator(call.name), call.signature()[0])
 
 
@@ -110,5 +110,5 @@ def test_a_result_must_not_be_written_into_an_expanded_tensor():
 def test_sizes_belong_to_the_definition(argument):
     x = geometry({"dtype": "float32", "shape": [2, 3], "stride": [3, 1]})
     arguments = (Input(0), argument, 0, 0) if isinstance(argument, tuple) else (Input(0), (2, 2, 3), argument, 0)
-    with pytest.raises(DeviceError, match="belongs to the definition"):
+    with pytest.raises(ProtocolError, match="belongs to the definition"):
         Signature.decode(Signature("aten::select_backward", arguments, (), (x,), ("int",)).encode())

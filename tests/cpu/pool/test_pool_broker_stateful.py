@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from warpbus.errors import WarpbusError
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.leases import Gpu, Lease, Limits
+from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
 from warpbus.pool.broker.moves import cheapest_sets, cost
 from warpbus.pool.quota import Quota
 
@@ -23,10 +23,10 @@ hosts = st.sampled_from(sorted(HOSTS))
 quotas = st.builds(Quota, st.integers(1, 9), st.sampled_from([0.1, 0.2, 1 / 3, 0.5, 0.7, 1.0]))
 
 
-def gpus(host: str) -> list[Gpu]:
+def gpus(host: str) -> list[PoolGpu]:
     names = [f"{host}/{index}" for index in range(len(HOSTS[host]))]
     return [
-        Gpu(name, host, index, "H200", memory, tuple(set(names) - {name}))
+        PoolGpu(name, host, index, "H200", memory, tuple(set(names) - {name}))
         for index, (name, memory) in enumerate(zip(names, HOSTS[host], strict=True))
     ]
 
@@ -341,7 +341,7 @@ def test_the_cheapest_sets_come_first(used, known):
 )
 def test_a_plan_to_make_room_is_the_cheapest_there_is(layout, wanted):
     broker = Broker()
-    broker.join("a", [Gpu(f"a/{index}", "a", index, "H200", 10) for index in range(3)], 0)
+    broker.join("a", [PoolGpu(f"a/{index}", "a", index, "H200", 10) for index in range(3)], 0)
     placed: list[list[Lease]] = [[], [], []]
     for index, leases in enumerate(layout):
         for memory, movable in leases:

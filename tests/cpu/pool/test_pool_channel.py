@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_doors import read_preamble, serve_tls
 
-from warpbus.errors import ConnectionLost, DeviceError, UsageError
+from warpbus.errors import AuthorizationError, ConnectionLostError, ProtocolError, UsageError
 from warpbus.pool.protocol import channel as channel_module
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.channel import Channel, connect
@@ -249,7 +249,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_frame_is_lost(monkeypatch):
     channel, peer = raw()
     assert channel.receive(0.3) is None  # silence between frames is no harm
     peer.sendall(HEADER.pack(100, Kind.DATA, 7))
-    with pytest.raises(ConnectionLost, match="the peer sent nothing for 0 s in the middle of a frame"):
+    with pytest.raises(ConnectionLostError, match="the peer sent nothing for 0 s in the middle of a frame"):
         channel.receive()
     assert peer.recv(1) == b""
 
@@ -273,12 +273,12 @@ def test_nonsense_is_told(data, message):
     peer.sendall(data)
     peer.shutdown(socket.SHUT_WR)
     for _ in range(2):  # and told again
-        with pytest.raises(ConnectionLost, match=message) as caught:
+        with pytest.raises(ConnectionLostError, match=message) as caught:
             channel.receive(90)
         assert "\n" not in str(caught.value)
     assert peer.recv(1) == b""
     assert channel.pending()
-    with pytest.raises(ConnectionLost, match=message):
+    with pytest.raises(ConnectionLostError, match=message):
         channel.send(Kind.BYE)
 
 
@@ -287,15 +287,15 @@ def test_frames_before_nonsense_still_come():
     peer.sendall(HEADER.pack(2, Kind.ASK, 1) + b"ok" + HEADER.pack(0, 99, 0))
     assert bytes(channel.receive(90).payload) == b"ok"
     assert channel.pending()
-    with pytest.raises(ConnectionLost, match="unknown kind 99"):
+    with pytest.raises(ConnectionLostError, match="unknown kind 99"):
         channel.receive(90)
 
 
 def test_too_much_is_not_sent():
     left, right = pair()
-    with pytest.raises(DeviceError, match=f"at most {MAX_FRAME}") as caught:
+    with pytest.raises(ProtocolError, match=f"at most {MAX_FRAME}") as caught:
         left.send(Kind.DATA, 1, bytes(MAX_FRAME), b"x")
-    assert not isinstance(caught.value, ConnectionLost)
+    assert not isinstance(caught.value, ConnectionLostError)
     left.send(Kind.BYE, 2)
     assert right.receive(90).number == 2
 
@@ -303,12 +303,12 @@ def test_too_much_is_not_sent():
 def test_what_was_sent_before_the_end_is_received(ends):
     ends.server.send(Kind.MOVED, 0, b"there")
     ends.server.close()
-    with pytest.raises(ConnectionLost, match=r"broke|closed"):
+    with pytest.raises(ConnectionLostError, match=r"broke|closed"):
         send_without_end(ends.client)
-    with pytest.raises(ConnectionLost, match=r"broke|closed"):
+    with pytest.raises(ConnectionLostError, match=r"broke|closed"):
         ends.client.send(Kind.BATCH)
     assert bytes(ends.client.receive(90).payload) == b"there"
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(ConnectionLostError):
         ends.client.receive(90)
 
 
@@ -316,12 +316,12 @@ def test_closing_wakes_who_waits(ends):
     found = []
 
     def wait():
-        with pytest.raises(ConnectionLost) as caught:
+        with pytest.raises(ConnectionLostError) as caught:
             ends.client.receive()
         found.append(str(caught.value))
 
     def fill():
-        with pytest.raises(ConnectionLost) as caught:
+        with pytest.raises(ConnectionLostError) as caught:
             send_without_end(ends.client)
         found.append(str(caught.value))
 
@@ -359,7 +359,7 @@ def test_a_peer_killed_in_a_frame():
         assert process.stdout.readline() == "half\n"
         assert channel.receive(0.05) is None
         process.send_signal(signal.SIGKILL)
-        with pytest.raises(ConnectionLost, match="the tenant closed the connection in the middle of a frame"):
+        with pytest.raises(ConnectionLostError, match="the tenant closed the connection in the middle of a frame"):
             channel.receive(90)
 
 
@@ -395,9 +395,9 @@ def test_half_a_frame_sent_is_the_end():
     channel, peer = raw()
     with interrupting(0.05):
         channel.send(Kind.DATA, 1, bytes(MAX_FRAME))
-    with pytest.raises(ConnectionLost, match="given up halfway"):
+    with pytest.raises(ConnectionLostError, match="given up halfway"):
         channel.send(Kind.BYE)
-    with pytest.raises(ConnectionLost, match="given up halfway"):
+    with pytest.raises(ConnectionLostError, match="given up halfway"):
         channel.receive()
     peer.settimeout(90)
     while peer.recv(2**20):
@@ -419,7 +419,7 @@ def test_a_lost_part_of_a_frame_is_the_end():
     with pytest.raises(Interruption):
         channel.receive(1)
     channel._sock = sock
-    with pytest.raises(ConnectionLost, match="given up halfway"):
+    with pytest.raises(ConnectionLostError, match="given up halfway"):
         channel.receive(1)
 
 
@@ -442,11 +442,11 @@ def test_certificates_that_are_not_trusted(certificates, certificate, ca, host, 
 
         peer = Peer(listener, serve)
         address = Address("tls", host, listener.getsockname()[1])
-        with pytest.raises(DeviceError, match=message) as caught:
+        with pytest.raises(AuthorizationError, match=message) as caught:
             connect(address, LEASE, tls=Tls(certificates / f"{ca}.pem") if ca else None)
-        assert not isinstance(caught.value, ConnectionLost)  # another try would not help
+        assert not isinstance(caught.value, ConnectionLostError)  # another try would not help
         assert str(address) in str(caught.value)
-        assert isinstance(peer.join(), ConnectionLost)
+        assert isinstance(peer.join(), ConnectionLostError)
 
 
 @pytest.mark.parametrize("named_by", ["tls", "address"])
@@ -474,13 +474,13 @@ def test_tls_that_is_too_old_is_refused(certificates):
             context.maximum_version = ssl.TLSVersion.TLSv1_1
         with socket.create_connection(listener.getsockname()) as sock, pytest.raises(ssl.SSLError):
             context.wrap_socket(sock, server_hostname="localhost")
-        assert isinstance(peer.join(), ConnectionLost)
+        assert isinstance(peer.join(), ConnectionLostError)
 
 
 def test_tls_that_breaks(certificates):
     with connected("tls", certificates) as (client, server):
         socket.socket.send(client._sock, b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that nobody encrypted
-        with pytest.raises(ConnectionLost, match=r"TLS with .* broke"):
+        with pytest.raises(ConnectionLostError, match=r"TLS with .* broke"):
             server.receive(90)
 
 
@@ -489,11 +489,11 @@ def test_plain_meets_tls(certificates):
         peer = Peer(listener, lambda sock: serve_tls(sock, certificates / "good.pem", certificates / "good.key"))
         with contextlib.closing(Channel(socket.create_connection(listener.getsockname()))) as channel:
             channel.send(Kind.HELLO, 0, b"who is there?")
-            with pytest.raises(ConnectionLost):
+            with pytest.raises(ConnectionLostError):
                 channel.receive(90)
-        assert isinstance(peer.join(), ConnectionLost)
+        assert isinstance(peer.join(), ConnectionLostError)
         peer = Peer(listener, lambda sock: (read_preamble(sock), Channel(sock).receive(90)))
-        with pytest.raises(ConnectionLost, match="did not finish a TLS handshake"):
+        with pytest.raises(ConnectionLostError, match="did not finish a TLS handshake"):
             connect(Address("tls", "127.0.0.1", listener.getsockname()[1]), LEASE)
         assert "unknown kind" in str(peer.join())
 
@@ -501,12 +501,12 @@ def test_plain_meets_tls(certificates):
 def test_silence_at_the_beginning_holds_nothing(certificates):
     with listening() as listener, socket.create_connection(listener.getsockname()):
         silent, _ = listener.accept()
-        with pytest.raises(ConnectionLost, match="TLS handshake"):
+        with pytest.raises(ConnectionLostError, match="TLS handshake"):
             serve_tls(silent, certificates / "good.pem", certificates / "good.key", 0.05)
         address = Address("tls", "127.0.0.1", listener.getsockname()[1])
-        with pytest.raises(ConnectionLost, match=r"does not take the connection \(.*timed out"):
+        with pytest.raises(ConnectionLostError, match=r"does not take the connection \(.*timed out"):
             connect(address, LEASE, timeout=0.2)
-        with pytest.raises(ConnectionLost, match=r"did not finish a TLS handshake \(.*timed out"):
+        with pytest.raises(ConnectionLostError, match=r"did not finish a TLS handshake \(.*timed out"):
             connect(address, timeout=0.2)
 
 
@@ -530,7 +530,7 @@ def test_a_frame_is_no_larger_than_is_asked_for():
     sender.send(Kind.HELLO, 0, bytes(MAX_HELLO))
     assert len(channel.receive(90, most=MAX_HELLO).payload) == MAX_HELLO
     sender.send(Kind.HELLO, 0, bytes(MAX_HELLO + 1))
-    with pytest.raises(ConnectionLost, match=f"announced a frame of {MAX_HELLO + 1} bytes: at most {MAX_HELLO}"):
+    with pytest.raises(ConnectionLostError, match=f"announced a frame of {MAX_HELLO + 1} bytes: at most {MAX_HELLO}"):
         channel.receive(90, most=MAX_HELLO)
     sender.close()
 
@@ -546,7 +546,7 @@ def test_nobody_there(tmp_path):
         Address("tls", "a..b", 7700),
         Address("plain", "10.0.0.1", 7700),  # `address` does not make it; it is not tried either
     ):
-        with pytest.raises(ConnectionLost, match="cannot be reached") as caught:
+        with pytest.raises(ConnectionLostError, match="cannot be reached") as caught:
             connect(address, timeout=2)
         assert str(address) in str(caught.value)
         assert "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from warpbus.errors import DeviceError
+from warpbus.errors import StorageError
 from warpbus.pool.protocol.instructions import MAX_WRITE, Writer
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.content import LEAST, ContentStore, Uploads
@@ -69,14 +69,14 @@ def test_directories_that_others_can_write_are_not_used(tmp_path):
         directory = tmp_path / str(mode)
         directory.mkdir()
         directory.chmod(mode)
-        with pytest.raises(DeviceError, match="mode 700"):
+        with pytest.raises(StorageError, match="mode 700"):
             ContentStore(directory, 8 * LEAST)
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(DeviceError, match="mode 700"):
+    with pytest.raises(StorageError, match="mode 700"):
         ContentStore(tmp_path / "link", 8 * LEAST)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DeviceError, match="cannot be kept"):
+    with pytest.raises(StorageError, match="cannot be kept"):
         ContentStore(tmp_path / "file", 8 * LEAST)
 
 

@@ -12,17 +12,24 @@ from pathlib import Path
 import pool_fake_tenant as fake
 import pytest
 import trustme
-from pool_daemons import MEMORY, entry, greet, lease, serving, until
+from pool_daemons import MEMORY, entry, lease, say_hello, serving, until
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, UnavailableError, UsageError
+from warpbus.errors import (
+    AuthorizationError,
+    ConnectionLostError,
+    DeviceError,
+    LeaseLostError,
+    UnavailableError,
+    UsageError,
+)
 from warpbus.pool.daemon.daemon import Daemon
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.tenant_processes import TenantProcess
 from warpbus.pool.protocol.address import address
+from warpbus.pool.protocol.control_channel import ControlChannel
 from warpbus.pool.protocol.failures import sent_error
 from warpbus.pool.protocol.frames import MAX_HELLO, Kind, pack_header
 from warpbus.pool.protocol.preamble import MAGIC
-from warpbus.pool.protocol.steering import Steering
 from warpbus.pool.protocol.wire import encode
 
 ADMIN, ANN, BOB, EVE = "admin-token-0123456", "ann-token-01234567", "bob-token-01234567", "eve-token-01234567"
@@ -42,56 +49,56 @@ def peers(served, tmp_path_factory):
 
 
 @pytest.fixture
-def steering(served):
-    with served.steering() as found:
+def control(served):
+    with served.control() as found:
         yield found
 
 
-def test_a_client_gets_a_lease_and_reaches_its_process(served, steering):
-    assert steering.welcome["tenant"] == "local"
-    granted = lease(steering)
+def test_a_client_gets_a_lease_and_reaches_its_process(served, control):
+    assert control.welcome["tenant"] == "local"
+    granted = lease(control)
     assert granted["gpu"] == "mill/0"
     assert granted["address"] == ""  # the one that was asked
-    channel, kind, welcome = greet(served.address, granted)
+    channel, kind, welcome = say_hello(served.address, granted)
     assert kind is Kind.WELCOME
     assert welcome["pid"] != os.getpid()
-    found = until(lambda: (e := entry(steering, granted)) and e["memory_used"] == 7 and e)
+    found = until(lambda: (e := entry(control, granted)) and e["memory_used"] == 7 and e)
     assert (found["state"], found["gpu"], found["tenant"]) == ("placed", "mill/0", "local")
-    assert steering.ask({"do": "release", "lease": granted["lease"]}) == {"released": granted["lease"]}
-    with pytest.raises(ConnectionLost):
+    assert control.ask({"do": "release", "lease": granted["lease"]}) == {"released": granted["lease"]}
+    with pytest.raises(ConnectionLostError):
         channel.receive(90)
-    assert entry(steering, granted) is None
+    assert entry(control, granted) is None
 
 
-def test_what_became_of_a_lease_is_told_to_who_has_its_key(served, steering):
-    granted = lease(steering)
-    steering.ask({"do": "release", "lease": granted["lease"]})
-    _, kind, said = greet(served.address, granted)
+def test_what_became_of_a_lease_is_told_to_who_has_its_key(served, control):
+    granted = lease(control)
+    control.ask({"do": "release", "lease": granted["lease"]})
+    _, kind, said = say_hello(served.address, granted)
     assert (kind, said["type"]) == (Kind.REFUSED, "LeaseLostError")
     assert "it was released" in said["message"]
-    _, kind, said = greet(served.address, {**granted, "key": b"another"})
+    _, kind, said = say_hello(served.address, {**granted, "key": b"another"})
     assert kind is Kind.REFUSED
     assert "knows nothing of" in said["message"]
 
 
-def test_a_process_that_dies_takes_its_own_lease_alone(served, steering):
-    first, second = lease(steering), lease(steering)
-    channels = [greet(served.address, each) for each in (first, second)]
+def test_a_process_that_dies_takes_its_own_lease_alone(served, control):
+    first, second = lease(control), lease(control)
+    channels = [say_hello(served.address, each) for each in (first, second)]
     os.kill(channels[0][2]["pid"], signal.SIGKILL)
-    until(lambda: entry(steering, first) is None)
-    assert entry(steering, second)["state"] == "placed"
-    with pytest.raises(ConnectionLost):
+    until(lambda: entry(control, first) is None)
+    assert entry(control, second)["state"] == "placed"
+    with pytest.raises(ConnectionLostError):
         channels[0][0].receive(90)
     assert channels[1][0].receive(0.1) is None
-    _, kind, said = greet(served.address, first)
+    _, kind, said = say_hello(served.address, first)
     assert kind is Kind.REFUSED
     assert isinstance(sent_error(said), LeaseLostError)
     assert "killed by signal 9 (SIGKILL)" in said["message"]
     assert any(line["what"] == "lost" and line["lease"] == first["lease"] for line in served.audit())
-    steering.ask({"do": "release", "lease": second["lease"]})
+    control.ask({"do": "release", "lease": second["lease"]})
 
 
-def test_who_comes_while_the_process_ends_hears_how_it_ended(served, steering, monkeypatch):
+def test_who_comes_while_the_process_ends_hears_how_it_ended(served, control, monkeypatch):
     end = TenantProcess.end
 
     async def ends_slowly(process: TenantProcess) -> str:
@@ -99,28 +106,28 @@ def test_who_comes_while_the_process_ends_hears_how_it_ended(served, steering, m
         return await end(process)
 
     monkeypatch.setattr(TenantProcess, "end", ends_slowly)
-    granted = lease(steering)
-    channel, _, said = greet(served.address, granted)
+    granted = lease(control)
+    channel, _, said = say_hello(served.address, granted)
     os.kill(said["pid"], signal.SIGKILL)
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(ConnectionLostError):
         channel.receive(90)
     tenancy = served.daemon.host.tenancies[granted["lease"]]
     until(lambda: not tenancy.process.alive)
-    _, kind, said = greet(served.address, granted)
+    _, kind, said = say_hello(served.address, granted)
     assert kind is Kind.REFUSED
     assert "killed by signal 9 (SIGKILL)" in said["message"]
 
 
-def test_a_process_that_does_not_start_is_an_error_and_no_lease(steering):
+def test_a_process_that_does_not_start_is_an_error_and_no_lease(control):
     with pytest.raises(DeviceError, match="the GPU is on fire"):
-        lease(steering, fake.NEVER_READY)
-    assert steering.ask({"do": "status"})["leases"] == []
+        lease(control, fake.NEVER_READY)
+    assert control.ask({"do": "status"})["leases"] == []
 
 
-def test_who_waits_is_told_and_gets_the_room_that_is_freed(served, steering):
-    large = steering.ask({"do": "lease", "memory": 900_000_000, "share": 0.5}, timeout=60)
+def test_who_waits_is_told_and_gets_the_room_that_is_freed(served, control):
+    large = control.ask({"do": "lease", "memory": 900_000_000, "share": 0.5}, timeout=60)
     told, granted = [], []
-    with served.steering() as other:
+    with served.control() as other:
 
         def wait() -> None:
             granted.append(other.ask({"do": "lease", "memory": 900_000_000, "share": 0.5}, told.append, timeout=60))
@@ -130,51 +137,51 @@ def test_who_waits_is_told_and_gets_the_room_that_is_freed(served, steering):
         until(lambda: told)
         assert told[0]["queued"] == 1
         assert "0.10 GB" in told[0]["why"]
-        with served.steering() as third:  # hangs up, and so gives up its place
+        with served.control() as third:  # hangs up, and so gives up its place
             impatient = threading.Thread(target=_ask_in_vain, args=(third,))
             impatient.start()
-            until(lambda: len(steering.ask({"do": "status"})["queue"]) == 2)
+            until(lambda: len(control.ask({"do": "status"})["queue"]) == 2)
         impatient.join()
-        until(lambda: len(steering.ask({"do": "status"})["queue"]) == 1)
-        steering.ask({"do": "release", "lease": large["lease"]})
+        until(lambda: len(control.ask({"do": "status"})["queue"]) == 1)
+        control.ask({"do": "release", "lease": large["lease"]})
         thread.join()
-        steering.ask({"do": "release", "lease": granted[0]["lease"]})
+        control.ask({"do": "release", "lease": granted[0]["lease"]})
 
 
-def _ask_in_vain(steering: Steering) -> None:
-    with pytest.raises(ConnectionLost):
-        steering.ask({"do": "lease", "memory": 900_000_000, "share": 0.5})
+def _ask_in_vain(control: ControlChannel) -> None:
+    with pytest.raises(ConnectionLostError):
+        control.ask({"do": "lease", "memory": 900_000_000, "share": 0.5})
 
 
 def test_a_lease_without_its_client_is_reclaimed(tmp_path):
-    with serving(tmp_path, grace=1.5) as short, short.steering() as steering:
-        kept, left = lease(steering), lease(steering)
-        channel, _, _ = greet(short.address, kept)
-        other, _, welcome = greet(short.address, left)
+    with serving(tmp_path, grace=1.5) as short, short.control() as control:
+        kept, left = lease(control), lease(control)
+        channel, _, _ = say_hello(short.address, kept)
+        other, _, welcome = say_hello(short.address, left)
         other.close()
-        until(lambda: entry(steering, left) is None)
-        assert entry(steering, kept)["state"] == "placed"
+        until(lambda: entry(control, left) is None)
+        assert entry(control, kept)["state"] == "placed"
         until(lambda: not Path(f"/proc/{welcome['pid']}").exists())
         assert any(line["what"] == "reclaimed" and line["lease"] == left["lease"] for line in short.audit())
-        _, _, said = greet(short.address, left)
+        _, _, said = say_hello(short.address, left)
         assert "not seen for" in said["message"]
         channel.close()
 
 
 def test_suspended_and_resumed_after_a_restart(tmp_path):
-    with serving(tmp_path) as before, before.steering() as steering:
-        granted, lost = lease(steering), lease(steering)
-        done = steering.ask({"do": "suspend", "lease": granted["lease"]})
+    with serving(tmp_path) as before, before.control() as control:
+        granted, lost = lease(control), lease(control)
+        done = control.ask({"do": "suspend", "lease": granted["lease"]})
         assert done == {"suspended": granted["lease"], "seconds": 0.1, "bytes": 5}
-        assert entry(steering, granted)["state"] == "suspended"
-        _, kind, said = greet(before.address, granted)
-        assert (kind, said["type"]) == (Kind.REFUSED, "ConnectionLost")  # it may be tried again
+        assert entry(control, granted)["state"] == "suspended"
+        _, kind, said = say_hello(before.address, granted)
+        assert (kind, said["type"]) == (Kind.REFUSED, "ConnectionLostError")  # it may be tried again
         assert "is suspended" in said["message"]
-    with serving(tmp_path) as after, after.steering() as steering:
-        assert entry(steering, lost) is None
-        again = steering.ask({"do": "resume", "lease": granted["lease"], "on": None}, timeout=60)
+    with serving(tmp_path) as after, after.control() as control:
+        assert entry(control, lost) is None
+        again = control.ask({"do": "resume", "lease": granted["lease"], "on": None}, timeout=60)
         assert again == granted
-        assert greet(after.address, again)[2]["saved"] is True
+        assert say_hello(after.address, again)[2]["saved"] is True
         assert list((tmp_path / "suspended").iterdir()) == []
 
 
@@ -199,24 +206,24 @@ def test_suspended_and_resumed_after_a_restart(tmp_path):
         {"do": "drain", "host": "nowhere"},
     ],
 )
-def test_nonsense_is_answered_with_an_error(steering, question):
+def test_nonsense_is_answered_with_an_error(control, question):
     with pytest.raises((UsageError, DeviceError)):
-        steering.ask(question, timeout=90)
-    assert steering.ask({"do": "status"})["leases"] == []
+        control.ask(question, timeout=90)
+    assert control.ask({"do": "status"})["leases"] == []
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", MAGIC, MAGIC + bytes(16) + b"\xff" * 400])
-def test_preambles_of_garbage(served, steering, sent):
+def test_preambles_of_garbage(served, control, sent):
     with socket.create_connection((served.address.host, served.address.port)) as sock:
         sock.sendall(sent)
         sock.shutdown(socket.SHUT_WR)
         sock.settimeout(90)
         with suppress(ConnectionResetError):
             assert len(sock.recv(1 << 16)) < 1000
-    assert steering.ask({"do": "status"})["queue"] == []
+    assert control.ask({"do": "status"})["queue"] == []
 
 
-def test_mutated_conversations_do_not_stop_it(served, steering):
+def test_mutated_conversations_do_not_stop_it(served, control):
     """Every byte after the preamble may be another one."""
     questions = [
         {"do": "status"},
@@ -236,7 +243,7 @@ def test_mutated_conversations_do_not_stop_it(served, steering):
             with suppress(ConnectionResetError):
                 while sock.recv(1 << 16):
                     pass
-    assert steering.ask({"do": "status"})["queue"] == []
+    assert control.ask({"do": "status"})["queue"] == []
     assert served.run(_count(served.daemon)) < 20
 
 
@@ -245,8 +252,8 @@ def test_half_open_connections_do_not_keep_others_out(tmp_path):
         for _ in range(400):
             sock = stack.enter_context(socket.create_connection((small.address.host, small.address.port)))
             sock.sendall(b"WARPB")
-        with small.steering() as steering:
-            assert steering.ask({"do": "status"})["leases"] == []
+        with small.control() as control:
+            assert control.ask({"do": "status"})["leases"] == []
         assert small.run(_count(small.daemon)) <= 55
 
 
@@ -254,8 +261,8 @@ async def _count(daemon: Daemon) -> int:
     return len(daemon._tasks)
 
 
-def test_idle_connections_of_others_do_not_keep_a_client_from_its_lease(served, steering):
-    granted = lease(steering)
+def test_idle_connections_of_others_do_not_keep_a_client_from_its_lease(served, control):
+    granted = lease(control)
     with ExitStack() as stack:
         for count in range(40):
             sock = stack.enter_context(socket.create_connection((served.address.host, served.address.port)))
@@ -263,30 +270,30 @@ def test_idle_connections_of_others_do_not_keep_a_client_from_its_lease(served, 
             if count % 2:
                 sock.sendall(bytes(32))  # an answer to the nonce, without the key
         for _ in range(3):
-            channel, kind, _ = greet(served.address, granted)
+            channel, kind, _ = say_hello(served.address, granted)
             assert kind is Kind.WELCOME
             channel.close()
-    steering.ask({"do": "release", "lease": granted["lease"]})
+    control.ask({"do": "release", "lease": granted["lease"]})
 
 
-def test_who_lacks_the_key_never_reaches_the_process(served, steering):
-    granted = lease(steering)
-    _, kind, said = greet(served.address, {**granted, "key": b"another"})
+def test_who_lacks_the_key_never_reaches_the_process(served, control):
+    granted = lease(control)
+    _, kind, said = say_hello(served.address, {**granted, "key": b"another"})
     assert kind is Kind.REFUSED
     assert "knows nothing of it with this key" in said["message"]
     connections = [line for line in served.audit() if line["what"] == "connection"]
     assert not any(line.get("lease") == granted["lease"] for line in connections)
-    assert greet(served.address, granted)[1] is Kind.WELCOME
-    steering.ask({"do": "release", "lease": granted["lease"]})
+    assert say_hello(served.address, granted)[1] is Kind.WELCOME
+    control.ask({"do": "release", "lease": granted["lease"]})
 
 
-@pytest.mark.parametrize("door", [bytes(16), bytes(range(16))])
-def test_a_large_hello_is_not_read(served, steering, door):
+@pytest.mark.parametrize("lease_id", [bytes(16), bytes(range(16))])
+def test_a_large_hello_is_not_read(served, control, lease_id):
     """Neither that of a control connection, before its token, nor that of whoever asks for a lease without its key."""
     payload = encode({"protocol": 1, "token": "x" * MAX_HELLO})
     with socket.create_connection((served.address.host, served.address.port), timeout=90) as sock:
-        sock.sendall(MAGIC + door)
-        if any(door):
+        sock.sendall(MAGIC + lease_id)
+        if any(lease_id):
             assert len(sock.recv(32, socket.MSG_WAITALL)) == 32
             sock.sendall(bytes(32))
         with suppress(ConnectionResetError):  # closed with something unread
@@ -295,12 +302,12 @@ def test_a_large_hello_is_not_read(served, steering, door):
 
 
 def test_who_asks_for_leases_too_often_has_to_wait(tmp_path):
-    with serving(tmp_path, max_lease_rate=3.0) as slow, slow.steering() as steering:
+    with serving(tmp_path, max_lease_rate=3.0) as slow, slow.control() as control:
         for _ in range(3):
-            steering.ask({"do": "release", "lease": lease(steering)["lease"]})
+            control.ask({"do": "release", "lease": lease(control)["lease"]})
         with pytest.raises(UnavailableError, match=r"tenant local asks for leases too often.* try again in 1?\d\.\d s"):
-            lease(steering)
-        assert steering.ask({"do": "status"})["leases"] == []
+            lease(control)
+        assert control.ask({"do": "status"})["leases"] == []
 
 
 def test_silent_connections_are_closed(tmp_path):
@@ -326,10 +333,10 @@ def test_tokens_limits_and_tls(tmp_path):
         secured.address = address(f"{secured.address}?ca={trust}")
         for wrong in (None, "nobodys-token-0123"):
             with pytest.raises(UsageError, match="does not accept the token"):
-                secured.steering(wrong)
-        with secured.steering(ANN) as ann, secured.steering(BOB) as bob, secured.steering(ADMIN) as admin:
+                secured.control(wrong)
+        with secured.control(ANN) as ann, secured.control(BOB) as bob, secured.control(ADMIN) as admin:
             granted = lease(ann)
-            _, kind, _ = greet(secured.address, granted)
+            _, kind, _ = say_hello(secured.address, granted)
             assert kind is Kind.WELCOME
             with pytest.raises(UsageError, match="ann asks for"):
                 lease(ann)
@@ -339,7 +346,7 @@ def test_tokens_limits_and_tls(tmp_path):
                 ("other-1", "(other)", MEMORY)
             ]
             assert granted["lease"] not in str(seen)
-            with secured.steering(EVE) as eve:
+            with secured.control(EVE) as eve:
                 assert entry(eve, granted)["tenant"] == entry(admin, granted)["tenant"] == "ann"
                 with pytest.raises(UsageError, match="a viewer may only ask for the status"):
                     lease(eve)
@@ -352,8 +359,8 @@ def test_tokens_limits_and_tls(tmp_path):
             with pytest.raises(UsageError, match="only an admin"):
                 bob.ask({"do": "release", "lease": granted["lease"], "for": {"tenant": "ann", "role": "admin"}})
             admin.ask({"do": "release", "lease": granted["lease"]})
-        with pytest.raises(DeviceError, match="not trusted"):
-            Steering(address(secured.daemon.address), ANN)
+        with pytest.raises(AuthorizationError, match="not trusted"):
+            ControlChannel(address(secured.daemon.address), ANN)
         said = (tmp_path / "audit.jsonl").read_text()
         assert not any(secret in said for secret in (ADMIN, ANN, BOB, granted["key"].hex()))
 
@@ -367,132 +374,132 @@ def test_a_unix_socket_that_only_this_user_opens(tmp_path):
     path = tmp_path / "pool.sock"
     with serving(tmp_path, unix=path, spare=0):
         assert path.stat().st_mode & 0o777 == 0o600
-        with Steering(address(f"warpbus+unix://{path}"), None) as steering:
-            granted = lease(steering)
-            assert greet(address(f"warpbus+unix://{path}"), granted)[1] is Kind.WELCOME
+        with ControlChannel(address(f"warpbus+unix://{path}"), None) as control:
+            granted = lease(control)
+            assert say_hello(address(f"warpbus+unix://{path}"), granted)[1] is Kind.WELCOME
     assert not path.exists()
 
 
-def test_a_lease_moves_to_another_machine(served, peers, steering):
-    granted = lease(steering, on="mill")
-    channel, _, before = greet(served.address, granted)
+def test_a_lease_moves_to_another_machine(served, peers, control):
+    granted = lease(control, on="mill")
+    channel, _, before = say_hello(served.address, granted)
     told = []
-    done = steering.ask({"do": "migrate", "lease": granted["lease"], "to": "dam/0"}, told.append, timeout=60)
+    done = control.ask({"do": "migrate", "lease": granted["lease"], "to": "dam/0"}, told.append, timeout=60)
     assert (done["moved"], done["pause"], done["bytes"]) == ("dam/0", 0.01, 123)
     assert {"phase": "copying", "done": 1, "total": 2} in told
-    assert entry(steering, granted)["gpu"] == "dam/0"
-    with pytest.raises(ConnectionLost):
+    assert entry(control, granted)["gpu"] == "dam/0"
+    with pytest.raises(ConnectionLostError):
         channel.receive(90)
-    _, kind, said = greet(served.address, granted)  # it knows where it went
+    _, kind, said = say_hello(served.address, granted)  # it knows where it went
     assert (kind, said) == (Kind.MOVED, {"address": peers.daemon.address, "final": True})
-    _, kind, after = greet(peers.address, granted)
+    _, kind, after = say_hello(peers.address, granted)
     assert (kind, after["gpu"]) == (Kind.WELCOME, "dam/0")
     assert after["pid"] != before["pid"]
     moved = [line for line in served.audit() if line["what"] == "migration" and line["lease"] == granted["lease"]]
     assert [(line["source"], line["target"], line["moved"]) for line in moved] == [("mill/0", "dam/0", True)]
-    steering.ask({"do": "release", "lease": granted["lease"]})
+    control.ask({"do": "release", "lease": granted["lease"]})
     until(lambda: not Path(f"/proc/{after['pid']}").exists())
 
 
-def test_a_move_that_is_refused_leaves_the_lease_where_it_lives(served, peers, steering):
-    granted = lease(steering, fake.REFUSES_TO_MOVE, on="mill")
+def test_a_move_that_is_refused_leaves_the_lease_where_it_lives(served, peers, control):
+    granted = lease(control, fake.REFUSES_TO_MOVE, on="mill")
     with pytest.raises(DeviceError, match="it does not want to"):
-        steering.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)
-    assert entry(steering, granted)["gpu"] == "mill/0"
-    assert greet(served.address, granted)[1] is Kind.WELCOME
-    assert greet(peers.address, granted)[1] is Kind.REFUSED
-    steering.ask({"do": "release", "lease": granted["lease"]})
+        control.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)
+    assert entry(control, granted)["gpu"] == "mill/0"
+    assert say_hello(served.address, granted)[1] is Kind.WELCOME
+    assert say_hello(peers.address, granted)[1] is Kind.REFUSED
+    control.ask({"do": "release", "lease": granted["lease"]})
 
 
-def test_the_source_dies_when_the_target_lives(served, peers, steering):
-    granted = lease(steering, fake.DIES_AFTER, on="mill")
-    assert steering.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)["moved"] == "dam/0"
-    assert entry(steering, granted)["gpu"] == "dam/0"
-    assert greet(peers.address, granted)[1] is Kind.WELCOME
-    steering.ask({"do": "release", "lease": granted["lease"]})
+def test_the_source_dies_when_the_target_lives(served, peers, control):
+    granted = lease(control, fake.DIES_AFTER, on="mill")
+    assert control.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)["moved"] == "dam/0"
+    assert entry(control, granted)["gpu"] == "dam/0"
+    assert say_hello(peers.address, granted)[1] is Kind.WELCOME
+    control.ask({"do": "release", "lease": granted["lease"]})
 
 
-def test_the_source_dies_before_and_the_lease_is_lost_once(served, peers, steering):
+def test_the_source_dies_before_and_the_lease_is_lost_once(served, peers, control):
     served.run(_patience(served.daemon, 0.5))
-    granted = lease(steering, fake.DIES_BEFORE, on="mill")
+    granted = lease(control, fake.DIES_BEFORE, on="mill")
     with pytest.raises(LeaseLostError, match="died while it moved"):
-        steering.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)
-    assert entry(steering, granted) is None
+        control.ask({"do": "migrate", "lease": granted["lease"], "to": "dam"}, timeout=60)
+    assert entry(control, granted) is None
     for where in (served.address, peers.address):
-        assert greet(where, granted)[1] is Kind.REFUSED
+        assert say_hello(where, granted)[1] is Kind.REFUSED
 
 
 async def _patience(daemon: Daemon, seconds: float) -> None:
-    daemon._desk._moving._claim = seconds
+    daemon._handler._moving._claim = seconds
 
 
-def test_a_machine_is_drained(served, peers, steering):
-    granted = [lease(steering, on="dam"), lease(steering, on="dam")]
+def test_a_machine_is_drained(served, peers, control):
+    granted = [lease(control, on="dam"), lease(control, on="dam")]
     assert all(each["address"] == peers.daemon.address for each in granted)
-    with peers.steering() as other:  # which hands it on to the one that has the broker
+    with peers.control() as other:  # which hands it on to the one that has the broker
         done = other.ask({"do": "drain", "host": "dam"}, timeout=60)
         assert (done["drained"], done["moves"], done["failed"]) == ("dam", 2, {})
         assert {entry(other, each)["gpu"] for each in granted} == {"mill/0"}
         other.ask({"do": "undrain", "host": "dam"})
     for each in granted:
-        steering.ask({"do": "release", "lease": each["lease"]})
+        control.ask({"do": "release", "lease": each["lease"]})
 
 
-def test_a_process_that_dies_on_another_machine_is_heard_of(served, peers, steering):
-    granted = lease(steering, on="dam")
-    channel, _, welcome = greet(peers.address, granted)
-    until(lambda: entry(steering, granted)["memory_used"] == 7)
+def test_a_process_that_dies_on_another_machine_is_heard_of(served, peers, control):
+    granted = lease(control, on="dam")
+    channel, _, welcome = say_hello(peers.address, granted)
+    until(lambda: entry(control, granted)["memory_used"] == 7)
     os.kill(welcome["pid"], signal.SIGKILL)
-    until(lambda: entry(steering, granted) is None)
-    with pytest.raises(ConnectionLost):
+    until(lambda: entry(control, granted) is None)
+    with pytest.raises(ConnectionLostError):
         channel.receive(90)
 
 
 @pytest.mark.parametrize("wrong", [0, fake.DIES_AFTER])
 def test_a_lease_moves_within_a_machine(tmp_path, wrong):
-    with serving(tmp_path, gpus=2) as two, two.steering() as steering:
-        granted = lease(steering, wrong)
-        _, _, before = greet(two.address, granted)
+    with serving(tmp_path, gpus=2) as two, two.control() as control:
+        granted = lease(control, wrong)
+        _, _, before = say_hello(two.address, granted)
         target = "mill/1" if granted["gpu"] == "mill/0" else "mill/0"
-        done = steering.ask({"do": "migrate", "lease": granted["lease"], "to": target}, timeout=60)
+        done = control.ask({"do": "migrate", "lease": granted["lease"], "to": target}, timeout=60)
         assert done["moved"] == target
-        _, kind, after = greet(two.address, granted)
+        _, kind, after = say_hello(two.address, granted)
         assert (kind, after["gpu"]) == (Kind.WELCOME, target)
         assert after["pid"] != before["pid"]
         until(lambda: not Path(f"/proc/{before['pid']}").exists())
-        assert entry(steering, granted)["gpu"] == target
-        steering.ask({"do": "release", "lease": granted["lease"]})
+        assert entry(control, granted)["gpu"] == target
+        control.ask({"do": "release", "lease": granted["lease"]})
         until(lambda: not Path(f"/proc/{after['pid']}").exists())
 
 
 def test_a_move_within_a_machine_that_is_refused(tmp_path):
-    with serving(tmp_path, gpus=2) as two, two.steering() as steering:
-        granted = lease(steering, fake.REFUSES_TO_MOVE, on="mill/0")
+    with serving(tmp_path, gpus=2) as two, two.control() as control:
+        granted = lease(control, fake.REFUSES_TO_MOVE, on="mill/0")
         with pytest.raises(DeviceError, match="it does not want to"):
-            steering.ask({"do": "migrate", "lease": granted["lease"], "to": "mill/1"}, timeout=60)
-        assert greet(two.address, granted)[2]["gpu"] == "mill/0"
+            control.ask({"do": "migrate", "lease": granted["lease"], "to": "mill/1"}, timeout=60)
+        assert say_hello(two.address, granted)[2]["gpu"] == "mill/0"
         assert len(two.daemon.host.tenancies) == 1
 
 
 def test_the_broker_is_started_again_and_others_keep_their_leases(tmp_path):
     port = _free_port()
-    with serving(tmp_path / "mill", port=port, spare=0) as before, before.steering() as steering, ExitStack() as stack:
+    with serving(tmp_path / "mill", port=port, spare=0) as before, before.control() as control, ExitStack() as stack:
         dam = stack.enter_context(serving(tmp_path / "dam", name="dam", peers=(str(before.address),)))
-        granted = lease(steering, on="dam")
-        channel, _, welcome = greet(dam.address, granted)
+        granted = lease(control, on="dam")
+        channel, _, welcome = say_hello(dam.address, granted)
         before.close()
         before.close = lambda: None
         assert channel.receive(0.1) is None
-        with serving(tmp_path / "mill", port=port, spare=0) as after, after.steering() as again:
+        with serving(tmp_path / "mill", port=port, spare=0) as after, after.control() as again:
             until(lambda: (found := entry(again, granted)) and found["memory_used"] == 7)
-            assert greet(dam.address, granted)[2]["pid"] == welcome["pid"]
+            assert say_hello(dam.address, granted)[2]["pid"] == welcome["pid"]
             until(lambda: _try(again, granted))
             assert not dam.daemon.host.tenancies
 
 
-def _try(steering: Steering, granted: dict) -> bool:
+def _try(control: ControlChannel, granted: dict) -> bool:
     with suppress(UnavailableError):  # the other machine has not reported yet
-        return bool(steering.ask({"do": "release", "lease": granted["lease"]}, timeout=60))
+        return bool(control.ask({"do": "release", "lease": granted["lease"]}, timeout=60))
     return False
 
 
@@ -519,8 +526,8 @@ def test_daemons_that_know_each_other_find_one_broker(tmp_path):
         for thread in threads:
             thread.join()
         for served in found:
-            with served.steering() as steering:
-                assert {gpu["name"] for gpu in steering.ask({"do": "status"})["gpus"]} == {"a/0", "b/0"}
+            with served.control() as control:
+                assert {gpu["name"] for gpu in control.ask({"do": "status"})["gpus"]} == {"a/0", "b/0"}
 
 
 def _free_port() -> int:

@@ -13,7 +13,7 @@ from pool_training import MODELS, Training, assert_equal_weights
 from torch import Tensor
 
 import warpbus
-from warpbus.errors import DeviceError
+from warpbus.errors import StateError
 from warpbus.pool.client.session import Session
 from warpbus.pool.tenant.execution import Executor
 
@@ -333,14 +333,14 @@ def test_an_error_of_the_other_side_comes_with_the_next_read(both: tuple[Session
 
 
 def test_a_second_gpu_is_refused_before_anybody_is_asked(both: tuple[Session, Executor]) -> None:
-    with pytest.raises(DeviceError, match="has a remote GPU already"):
+    with pytest.raises(StateError, match="has a remote GPU already"):
         warpbus.pool.connect("warpbus://localhost:1", memory="1GB")
 
 
 def test_without_a_connection_the_device_says_what_to_do() -> None:
     with connected():
         left = drawn(2).to(REMOTE)
-    with pytest.raises(DeviceError, match="no remote GPU is connected"):
+    with pytest.raises(StateError, match="no remote GPU is connected"):
         left + 1
-    with pytest.raises(DeviceError, match="no remote GPU is connected"):
+    with pytest.raises(StateError, match="no remote GPU is connected"):
         torch.zeros(2, device=REMOTE)

@@ -4,9 +4,19 @@ import pytest
 import torch
 
 from warpbus import errors
-from warpbus.errors import DeviceError, LeaseLostError, QueueFullError, TensorError, WarpbusError
+from warpbus.errors import (
+    DeviceError,
+    LeaseLostError,
+    PoolError,
+    ProtocolError,
+    QueueFullError,
+    StateError,
+    TensorError,
+    TokenError,
+    WarpbusError,
+)
 from warpbus.pool.protocol import wire
-from warpbus.pool.protocol.failures import Failure, sent_error
+from warpbus.pool.protocol.failures import CallFailure, sent_error
 
 
 class OddError(Exception):
@@ -29,9 +39,9 @@ class OddError(Exception):
     ],
 )
 def test_the_kind_of_an_error_goes_over(error, name):
-    failure = Failure.of(error, "aten::add", 4)
-    assert failure == Failure(name, str(error), "aten::add", 4)
-    assert Failure.read(wire.decode(wire.encode(failure.plain()))) == failure
+    failure = CallFailure.of(error, "aten::add", 4)
+    assert failure == CallFailure(name, str(error), "aten::add", 4)
+    assert CallFailure.read(wire.decode(wire.encode(failure.plain()))) == failure
 
 
 @pytest.mark.parametrize(
@@ -41,28 +51,30 @@ def test_the_kind_of_an_error_goes_over(error, name):
         ("OutOfMemoryError", torch.OutOfMemoryError),
         ("LeaseLostError", LeaseLostError),
         ("QueueFullError", QueueFullError),
-        ("RequestError", RuntimeError),  # is not made from a message alone
+        ("StateError", StateError),
+        ("TokenError", TokenError),
+        ("RequestError", RuntimeError),  # of the server, which the pool does not know
         ("SystemExit", RuntimeError),
         ("__doc__", RuntimeError),
     ],
 )
 def test_a_client_raises_it_again(name, kind):
-    error = Failure(name, "no", "aten::add", 4).exception()
+    error = CallFailure(name, "no", "aten::add", 4).exception()
     assert (type(error), str(error)) == (kind, "no")
     own = issubclass(kind, WarpbusError)
-    assert type(sent_error({"type": name, "message": "no"})) is (kind if own else DeviceError)
+    assert type(sent_error({"type": name, "message": "no"})) is (kind if own else PoolError)
 
 
 def test_messages_end_somewhere():
-    assert len(Failure.of(ValueError("x" * 10**6), "", 0).message) < 20_000
+    assert len(CallFailure.of(ValueError("x" * 10**6), "", 0).message) < 20_000
 
 
 @pytest.mark.parametrize(
     "value", [None, {}, {"type": "ValueError"}, {"type": 1, "message": "", "operator": "", "batch": 0}]
 )
 def test_what_is_no_failure(value):
-    with pytest.raises(DeviceError):
-        Failure.read(value)
+    with pytest.raises(ProtocolError):
+        CallFailure.read(value)
 
 
 def test_no_error_of_ours_hides_another_name():

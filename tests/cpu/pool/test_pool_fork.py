@@ -13,7 +13,7 @@ import torch
 from pool_direct import connected
 from torch.utils.data import DataLoader, Dataset
 
-from warpbus.errors import ConnectionLost, DeviceError
+from warpbus.errors import ConnectionLostError, StateError
 from warpbus.pool.client.session import FORKED, Session
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
@@ -59,7 +59,7 @@ def test_a_forked_child_cannot_use_the_device(session: Session) -> None:
         lambda: torch.warpbus.synchronize(),
         lambda: torch.save(x, os.devnull),
     ):
-        assert in_child(work) == f"DeviceError: {FORKED}"
+        assert in_child(work) == f"StateError: {FORKED}"
     assert torch.equal(waiting.cpu(), torch.arange(4.0) + 1)
 
 
@@ -100,7 +100,7 @@ def test_an_abandoned_channel_closes_one_descriptor_alone() -> None:
     of_child, of_parent, other = Channel(mine.dup(), "peer"), Channel(mine, "peer"), Channel(peer, "us")
     of_child.abandon("it is the parent's")
     for use in (lambda: of_child.send(Kind.BYE), lambda: of_child.receive(0.0)):
-        with pytest.raises(ConnectionLost, match="it is the parent's"):
+        with pytest.raises(ConnectionLostError, match="it is the parent's"):
             use()
     of_parent.send(Kind.ACK, 7)
     frame = other.receive(_SECONDS)
@@ -130,7 +130,7 @@ def loaded(item: Callable[[int], torch.Tensor]) -> DataLoader:
 def test_data_loaders_whose_workers_use_the_device_end_with_the_error(session: Session) -> None:
     table = torch.arange(10.0).to(REMOTE)
     for item in (lambda index: table[index] * 2, lambda index: torch.full((2,), float(index), device=REMOTE)):
-        with pytest.raises(DeviceError, match="is a forked child of one with a remote GPU"):
+        with pytest.raises(StateError, match="is a forked child of one with a remote GPU"):
             list(loaded(item))
     assert torch.equal(table.cpu(), torch.arange(10.0))
 
@@ -147,8 +147,8 @@ def test_data_loaders_whose_workers_do_not_work_as_ever(session: Session) -> Non
 def test_a_tensor_of_the_device_is_not_sent_to_another_process(session: Session) -> None:
     """A view needs no message, so that a worker can make one: but there are no bytes in it to send."""
     table = torch.arange(10.0).to(REMOTE)
-    with pytest.raises(DeviceError, match="40 bytes on a remote GPU was sent to another process"):
+    with pytest.raises(StateError, match="40 bytes on a remote GPU was sent to another process"):
         pickle.loads(ForkingPickler.dumps(table))
-    with pytest.raises(DeviceError, match=r"send tensor\.cpu"):
+    with pytest.raises(StateError, match=r"send tensor\.cpu"):
         list(DataLoader(Numbers(lambda index: table[index]), batch_size=None, num_workers=1, timeout=_SECONDS))
     assert pickle.loads(ForkingPickler.dumps(torch.ones(3))).tolist() == [1.0, 1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Whatever comes over a connection: 130,000 damaged messages, which raise DeviceError at worst and cost no memory."""
+"""130,000 damaged messages: each raises an error of the pool at worst, and costs no memory."""
 
 import random
 import socket
@@ -9,12 +9,12 @@ import pytest
 import torch
 from pool_mutations import mutate, mutate_value, no_hang
 
-from warpbus.errors import ConnectionLost, DeviceError
+from warpbus.errors import ConnectionLostError, DeviceError, PoolError, ProtocolError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Kind
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.instructions import Instruction, Writer, call_prefix, layout, parse
-from warpbus.pool.protocol.signature import Device, Input, New, Number, Same, Signature
+from warpbus.pool.protocol.signature import DevicePlaceholder, Input, New, Number, Same, Signature
 from warpbus.pool.protocol.wire import decode, encode
 
 SEED = 20261121
@@ -56,7 +56,7 @@ SIGNATURES = [
     Signature(
         "aten::zeros",
         ((2, 3),),
-        (("dtype", torch.float16), ("layout", torch.strided), ("device", Device()), ("pin_memory", False)),
+        (("dtype", torch.float16), ("layout", torch.strided), ("device", DevicePlaceholder()), ("pin_memory", False)),
         (),
         (),
         (New(contiguous(torch.float16, (2, 3)), 12),),
@@ -137,10 +137,10 @@ CHECKS = {
 
 
 def refusal(check, data):
-    """What a check raises says, or None; any error but DeviceError is the test's failure, and shows the data."""
+    """The message of the DeviceError or PoolError of a check, or None; any other error fails the test."""
     try:
         check(data)
-    except DeviceError as error:
+    except (DeviceError, PoolError) as error:
         return line_of(error, data)
     except BaseException as error:
         error.add_note(f"input: {data!r}")
@@ -233,7 +233,7 @@ def received(data, rng):
             frame = channel.receive(90)
             assert frame is not None, "neither a frame nor the end"
             found.append((frame.kind, frame.number, bytes(frame.payload)))
-    except ConnectionLost as lost:
+    except ConnectionLostError as lost:
         line_of(lost, data)
         assert channel.fileno() == -1
         return found
@@ -265,5 +265,5 @@ def test_damaged_streams_cost_one_frame_at_most():
 def test_a_tensor_of_very_many_axes_costs_nothing():
     axes = [2**62] * 100_000
     value = ["aten::relu", [{"input": 0}], [], [[torch.float32, axes, axes, 0]], [], None]
-    with no_hang(), pytest.raises(DeviceError, match="100000 axes"):
+    with no_hang(), pytest.raises(ProtocolError, match="100000 axes"):
         Signature.decode(encode(value))

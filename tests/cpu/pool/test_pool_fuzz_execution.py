@@ -10,8 +10,8 @@ import torch
 from pool_hand import Hand
 from pool_mutations import mutate, mutate_value, no_hang
 
-from warpbus.errors import DeviceError
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.errors import DeviceError, PoolError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.instructions import Instruction, Writer, call_prefix, parse
 from warpbus.pool.protocol.signature import Signature
 from warpbus.pool.protocol.wire import decode, encode
@@ -214,9 +214,9 @@ def batter(damage, corpus, seed, executors, batches):
             try:
                 number = executor.executed + 1
                 failures = executor.execute(number, memoryview(payload))
-                assert all(isinstance(each, Failure) and each.batch == number for each in failures)
+                assert all(isinstance(each, CallFailure) and each.batch == number for each in failures)
                 failed += bool(failures)
-            except DeviceError as error:
+            except (DeviceError, PoolError) as error:
                 messages.append(str(error))
             except BaseException as error:
                 error.add_note(f"input: {payload.hex()}")
@@ -250,7 +250,7 @@ def test_one_handle_for_two_results_is_not_charged_once():
     data = bytes(hand.writer.take()).replace(packed(int(indices)), packed(int(values)))
     for _ in range(3):
         [failure] = hand.executor.execute(hand.executor.executed + 1, memoryview(data))
-        assert (failure.type, failure.operator) == ("DeviceError", "aten::topk")
+        assert (failure.type, failure.operator) == ("ProtocolError", "aten::topk")
         check_sound(hand.executor)
         hand.writer.free([x, values])
         hand.executor.execute(hand.executor.executed + 1, memoryview(hand.writer.take()))
@@ -268,6 +268,6 @@ def test_what_a_program_makes_must_not_be_something_else():
     hand.writer.run(1)
     hand.batch += 1
     [failure] = hand.executor.execute(hand.batch, memoryview(hand.writer.take()))
-    assert failure.type == "DeviceError"
+    assert failure.type == "ProtocolError"
     assert "is in use for others" in failure.message
     check_sound(hand.executor)

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pool_processes_machine import GB, PID, FakeDriver, FakeMachine, cuda_process
 
 from warpbus.pool.processes.listing import gpu_processes
-from warpbus.pool.processes.processes import Host, resume_process, suspend_process
+from warpbus.pool.processes.processes import ProcessHost, resume_process, suspend_process
 from warpbus.pool.processes.suspensions import Suspensions
 
 
@@ -39,7 +39,7 @@ def test_processes_are_told_apart(tmp_path):
 
 def test_suspended_processes_are_listed_where_they_were(tmp_path):
     machine = FakeMachine()
-    host = Host(machine, FakeDriver(machine), Suspensions(tmp_path))
+    host = ProcessHost(machine, FakeDriver(machine), Suspensions(tmp_path))
     suspend_process(PID, host)
     machine.taken = None
     machine.living[PID] = cuda_process(mapped={}, threads=frozenset())
@@ -53,7 +53,7 @@ def test_suspended_processes_are_listed_where_they_were(tmp_path):
 def test_what_ended_while_it_was_suspended_is_forgotten(tmp_path):
     machine = FakeMachine()
     suspensions = Suspensions(tmp_path)
-    suspend_process(PID, Host(machine, FakeDriver(machine), suspensions))
+    suspend_process(PID, ProcessHost(machine, FakeDriver(machine), suspensions))
     del machine.living[PID]
     assert gpu_processes(machine, suspensions) == []
     assert suspensions.all() == []

@@ -13,7 +13,7 @@ from warpbus.engine import LLM, SamplingParams
 from warpbus.engine.engine import request
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import DeviceError, StateError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import PackedWeight
 from warpbus.models import read_config
@@ -180,7 +180,7 @@ def test_refusals(tiny_model: Path) -> None:
         llm = LLM(tiny_model, device="warpbus:0")
         with pytest.raises(UsageError, match="this engine cannot sleep"):
             llm.engine.sleep()
-    with pytest.raises(DeviceError, match="no remote GPU is connected"):
+    with pytest.raises(StateError, match="no remote GPU is connected"):
         LLM(tiny_model, device="warpbus:0")
     with connected(500_000), pytest.raises((DeviceError, torch.OutOfMemoryError)):
         LLM(tiny_model, device="warpbus:0")

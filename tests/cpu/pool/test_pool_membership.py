@@ -1,5 +1,6 @@
 """The pool over a Ray cluster: two nodes on this machine, and a third that dies."""
 
+import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,15 +11,16 @@ import ray
 
 from warpbus.errors import UnavailableError, UsageError
 from warpbus.pool.broker import membership
-from warpbus.pool.broker.leases import Gpu, Limits
+from warpbus.pool.broker.leases import Limits, PoolGpu
 from warpbus.pool.broker.membership import RayMembership
+from warpbus.pool.daemon.broker_store import RayBrokerStore
 from warpbus.pool.quota import Quota
 
 SPACE = "pool-test"
 
 
-def gpus(host: str, memory: int = 100) -> list[Gpu]:
-    return [Gpu(f"{host}/0", host, 0, "H200", memory)]
+def gpus(host: str, memory: int = 100) -> list[PoolGpu]:
+    return [PoolGpu(f"{host}/0", host, 0, "H200", memory)]
 
 
 def until(true: Callable[[], bool], seconds: float = 90) -> None:
@@ -49,30 +51,28 @@ def test_two_hosts_one_broker(pool: RayMembership) -> None:
     assert pool.members()[1] == member
     assert pool.tick() == membership.Tick()  # nothing has changed
 
-    lease = pool.call("request", "ann", Quota(150, 0.5))
+    lease = asyncio.run(RayBrokerStore(pool).request("ann", Quota(150, 0.5)))
     assert (lease.state, lease.gpu) == ("placed", "b/0")
     assert abs(lease.created - time.time()) < 60
-    waits = pool.call("request", "ann", Quota(80, 0.5), on="b")
+    waits = asyncio.run(RayBrokerStore(pool).request("ann", Quota(80, 0.5), on="b"))
     assert waits.state == "queued"
     with pytest.raises(UsageError, match=r"tenant bob asks .* may have 0 leases"):
-        pool.call("request", "bob", Quota(1, 0.1))
-    with pytest.raises(UsageError, match="the broker has no operation join: give one of measured"):
-        pool.call("join", "c", [])
+        asyncio.run(RayBrokerStore(pool).request("bob", Quota(1, 0.1)))
     with pytest.raises(UsageError, match="host c offers GPU b/0"):
         pool.offer("c", gpus("b"), "")
 
     # The broker dies, and goes on elsewhere or here with what the agents kept.
-    before = pool.call("status")
+    before = asyncio.run(RayBrokerStore(pool).status())
     ray.kill(ray.get_actor("broker", namespace=SPACE), no_restart=False)
 
     def back() -> bool:
         try:
-            return bool(pool.call("status")["gpus"])
+            return bool(asyncio.run(RayBrokerStore(pool).status())["gpus"])
         except UnavailableError:
             return False
 
     until(back)
-    after = pool.call("status")
+    after = asyncio.run(RayBrokerStore(pool).status())
     assert {**after, "now": 0, "leases": 0, "queue": 0} == {**before, "now": 0, "leases": 0, "queue": 0}
     assert [each["id"] for each in after["leases"]] == [lease.id, waits.id]
     joined: list[str] = []
@@ -83,14 +83,14 @@ def test_two_hosts_one_broker(pool: RayMembership) -> None:
 
     until(both)
     assert sorted(joined) == ["a", "b"]
-    assert pool.call("lease", lease.id) == lease
+    assert asyncio.run(RayBrokerStore(pool).lease(lease.id)) == lease
 
-    pool.call("release", lease.id)
+    asyncio.run(RayBrokerStore(pool).release(lease.id))
     assert [each.id for each in pool.tick().placed] == [waits.id]
     assert [each.id for each in pool.withdraw("b")] == [waits.id]
     with pytest.raises(UsageError, match="host b is not offered by this process"):
         pool.withdraw("b")
-    assert [gpu["state"] for gpu in pool.call("status")["gpus"]] == ["open", "lost"]
+    assert [gpu["state"] for gpu in asyncio.run(RayBrokerStore(pool).status())["gpus"]] == ["open", "lost"]
 
 
 def test_hosts_that_fail(pool: RayMembership, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +100,8 @@ def test_hosts_that_fail(pool: RayMembership, ray_cluster: Any, monkeypatch: pyt
     (third,) = set(nodes()) - before
     pool.offer("a", gpus("a"), "", node=sorted(before)[0])
     pool.offer("c", gpus("c", 200), "", node=third)
-    lost = pool.call("request", "ann", Quota(200, 0.5))
-    stays = pool.call("request", "ann", Quota(100, 0.5))
+    lost = asyncio.run(RayBrokerStore(pool).request("ann", Quota(200, 0.5)))
+    stays = asyncio.run(RayBrokerStore(pool).request("ann", Quota(100, 0.5)))
     assert (lost.gpu, stays.gpu) == ("c/0", "a/0")
 
     monkeypatch.setattr(membership, "_SECONDS_FOR_THE_NAME", 0.5)
@@ -115,7 +115,7 @@ def test_hosts_that_fail(pool: RayMembership, ray_cluster: Any, monkeypatch: pyt
     ticks: list[membership.Tick] = []
     until(lambda: (ticks.append(pool.tick()), ticks[-1].left == ["c"])[1])
     assert [each.id for each in ticks[-1].lost] == [lost.id]
-    assert pool.call("lease", stays.id).gpu == "a/0"
+    assert asyncio.run(RayBrokerStore(pool).lease(stays.id)).gpu == "a/0"
 
     ray.kill(ray.get_actor("agent:a", namespace=SPACE))  # its agent dies: after the grace time
     assert pool.tick().left == []

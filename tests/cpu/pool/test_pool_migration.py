@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_migration_work import CUT_SHORT, contents, execute, lease
-from pool_random_lease import CPU, TICKET, Lease
+from pool_random_lease import CPU, TOKEN, Lease
 
-from warpbus.cuda.ipc import Place
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
+from warpbus.cuda.ipc import IpcLocation
+from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.protocol.frames import Frame, Kind
@@ -24,7 +24,14 @@ from warpbus.pool.protocol.instructions import Writer, call_prefix
 from warpbus.pool.protocol.signature import Input, New, Signature
 from warpbus.pool.protocol.wire import decode
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.migration import ENDS, Destination, DestinationState, Report, Source, SourceState
+from warpbus.pool.tenant.migration import (
+    ENDS,
+    DestinationState,
+    MigrationDestination,
+    MigrationReport,
+    MigrationSource,
+    SourceState,
+)
 from warpbus.pool.tenant.staging import CHUNK
 
 
@@ -46,7 +53,7 @@ class Wire:
     `breaks` is called with who sends which frame, before and after it is sent.
     """
 
-    destination: Destination
+    destination: MigrationDestination
     breaks: Callable[["Wire", str, int, str], None] = lambda *_: None
     frames: list[str] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
@@ -61,7 +68,7 @@ class Wire:
             if not end.closed and self.destination.state is DestinationState.WAITING and end.pending():
                 try:
                     hello = end.receive(0.0)
-                except ConnectionLost:
+                except ConnectionLostError:
                     return
                 assert hello is not None
                 self.destination.admit(end, decode(hello.payload))  # type: ignore[arg-type]
@@ -111,7 +118,7 @@ class Outcome:
     frames: list[str]
     source: SourceState
     destination: DestinationState
-    report: Report | None
+    report: MigrationReport | None
 
 
 def move(
@@ -126,9 +133,9 @@ def move(
     here, there = Lease(largest=largest), Lease(largest=largest)
     for number in range(1, 16):
         here.execute(number)
-    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
+    destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     wire = Wire(destination, breaks)
-    source = Source(here, wire.ends["s"], ticket=TICKET, timeout=0.05, little=0)
+    source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN, timeout=0.05, little=0)
     told, report, lost = False, None, ""
     try:
         source.begin()
@@ -138,7 +145,7 @@ def move(
                 here.execute(here.executed + 1)
         told = True
         report = source.finish()
-    except DeviceError:
+    except (DeviceError, PoolError):
         told = False  # the source tells the client that this is off
     except KilledError:
         wire.kill("s")
@@ -175,8 +182,8 @@ def test_a_lease_moves_with_all_that_it_holds() -> None:
 def test_calls_are_prepared_before_the_pause() -> None:
     here, there = Lease(), Lease()
     here.execute(1)
-    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
-    source = Source(here, Wire(destination).ends["s"], ticket=TICKET)
+    destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
+    source = MigrationSource(here, Wire(destination).ends["s"], migration_token=TOKEN)
     source.begin()
     assert source.copy_ahead().settled
     assert there.foreseen == {1: b"1"}
@@ -192,8 +199,8 @@ def test_calls_are_prepared_before_the_pause() -> None:
 def test_who_is_not_ready_keeps_the_lease_executing() -> None:
     here = Lease()
     here.execute(1)
-    wire = Wire(Destination(Lease(), ticket=TICKET, reads=lambda _: None))
-    source = Source(here, wire.ends["s"], ticket=TICKET)
+    wire = Wire(MigrationDestination(Lease(), migration_token=TOKEN, reads=lambda _: None))
+    source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN)
     source.begin()
     wire.busy = True
     assert [source.copy_ahead().settled for _ in range(3)] == [""] * 3
@@ -264,12 +271,19 @@ def test_whatever_is_executed_between_the_copies_arrives(plan: tuple[int, ...], 
 
 def pair(
     here: Lease | Executor, there: Lease | Executor, *, memory_shared: bool = False, readable: bool = True
-) -> tuple[Source, Destination, threading.Thread]:
+) -> tuple[MigrationSource, MigrationDestination, threading.Thread]:
     """Both sides, the destination in a thread of its own."""
     ours, theirs = (Channel(sock) for sock in socket.socketpair())
     fake = FakeMemory(readable)
-    destination = Destination(there, ticket=TICKET, reads=lambda _: fake if memory_shared else None)
-    source = Source(here, ours, ticket=TICKET, timeout=20.0, little=0, shared=lambda _: fake if memory_shared else None)
+    destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: fake if memory_shared else None)
+    source = MigrationSource(
+        here,
+        ours,
+        migration_token=TOKEN,
+        timeout=20.0,
+        little=0,
+        shared=lambda _: fake if memory_shared else None,
+    )
 
     def work() -> None:
         hello = theirs.receive(90)
@@ -293,15 +307,15 @@ class FakeMemory:
 
     def synchronize(self) -> None: ...
 
-    def places(self, tensors: list[torch.Tensor]) -> list[Place]:
+    def places(self, tensors: list[torch.Tensor]) -> list[IpcLocation]:
         places = []
         for tensor in tensors:
             name = tensor.data_ptr().to_bytes(64, "little")
             self._tensors[name] = tensor
-            places.append(Place(name, len(tensor), 0))
+            places.append(IpcLocation(name, len(tensor), 0))
         return places
 
-    def copy(self, parts: list[tuple[torch.Tensor, Place]]) -> None:
+    def copy(self, parts: list[tuple[torch.Tensor, IpcLocation]]) -> None:
         if not self.readable:
             raise DeviceError("the driver does not open it")
         for tensor, place in parts:
@@ -367,7 +381,9 @@ def test_weights_go_ahead_and_only_what_is_written_goes_in_the_pause() -> None:
 
 def test_a_destination_that_hears_nothing_gives_up() -> None:
     now = 0.0
-    destination = Destination(Lease(), ticket=TICKET, silence=10.0, reads=lambda _: None, clock=lambda: now)
+    destination = MigrationDestination(
+        Lease(), migration_token=TOKEN, silence=10.0, reads=lambda _: None, clock=lambda: now
+    )
     assert destination.step(0.0) is DestinationState.WAITING
     now = 11.0
     assert destination.step(0.0) is DestinationState.DISCARDED
@@ -377,9 +393,9 @@ def test_a_destination_that_hears_nothing_gives_up() -> None:
 def test_a_claim_before_all_is_here_waits_for_the_rest() -> None:
     here, there = Lease(), Lease()
     here.execute(1)
-    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
+    destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     wire = Wire(destination)
-    source = Source(here, wire.ends["s"], ticket=TICKET, timeout=0.05)
+    source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN, timeout=0.05)
     source.begin()
     assert not destination.claim()
     source.finish()
@@ -391,9 +407,9 @@ def test_a_claim_before_all_is_here_waits_for_the_rest() -> None:
 def test_a_move_that_is_called_off_leaves_nothing_behind() -> None:
     here, there = Lease(), Lease()
     here.execute(1)
-    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
+    destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     wire = Wire(destination)
-    source = Source(here, wire.ends["s"], ticket=TICKET)
+    source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN)
     source.begin()
     source.copy_ahead()
     source.cancel()
@@ -401,15 +417,15 @@ def test_a_move_that_is_called_off_leaves_nothing_behind() -> None:
     assert source.state is SourceState.STAYS
     assert destination.state is DestinationState.DISCARDED
     assert there.storages.used == 0
-    with pytest.raises(DeviceError, match="begin another"):
+    with pytest.raises(StateError, match="begin another"):
         source.copy_ahead()
 
 
 def test_the_destinations_quota_is_checked_before_anything_is_taken() -> None:
     here, there = Lease(), Lease(memory=100)
     here.storages.create(1, 101)
-    destination = Destination(there, ticket=TICKET, reads=lambda _: None)
-    source = Source(here, Wire(destination).ends["s"], ticket=TICKET)
+    destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
+    source = MigrationSource(here, Wire(destination).ends["s"], migration_token=TOKEN)
     with pytest.raises(DeviceError, match="100 are reserved"):
         source.begin()
     assert source.state is SourceState.STAYS

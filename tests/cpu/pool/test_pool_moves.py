@@ -5,7 +5,7 @@ from pool_brokers import GB, ask, gpus, pool, why
 
 from warpbus.errors import UsageError
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.leases import Lease, Move
+from warpbus.pool.broker.leases import Lease, LeaseMove
 from warpbus.pool.quota import Quota
 
 
@@ -101,7 +101,7 @@ def test_defragmenting_hurts_nobody():
 
     broker, mover = crowded()
     broker.seen(mover.id, 2, memory_used=5)
-    assert broker.defragment() == [Move(mover.id, mover.gpu or "", "a/1", 5)]
+    assert broker.defragment() == [LeaseMove(mover.id, mover.gpu or "", "a/1", 5)]
     assert crowded(movable=False)[0].defragment() == []
     assert crowded(priority=1)[0].defragment() == []
     assert crowded(on="a")[0].defragment() != []

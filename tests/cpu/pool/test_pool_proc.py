@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, StateError
 from warpbus.pool.processes.proc import descendants, process_ids, read_process, unix_sockets
 
 MAPS = """\
@@ -93,7 +93,7 @@ def test_sockets_have_names(add):
 
 
 def test_no_such_process(add):
-    with pytest.raises(DeviceError, match="process 11 does not exist"):
+    with pytest.raises(StateError, match="process 11 does not exist"):
         read_process(11, add(10))
 
 

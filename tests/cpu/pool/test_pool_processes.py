@@ -7,8 +7,8 @@ import pytest
 from pool_processes_machine import GB, PID, FakeDriver, FakeMachine, cuda_process, gpu
 
 from warpbus.cuda.checkpoint import State
-from warpbus.errors import DeviceError, UsageError
-from warpbus.pool.processes.processes import Host, migrate_process, resume_process, suspend_process
+from warpbus.errors import DeviceError, StateError, UsageError
+from warpbus.pool.processes.processes import ProcessHost, migrate_process, resume_process, suspend_process
 from warpbus.pool.processes.suspensions import Suspensions
 
 STEPS = ("lock", "checkpoint", "restore", "unlock")
@@ -21,7 +21,7 @@ def make(tmp_path):
 
     def host(machine=None, failures=()):
         machine = machine or FakeMachine()
-        return Host(machine, FakeDriver(machine, failures), Suspensions(tmp_path))
+        return ProcessHost(machine, FakeDriver(machine, failures), Suspensions(tmp_path))
 
     return host
 
@@ -109,7 +109,7 @@ def test_a_mover_that_is_killed_leaves_a_process_that_can_be_resumed(make, kille
     host = make()
     driver = host.driver
 
-    dead = Host(host.machine, _Cut(driver, killed_after, KilledError), host.suspensions)
+    dead = ProcessHost(host.machine, _Cut(driver, killed_after, KilledError), host.suspensions)
     with pytest.raises(KilledError):
         migrate_process(PID, 1, dead)
     assert len(driver.calls) == killed_after
@@ -139,7 +139,7 @@ def test_suspend_and_resume(make):
     assert (carried.target, carried.freed, tuple(carried.seconds)) == (None, 3 * GB, ("lock", "checkpoint"))
     assert host.driver.states is State.CHECKPOINTED
     assert [(each.gpu, each.memory) for each in host.suspensions.all()] == [("GPU-0", 3 * GB)]
-    with pytest.raises(DeviceError, match=f"is checkpointed, not running: give warpbus pool resume {PID}"):
+    with pytest.raises(StateError, match=f"is checkpointed, not running: give warpbus pool resume {PID}"):
         migrate_process(PID, 1, host)
     carried = resume_process(PID, host)
     assert (carried.source.index, carried.target.index) == (0, 0)
@@ -192,7 +192,7 @@ def test_resuming_fails(make, step, failure):
 
 def test_no_room_is_seen_before_it_is_touched(make):
     host = make(FakeMachine(gpu(0, free=77 * GB), gpu(1, free=2 * GB)))
-    with pytest.raises(DeviceError, match=r"stays as it is.*memory: it takes 3\.00 GB, GPU 1 has 2\.00 GB free"):
+    with pytest.raises(StateError, match=r"stays as it is.*memory: it takes 3\.00 GB, GPU 1 has 2\.00 GB free"):
         migrate_process(PID, 1, host)
     assert host.driver.calls == []
 
@@ -228,7 +228,7 @@ def test_resuming_without_room_leaves_it_suspended(make):
     host = make()
     suspend_process(PID, host)
     host.machine.change("GPU-0", -78 * GB)
-    with pytest.raises(DeviceError, match=r"stays suspended: memory: it takes 3\.00 GB, GPU 0 has 2\.00 GB free"):
+    with pytest.raises(StateError, match=r"stays suspended: memory: it takes 3\.00 GB, GPU 0 has 2\.00 GB free"):
         resume_process(PID, host)
     assert host.driver.calls == ["lock", "checkpoint"]
     assert resume_process(PID, host, to=1).target.index == 1
@@ -238,16 +238,16 @@ def test_main_memory_has_to_hold_it(make):
     host = make()
     host.machine.main = 2 * GB
     for move in (lambda: migrate_process(PID, 1, host), lambda: suspend_process(PID, host)):
-        with pytest.raises(DeviceError, match=r"main memory: its 3\.00 GB have to go .* 2\.00 GB are free"):
+        with pytest.raises(StateError, match=r"main memory: its 3\.00 GB have to go .* 2\.00 GB are free"):
             move()
     assert host.driver.calls == []
 
 
 def test_the_gpus_have_to_be_alike(make):
     host = make(FakeMachine(gpu(0), gpu(1, name="H100"), gpu(2, mig=True)))
-    with pytest.raises(DeviceError, match=r"model: GPU 0 is H200 .*, GPU 1 is H100 .*: they have to be alike"):
+    with pytest.raises(StateError, match=r"model: GPU 0 is H200 .*, GPU 1 is H100 .*: they have to be alike"):
         migrate_process(PID, 1, host)
-    with pytest.raises(DeviceError, match="MIG: GPU 2 is cut into instances"):
+    with pytest.raises(StateError, match="MIG: GPU 2 is cut into instances"):
         migrate_process(PID, 2, host)
     assert host.driver.calls == []
 
@@ -265,10 +265,10 @@ def test_where_it_is(make):
 def test_where_it_is_cannot_be_seen(make):
     host = make(FakeMachine(taken=None))
     host.machine.living[PID] = cuda_process(mapped={"/lib/libcuda.so.1": 1})
-    with pytest.raises(DeviceError, match="it cannot be seen which GPU it is on: give it with --from"):
+    with pytest.raises(StateError, match="it cannot be seen which GPU it is on: give it with --from"):
         migrate_process(PID, 1, host)
     host.machine.living[PID] = cuda_process(mapped={"/lib/libcuda.so.1": 1, "/dev/nvidia0": 1, "/dev/nvidia1": 1})
-    with pytest.raises(DeviceError, match="uses GPUs 0, 1: one that uses a single GPU can be carried"):
+    with pytest.raises(StateError, match="uses GPUs 0, 1: one that uses a single GPU can be carried"):
         migrate_process(PID, 2, host)
     assert host.driver.calls == []
     assert migrate_process(PID, 2, host, source=0).target.index == 2
@@ -293,7 +293,7 @@ def test_a_file_of_a_process_that_had_the_number_before_is_not_believed(make):
 def test_uncertain_obstacles_can_be_tried(make):
     host = make()
     host.machine.living[PID] = cuda_process(mapped={**cuda_process().mapped, "/dev/nvidia-uvm": 5 * GB})
-    with pytest.raises(DeviceError, match=r"managed memory: 5\.00 GB .*\(this is not certain: --force tries it\)"):
+    with pytest.raises(StateError, match=r"managed memory: 5\.00 GB .*\(this is not certain: --force tries it\)"):
         migrate_process(PID, 1, host)
     assert host.driver.calls == []
     assert migrate_process(PID, 1, host, force=True).target.index == 1
@@ -302,7 +302,7 @@ def test_uncertain_obstacles_can_be_tried(make):
 def test_certain_obstacles_cannot(make):
     host = make()
     host.machine.clients = frozenset({PID})
-    with pytest.raises(DeviceError, match="MPS: it is a client of MPS"):
+    with pytest.raises(StateError, match="MPS: it is a client of MPS"):
         migrate_process(PID, 1, host, force=True)
     assert host.driver.calls == []
 
@@ -318,7 +318,7 @@ def test_a_damaged_file_is_named(make, tmp_path):
 def test_a_lost_process_is_said_to_be_lost(make):
     host = make()
     host.driver.states = State.FAILED
-    with pytest.raises(DeviceError, match="it cannot go on: end it"):
+    with pytest.raises(StateError, match="it cannot go on: end it"):
         resume_process(PID, host)
-    with pytest.raises(DeviceError, match="is failed, not running: end it"):
+    with pytest.raises(StateError, match="is failed, not running: end it"):
         migrate_process(PID, 1, host)

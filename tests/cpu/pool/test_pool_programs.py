@@ -4,7 +4,7 @@ import pytest
 import torch
 from pool_hand import Hand
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.failures import PoisonedError
 from warpbus.pool.quota import Quota
@@ -153,7 +153,7 @@ def test_programs_that_are_not_there(hand):
     for wrong in (lambda: hand.writer.run(5), lambda: hand.writer.drop(5), hand.writer.stop):
         wrong()
         (failure,) = hand.send()
-        assert failure.type == "DeviceError"
+        assert failure.type == "StateError"
     hand.writer.record(1)
     hand.writer.record(2)
     hand.writer.run(1)
@@ -199,5 +199,5 @@ def test_programs_move(hand, when):
 def test_malformed_states():
     for programs in ([[1]], [[1, False, [[b"x"], []], [], []]], [[1, False, [[], [[0, b""]]], [], []]]):
         executor = Executor(CPU, Quota(100, 1.0))
-        with pytest.raises(DeviceError):
+        with pytest.raises(ProtocolError):
             executor.restore({**Executor(CPU, Quota(100, 1.0)).state(), "programs": programs})

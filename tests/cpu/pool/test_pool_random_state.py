@@ -12,7 +12,7 @@ from pool_training import assert_equal_weights
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import ProtocolError, StateError, UsageError
 from warpbus.pool.client.program import recorded
 from warpbus.pool.client.session import Session
 from warpbus.pool.quota import Quota
@@ -77,7 +77,7 @@ def test_cpu_code_forks_its_generator_without_a_connection() -> None:
     torch.manual_seed(5)
     assert torch.equal(torch.rand(3), drawn)
     assert (torch.warpbus.is_available(), torch.warpbus.device_count()) == (False, 0)
-    with pytest.raises(DeviceError, match="no remote GPU is connected"):
+    with pytest.raises(StateError, match="no remote GPU is connected"):
         torch.warpbus.get_rng_state()
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_state_is_refused(session: Session) -> None:
     with pytest.raises(UsageError, match="70000 bytes"):
         torch.warpbus.set_rng_state(torch.zeros(70000, dtype=torch.uint8))
     torch.warpbus.set_rng_state(state[:-1])
-    with pytest.raises(DeviceError, match="5055 bytes are no state"):
+    with pytest.raises(ProtocolError, match="5055 bytes are no state"):
         torch.zeros(1, device=REMOTE).item()
     assert torch.equal(torch.warpbus.get_rng_state(), state)
 
@@ -158,14 +158,14 @@ def test_a_state_that_reads_beyond_its_words_is_refused(left: int, following: in
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         before = random_state(CPU)
-        with pytest.raises(DeviceError, match="no generator has had it"):
+        with pytest.raises(ProtocolError, match="no generator has had it"):
             set_random_state(CPU, changed(before, left, following))
         assert random_state(CPU) == before
 
 
 def test_states_of_other_devices_and_damaged_ones_are_refused() -> None:
     for wrong in (b"", bytes(16), random_state(CPU)[:-1], random_state(CPU) + b"x"):
-        with pytest.raises(DeviceError, match="bytes are no state"):
+        with pytest.raises(ProtocolError, match="bytes are no state"):
             set_random_state(CPU, wrong)
 
 
@@ -177,5 +177,5 @@ def test_a_moved_lease_has_its_random_state() -> None:
         expected: Tensor = torch.rand(5)
         Executor(CPU, Quota(1000, 1.0)).restore(state)
         assert torch.equal(torch.rand(5), expected)
-        with pytest.raises(DeviceError, match="no generator has had it"):
+        with pytest.raises(ProtocolError, match="no generator has had it"):
             Executor(CPU, Quota(1000, 1.0)).restore({**state, "random": changed(state["random"], 624, 624)})

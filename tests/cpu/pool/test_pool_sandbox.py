@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from pool_daemons import greet, lease, serving
+from pool_daemons import lease, say_hello, serving
 
 from warpbus.pool.protocol.frames import Kind
 from warpbus.pool.tenant import landlock, sandbox, seccomp
@@ -30,12 +30,12 @@ def intrusion(tmp_path, monkeypatch):
         monkeypatch.setenv("INTRUDER", json.dumps(facts))
         with (
             serving(tmp_path, program="pool_intruder", spare=1, unix=tmp_path / "pool.sock", **options) as served,
-            served.steering() as steering,
+            served.control() as control,
         ):
             facts["port"] = served.address.port
             monkeypatch.setenv("INTRUDER", json.dumps(facts))
-            lease(steering)  # takes the spare one, which was started before the port was known
-            _, kind, said = greet(served.address, lease(steering))
+            lease(control)  # takes the spare one, which was started before the port was known
+            _, kind, said = say_hello(served.address, lease(control))
             assert kind is Kind.WELCOME
             return said
 
@@ -53,7 +53,7 @@ def test_an_intruder_reaches_nothing(intrusion):
 def test_without_the_sandbox_it_reaches_all_of_it(intrusion):
     """The attempts themselves work: what stops them above is the sandbox."""
     said = intrusion(sandbox=False)
-    assert "ConnectionLost" in said.pop("control the pool")  # the daemon knows its own processes
+    assert "ConnectionLostError" in said.pop("control the pool")  # the daemon knows its own processes
     assert {name: outcome for name, outcome in said.items() if outcome != "done"} == {}
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from warpbus.errors import DeviceError
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.errors import ProtocolError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.tenant.storages import MAX_STORAGES, Storages
 
-FAILURE = Failure("ValueError", "no", "aten::add", 3)
+FAILURE = CallFailure("ValueError", "no", "aten::add", 3)
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def test_bytes_go_in_and_out(storages):
     assert bytes(storages.read(1, 2, 5)) == b"\0abc\0"
     assert [bytes(part) for part in storages.stream(1, 3, 3)] == [b"abc"]
     for offset, size in ((8, 3), (-1, 2), (11, 0)):
-        with pytest.raises(DeviceError, match="must be inside"):
+        with pytest.raises(ProtocolError, match="must be inside"):
             storages.read(1, offset, size)
-    with pytest.raises(DeviceError, match="must be inside"):
+    with pytest.raises(ProtocolError, match="must be inside"):
         storages.write(1, 8, b"abc")
 
 
@@ -69,7 +69,7 @@ def test_tensors_are_made_once_and_stay_inside(storages):
     tensor.fill_(1)
     assert storages.tensor(1, Geometry(torch.float32, (3, 2), (4, 1), 1)) is tensor
     assert storages.tensor(1, contiguous(torch.float32, (12,))).tolist() == [0, 1, 1, 0] * 3
-    with pytest.raises(DeviceError, match="must end inside"):
+    with pytest.raises(ProtocolError, match="must end inside"):
         storages.tensor(1, Geometry(torch.float32, (3, 2), (4, 1), 3))
     assert len(storages.raw(1)) == 48
 
@@ -86,10 +86,10 @@ def test_a_result_is_adopted_if_there_is_room(storages):
 def test_handles_are_not_chosen_twice_and_not_out_of_range(storages, monkeypatch):
     storages.create(1, 1)
     for wrong in (1, 2**63, -1):
-        with pytest.raises(DeviceError):
+        with pytest.raises(ProtocolError):
             storages.create(wrong, 1)
     monkeypatch.setattr("warpbus.pool.tenant.storages.MAX_STORAGES", 1)
-    with pytest.raises(DeviceError, match="at most 1"):
+    with pytest.raises(ProtocolError, match="at most 1"):
         storages.create(2, 0)
     assert MAX_STORAGES >= 1 << 20
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pool_tenants import SETUP, Daemon, acknowledged, ask, ended, started, write
 
-from warpbus.pool.protocol import control
+from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.frames import Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.instructions import call_prefix, layout
@@ -17,7 +17,7 @@ from warpbus.pool.protocol.signature import Input, New, Signature
 from warpbus.pool.protocol.wire import decode
 from warpbus.pool.quota import Quota
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.process import Tenant
+from warpbus.pool.tenant.process import TenantServer
 
 VECTOR = contiguous(torch.float32, (4,))
 NEG = Signature("aten::neg", (Input(0),), (), (VECTOR,), (), (New(VECTOR, 16),))
@@ -86,7 +86,7 @@ def test_failures_are_told_and_told_again_to_who_has_not_heard(daemon):
     assert "999" in failure["message"]
     assert ask(channel, "read", 1000, 0, 4) == (Kind.ERROR, failure)
     kind, why = ask(channel, "read", 5, 0, 4)
-    assert (kind, why["type"]) == (Kind.ERROR, "DeviceError")
+    assert (kind, why["type"]) == (Kind.ERROR, "ProtocolError")
     channel.close()
     again, _ = daemon.client(acknowledged=start)
     assert decode(again.receive(90).payload) == failure
@@ -123,7 +123,7 @@ def test_a_gap_ends_the_connection_but_not_the_lease(daemon):
         ({"key": bytes(32)}, "not the key"),
         ({"key": None}, "not the key"),
         ({"protocol": 9}, "protocol 1"),
-        ({"ticket": b"x"}, "no lease is to move"),
+        ({"migration_token": b"x"}, "no lease is to move"),
     ],
 )
 def test_strangers_are_refused(daemon, changes, message):
@@ -171,7 +171,7 @@ def test_suspended_resumed_and_ended(tmp_path):
 
         channel.send(Kind.BATCH, 1, write(first))
         acknowledged(channel, 1)
-        control.send(daemon.end, {"do": "suspend", "path": str(path)})
+        process_messages.send(daemon.end, {"do": "suspend", "path": str(path)})
         assert daemon.hear("suspended", "failed")["event"] == "suspended"
         channel.send(Kind.BATCH, 2, write(lambda writer: writer.free([1])))
         channel.close()
@@ -186,7 +186,7 @@ def test_suspended_resumed_and_ended(tmp_path):
         channel, welcome = daemon.client()
         assert decode(welcome.payload)["executed"] == 1
         assert ask(channel, "read", 1, 0, 16)[1] == b"0123456789abcdef"
-        control.send(daemon.end, {"do": "end", "reason": "it was released"})
+        process_messages.send(daemon.end, {"do": "end", "reason": "it was released"})
         assert channel.receive(90).kind is Kind.BYE
         channel.close()
         assert daemon.process.wait(90) == 0
@@ -217,8 +217,8 @@ def test_a_gpu_that_has_failed(monkeypatch):
 
     monkeypatch.setattr("warpbus.pool.tenant.process._SECONDS_TO_HEAR", 0.5)
     daemon = Daemon.__new__(Daemon)
-    daemon.end, other = control.pair()
-    tenant = Tenant(other, SETUP, Executor(torch.device("cpu"), Quota(1 << 20, 1.0)))
+    daemon.end, other = process_messages.pair()
+    tenant = TenantServer(other, SETUP, Executor(torch.device("cpu"), Quota(1 << 20, 1.0)))
     serving = threading.Thread(target=tenant.serve)
     serving.start()
     channel, _ = daemon.client()

@@ -10,17 +10,17 @@ import torch
 from pool_doors import read_preamble
 from pool_tenants import acknowledged, ask, ended, started, write
 
-from warpbus.errors import ConnectionLost
-from warpbus.pool.protocol import control
+from warpbus.errors import ConnectionLostError
+from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.frames import Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.instructions import call_prefix, layout
 from warpbus.pool.protocol.signature import Input, Same, Signature
 from warpbus.pool.protocol.wire import decode
-from warpbus.pool.tenant.turns import Line
+from warpbus.pool.tenant.time_slices import GpuQueue
 
-TICKET, DOOR = b"t" * 32, b"d" * 16
+TOKEN, ARRIVAL_ID = b"t" * 32, b"d" * 16
 VECTOR = contiguous(torch.float32, (1024,))
 ADD = Signature("aten::add_.Tensor", (Input(0), Input(1)), (), (VECTOR, VECTOR), (), (Same(0),))
 
@@ -37,7 +37,7 @@ def count(writer):
 
 
 @contextmanager
-def door(path, daemon):
+def arrival_socket(path, daemon):
     """Where the destination's machine listens. Its address, and what it was asked for."""
     asked = []
     listener = socket.socket(socket.AF_UNIX)
@@ -48,9 +48,9 @@ def door(path, daemon):
         try:
             while True:
                 sock, _ = listener.accept()
-                with sock, suppress(ConnectionLost):  # it has another ticket
-                    asked.append(read_preamble(sock, TICKET))
-                    control.send(daemon.end, {"do": "client"}, sock)
+                with sock, suppress(ConnectionLostError):  # it has another migration_token
+                    asked.append(read_preamble(sock, TOKEN))
+                    process_messages.send(daemon.end, {"do": "client"}, sock)
         except OSError:
             pass
 
@@ -64,21 +64,25 @@ def door(path, daemon):
         thread.join()
 
 
-def move(daemon, to, ticket=TICKET):
+def move(daemon, to, migration_token=TOKEN):
     with socket.socket(socket.AF_UNIX) as sock:
         with suppress(FileNotFoundError):  # nobody is there
             sock.connect(address(to).path)
-        control.send(daemon.end, {"do": "migrate", "to": to, "ca": None, "ticket": ticket, "door": DOOR}, sock)
+        process_messages.send(
+            daemon.end,
+            {"do": "migrate", "to": to, "ca": None, "migration_token": migration_token, "lease_id": ARRIVAL_ID},
+            sock,
+        )
 
 
 @contextmanager
 def neighbour(path):
     """One that takes turns on the GPU, and has the turn for most of the time."""
-    line, over = Line(path), threading.Event()
+    line, over = GpuQueue(path), threading.Event()
 
     def work():
         while not over.is_set():
-            if line.step_forward():
+            if line.advance():
                 time.sleep(0.005)
                 line.leave()
             time.sleep(0.0005)
@@ -93,38 +97,38 @@ def neighbour(path):
         line.close()
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_a_lease_moves(in_turns, tmp_path):
-    ready = {"ticket": TICKET, "gpu": "mill/1"}
+@pytest.mark.parametrize("in_slices", [False, True])
+def test_a_lease_moves(in_slices, tmp_path):
+    ready = {"migration_token": TOKEN, "gpu": "mill/1"}
     line = tmp_path / "line"
     line.touch()
     with ExitStack() as stack:
-        if in_turns:
+        if in_slices:
             stack.enter_context(neighbour(line))
-        old = stack.enter_context(started(turns=str(line), share=0.5))
+        old = stack.enter_context(started(queue_file=str(line), share=0.5))
         new, small = (stack.enter_context(started(**ready, **changes)) for changes in ({}, {"memory": 4096}))
         for each in (old, new, small):
             assert each.hear("ready", "failed")["event"] == "ready"
-        old.tell(do="neighbours", count=int(in_turns))
+        old.tell(do="neighbours", count=int(in_slices))
         channel, _ = old.client()
         early, answer = new.client()
-        assert (answer.kind, decode(answer.payload)["type"]) == (Kind.REFUSED, "ConnectionLost")
+        assert (answer.kind, decode(answer.payload)["type"]) == (Kind.REFUSED, "ConnectionLostError")
         early.close()
         channel.send(Kind.BATCH, 1, write(start))
         for number in range(2, 12):
             channel.send(Kind.BATCH, number, write(count))
         acknowledged(channel, 11)
 
-        # Nobody is there, the ticket is wrong, it does not fit: the lease stays each time.
-        with door(tmp_path / "small", small) as (to, _):
-            for where, ticket in ((f"{to}-nobody", TICKET), (to, b"x" * 32), (to, TICKET)):
-                move(old, where, ticket)
+        # Nobody is there, the migration token is wrong, it does not fit: the lease stays each time.
+        with arrival_socket(tmp_path / "small", small) as (to, _):
+            for where, migration_token in ((f"{to}-nobody", TOKEN), (to, b"x" * 32), (to, TOKEN)):
+                move(old, where, migration_token)
                 assert old.hear("moved", "failed")["event"] == "failed"
         channel.send(Kind.BATCH, 12, write(count))
         acknowledged(channel, 12)
 
         number, moved = 12, []
-        with door(tmp_path / "new", new) as (to, asked):
+        with arrival_socket(tmp_path / "new", new) as (to, asked):
             move(old, to)
             while not moved or not moved[-1]["final"]:
                 frame = channel.receive(0.02)
@@ -136,11 +140,11 @@ def test_a_lease_moves(in_turns, tmp_path):
             assert old.hear("moved", "failed")["event"] == "moved"
         assert moved == [{"address": to, "final": False}, {"address": to, "final": True}]
         assert new.hear("arrived")
-        assert asked == [DOOR]
+        assert asked == [ARRIVAL_ID]
         late, answer = old.client()
         assert (answer.kind, decode(answer.payload)) == (Kind.MOVED, moved[-1])
         late.close()
-        control.send(old.end, {"do": "end", "reason": "it has moved"})
+        process_messages.send(old.end, {"do": "end", "reason": "it has moved"})
         channel.close()
 
         channel, welcome = new.client()
@@ -155,7 +159,7 @@ def test_a_lease_moves(in_turns, tmp_path):
 
 
 def test_a_client_claims_its_lease_when_the_source_has_died(tmp_path):
-    with started(ticket=TICKET) as new, door(tmp_path / "door", new) as (to, _):
+    with started(migration_token=TOKEN) as new, arrival_socket(tmp_path / "lease_id", new) as (to, _):
         new.hear("ready")
         with started() as old:
             old.hear("ready")

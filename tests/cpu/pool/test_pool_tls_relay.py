@@ -7,7 +7,7 @@ import threading
 import pytest
 import trustme
 
-from warpbus.errors import ConnectionLost, UsageError
+from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.daemon.tls_relay import relay
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Kind
@@ -79,7 +79,7 @@ def test_what_was_sent_last_arrives_and_then_the_end(ends, first):
     other = ends[1 - first]
     assert len(other.receive(60).payload) == 1 << 20
     assert other.receive(60).kind is Kind.BYE
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(ConnectionLostError):
         other.receive(60)
 
 

@@ -19,8 +19,9 @@ from warpbus.models.row_order import in_decoder_order
 from warpbus.qtensor import Scheme
 from warpbus.quantization import Calibration, Progress, quantize
 from warpbus.quantization.algorithms import rtn
-from warpbus.quantization.layerwise import LayerPass, embed
+from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.mixed import mixed_schemes
+from warpbus.quantization.states import embed
 from warpbus.quantization.statistics import ALONE, MOMENTS
 from warpbus.quantization.stopwatch import Stopwatch
 from warpbus.quantization.trials import try_candidates
@@ -144,8 +145,10 @@ def test_prompts_are_read_in_both_directions_while_calibrating(model: Path) -> N
     decoder = load(model)
     states = embed(SEQUENCES, 64, decoder.embedding.weight.data, SHAPE, ALONE, torch.float32, drift=False)
     for index, layer in enumerate(decoder.layers):
-        through = LayerPass(layer, index, states, frozenset({MOMENTS}), group=ALONE, watch=Stopwatch(ALONE.device))
-        through.quantize(lambda linear, statistics: None)
+        through = LayerQuantization(
+            layer, index, states, frozenset({MOMENTS}), group=ALONE, watch=Stopwatch(ALONE.device)
+        )
+        through.visit(lambda linear, statistics: None)
     for batch, state in zip(SEQUENCES.batches(64), states, strict=True):
         expected = decoder.hidden(batch.ids)
         assert distance(decoder.final_norm(state.x)[batch.real], expected[batch.real]) < 1e-5

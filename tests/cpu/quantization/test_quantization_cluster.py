@@ -16,7 +16,7 @@ from quantization_runs import fingerprint
 from warpbus.errors import CheckpointError, DeviceError, StorageError, UsageError
 from warpbus.formats import Checkpoint, FinishedParts
 from warpbus.quantization import Progress, Report, quantize
-from warpbus.quantization.estimate import Estimate
+from warpbus.quantization.estimate import QuantizationEstimate
 from warpbus.quantization.report import LayerResult
 from warpbus.quantization.survey import check_model, model_hash
 
@@ -73,7 +73,7 @@ def test_a_lost_rank_and_the_same_command_again(
         run(model, texts, tmp_path / "out", two_nodes, Progress(matrix=kill_after_a_layer))
     assert killed
     assert not (tmp_path / "out").exists()
-    told: list[Estimate] = []
+    told: list[QuantizationEstimate] = []
     report = run(model, texts, tmp_path / "out", two_nodes, Progress(estimated=told.append))
     assert 1 <= report.resumed_layers < LAYERS
     assert fingerprint(tmp_path / "out") == expected

@@ -1,6 +1,7 @@
 """A whole model: what is written, and that it computes what was meant."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from warpbus.models import load_model, read_config, tensor_map
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.tokenizers import load_tokenizer
 from warpbus.qtensor import QTensor, Scheme, Schemes
-from warpbus.quantization import Calibration, Progress, job, quantize
+from warpbus.quantization import Calibration, LayerResult, Progress, QuantizationEstimate, job, quantize
 from warpbus.quantization.algorithms import rtn
-from warpbus.quantization.layerwise import States
+from warpbus.quantization.states import States
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 
@@ -131,7 +132,7 @@ def test_the_report_is_beside_the_model(tmp_path: Path, model: Path, texts: Path
     stages = {"reading", "forward", "statistics", "factorization", "solve", "communication", "writing"}
     assert set(report.stages) == stages
     assert 0 < sum(report.stages.values()) <= report.seconds
-    assert set(report.estimate) == {"seconds", "memory", "disk"}
+    assert set(report.estimate) == {"seconds", "most_seconds", "memory", "disk"}
     assert report.gpu_seconds is report.energy_joules is report.peak_gpu_memory is None
 
 
@@ -338,6 +339,31 @@ def test_progress(tmp_path: Path, model: Path, algorithm: str) -> None:
     assert calls[1][1:] == ("nothing", 0)
     assert [call[1:3] for call in calls[2:]] == [(done, 8) for done in range(1, 9)]
     assert calls[-1][3].name == "layers.1.mlp.down"
+
+
+def test_the_estimate_leaves_out_what_an_earlier_run_has_finished(tmp_path: Path, model: Path) -> None:
+    def stop_after_a_layer(done: int, total: int, result: LayerResult) -> None:
+        end = time.monotonic() + 60
+        while result.layer == 1:
+            if FinishedParts(tmp_path / "out").facts("layer-00000") is not None:
+                raise KeyboardInterrupt
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    estimates: list[QuantizationEstimate] = []
+    arguments: dict[str, Any] = {"algorithm": "gptq", "scheme": "w8a16", "calibration": SEQUENCES}
+    stopping = Progress(estimated=estimates.append, matrix=stop_after_a_layer)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, tmp_path / "out", progress=stopping, **arguments)
+    for more in ({}, {"restart": True}):
+        with pytest.raises(KeyboardInterrupt):
+            quantize(model, tmp_path / "out", progress=stopping, **arguments, **more)
+    first, resumed, _ = estimates
+    assert "there already" not in first.disk.parts
+    assert resumed.disk.total < first.disk.total
+    work = [sum(value for name, value in each.seconds.items() if name != "forward") for each in estimates]
+    share = [value / each.seconds["forward"] for value, each in zip(work, estimates, strict=True)]
+    assert share == pytest.approx([share[0], share[0] / 2, share[0]])
 
 
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq", "awq"])

@@ -112,9 +112,7 @@ class _ChosenError(Exception):
 def chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[str]]:
     """The devices that a call chooses on a machine with so many GPUs."""
 
-    def stop(
-        job: object, *, devices: Sequence[torch.device], receive: object, environment: object, exit_early: bool
-    ) -> None:
+    def stop(job: object, *, devices: Sequence[torch.device], **_: object) -> None:
         raise _ChosenError(*map(str, devices))
 
     def choose(there: int, **options: Any) -> list[str]:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from warpbus.dist import SHARES
 from warpbus.models import Decoder, DecoderLayer, RopeConfig
-from warpbus.quantization import Calibration, layerwise
+from warpbus.quantization import Calibration
+from warpbus.quantization import states as batches_of
 from warpbus.quantization.folding import fold
-from warpbus.quantization.layerwise import LayerPass, States, embed
+from warpbus.quantization.layerwise import LayerQuantization
+from warpbus.quantization.states import States, embed
 from warpbus.quantization.statistics import ALONE, DRIFT, MAX_ABS, MEAN_ABS, MOMENTS, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
@@ -68,11 +70,11 @@ def embedded(model: Decoder, data: Calibration, tokens: int, *, drift: bool = Tr
 
 def passes(
     model: Decoder, states: list[States], needed: frozenset[str] = ALL, *, keep: bool = True
-) -> Iterable[tuple[int, DecoderLayer, LayerPass]]:
+) -> Iterable[tuple[int, DecoderLayer, LayerQuantization]]:
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
         watch = Stopwatch(ALONE.device)
-        yield index, layer, LayerPass(layer, index, states, needed, group=ALONE, watch=watch, keep=keep)
+        yield index, layer, LayerQuantization(layer, index, states, needed, group=ALONE, watch=watch, keep=keep)
 
 
 def nothing(index: int, layer: DecoderLayer, linear: str, statistics: Statistics) -> None:
@@ -90,7 +92,7 @@ def run(
 ) -> list[States]:
     states = embedded(model, data, tokens, drift=DRIFT in needed)
     for index, layer, through in passes(model, states, needed, keep=keep):
-        through.quantize(lambda linear, found, index=index, layer=layer: solve(index, layer, linear, found))
+        through.visit(lambda linear, found, index=index, layer=layer: solve(index, layer, linear, found))
     return states
 
 
@@ -248,7 +250,7 @@ def test_the_states_are_those_of_the_quantized_layer(traits: dict[str, Any], kee
     states = embedded(model, data, 16)
     for index, layer, through in passes(model, states, keep=keep):
         before = [state.x.clone() for state in states]
-        through.quantize(lambda linear, found, layer=layer, index=index: halve(index, layer, linear, found))
+        through.visit(lambda linear, found, layer=layer, index=index: halve(index, layer, linear, found))
         for state, x in zip(states, before, strict=True):
             with torch.no_grad():
                 expected = layer(x, index, state.positions, state.angles, state.context)
@@ -267,7 +269,7 @@ def test_of_many_tokens_about_half_are_compared(monkeypatch: pytest.MonkeyPatch)
     """Some of every share, so that it does not depend on who has it; what goes on is the same."""
     data = make_data([6] * 40)
     every = run(make_decoder(), data, 12, halve)
-    monkeypatch.setattr(layerwise, "COMPARED_TOKENS", data.tokens - 1)
+    monkeypatch.setattr(batches_of, "COMPARED_TOKENS", data.tokens - 1)
     some = run(make_decoder(), data, 12, halve)
     assert all(state.original is not None for state in every)
     for share in range(SHARES):
@@ -308,7 +310,7 @@ def test_factors_that_are_folded_in_divide_the_inputs(traits: dict[str, Any], ke
             factors = 2.0 ** (torch.arange(columns) % 8 % 3 - 1)
             return fold(layer, linear, factors).scale
 
-        through.quantize(solve)
+        through.visit(solve)
         for state, x in zip(states, before, strict=True):
             with torch.no_grad():
                 expected = layer(x, index, state.positions, state.angles, state.context)

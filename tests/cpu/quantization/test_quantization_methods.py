@@ -1,7 +1,7 @@
 """What each method makes of a matrix, by itself and with its rows dealt out, at all four places of a layer."""
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.quantization.algorithms import rtn
 from warpbus.quantization.algorithms.factored import factored
 from warpbus.quantization.algorithms.gptq import gptq_rows
+from warpbus.quantization.layerwise import LayerQuantization
 from warpbus.quantization.loss import squared_loss
-from warpbus.quantization.methods import METHODS, Solved, Task
+from warpbus.quantization.methods import METHODS, Solved
+from warpbus.quantization.preflight import Matrix
 from warpbus.quantization.statistics import ALONE, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
@@ -68,18 +70,30 @@ def statistics(linear: str, seed: int = 0) -> Statistics:
     return Statistics(200, x.T @ x / 200, (original - x).T @ x / 200, x.abs().mean(0), x.abs().amax(0))
 
 
-def task(linear: str, scheme: str, group: Group = ALONE, layer: DecoderLayer | None = None) -> Task:
-    return Task(
-        layer=layer or make_layer(),
-        linear=linear,
-        name=f"layers.0.{linear}",
-        scheme=Scheme.parse(scheme),
-        scale_dtype=torch.float32,
-        stored=torch.float32,
-        damping=0.01,
-        group=group,
-        watch=Stopwatch(group.device),
-    )
+@dataclass
+class Case:
+    """A layer, and the matrix of it that is solved."""
+
+    layer: LayerQuantization
+    matrix: Matrix
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight(self.matrix)
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.matrix.scheme
+
+    def solve(self, algorithm: str, given: Statistics) -> Solved:
+        return METHODS[algorithm]().solve(self.layer, self.matrix, given)
+
+
+def case(linear: str, scheme: str, group: Group = ALONE) -> Case:
+    rows, columns = CONFIG.layers[0].matrix(linear).shape
+    watch = Stopwatch(group.device)
+    layer = LayerQuantization(make_layer(), 0, [], frozenset(), group=group, watch=watch, scale_dtype=torch.float32)
+    return Case(layer, Matrix(0, linear, (linear,), (rows,), columns, torch.float32, Scheme.parse(scheme)))
 
 
 def same(one: QTensor, other: QTensor) -> bool:
@@ -116,7 +130,7 @@ def test_rows_are_dealt_out_and_gathered(world: int, rows: int, scheme: str) -> 
             losses = [squared_loss(part, found.rows(i * height, (i + 1) * height)) for i, part in enumerate(parts)]
             return found, torch.tensor(losses, dtype=torch.float64)
 
-        return task("attention.o", scheme, group).by_rows(weight, quantize)
+        return case("attention.o", scheme, group).layer.by_rows(weight, quantize)
 
     found = together(world, deal)
     assert sum(seen) == SHARES
@@ -132,8 +146,8 @@ def test_any_number_of_processes_gives_the_same_bits(algorithm: str, linear: str
     given = statistics(linear)
 
     def solve(group: Group) -> tuple[Solved, DecoderLayer]:
-        own = task(linear, SCHEMES[algorithm], group)
-        return METHODS[algorithm]().solve(own, given), own.layer
+        own = case(linear, SCHEMES[algorithm], group)
+        return own.solve(algorithm, given), own.layer.layer
 
     ((alone, layer),) = together(1, solve)
     for world in (2, 3):
@@ -148,9 +162,9 @@ def test_any_number_of_processes_gives_the_same_bits(algorithm: str, linear: str
 
 @pytest.mark.parametrize("linear", LINEARS)
 def test_gptq_is_that_of_the_whole_matrix(linear: str) -> None:
-    given, own = statistics(linear), task(linear, "w4a16")
+    given, own = statistics(linear), case(linear, "w4a16")
     weight = own.weight.clone()
-    solved = METHODS["gptq"]().solve(own, given)
+    solved = own.solve("gptq", given)
     assert given.moments is not None
     hessian = factored(given.moments, damping=0.01, name="q")
     expected, losses = gptq_rows(weight[None], hessian, own.scheme, scale_dtype=torch.float32, drift=given.drift)
@@ -167,8 +181,8 @@ def test_gptq_is_that_of_the_whole_matrix(linear: str) -> None:
 def test_gptq_without_drift_aims_at_the_weights(linear: str) -> None:
     given = statistics(linear)
     assert given.moments is not None
-    own = task(linear, "w3a16")
-    solved = METHODS["gptq"]().solve(own, Statistics(given.tokens, given.moments))
+    own = case(linear, "w3a16")
+    solved = own.solve("gptq", Statistics(given.tokens, given.moments))
     change = solved.weight.dequantize(torch.float32) - own.weight
     expected = (moments_loss(change, given.moments) / moments_loss(own.weight, given.moments)) ** 0.5
     assert solved.error == pytest.approx(expected, rel=1e-3)
@@ -180,11 +194,11 @@ def test_gptq_without_drift_aims_at_the_weights(linear: str) -> None:
 @pytest.mark.parametrize("scheme", ["w3a16", "w4a16-asym", "w2a16"])
 @pytest.mark.parametrize("seed", range(3))
 def test_awq_never_chooses_what_is_worse_than_no_scaling(linear: str, scheme: str, seed: int) -> None:
-    given, own = statistics(linear, seed), task(linear, scheme)
+    given, own = statistics(linear, seed), case(linear, scheme)
     assert given.moments is not None
     weight = own.weight.clone()
     # Without drift, so that what is rounded are the weights themselves.
-    solved = METHODS["awq"]().solve(own, replace(given, drift=None))
+    solved = own.solve("awq", replace(given, drift=None))
     assert solved.folded is not None
     found = solved.weight.dequantize(torch.float32) / solved.folded - weight
     importance = given.moments.diagonal().contiguous()
@@ -197,15 +211,15 @@ def test_awq_never_chooses_what_is_worse_than_no_scaling(linear: str, scheme: st
 @pytest.mark.parametrize("algorithm", ["awq", "smoothquant"])
 @pytest.mark.parametrize("linear", LINEARS)
 def test_folding_keeps_what_the_layer_computes(algorithm: str, linear: str) -> None:
-    own = task(linear, SCHEMES[algorithm])
-    before = copy.deepcopy(own.layer)
-    solved = METHODS[algorithm]().solve(own, statistics(linear))
+    own = case(linear, SCHEMES[algorithm])
+    before = copy.deepcopy(own.layer.layer)
+    solved = own.solve(algorithm, statistics(linear))
     assert solved.folded is not None
     x = torch.randn(2, 9, 36, generator=torch.Generator().manual_seed(5))
     positions = torch.arange(9).expand(2, 9)
     angles = Rotary(CONFIG.rope)(positions, torch.float32)
     with torch.no_grad():
-        first, second = (layer(x, 0, positions, angles, CausalAttention()) for layer in (before, own.layer))
+        first, second = (layer(x, 0, positions, angles, CausalAttention()) for layer in (before, own.layer.layer))
     assert torch.allclose(first, second, rtol=1e-3, atol=1e-4 * float(first.abs().max()))
     expected = {
         "attention.qkv": {"attention_norm.weight"},
@@ -214,7 +228,7 @@ def test_folding_keeps_what_the_layer_computes(algorithm: str, linear: str) -> N
         "mlp.down": {"mlp.gate_up.weight"},
     }
     assert solved.changed.keys() == expected[linear]
-    earlier, now = dict(before.named_parameters()), dict(own.layer.named_parameters())
+    earlier, now = dict(before.named_parameters()), dict(own.layer.layer.named_parameters())
     for name, parameter in now.items():
         if name in solved.changed:
             assert torch.equal(solved.changed[name], parameter)
@@ -237,7 +251,7 @@ def test_columns_that_never_had_an_input(algorithm: str, linear: str) -> None:
         matrix[:, dead] = 0
     for name in ("mean_abs", "max_abs"):
         getattr(given, name)[dead] = 0
-    solved = METHODS[algorithm]().solve(task(linear, SCHEMES[algorithm]), given)
+    solved = case(linear, SCHEMES[algorithm]).solve(algorithm, given)
     assert torch.isfinite(solved.weight.dequantize(torch.float32)).all()
     assert 0 < solved.error < 1
     if solved.folded is not None:
@@ -248,18 +262,18 @@ def test_columns_that_never_had_an_input(algorithm: str, linear: str) -> None:
 @pytest.mark.parametrize("algorithm", METHODS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_is_refused(algorithm: str, value: float) -> None:
-    own = task("mlp.down", SCHEMES[algorithm])
+    own = case("mlp.down", SCHEMES[algorithm])
     own.weight[3, 5] = value
     with pytest.raises(NumericError, match=r"^layers\.0\.mlp\.down: NaN or infinity among its weights") as raised:
-        METHODS[algorithm]().solve(own, statistics("mlp.down"))
+        own.solve(algorithm, statistics("mlp.down"))
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("algorithm", METHODS)
 def test_a_matrix_of_zeros(algorithm: str) -> None:
-    own = task("mlp.down", SCHEMES[algorithm])
+    own = case("mlp.down", SCHEMES[algorithm])
     own.weight.zero_()
-    solved = METHODS[algorithm]().solve(own, statistics("mlp.down"))
+    solved = own.solve(algorithm, statistics("mlp.down"))
     assert not solved.weight.dequantize(torch.float32).any()
     assert solved.error == 0
 

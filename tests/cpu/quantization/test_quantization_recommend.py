@@ -1,15 +1,13 @@
 """Which scheme and algorithm is recommended, given what each was found to cost."""
 
-import io
 import json
 import math
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from warpbus.errors import NumericError, UsageError
-from warpbus.quantization.recommend import GOALS, Recommendation, Trial, candidates, choose
+from warpbus.quantization.recommend import Recommendation, Trial, candidates, choose
 
 GB = 10**9
 EIGHT = Trial("w8a16", "gptq", 0.004, 7 * GB, 8 * GB, 3e-3, 40.0)
@@ -89,26 +87,6 @@ def test_candidates_fit_the_matrices_and_the_device():
     assert "w8a8-fp8" not in {str(each.scheme) for each in candidates([4096], fp8=False)}
     # 96 columns are three groups of 32, and no group of 128.
     assert {str(each.scheme) for each in candidates([128, 96], fp8=False)} == {"w8a16", "w8a8-int8", "w4a16-g32"}
-
-
-@pytest.mark.parametrize("goal", GOALS)
-def test_the_table_marks_the_choice_and_fits(goal):
-    found = Recommendation.of(
-        TRIALS, model="/m/[glm]", device="NVIDIA H100", goal=goal, memory=6 * GB, layers=(0, 13, 27)
-    )
-    console = Console(file=io.StringIO(), width=80)
-    console.print(found.table())
-    lines = console.file.getvalue().splitlines()
-    assert "/m/[glm] on NVIDIA H100" in lines[0]
-    assert "layers 0, 13, 27" in lines[0]
-    rows = [line.split() for line in lines if "%" in line]
-    errors = [next(cell for cell in row if "%" in cell) for row in rows]
-    assert len(errors) == len(TRIALS)
-    assert errors == sorted(errors, key=lambda text: float(text[:-1]))
-    (marked,) = [row for row in rows if row[0] == "→"]
-    assert marked[1:3] == [found.chosen.scheme, found.chosen.algorithm]
-    assert f"{found.chosen.name}: the " in lines[-1]
-    assert all(len(line) <= 80 for line in lines)
 
 
 def test_json():

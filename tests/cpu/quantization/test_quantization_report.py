@@ -1,71 +1,13 @@
-"""The report as JSON, table, line and picture; what a run cost."""
+"""The report as JSON and a line; what a run cost."""
 
-import io
 import json
 import math
-import struct
-from dataclasses import replace
 
 import pytest
-from rich.console import Console
+from quantization_reports import LINEARS, gpu_report, make_report, mixed
 
-from warpbus.errors import DataError, StorageError, UsageError
-from warpbus.quantization import LayerResult, Report, pictures
-
-LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
-
-
-def make_report(algorithm="gptq", **changes):
-    report = Report(
-        model="models/poet",
-        output="models/poet-w4",
-        scheme="w4a16-g128",
-        algorithm=algorithm,
-        settings={"samples": 128},
-        calibration_tokens=0 if algorithm == "rtn" else 4096,
-        device="cpu",
-        layers=tuple(
-            LayerResult(layer, linear, "w4a16-g128", 0.01 * (layer + 1), 0.5)
-            for layer in range(3)
-            for linear in LINEARS
-        ),
-        bytes_before=40_000_000,
-        bytes_after=12_000_000,
-        resumed_layers=0,
-        seconds=6.5,
-        peak_memory=500_000_000,
-        peak_gpu_memory=None,
-        versions={"warpbus": "0.1.0"},
-    )
-    return replace(report, **changes)
-
-
-def gpu_report(**changes):
-    """Four GPUs for half an hour, 3 kWh."""
-    facts = {
-        "device": "cuda:0",
-        "devices": ("NVIDIA H200",) * 4,
-        "stages": {"reading": 1.0, "forward": 2.0, "hessians": 5.0},
-        "estimate": {"seconds": 7.0},
-        "gpu_seconds": 7200.0,
-        "energy_joules": 3 * 3.6e6,
-        "peak_gpu_memory": 7_000_000_000,
-    }
-    return make_report(**facts | changes)
-
-
-def mixed():
-    """Some matrices got another scheme or algorithm; one was left as it was."""
-    layers = list(make_report().layers[:-1])
-    layers[0] = replace(layers[0], scheme="w8a16", algorithm="rtn")
-    layers[1] = replace(layers[1], algorithm="gptq")
-    return make_report(layers=tuple(layers))
-
-
-def shown(report):
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(report.table())
-    return console.export_text()
+from warpbus.errors import DataError, UsageError
+from warpbus.quantization import Report
 
 
 def test_json_holds_everything():
@@ -99,30 +41,6 @@ def test_what_is_no_report_is_said(broken):
     with pytest.raises(DataError, match="not a report of a quantization") as raised:
         Report.from_json(broken)
     assert "\n" not in str(raised.value)
-
-
-def test_table_has_a_row_a_layer():
-    text = shown(make_report())
-    assert "relative error of the outputs" in text
-    for linear in LINEARS:
-        assert linear in text
-    assert text.count("2.00%") == 4
-    assert text.count("2.0 ") == 3  # seconds
-    assert "Where the time went" not in text
-
-
-def test_table_says_what_differs():
-    text = shown(mixed())
-    assert text.count("w8a16 rtn") == 1
-    # The algorithm of the whole is not repeated, nor is its scheme, but in the title.
-    assert (text.count("gptq"), text.count("w4a16-g128")) == (1, 1)
-    assert text.count("3.00%") == 3
-
-
-def test_table_of_the_stages():
-    lines = [line.replace("│", " ").split() for line in shown(gpu_report()).splitlines()]
-    assert ["hessians", "5.00", "62%"] in lines
-    assert ["reading", "1.00", "12%"] in lines
 
 
 def test_the_summary_is_one_line():
@@ -171,20 +89,3 @@ def test_mean_and_greatest_error():
 def test_rtn_speaks_of_weights():
     assert "weights" in make_report("rtn").error_kind
     assert "outputs" in make_report("awq").error_kind
-
-
-@pytest.mark.parametrize("report", [make_report(model="models/诗人 $\\frac$"), gpu_report(), mixed()])
-def test_picture(report, tmp_path):
-    path = tmp_path / "new" / "errors.png"
-    pictures.draw(report, path)
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", data[16:24])
-    assert width > 800
-    assert height > 400
-
-
-def test_a_picture_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageError, match=r"file.errors\.png"):
-        pictures.draw(make_report(), tmp_path / "file" / "errors.png")

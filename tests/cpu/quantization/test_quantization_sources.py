@@ -53,12 +53,12 @@ def interrupted(model: Path, output: Path, algorithm: str) -> None:
 def write(model: Path, name: str, value: float) -> None:
     """Change the last number of a tensor, and neither size nor times of its file."""
     entry = read_header(model / "model.safetensors")[name]
-    before = entry.file.stat()
-    with entry.file.open("r+b") as stream:
+    before = entry.file.path.stat()
+    with entry.file.path.open("r+b") as stream:
         stream.seek(entry.offset + entry.nbytes - entry.dtype.itemsize)
         stream.write(bytes(torch.tensor([value], dtype=entry.dtype).view(torch.uint8).tolist()))
-    os.utime(entry.file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    after = entry.file.stat()
+    os.utime(entry.file.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = entry.file.path.stat()
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 

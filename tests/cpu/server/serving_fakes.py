@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import httpx
 import openai
 
-from warpbus.engine import Piece, TokenLogprob
+from warpbus.engine import TextPiece, TokenLogprob
 from warpbus.engine.moving import Moved
 from warpbus.engine.stats import Stats
 from warpbus.errors import ContextLengthError, EngineDiedError, UsageError
@@ -134,7 +134,7 @@ class FakeService:
                     )
                 if finish:
                     how = "done"
-                yield Piece(text, tokens, logprobs, finish, 3)
+                yield TextPiece(text, tokens, logprobs, finish, 3)
         finally:
             self.running -= 1
             self.ended[how] += 1

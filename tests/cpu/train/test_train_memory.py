@@ -14,7 +14,7 @@ from warpbus.qtensor import QTensor, Scheme
 from warpbus.train import memory
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import attach_lora
-from warpbus.train.memory import Estimate, training_memory
+from warpbus.train.memory import num_trained, peak, training_memory
 from warpbus.train.settings import TrainingSettings
 
 CONFIG = dense_config(
@@ -73,9 +73,10 @@ def test_weights_gradients_and_optimizer_are_exact(config: ModelConfig, chosen: 
     optimizer.step()
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     found = training_memory(config, settings)
-    assert found.weights == held_bytes(model)
-    assert found.gradients == sum(each.grad.nbytes for each in trained if each.grad is not None)
-    assert found.optimizer == sum(each.nbytes for each in moments)
+    assert found.parts["weights"] == held_bytes(model)
+    assert num_trained(config, settings) == sum(each.numel() for each in trained)
+    assert found.parts["gradients"] == sum(each.grad.nbytes for each in trained if each.grad is not None)
+    assert found.parts["optimizer"] == sum(each.nbytes for each in moments)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a16"])
@@ -90,7 +91,7 @@ def test_quantized_weights_are_exact(scheme: str) -> None:
             parsed, torch.zeros(n, k, dtype=torch.uint8), torch.ones(n, parsed.groups(k), dtype=torch.bfloat16)
         )
         expected += CONFIG.num_layers * (pack(weight, torch.bfloat16).nbytes - 2 * n * k)
-    assert training_memory(CONFIG, settings).weights == expected
+    assert training_memory(CONFIG, settings).parts["weights"] == expected
     already = replace(settings, quantize=None)
     assert training_memory(CONFIG, already, scheme=parsed) == training_memory(CONFIG, settings)
 
@@ -128,7 +129,7 @@ def test_activations_are_what_autograd_keeps(
     kept = sums[2] - sums[1]
     more = training_memory(with_traits(config, num_layers=4), settings)
     less = training_memory(config, settings)
-    reckoned = more.activations - less.activations + more.casts - less.casts
+    reckoned = more.parts["activations"] - less.parts["activations"] + more.parts["casts"] - less.parts["casts"]
     if config.layers[0].mlp.gated and dtype == "bfloat16":
         kept -= 2 * tokens.numel() * config.layers[0].mlp.ffn_size  # silu(gate), which kernels of GPUs do not keep
     if config.norm.kind != "layer":
@@ -158,22 +159,23 @@ def test_attention_does_not_keep_the_whole_projection(grouped: bool) -> None:
 
 
 def test_the_loss_and_the_layers_are_not_at_their_most_together() -> None:
-    estimate = Estimate(
-        weights=1,
-        gradients=1000,
-        optimizer=2,
-        casts=400,
-        activations=800,
-        head=20,
-        scores=50,
-        layer=60,
-        workspaces=4,
-        accumulates=False,
-    )
-    assert estimate.total == 1 + 2 + 4 + 400 + 800 + 20 + 60
-    assert replace(estimate, scores=70).total == estimate.total + 10
-    assert replace(estimate, activations=80).total == 1 + 2 + 4 + 1000 + 60  # at the end of the backward pass
-    assert replace(estimate, accumulates=True).total == estimate.total + 1000
+    parts = {
+        "weights": 1,
+        "gradients": 1000,
+        "optimizer": 2,
+        "casts": 400,
+        "activations": 800,
+        "head": 20,
+        "scores": 50,
+        "layer": 60,
+        "workspaces": 4,
+    }
+    total = peak(parts, accumulates=False)
+    assert total == 1 + 2 + 4 + 400 + 800 + 20 + 60
+    assert peak(parts | {"scores": 70}, accumulates=False) == total + 10
+    # At the end of the backward pass:
+    assert peak(parts | {"activations": 80}, accumulates=False) == 1 + 2 + 4 + 1000 + 60
+    assert peak(parts, accumulates=True) == total + 1000
 
 
 def test_what_the_loss_needs_grows_with_the_tokens_up_to_a_piece() -> None:
@@ -181,7 +183,7 @@ def test_what_the_loss_needs_grows_with_the_tokens_up_to_a_piece() -> None:
 
     def scores(rows: int, method: str) -> int:
         settings = TrainingSettings(method=method, dtype="bfloat16", length=1024, rows_per_step=rows, rows_at_once=rows)
-        return training_memory(config, settings).scores
+        return training_memory(config, settings).parts["scores"]
 
     states = 3 * 2 * 4096  # the norm's input, its output and the gradients of this
     assert scores(1, "lora") == 1024 * (2 * 65024 + states)
@@ -195,11 +197,11 @@ def test_what_is_shared_and_what_is_not() -> None:
     config = SHAPES["chatglm2-6b"]
     settings = TrainingSettings(method="full", dtype="bfloat16", length=2048, rows_per_step=8, rows_at_once=1)
     alone, copied = training_memory(config, settings), training_memory(config, settings, 4)
-    assert alone.weights == 4 * config.num_parameters
-    assert (copied.weights, copied.optimizer) == (alone.weights, alone.optimizer)
+    assert alone.parts["weights"] == 4 * config.num_parameters
+    assert (copied.parts["weights"], copied.parts["optimizer"]) == (alone.parts["weights"], alone.parts["optimizer"])
     shared = training_memory(config, replace(settings, sharding="fsdp"), 4)
     for part in ("weights", "gradients", "optimizer"):
-        assert 0.25 <= getattr(shared, part) / getattr(alone, part) < 0.2501
+        assert 0.25 <= shared.parts[part] / alone.parts[part] < 0.2501
     assert shared.total < alone.total / 2
 
 
@@ -218,5 +220,7 @@ def test_recomputation_and_pieces_save_memory() -> None:
     assert qlora.total < 10e9
     assert training_memory(config, replace(settings, recompute=0)).total > 1.5 * qlora.total
     assert training_memory(config, replace(settings, recompute=2)).total > qlora.total
-    assert not qlora.accumulates
-    assert training_memory(config, replace(settings, rows_per_step=2)).accumulates
+    # With a second piece of rows there are gradients already during its forward pass.
+    pieces = training_memory(config, replace(settings, rows_per_step=2))
+    assert pieces.parts == qlora.parts
+    assert pieces.total == qlora.total + qlora.parts["gradients"]

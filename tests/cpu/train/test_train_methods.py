@@ -113,7 +113,6 @@ def test_lora_learns_and_is_written_for_peft(tiny_model: Path, tmp_path: Path, d
         "adapter_model.safetensors",
         "training-log.json",
         "training.json",
-        "training.png",
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out"]
     config = read_config(Checkpoint(tiny_model))

@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,7 +21,6 @@ from warpbus.errors import CheckpointError, DataError, NumericError, StorageErro
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model, read_config
 from warpbus.train import TrainingProgress, TrainingSettings, train
-from warpbus.train.curve import draw_curve
 from warpbus.train.dataset import Batches, PackedBatch, pack, tokenize
 from warpbus.train.run import _TrainingRun
 
@@ -106,7 +104,6 @@ def test_training_learns_and_says_what_it_did(blank_model: Path, tmp_path: Path,
     assert summary == json.loads((output / "training.json").read_text(encoding="utf-8"))
     log = json.loads((output / "training-log.json").read_text(encoding="utf-8"))
     assert [entry["loss"] for entry in log] == [progress.loss for progress in steps]
-    assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((output / "config.json").read_text(encoding="utf-8"))["dtype"] == "bfloat16"
     # Nothing is left beside the model.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out"]
@@ -359,20 +356,3 @@ def test_two_processes_train_as_one(blank_model: Path, tmp_path: Path, data: Pat
     log = json.loads((tmp_path / "two" / "training-log.json").read_text(encoding="utf-8"))
     assert [entry["loss"] for entry in log] == pytest.approx([progress.loss for progress in steps], abs=1e-4)
     assert found["valid_loss"] == pytest.approx(expected["valid_loss"], abs=1e-4)
-
-
-def test_a_curve_of_one_step(tmp_path: Path) -> None:
-    draw_curve([{"step": 1, "loss": 2.0, "learning_rate": 0.1}], tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_curve_shows_every_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    log = [{"step": step, "loss": 2.0, "learning_rate": 0.1, "valid_loss": 1.0 + step} for step in range(1, 6)]
-    draw_curve([{"step": 0, "loss": 50.0, "learning_rate": 0.1}, *log], tmp_path / "a.png")
-    low, high = drawn[0].axes[0].get_ylim()
-    assert low < 2.0
-    assert high > 6.0
-    draw_curve([{**entry, "loss": 2.0 - 0.1 * entry["step"]} for entry in log], tmp_path / "a.png")
-    assert drawn[1].axes[0].get_ylim()[0] < 1.5

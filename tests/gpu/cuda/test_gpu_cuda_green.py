@@ -7,6 +7,7 @@ from warpbus.cuda.capture import GraphMemory, capture
 from warpbus.cuda.graphs import Replayed
 from warpbus.cuda.green import GreenContext, multiprocessors
 from warpbus.cuda.kernel import Unit
+from warpbus.cuda.parameters import Parameters
 from warpbus.errors import DeviceError
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.packed import pack
@@ -31,12 +32,12 @@ def used(tmp_path, monkeypatch):
     """`used(context)`: the multiprocessors that a kernel with many blocks runs on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "mark.cu").write_text(SOURCE)
-    mark = Unit(tmp_path / "mark.cu", tmp_path).kernel("mark", "P")
+    mark = Unit(tmp_path / "mark.cu", tmp_path).kernel("mark", Parameters("int* seen"))
 
     def run(context):
         with context.running():
             seen = torch.zeros(1024, dtype=torch.int32, device=GPU)
-            mark(context.total * 16, 128, seen)
+            mark(context.total * 16, 128, seen=seen)
         return set(torch.nonzero(seen).flatten().tolist())
 
     return run
@@ -128,7 +129,7 @@ def test_a_graph_that_is_captured_here_stays_here(tmp_path, monkeypatch):
     """Wherever it is replayed; and what is captured elsewhere stays elsewhere."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "mark.cu").write_text(SOURCE)
-    mark = Unit(tmp_path / "mark.cu", tmp_path).kernel("mark", "P")
+    mark = Unit(tmp_path / "mark.cu", tmp_path).kernel("mark", Parameters("int* seen"))
     seen = torch.zeros(1024, dtype=torch.int32, device=GPU)
     counted = []
 
@@ -136,7 +137,7 @@ def test_a_graph_that_is_captured_here_stays_here(tmp_path, monkeypatch):
         memory = GraphMemory(GPU)
         with capture(memory) as graph:  # the kernel is loaded meanwhile
             counted.append(multiprocessors(GPU))
-            mark(blocks, 128, seen)
+            mark(blocks, 128, seen=seen)
         return graph
 
     def used(graph):

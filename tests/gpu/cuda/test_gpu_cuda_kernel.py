@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from warpbus.cuda.kernel import Unit
+from warpbus.cuda.kernel import Kernel, Unit
+from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import tensor_map
 from warpbus.errors import DeviceError, TensorError
 
@@ -25,18 +26,20 @@ extern "C" __global__ void fill(float* out, int size, float value, long long off
 def fill(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "fill.cu").write_text(SOURCE)
-    return Unit(tmp_path / "fill.cu", tmp_path).kernel("fill", "Pifq")
+    return Unit(tmp_path / "fill.cu", tmp_path).kernel(
+        "fill", Parameters("float* out, int size, float value, long long offset")
+    )
 
 
 def test_arguments_arrive(fill):
     out = torch.full((1000,), float("nan"), device="cuda")
-    fill(4, 256, out, 1000, 0.5, 2**24, shared=1024)
+    fill(4, 256, out=out, size=1000, value=0.5, offset=2**24, shared=1024)
     assert (out == 2**24 + 0.5).all()
 
 
 def test_more_shared_memory_than_48_kb(fill):
     out = torch.zeros(10, device="cuda")
-    fill(1, 256, out, 10, 1.0, 0, shared=90 * 1024)
+    fill(1, 256, out=out, size=10, value=1.0, offset=0, shared=90 * 1024)
     assert (out == 1).all()
 
 
@@ -53,8 +56,8 @@ def test_more_shared_memory_than_48_kb(fill):
 def test_launches_that_break_a_limit(fill, grid, block, shared, message):
     out = torch.zeros(10, device="cuda")
     with pytest.raises(DeviceError, match=message):
-        fill(grid, block, out, 10, 1.0, 0, shared=shared)
-    fill(1, 32, out, 10, 3.0, 0, shared=128)
+        fill(grid, block, out=out, size=10, value=1.0, offset=0, shared=shared)
+    fill(1, 32, out=out, size=10, value=3.0, offset=0, shared=128)
     assert (out == 3).all()
 
 
@@ -64,7 +67,7 @@ def test_in_a_thread_that_has_not_used_cuda(fill):
 
     def run():
         try:
-            fill(1, 32, out, 10, 7.0, 0, shared=128)
+            fill(1, 32, out=out, size=10, value=7.0, offset=0, shared=128)
         except Exception as error:
             failed.append(error)
 
@@ -78,7 +81,14 @@ def test_in_a_thread_that_has_not_used_cuda(fill):
 
 def test_missing_kernel(fill):
     with pytest.raises(DeviceError, match=r"fill\.cu: kernel empty: CUDA_ERROR_NOT_FOUND"):
-        fill.unit.kernel("empty", "P")(1, 1, torch.zeros(1, device="cuda"))
+        fill.unit.kernel("empty", Parameters("float* out"))(1, 1, out=torch.zeros(1, device="cuda"))
+
+
+def test_other_parameters_than_the_compiled_kernel_has(fill):
+    other = Parameters("float* out, int size, float value, int offset")
+    kernel = Kernel(fill.unit, "fill", other)
+    with pytest.raises(DeviceError, match=r"fill: the declared parameters lie at .* compiled kernel reads them at"):
+        kernel(1, 32, out=torch.zeros(10, device="cuda"), size=10, value=1.0, offset=0, shared=128)
 
 
 def test_tensor_map_of_unaligned_rows():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from warpbus.cuda.staging import Staging
+from warpbus.cuda.staging import PinnedStaging
 
 DEVICE = torch.device("cuda")
 BUFFER = 2**23
@@ -19,7 +19,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.uint8])
 def test_there_and_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    staging, source = Staging(DEVICE), numbers(*shape, dtype=dtype)
+    staging, source = PinnedStaging(DEVICE), numbers(*shape, dtype=dtype)
     target = torch.full(shape, 77, dtype=dtype, device=DEVICE)
     staging.put(target, source)
     assert torch.equal(target.cpu(), source)
@@ -29,7 +29,7 @@ def test_there_and_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_strides_and_dtypes_are_those_of_the_tensors() -> None:
-    staging, source = Staging(DEVICE), numbers(4000, 3000)
+    staging, source = PinnedStaging(DEVICE), numbers(4000, 3000)
     target = torch.zeros(4000, 5000, dtype=torch.bfloat16, device=DEVICE)
     staging.put(target[:, 100:2100], source[:, 7:2007])
     assert torch.equal(target[:, 100:2100].cpu(), source[:, 7:2007].bfloat16())
@@ -40,7 +40,7 @@ def test_strides_and_dtypes_are_those_of_the_tensors() -> None:
 
 
 def test_a_source_may_change_once_put_has_returned() -> None:
-    staging, source = Staging(DEVICE), numbers(6 * BUFFER, dtype=torch.uint8)
+    staging, source = PinnedStaging(DEVICE), numbers(6 * BUFFER, dtype=torch.uint8)
     expected, target = source.clone(), torch.zeros(6 * BUFFER, dtype=torch.uint8, device=DEVICE)
     torch.cuda._sleep(20_000_000)  # the copies wait for it
     staging.put(target, source)
@@ -49,7 +49,7 @@ def test_a_source_may_change_once_put_has_returned() -> None:
 
 
 def test_copies_are_in_the_order_of_the_current_stream() -> None:
-    staging, stream = Staging(DEVICE), torch.cuda.Stream(DEVICE)
+    staging, stream = PinnedStaging(DEVICE), torch.cuda.Stream(DEVICE)
     source, tensor = numbers(3 * BUFFER, dtype=torch.uint8), torch.zeros(3 * BUFFER, dtype=torch.uint8, device=DEVICE)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

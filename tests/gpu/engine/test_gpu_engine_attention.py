@@ -8,10 +8,10 @@ from dense_configs import with_traits
 from gpu_engine_models import GPU, SMALL
 from torch import Tensor
 
-from warpbus.engine.attention import PieceAttention, Stretch
+from warpbus.engine.attention import ChunkSpan, PrefillAttention
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache
-from warpbus.engine.places import Turns
+from warpbus.engine.positions import RopeAngles
 from warpbus.models.layers import Rotary, rotate
 
 TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-3}
@@ -35,7 +35,7 @@ def test_the_second_piece_sees_the_first(dtype: torch.dtype, size: int, kv_heads
     config = with_traits(SMALL, num_layers=1, num_heads=8, num_kv_heads=kv_heads, head_dim=size, rope=rope)
     count = -(-LENGTH // BLOCK)
     cache = KVCache(config, count, device=GPU, dtype=dtype)
-    cache.back(count)
+    cache.commit(count)
     for part in cache.layers[0]:
         if part is not None:
             part.fill_(100.0)  # what nobody wrote is poison where it is read
@@ -45,9 +45,9 @@ def test_the_second_piece_sees_the_first(dtype: torch.dtype, size: int, kv_heads
     for start, end in ((0, START), (START, LENGTH)):
         positions = torch.arange(start, end, dtype=torch.int32)
         slots = blocks[positions // BLOCK].long() * BLOCK + positions % BLOCK
-        turns = Turns(Rotary(config.rope).table(LENGTH, GPU), positions.to(GPU))
-        stretch = Stretch(0, end - start, start, blocks.to(GPU) if start else None)
-        attention = PieceAttention(config, turns, cache, slots.to(GPU), [stretch])
+        angles = RopeAngles(Rotary(config.rope).table(LENGTH, GPU), positions.to(GPU))
+        span = ChunkSpan(0, end - start, start, blocks.to(GPU) if start else None)
+        attention = PrefillAttention(config, angles, cache, slots.to(GPU), [span])
         found.append(attention.attend_fused(0, qkv[start:end].flatten(-2)[None])[0])
     angles = Rotary(config.rope)(torch.arange(LENGTH, device=GPU)[None], torch.float32)
     q, k, v = qkv[None].split((8, kv_heads, kv_heads), dim=2)

@@ -13,8 +13,8 @@ from dense_configs import with_traits
 from gpu_engine_models import GPU, W4, finish
 
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.step import MIXED_ROWS
 from warpbus.kernels.ops.attention import has_kernel
@@ -104,7 +104,7 @@ def test_prompts_and_steps(dtype, head_dim, scheme):
     reference, engine = on_the_cpu(model), Engine(model)
     for prompts in (*([prompt] for prompt in PROMPTS), PROMPTS):
         check(reference, answered(engine, 20, prompts), 20, TOLERANCES[dtype])
-    assert (engine._step._graphs is None) == (dtype == torch.float32)
+    assert (engine._instance.step._graphs is None) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_true_shape(scheme):
 def test_sleep_leaves_graphs_valid():
     model = model_of()
     reference = on_the_cpu(model)
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     for _ in range(2):
         check(reference, answered(engine, 20), 20, TOLERANCES[torch.float16])
         engine.sleep()
@@ -162,6 +162,6 @@ def test_sleep_leaves_graphs_valid():
 def test_an_engine_that_is_warm_captures_nothing_more_for_ordinary_requests(model, reference):
     engine = Engine(model, max_num_seqs=4)
     engine.warm(rows=4)
-    graphs = set(engine._step._graphs._captured)
+    graphs = set(engine._instance.step._graphs._captured)
     check(reference, answered(engine, 20, PROMPTS[:4]), 20, TOLERANCES[torch.float16])
-    assert set(engine._step._graphs._captured) == graphs
+    assert set(engine._instance.step._graphs._captured) == graphs

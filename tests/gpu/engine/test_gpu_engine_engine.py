@@ -14,10 +14,10 @@ from gpu_engine_models import GPU, PROMPTS, SMALL, TOLERANCES, W4, assert_best, 
 from warpbus.cuda.vmm import mapped_bytes
 from warpbus.engine import kv_cache
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.step import Step
+from warpbus.engine.step import StepExecutor
 from warpbus.errors import NumericError
 from warpbus.kernels.ops import workspace
 from warpbus.qtensor import Scheme
@@ -172,12 +172,12 @@ def test_graphs_stay_valid_while_the_cache_grows_and_shrinks():
     for _ in range(20):
         engine.step()
     before = engine.stats().cache_bytes
-    graphs = dict(engine._step._graphs._captured)
+    graphs = dict(engine._instance.step._graphs._captured)
     others = [request(prompt, tokens=100) for prompt in drawn_prompts(7, 900, 2)]
     finish(engine, others)
     assert engine.stats().cache_bytes > before
     for key, graph in graphs.items():
-        assert engine._step._graphs._captured[key] is graph
+        assert engine._instance.step._graphs._captured[key] is graph
     for each in (first, *others):
         assert_best(model, each.prompt, each.token_ids)
     engine.shrink()
@@ -266,17 +266,17 @@ def test_the_embedding_may_lie_on_the_cpu(speculation):
 
 def test_sleep_leaves_graphs_valid_and_no_memory():
     model = model_of(with_traits(SMALL, num_layers=6, hidden_size=512, ffn_size=1408))
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     prompts = drawn_prompts(5, 400, 6)
     for prompt, answer in zip(prompts, engine.decode(prompts, 20), strict=True):
         assert_best(model, prompt, answer)
-    graphs = set(engine._step._graphs._captured)
+    graphs = set(engine._instance.step._graphs._captured)
     awake, mapped = used(), mapped_bytes(GPU)
     for _ in range(2):
         engine.sleep()
         gone = mapped - mapped_bytes(GPU)
         assert engine.stats().cache_bytes == 0
-        assert gone >= engine._dormant.nbytes
+        assert gone >= engine._instance.offloadable.nbytes
         assert abs(awake - used() - gone) <= 32 * MiB
         other = torch.full((gone // 4,), 0x7FC00000, dtype=torch.int32, device=GPU)  # NaN, where it was
         del other
@@ -284,16 +284,16 @@ def test_sleep_leaves_graphs_valid_and_no_memory():
         engine.wake()
         for prompt, answer in zip(prompts, engine.decode(prompts, 20), strict=True):
             assert_best(model, prompt, answer)
-    assert graphs <= set(engine._step._graphs._captured)
+    assert graphs <= set(engine._instance.step._graphs._captured)
 
 
 def test_an_engine_that_is_warm_captures_nothing_more_for_ordinary_requests(model):
     engine = Engine(model, max_num_seqs=4)
     engine.warm(rows=4)
-    graphs = set(engine._step._graphs._captured)
+    graphs = set(engine._instance.step._graphs._captured)
     for prompt, answer in zip(PROMPTS, engine.decode(PROMPTS, 20), strict=True):
         assert_best(model, prompt, answer)
-    assert set(engine._step._graphs._captured) == graphs
+    assert set(engine._instance.step._graphs._captured) == graphs
 
 
 class Litter:
@@ -309,7 +309,7 @@ def test_what_is_left_of_an_engine_does_not_disturb_the_captures_of_the_next(mod
     for engine in earlier:
         engine.decode(PROMPTS, 3)
     del engine
-    compute = Step._compute
+    compute = StepExecutor._compute
 
     def littering(step, key):
         if earlier and torch.cuda.is_current_stream_capturing():
@@ -318,7 +318,7 @@ def test_what_is_left_of_an_engine_does_not_disturb_the_captures_of_the_next(mod
             del kept
         return compute(step, key)
 
-    monkeypatch.setattr(Step, "_compute", littering)
+    monkeypatch.setattr(StepExecutor, "_compute", littering)
     engine = Engine(model)
     for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[:2]):  # graphs of their own for each
         for prompt, answer in zip(prompts, engine.decode(prompts, 20), strict=True):
@@ -347,7 +347,7 @@ def test_graphs_count_in_the_engines_own_memory(model):
     for prompt, answer in zip(prompts, engine.decode(prompts, 20), strict=True):
         assert_best(model, prompt, answer)
     assert {device: reserve.numel() for device, reserve in workspace._reserves.items()} == before
-    assert not engine._step._counters.any()
+    assert not engine._instance.step._counters.any()
 
 
 def test_an_engine_that_keeps_few_graphs_answers_as_others(model):
@@ -356,7 +356,7 @@ def test_an_engine_that_keeps_few_graphs_answers_as_others(model):
         prompts = drawn_prompts(rows, 300, rows)
         for prompt, answer in zip(prompts, engine.decode(prompts, 12), strict=True):
             assert_best(model, prompt, answer)
-        assert len(engine._step._graphs._captured) <= 2
+        assert len(engine._instance.step._graphs._captured) <= 2
 
 
 def test_scores_that_are_no_numbers_end_their_request_and_no_other():

@@ -12,8 +12,8 @@ from gpu_engine_models import GPU, SMALL, TOLERANCES, W4, assert_best, finish, m
 
 from warpbus.engine.adapters import adapt, stacked_bytes
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
+from warpbus.engine.offload import OffloadableModel
 from warpbus.models.adapters import Prefix
 from warpbus.qtensor import Scheme
 
@@ -99,22 +99,22 @@ def test_steps_without_adapters_have_graphs_of_their_own():
     """Those that there are without: slots that had an adapter do not bring it along."""
     engine = engine_of()
     finish(engine, asked(NAMES, 20))
-    assert {key[3] for key in engine._step._graphs._captured} == {True}
+    assert {key[3] for key in engine._instance.step._graphs._captured} == {True}
     requests = asked([None] * 3, 30, seed=2)
     finish(engine, requests)
-    assert {key[3] for key in engine._step._graphs._captured} == {True, False}
+    assert {key[3] for key in engine._instance.step._graphs._captured} == {True, False}
     check(requests)
 
 
 def test_warm_graphs_are_of_both_kinds():
     engine = engine_of(max_num_seqs=4)
     engine.warm(rows=4)
-    captured = dict(engine._step._graphs._captured)
+    captured = dict(engine._instance.step._graphs._captured)
     assert {key[3] for key in captured} == {True, False}
     requests = asked([None, "all", "wide", "down"], 30)
     finish(engine, requests)
     check(requests)
-    assert engine._step._graphs._captured.keys() == captured.keys()
+    assert engine._instance.step._graphs._captured.keys() == captured.keys()
 
 
 def test_prompts_come_while_others_decode():
@@ -175,7 +175,7 @@ def test_beginnings_are_not_shared_between_adapters():
 def test_they_sleep_with_the_weights():
     model = model_of()
     adapt(model, loras())
-    engine = Engine(model, adapters=loras(), dormant=Dormant(model))
+    engine = Engine(model, adapters=loras(), offloadable=OffloadableModel(model))
     first, again = asked([None, *NAMES], 20), asked([None, *NAMES], 20)
     finish(engine, first)
     torch.cuda.synchronize()

@@ -33,7 +33,8 @@ def note(what):
     torch.cuda.synchronize()
     taken, cache = begin - torch.cuda.mem_get_info(device)[0], mapped_bytes(device)
     # Beside torch and the cache the driver has given the context, kernels, libraries and graphs.
-    outside, graphs = taken - torch.cuda.memory_reserved() - cache, engine._step._graphs._captured if engine else ()
+    outside = taken - torch.cuda.memory_reserved() - cache
+    graphs = engine._instance.step._graphs._captured if engine else ()
     seconds = round(time.perf_counter() - began, 1)
     phases.append({"after": what, "seconds": seconds, "outside": outside, "cache": cache, "graphs": len(graphs)})
 

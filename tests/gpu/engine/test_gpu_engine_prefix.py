@@ -12,8 +12,8 @@ from test_gpu_engine_chatglm import model_of as chatglm_of
 from test_gpu_engine_chatglm import on_the_cpu
 
 from warpbus.engine.blocks import BLOCK
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.step import MIXED_ROWS
 from warpbus.kernels.ops.cache import gather_cache
@@ -105,7 +105,7 @@ def test_however_they_are_computed(model, reference, prefixes, options):
 def test_a_cache_of_8_bits(model, reference, prefixes, kv_dtype, tolerance):
     engine = Engine(model, adapters=list(prefixes.values()), kv_dtype=kv_dtype)
     blocks, given = engine._prefixes.of("long")
-    keys, _, scales, _ = engine._cache.layers[1]
+    keys, _, scales, _ = engine._instance.cache.layers[1]
     found = gather_cache(keys, scales, torch.tensor(blocks, device=GPU), given, torch.float16).float().cpu()
     rounding = 0.02 if kv_dtype == "int8" else 0.07
     torch.testing.assert_close(found, prefixes["long"].keys_lthd[1], atol=2 * rounding, rtol=rounding)
@@ -138,7 +138,7 @@ def test_other_heads_and_no_interleaving():
 def test_sleep_and_memory_that_is_given_back_leave_the_prefixes(prefixes):
     model = model_of()
     reference = on_the_cpu(model)
-    engine = Engine(model, adapters=list(prefixes.values()), dormant=Dormant(model))
+    engine = Engine(model, adapters=list(prefixes.values()), offloadable=OffloadableModel(model))
     engine.warm(rows=4)
     for again in (engine.shrink, engine.sleep, lambda: None):
         requests = asked(PROMPTS, [None, *prefixes], 20)
@@ -150,4 +150,4 @@ def test_sleep_and_memory_that_is_given_back_leave_the_prefixes(prefixes):
 
 def test_without_prefixes_the_kernels_are_the_same_as_ever(model):
     """No row is placed apart, and the same tokens come of the same steps."""
-    assert Engine(model)._step.placing is None
+    assert Engine(model)._instance.step.positioning is None

@@ -38,7 +38,7 @@ def test_a_graph_gives_what_its_kernels_give(params, batch, speculation):
     for eager in (False, True, False):
         engine = Engine(model, max_model_len=200, prefix_caching=False, speculation=speculation)
         if eager:
-            engine._step._graphs = Eager()
+            engine._instance.step._graphs = Eager()
         requests = [request(prompt, tokens=30, params=SamplingParams(**params)) for prompt in PROMPTS[:batch]]
         finish(engine, requests)
         found.append([each.token_ids for each in requests])
@@ -48,7 +48,7 @@ def test_a_graph_gives_what_its_kernels_give(params, batch, speculation):
 def test_a_graph_is_captured_once(monkeypatch):
     engine = Engine(model_of(), max_model_len=200, prefix_caching=False)
     engine.decode(PROMPTS, 5)
-    graphs = engine._step._graphs
+    graphs = engine._instance.step._graphs
     monkeypatch.setattr(graphs, "_capture", None)
     first = engine.decode(PROMPTS, 5)
     assert engine.decode(PROMPTS, 5) == first

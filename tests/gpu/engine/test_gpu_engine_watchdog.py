@@ -13,7 +13,7 @@ from warpbus.dist import Group
 from warpbus.engine.loading import load_engine
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
-from warpbus.engine.sequence import Piece, Sequence
+from warpbus.engine.sequence import Sequence, TextPiece
 from warpbus.engine.service import Service
 from warpbus.errors import EngineDiedError
 from warpbus.models import Progress
@@ -39,10 +39,10 @@ class HangingEngine:
         self._hangs = sequence.params.max_tokens == FATAL
         self._engine.add(sequence)
 
-    def step(self) -> list[tuple[Sequence, Piece]]:
+    def step(self) -> list[tuple[Sequence, TextPiece]]:
         if self._hangs and self._last:
             torch.cuda._sleep(CYCLES)
-        pieces: list[tuple[Sequence, Piece]] = self._engine.step()
+        pieces: list[tuple[Sequence, TextPiece]] = self._engine.step()
         torch.cuda.synchronize()
         return pieces
 

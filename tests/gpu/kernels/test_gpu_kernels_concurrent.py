@@ -7,7 +7,7 @@ import torch
 from tile_errors import assert_close_everywhere
 
 from warpbus.cuda.jit import architecture
-from warpbus.kernels.ops import wna16_wgmma
+from warpbus.kernels.ops import wna16_sm90
 from warpbus.kernels.ops.attention import decode_attention
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.wna16 import wna16_linear
@@ -68,7 +68,7 @@ def test_products_that_hand_parts_on_run_beside_each_other():
 
     def multiply(x):
         out = x.new_full((len(x), 4608), float("nan"))
-        wna16_wgmma.multiply(x, packed, None, out)
+        wna16_sm90.multiply(x, packed, None, out)
         return out
 
     dense = weight.dequantize(torch.float64)

@@ -7,7 +7,7 @@ import torch
 from tile_errors import assert_close_everywhere
 
 from warpbus.cuda.jit import architecture
-from warpbus.kernels.ops import wgmma
+from warpbus.kernels.ops import gemm_sm90
 from warpbus.kernels.ops.arguments import ACTIVATIONS
 from warpbus.kernels.ops.gemm import gemm, linear
 from warpbus.kernels.ops.gemv import gemv
@@ -67,7 +67,7 @@ def check(found, expected):
 
 @needs_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tiling", wgmma.TILINGS, ids=lambda tiling: f"{tiling.m}x{tiling.n}")
+@pytest.mark.parametrize("tiling", gemm_sm90.TILINGS, ids=lambda tiling: f"{tiling.m}x{tiling.n}")
 def test_every_tiling(tiling, dtype):
     for (m, n, k), a_major, b_major in itertools.product(ODD, (0, 1), (0, 1)):
         if not tiling.fits(a_major, b_major, 0):
@@ -76,7 +76,7 @@ def test_every_tiling(tiling, dtype):
         b = random(k, n, dtype=dtype) if b_major else random(n, k, dtype=dtype).T
         bias = random(n, dtype=dtype)
         out = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
-        wgmma.gemm(a, b, bias, 0, out, tiling)
+        gemm_sm90.gemm(a, b, bias, 0, out, tiling)
         check(out, a.double() @ b.double() + bias.double())
 
 

@@ -8,8 +8,8 @@ from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError
 from warpbus.kernels.ops import w8a8
+from warpbus.kernels.ops.gemm_sm90 import addressable
 from warpbus.kernels.ops.w8a8 import quantize_rows, quantize_tokens, scaled_gemm, w8a8_linear
-from warpbus.kernels.ops.wgmma import addressable
 from warpbus.kernels.reference import w8a8 as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -62,8 +62,8 @@ def error(found, expected):
 
 
 def check(found, expected, codes):
-    # Half of eps is rounding the result; e4m3 sums, which tensor cores keep in fewer bits, lose about as much on the way.
-    tolerance = torch.finfo(found.dtype).eps * (0.51 if codes == torch.int8 else 1.25)
+    # Half of eps is rounding the result; e4m3 sums lose as much again on the way, at most.
+    tolerance = torch.finfo(found.dtype).eps * (0.51 if codes == torch.int8 else 1.0)
     assert error(found, expected) < tolerance
     assert_close_everywhere(found, expected, tolerance)
 
@@ -204,7 +204,11 @@ def test_a_chain_of_dependent_launches(codes):
     for before, after, (weight, scale) in zip(first[:-1], first[1:], layers, strict=True):
         codes_of, scales = reference.quantize(before, codes)
         product = codes_of.float().double() @ weight.float().double().T
-        check(after, product * scales.double()[:, None] * scale.double(), codes)
+        # Tensor cores keep e4m3 sums in fewer bits than float32, which costs a chain up to 1.6 eps. A row that was read
+        # too early is off by more than its own size.
+        assert_close_everywhere(
+            after, product * scales.double()[:, None] * scale.double(), 4 * torch.finfo(x.dtype).eps
+        )
 
 
 @pytest.mark.parametrize("codes", CODES)

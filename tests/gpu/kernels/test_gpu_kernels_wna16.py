@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
-from warpbus.kernels.ops import wna16_decode, wna16_wgmma, workspace
+from warpbus.kernels.ops import wna16_decode, wna16_sm90, workspace
 from warpbus.kernels.ops.packed import pack
 from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.qtensor import QTensor, Scheme
@@ -30,7 +30,7 @@ NARROW = ["w2a16-g64-asym", "w3a16-g32", "w3a16-g128-asym", "w2a16"]
 EPS = 1e-5
 BY_PLAN = pytest.mark.parametrize(
     "plan",
-    [wna16_wgmma.Plan(tiling, splits) for tiling in wna16_wgmma.TILINGS for splits in (1, 2, 5)],
+    [wna16_sm90.Wna16Sm90Plan(tiling, splits) for tiling in wna16_sm90.TILINGS for splits in (1, 2, 5)],
     ids=lambda plan: f"{plan.tiling.tokens}x{plan.tiling.rows}by{plan.splits}",
 )
 
@@ -91,7 +91,7 @@ def wgmma(x, packed, bias=None, plan=None):
     if plan is not None:
         plan = replace(plan, splits=min(plan.splits, -(-x.shape[1] // 64)))
     out = poisoned(x.shape[0], packed.shape[0], dtype=x.dtype)
-    wna16_wgmma.multiply(x, packed, bias, out, plan)
+    wna16_sm90.multiply(x, packed, bias, out, plan)
     return out
 
 
@@ -207,13 +207,13 @@ def test_tiles_that_are_shared_and_whole_waves(plan):
 def test_graphs_keep_what_their_kernels_count_with():
     """Of so many that the next product has a new reserve set aside, and others take the memory that is free."""
     _, packed = quantized("w4a16-g128", 4096, 4096, torch.float16)
-    x, plan = normal(40, 4096, dtype=torch.float16), wna16_wgmma.Plan(wna16_wgmma.TILINGS[2])
+    x, plan = normal(40, 4096, dtype=torch.float16), wna16_sm90.Wna16Sm90Plan(wna16_sm90.TILINGS[2])
     expected = wgmma(x, packed, None, plan)
     out = torch.empty_like(expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(600):
-            wna16_wgmma.multiply(x, packed, None, out, plan)
+            wna16_sm90.multiply(x, packed, None, out, plan)
     wgmma(x, packed, None, plan)
     torch.cuda.empty_cache()
     others = [torch.full((1 << 18,), 7, dtype=torch.int32, device="cuda") for _ in range(8)]

@@ -9,9 +9,9 @@ from dense_configs import with_traits
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.engine.engine import Engine
-from warpbus.engine.plan import packed_bytes
 from warpbus.errors import DeviceError
 from warpbus.models import SHAPES, random_model
+from warpbus.models.cost import packed_bytes
 from warpbus.models.layers import QuantizedLinear, RMSNorm, project
 from warpbus.models.placement import place
 from warpbus.qtensor import QTensor, Scheme

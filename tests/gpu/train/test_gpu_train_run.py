@@ -18,7 +18,7 @@ from warpbus.models.layers.prefixed import PrefixedAttention
 from warpbus.train import TrainingProgress, TrainingSettings, results, train
 from warpbus.train.dataset import assemble, pack, tokenize
 from warpbus.train.loss import summed_cross_entropy
-from warpbus.train.plan import plan
+from warpbus.train.plan import plan_training
 from warpbus.train.run import _TrainingRun
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +90,6 @@ def test_the_best_step_is_written(settings: TrainingSettings, tmp_path: Path, mo
         return losses[run.course.step - 1]
 
     monkeypatch.setattr(_TrainingRun, "_validate", validate)
-    monkeypatch.setattr(results, "draw_curve", lambda log, path: path.write_bytes(b""))
     summary, _ = run(tmp_path / "out", replace(settings, steps=3, valid_every=1, save_every=2, keep="best"))
     assert (summary["best_step"], summary["valid_loss"]) == (2, 1.0)
 
@@ -151,10 +150,11 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_measures_the_gpu() -> None:
-    found = plan(model_path(), data_path("spring.jsonl"), LORA, torch.device("cuda", 0))
+    found = plan_training(model_path(), data_path("spring.jsonl"), LORA, torch.device("cuda", 0))
     assert found.device == torch.cuda.get_device_name(0)
     assert found.flops_per_second is not None
     assert found.flops_per_second > 1e12
-    seconds = [need.seconds for need in found.needs]
-    assert all(value is not None and value > 0 for value in seconds)
-    assert seconds == sorted(seconds, key=lambda value: -(value or 0.0))
+    times = [need.time for need in found.needs if need.time is not None]
+    assert len(times) == len(found.needs)
+    assert all(0 < time.least < time.most for time in times)
+    assert [time.least for time in times] == sorted((time.least for time in times), reverse=True)

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "gpu" / "engine"))
 from gpu_engine_models import GPU, SMALL, W4, finish, model_of, random_lora
 
 from warpbus.cuda.vmm import mapped_bytes
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine, request
-from warpbus.engine.moving import Move
+from warpbus.engine.moving import EngineMigration
+from warpbus.engine.offload import OffloadableModel
 from warpbus.engine.sampling_params import SamplingParams
 
 pytestmark = [
@@ -37,7 +37,7 @@ def requests(params, tokens=400):
 
 def move_while_it_answers(engine, device):
     """Prepared in a thread, as a server does it."""
-    move = Move(engine, device)
+    move = EngineMigration(engine, device)
     failed = []
 
     def prepare():
@@ -81,7 +81,7 @@ def test_answers_are_those_of_an_engine_that_stays(params, scheme, dtype, option
     for _ in range(20):
         engine.step()
     # Without a thread: so it falls in the midst of the answers however long it takes.
-    move = Move(engine, OTHER)
+    move = EngineMigration(engine, OTHER)
     move.prepare()
     while not move.copy_ahead():
         engine.step()
@@ -113,7 +113,7 @@ def test_it_answers_while_the_other_gpu_is_made_ready_and_moves_back():
 
 def test_the_first_gpu_gets_its_memory_back_and_a_moved_engine_sleeps():
     model = model_of()
-    engine = Engine(model, dormant=Dormant(model))
+    engine = Engine(model, offloadable=OffloadableModel(model))
     del model
     expected = engine.decode([[1, 2, 3]], 20)
     move_while_it_answers(engine, OTHER)
@@ -144,7 +144,7 @@ def test_adapters_move_with_the_model():
     for device in (OTHER, GPU):
         for _ in range(20):
             engine.step()
-        move = Move(engine, device)
+        move = EngineMigration(engine, device)
         move.prepare()
         move.finish()
         move.release()

@@ -14,9 +14,9 @@ from test_gpu_engine_chatglm import model_of as chatglm_of
 from test_gpu_engine_chatglm import on_the_cpu
 from test_gpu_engine_prefix import LENGTHS, PROMPTS, TOLERANCES, asked, check, drawn
 
-from warpbus.engine.dormancy import Dormant
 from warpbus.engine.engine import Engine
-from warpbus.engine.moving import Move
+from warpbus.engine.moving import EngineMigration
+from warpbus.engine.offload import OffloadableModel
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -31,13 +31,13 @@ def test_prefixes_are_there_too(kind):
     config, prompts = (SMALL, PROMPTS) if kind == "glm" else (CHATGLM, CHATGLM_PROMPTS)
     model = model_of() if kind == "glm" else chatglm_of()
     reference, prefixes = on_the_cpu(model), {name: drawn(config, name) for name in LENGTHS}
-    engine = Engine(model, adapters=list(prefixes.values()), dormant=Dormant(model))
+    engine = Engine(model, adapters=list(prefixes.values()), offloadable=OffloadableModel(model))
     requests = asked(prompts, [None, *prefixes], 60)
     for each in requests:
         engine.add(each)
     for _ in range(20):
         engine.step()
-    move = Move(engine, OTHER)
+    move = EngineMigration(engine, OTHER)
     move.prepare()
     while not move.copy_ahead():
         engine.step()

@@ -18,9 +18,9 @@ from pool_migration_work import contents, execute, lease
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.wire import decode
 from warpbus.pool.quota import Quota
-from warpbus.pool.tenant.crossing import sharing
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.migration import ENDS, Destination, DestinationState, Source
+from warpbus.pool.tenant.migration import ENDS, DestinationState, MigrationDestination, MigrationSource
+from warpbus.pool.tenant.transport import memory_exporter
 
 pytestmark = [
     pytest.mark.multigpu,
@@ -29,7 +29,7 @@ pytestmark = [
 
 QUOTA = Quota(4 * 2**30, 1.0)
 LARGE, LARGE_BYTES = 500, 2**30 + 12_345  # a storage beside those that the batches make
-TICKET = b"t" * 32
+TOKEN = b"t" * 32
 BATCHES = 40
 
 
@@ -54,7 +54,7 @@ def begun(device: torch.device, batches: int) -> Executor:
 def destination(path: str, device: str) -> None:
     """The other process: takes the lease, goes on with it, and prints the digest of what it has then."""
     there = lease(torch.device(device), QUOTA)
-    waiting = Destination(there, ticket=TICKET)
+    waiting = MigrationDestination(there, migration_token=TOKEN)
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(path)
     channel = Channel(connected)
@@ -92,7 +92,9 @@ def test_a_lease_moves_to_another_gpu(tmp_path: Path, visible: str, directly: bo
     )
     here = begun(torch.device("cuda:0"), 20)
     channel = Channel(listening.accept()[0])
-    source = Source(here, channel, ticket=TICKET, shared=sharing if directly else lambda _: None)
+    source = MigrationSource(
+        here, channel, migration_token=TOKEN, shared=memory_exporter if directly else lambda _: None
+    )
     source.begin()
     while not source.copy_ahead().settled:
         if here.executed < 30:

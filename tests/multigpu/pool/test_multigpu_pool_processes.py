@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from warpbus.cuda.checkpoint import Checkpoint, State
+from warpbus.cuda.checkpoint import CudaCheckpoint, State
 from warpbus.errors import DeviceError
 from warpbus.pool.processes.machine import ThisMachine
-from warpbus.pool.processes.processes import Host, migrate_process, resume_process, suspend_process
+from warpbus.pool.processes.processes import ProcessHost, migrate_process, resume_process, suspend_process
 from warpbus.pool.processes.suspensions import Suspensions
 
 pytestmark = [
@@ -101,7 +101,7 @@ def training(request, tmp_path):
 @pytest.fixture
 def host(tmp_path):
     (tmp_path / "suspended").mkdir()
-    return Host(ThisMachine(), Checkpoint(), Suspensions(tmp_path / "suspended"))
+    return ProcessHost(ThisMachine(), CudaCheckpoint(), Suspensions(tmp_path / "suspended"))
 
 
 def on(host, pid):
@@ -154,7 +154,7 @@ def test_it_goes_on_where_it_was_when_it_cannot_be_restored(host, training, undi
             nowhere = (f"GPU-{number:08x}-0000-0000-0000-000000000000" for number in range(len(gpus)))
             self._real.restore(pid, dict(zip(gpus, nowhere, strict=True)))
 
-    astray = Host(host.machine, Astray(host.driver), host.suspensions)
+    astray = ProcessHost(host.machine, Astray(host.driver), host.suspensions)
     with pytest.raises(DeviceError, match=r"restore failed \(.*\): it goes on, on GPU 0"):
         migrate_process(training.pid, 1, astray)
     assert on(host, training.pid) == [0]

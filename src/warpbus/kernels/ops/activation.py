@@ -11,9 +11,17 @@ from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import aligned, blocks, blocks_in_stride, check_alike, per_dtype
 from warpbus.kernels.reference import activation as reference
 
-_SWIGLU = per_dtype("step/activation.cu", "swiglu", "PPqii")
-_SWIGLU_BACKWARD = per_dtype("step/activation.cu", "swiglu_backward", "PPPqii")
-_GELU = per_dtype("step/activation.cu", "gelu", "PPqii")
+_SWIGLU = per_dtype(
+    "step/activation.cu", "swiglu", "const ELEMENT* x, ELEMENT* out, long long chunks, int width, int vectorised"
+)
+_SWIGLU_BACKWARD = per_dtype(
+    "step/activation.cu",
+    "swiglu_backward",
+    "const ELEMENT* gradient, const ELEMENT* x, ELEMENT* out, long long chunks, int width, int vectorised",
+)
+_GELU = per_dtype(
+    "step/activation.cu", "gelu", "const ELEMENT* x, ELEMENT* out, long long chunks, int width, int vectorised"
+)
 
 _CHUNK = 8  # elements: kChunk in step/chunk.cuh
 _BLOCK = 256
@@ -60,34 +68,34 @@ def gelu(x: Tensor) -> Tensor:
 def _launch_swiglu(x: Tensor) -> Tensor:
     x = x.contiguous()
     out = _fake_swiglu(x)
-    _launch(_SWIGLU[x.dtype], (x,), out)
+    _launch(_SWIGLU[x.dtype], out, x=x)
     return out
 
 
 def _launch_swiglu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     x, gradient = x.contiguous(), gradient.contiguous()
     out = torch.empty_like(x)
-    _launch(_SWIGLU_BACKWARD[x.dtype], (gradient, x), out, gradient.shape[-1])
+    _launch(_SWIGLU_BACKWARD[x.dtype], out, gradient.shape[-1], gradient=gradient, x=x)
     return out
 
 
 def _launch_gelu(x: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    _launch(_GELU[x.dtype], (x,), out)
+    _launch(_GELU[x.dtype], out, x=x)
     return out
 
 
-def _launch(kernel: Kernel, inputs: tuple[Tensor, ...], out: Tensor, width: int | None = None) -> None:
-    """`width`: of a row as threads go along it, by default that of a row of the output."""
+def _launch(kernel: Kernel, out: Tensor, width: int | None = None, **inputs: Any) -> None:
+    """`width`: elements of a row that threads walk along, by default those of a row of `out`."""
     if out.numel() == 0:
         return
     own = out.shape[-1] if out.dim() else 1
     width = own if width is None else width
     chunks = out.numel() // own * blocks((width, _CHUNK))
-    vectorised = width % _CHUNK == 0 and aligned(*(each.flatten() for each in (*inputs, out)))
+    vectorised = width % _CHUNK == 0 and aligned(*(each.flatten() for each in (*inputs.values(), out)))
     grid = blocks_in_stride(chunks, _BLOCK, out.device)
-    kernel(grid, _BLOCK, *inputs, out, chunks, width, int(vectorised), dependent=True)
+    kernel(grid, _BLOCK, **inputs, out=out, chunks=chunks, width=width, vectorised=vectorised, dependent=True)
 
 
 def _fake_swiglu(x: Tensor) -> Tensor:

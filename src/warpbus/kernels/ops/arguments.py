@@ -7,6 +7,7 @@ from torch import Tensor
 
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.units import unit
 
@@ -19,9 +20,15 @@ _BLOCKS_OF_A_MULTIPROCESSOR = 8  # of 256 threads: as many as one can hold
 
 
 def per_dtype(
-    source: str, name: str, parameters: str, dtypes: tuple[torch.dtype, ...] = tuple(ELEMENTS), needs: str = "sm_80"
+    source: str, name: str, signature: str, dtypes: tuple[torch.dtype, ...] = tuple(ELEMENTS), needs: str = "sm_80"
 ) -> dict[torch.dtype, Kernel]:
-    """A kernel of a file that takes its element type as the macro `ELEMENT`, once for each dtype."""
+    """A kernel of a file that takes its element type as the macro `ELEMENT`, once for each dtype.
+
+    Args:
+        source: the file, below `csrc`; `needs`: the oldest architecture that it compiles for.
+        name: that of the kernel; `signature`: its parameters, see `Parameters`.
+    """
+    parameters = Parameters(signature)
     return {dtype: unit(source, needs=needs, ELEMENT=ELEMENTS[dtype]).kernel(name, parameters) for dtype in dtypes}
 
 

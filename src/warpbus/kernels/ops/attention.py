@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.devices import shared_memory
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import Kernel, runs_on
+from warpbus.cuda.kernel import Kernel
 from warpbus.cuda.lent import is_gpu
+from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
@@ -21,6 +23,17 @@ from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.reference import attention as reference
 from warpbus.kernels.units import unit
 
+_PARAMETERS = Parameters(
+    "const ELEMENT* qkv, const float* table, const int* positions, const int* block_table, Cache* keys, "
+    "Cache* values, float* key_scales, float* value_scales, ELEMENT* out, float* part_values, "
+    "float2* part_weights, int* counters, long long block_table_stride, long long key_head_stride, "
+    "long long value_head_stride, long long key_scale_block_stride, long long key_scale_head_stride, "
+    "long long value_scale_block_stride, long long value_scale_head_stride, unsigned int key_block_stride, "
+    "unsigned int key_token_stride, unsigned int value_block_stride, unsigned int value_token_stride, "
+    "int shift, int group, int head_dim, int rotary, int interleaved, int stages, int chunks_per_unit, "
+    "int units_per_group, int units_per_part, int parts_per_block, int parts, int combiners, int limit, "
+    "int late, int settled, float scale"
+)
 _HEAD_DIMS = (64, 128, 256)  # what the kernel is compiled for; others run on the next larger one
 _TILE = 16  # queries of a block, all of one KV head
 _THREADS = 128
@@ -112,7 +125,7 @@ def has_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
         and dtype in HALVES
         and 0 < head_dim <= _HEAD_DIMS[-1]
         and head_dim % 16 == 0
-        and runs_on(architecture(device), "sm_80")
+        and capabilities(architecture(device)).mma
     )
 
 
@@ -160,7 +173,7 @@ def _check(
 
 
 @dataclass(frozen=True)
-class Device:
+class AttentionDevice:
     """What decides how a row is cut: multiprocessors, and bytes of shared memory of one."""
 
     multiprocessors: int
@@ -168,7 +181,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """How the keys of a row are cut; the names are those of csrc/attention/decode.cu.
 
     Attributes:
@@ -204,12 +217,12 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: Device) -> Plan:
+def plan(pairs: int, group: int, size: int, bits: int, limit: int, device: AttentionDevice) -> AttentionPlan:
     """The cut that takes least time, of such the one with fewest waves, then with most blocks. See `cuts`."""
     return min(cuts(pairs, group, size, bits, limit, device), key=lambda cut: (cut.time, cut.waves))
 
 
-def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Device) -> list[Plan]:
+def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: AttentionDevice) -> list[AttentionPlan]:
     """All ways to cut rows, of the same bits, those with more blocks first.
 
     The tree of sums, with its units, groups and quarters, depends on `limit` alone. A block takes a unit, or one or
@@ -225,7 +238,7 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
     units = -(-chunks // chunks_per_unit)
     in_group = -(-units // _GROUPS)
 
-    def cut(units_per_part: int, parts_per_block: int) -> Plan:
+    def cut(units_per_part: int, parts_per_block: int) -> AttentionPlan:
         parts = -(-units // units_per_part)
         blocks = -(-parts // parts_per_block)
         stages, shared, of_one = _fitted(head_dim, bits, parts_per_block * units_per_part * chunks_per_unit, device)
@@ -237,7 +250,7 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
         # Who waits for others must know that they run.
         combiners = _COMBINERS_OF_UNITS if of_units else _COMBINERS
         combiners = min(combiners, group, _TILE) if waves == 1 else 1
-        return Plan(
+        return AttentionPlan(
             head_dim,
             tiles,
             stages,
@@ -263,7 +276,7 @@ def cuts(pairs: int, group: int, size: int, bits: int, limit: int, device: Devic
     return found
 
 
-def _fitted(head_dim: int, bits: int, chunks: int, device: Device) -> tuple[int, int, int]:
+def _fitted(head_dim: int, bits: int, chunks: int, device: AttentionDevice) -> tuple[int, int, int]:
     """Stages, shared memory of a block, and how many blocks a multiprocessor holds, for blocks of so many chunks.
 
     Two blocks a multiprocessor, where each can have three stages. 8 sequences of 4,096 tokens took 19.1 us on an H100
@@ -281,10 +294,19 @@ def _fitted(head_dim: int, bits: int, chunks: int, device: Device) -> tuple[int,
 
 def shared_bytes(head_dim: int, bits: int, stages: int) -> int:
     """The dynamic shared memory of a block: `Memory` in csrc/attention/block.cuh."""
+    stage, others = _shared_parts(head_dim, bits)
+    return stages * stage + others
+
+
+def _shared_parts(head_dim: int, bits: int) -> tuple[int, int]:
+    """Bytes of shared memory of a stage, and of the rest of a block.
+
+    csrc/attention/block.cuh compares both with its structs, as the macros STAGE_BYTES and OTHER_BYTES.
+    """
     keys, row = _keys(head_dim), head_dim * bits // 8
     stage = 2 * keys * row + (8 * keys if bits == 8 else 0)
     weighed = 2 * (2 * keys + 2 * 4 * 4)
-    return stages * stage + _TILE * (2 * head_dim + weighed) + 2 * row + 16
+    return stage, _TILE * (2 * head_dim + weighed) + 2 * row + 16
 
 
 def _row(size: int) -> int:
@@ -297,14 +319,23 @@ def _keys(head_dim: int) -> int:
     return 32 if head_dim == 256 else 64
 
 
-def _device(device: torch.device) -> Device:
-    return Device(multiprocessors(device), shared_memory(device))
+def _device(device: torch.device) -> AttentionDevice:
+    return AttentionDevice(multiprocessors(device), shared_memory(device))
 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, head_dim: int, code: int, stored: bool) -> Kernel:
-    declared = unit("attention/decode.cu", ELEMENT=ELEMENTS[dtype], HEAD_DIM=head_dim, CODE=code, STORED=int(stored))
-    return declared.kernel("decode_attention", "P" * 12 + "q" * 7 + "I" * 4 + "i" * 15 + "f")
+    stage, others = _shared_parts(head_dim, 8 if code else 16)
+    declared = unit(
+        "attention/decode.cu",
+        ELEMENT=ELEMENTS[dtype],
+        HEAD_DIM=head_dim,
+        CODE=code,
+        STORED=int(stored),
+        STAGE_BYTES=stage,
+        OTHER_BYTES=others,
+    )
+    return declared.kernel("decode_attention", _PARAMETERS)
 
 
 def _launch(
@@ -350,44 +381,52 @@ def _launch(
         part_values = torch.empty(cut.parts * batch * heads * size, dtype=torch.float32, device=qkv.device)
         part_weights = torch.empty(cut.parts * batch * heads * 2, dtype=torch.float32, device=qkv.device)
         counting = counters(qkv.device, batch * kv_heads * cut.tiles)
+    key_scale_strides = (0, 0) if key_scales is None else key_scales.stride()[:2]
+    value_scale_strides = (0, 0) if value_scales is None else value_scales.stride()[:2]
     _kernel(qkv.dtype, cut.head_dim, CODES.get(keys.dtype, 0), stored)(
         (cut.blocks, kv_heads * cut.tiles, batch),
         _THREADS,
-        qkv,
-        table,
-        positions,
-        blocks,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        out,
-        part_values,
-        part_weights,
-        counting,
-        blocks.stride(0),
-        keys.stride(1),
-        values.stride(1),
-        *((0, 0) if key_scales is None else key_scales.stride()[:2]),
-        *((0, 0) if value_scales is None else value_scales.stride()[:2]),
-        *(tensor.stride(axis) * bits // 128 for tensor in (keys, values) for axis in (0, 2)),
-        block.bit_length() - 1,
-        group,
-        size,
-        table.shape[1],
-        int(interleaved),
-        cut.stages,
-        cut.chunks_per_unit,
-        cut.units_per_group,
-        cut.units_per_part,
-        cut.parts_per_block,
-        cut.parts,
-        cut.combiners,
-        limit,
-        int(cut.late),
+        qkv=qkv,
+        table=table,
+        positions=positions,
+        block_table=blocks,
+        keys=keys,
+        values=values,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        out=out,
+        part_values=part_values,
+        part_weights=part_weights,
+        counters=counting,
+        block_table_stride=blocks.stride(0),
+        key_head_stride=keys.stride(1),
+        value_head_stride=values.stride(1),
+        key_scale_block_stride=key_scale_strides[0],
+        key_scale_head_stride=key_scale_strides[1],
+        value_scale_block_stride=value_scale_strides[0],
+        value_scale_head_stride=value_scale_strides[1],
+        # In units of 16 bytes.
+        key_block_stride=keys.stride(0) * bits // 128,
+        key_token_stride=keys.stride(2) * bits // 128,
+        value_block_stride=values.stride(0) * bits // 128,
+        value_token_stride=values.stride(2) * bits // 128,
+        shift=block.bit_length() - 1,
+        group=group,
+        head_dim=size,
+        rotary=table.shape[1],
+        interleaved=interleaved,
+        stages=cut.stages,
+        chunks_per_unit=cut.chunks_per_unit,
+        units_per_group=cut.units_per_group,
+        units_per_part=cut.units_per_part,
+        parts_per_block=cut.parts_per_block,
+        parts=cut.parts,
+        combiners=cut.combiners,
+        limit=limit,
+        late=cut.late,
         # Blocks that fill the GPU begin when those ahead end: what is projected would only be asked for later.
-        int(settled and not cut.late),
-        math.log2(math.e) * size**-0.5,
+        settled=settled and not cut.late,
+        scale=math.log2(math.e) * size**-0.5,
         shared=cut.shared,
         dependent=True,
     )

@@ -13,7 +13,13 @@ from warpbus.kernels.reference import cache as reference
 CODES = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in csrc/common/cache_codes.cuh; 0 is the dtype of qkv
 
 _BLOCKS = (16, 256)  # tokens: the smallest and the largest
-_KERNEL = per_dtype("step/gather_cache.cu", "gather_cache", "PPPP" + "q" * 6 + "i" * 4)
+_KERNEL = per_dtype(
+    "step/gather_cache.cu",
+    "gather_cache",
+    "const unsigned char* cache, const float* scales, const int* table, ELEMENT* out, long long block_stride, "
+    "long long head_stride, long long token_stride, long long scale_block_stride, long long scale_head_stride, "
+    "long long entry_stride, int tokens, int shift, int size, int code",
+)
 _THREADS = 256
 _VECTOR = 16  # bytes
 
@@ -133,21 +139,25 @@ def _launch(cache: Tensor, scales: Tensor | None, blocks: Tensor, tokens: int, d
     out = cache.new_empty(tokens, kv_heads, size, dtype=dtype)
     if out.numel() == 0:
         return out
+    scale_block_stride, scale_head_stride = (0, 0) if scales is None else scales.stride()[:2]
     _KERNEL[dtype](
         (-(-tokens // block), kv_heads),
         _THREADS,
-        cache,
-        scales,
-        blocks,
-        out,
-        *vectors[2:],
-        *((0, 0) if scales is None else scales.stride()[:2]),
+        cache=cache,
+        scales=scales,
+        table=blocks,
+        out=out,
+        block_stride=cache.stride(0) * width,
+        head_stride=cache.stride(1) * width,
+        token_stride=cache.stride(2) * width,
+        scale_block_stride=scale_block_stride,
+        scale_head_stride=scale_head_stride,
         # The lower half of a 64-bit entry is the block's number.
-        blocks.stride(0) * (blocks.element_size() // 4),
-        tokens,
-        block.bit_length() - 1,
-        size,
-        CODES.get(cache.dtype, 0),
+        entry_stride=blocks.stride(0) * (blocks.element_size() // 4),
+        tokens=tokens,
+        shift=block.bit_length() - 1,
+        size=size,
+        code=CODES.get(cache.dtype, 0),
     )
     return out
 

@@ -13,7 +13,11 @@ from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, blocks, check_alike, check_rank, check_shape, per_dtype
 from warpbus.kernels.reference import cross_entropy as reference
 
-_KERNEL = per_dtype("train/cross_entropy.cu", "cross_entropy", "PPPii")
+_KERNEL = per_dtype(
+    "train/cross_entropy.cu",
+    "cross_entropy",
+    "ELEMENT* scores, const long long* targets, float* losses, int width, int differentiated",
+)
 
 _LARGEST_BLOCK = 1024  # kBlock in train/cross_entropy.cu
 _WARP = 32
@@ -63,7 +67,15 @@ def _launch(scores: Tensor, targets: Tensor, differentiated: bool) -> Tensor:
     if rows:
         size = 16 // scores.element_size()
         block = min(_LARGEST_BLOCK, _WARP * blocks((vocabulary, _WARP * size)))
-        _KERNEL[scores.dtype](rows, block, scores, targets.contiguous(), losses, vocabulary, int(differentiated))
+        _KERNEL[scores.dtype](
+            rows,
+            block,
+            scores=scores,
+            targets=targets.contiguous(),
+            losses=losses,
+            width=vocabulary,
+            differentiated=differentiated,
+        )
     return losses
 
 

@@ -14,11 +14,23 @@ _BLOCK = 256
 _BYTES_OF_A_BLOCK = _BLOCK * 4 * 16  # kBlock * kLoads vectors of 16 bytes, in vector_add.cu
 _LARGEST_GRID_SIDE = 65_535  # of gridDim.y and gridDim.z
 
-_VECTOR_ADD_SCALAR = per_dtype("ladder/vector_add.cu", "vector_add_scalar", "PPPq")
-_VECTOR_ADD_VECTORISED = per_dtype("ladder/vector_add.cu", "vector_add_vectorised", "PPPq")
-_MATRIX_ADD = per_dtype("ladder/matrix_add.cu", "matrix_add", "PPPqq")
-_VOLUME_ADD = per_dtype("ladder/matrix_add.cu", "volume_add", "PPPqqq")
-_SIGMOID = per_dtype("ladder/sigmoid.cu", "sigmoid_forward", "PPq")
+_VECTOR_ADD_SCALAR = per_dtype(
+    "ladder/vector_add.cu", "vector_add_scalar", "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, long long size"
+)
+_VECTOR_ADD_VECTORISED = per_dtype(
+    "ladder/vector_add.cu", "vector_add_vectorised", "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, long long size"
+)
+_MATRIX_ADD = per_dtype(
+    "ladder/matrix_add.cu",
+    "matrix_add",
+    "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, long long rows, long long columns",
+)
+_VOLUME_ADD = per_dtype(
+    "ladder/matrix_add.cu",
+    "volume_add",
+    "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, long long depth, long long rows, long long columns",
+)
+_SIGMOID = per_dtype("ladder/sigmoid.cu", "sigmoid_forward", "const ELEMENT* x, ELEMENT* out, long long size")
 
 
 def vector_add(a: Tensor, b: Tensor, variant: str = "auto") -> Tensor:
@@ -111,10 +123,11 @@ def _launch_vector_add(a: Tensor, b: Tensor, variant: str) -> Tensor:
     if size == 0:
         return out
     if variant == "scalar" or not aligned(a, b):
-        _VECTOR_ADD_SCALAR[a.dtype](blocks_in_stride(size, _BLOCK, a.device), _BLOCK, a, b, out, size)
+        grid = blocks_in_stride(size, _BLOCK, a.device)
+        _VECTOR_ADD_SCALAR[a.dtype](grid, _BLOCK, a=a, b=b, out=out, size=size)
     else:
         grid = blocks((a.nbytes, _BYTES_OF_A_BLOCK))
-        _VECTOR_ADD_VECTORISED[a.dtype](grid, _BLOCK, a, b, out, size)
+        _VECTOR_ADD_VECTORISED[a.dtype](grid, _BLOCK, a=a, b=b, out=out, size=size)
     return out
 
 
@@ -124,7 +137,7 @@ def _launch_matrix_add(a: Tensor, b: Tensor) -> Tensor:
     rows, columns = a.shape
     if out.numel():
         grid = (blocks((columns, 32)), min(blocks((rows, 8)), _LARGEST_GRID_SIDE))
-        _MATRIX_ADD[a.dtype](grid, (32, 8), a, b, out, rows, columns)
+        _MATRIX_ADD[a.dtype](grid, (32, 8), a=a, b=b, out=out, rows=rows, columns=columns)
     return out
 
 
@@ -135,7 +148,7 @@ def _launch_volume_add(a: Tensor, b: Tensor) -> Tensor:
     if out.numel():
         sides = (blocks((rows, 4)), blocks((depth, 2)))
         grid = (blocks((columns, 32)), *(min(side, _LARGEST_GRID_SIDE) for side in sides))
-        _VOLUME_ADD[a.dtype](grid, (32, 4, 2), a, b, out, depth, rows, columns)
+        _VOLUME_ADD[a.dtype](grid, (32, 4, 2), a=a, b=b, out=out, depth=depth, rows=rows, columns=columns)
     return out
 
 
@@ -144,7 +157,7 @@ def _launch_sigmoid(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     size = x.numel()
     if size:
-        _SIGMOID[x.dtype](blocks_in_stride(size, _BLOCK, x.device), _BLOCK, x, out, size)
+        _SIGMOID[x.dtype](blocks_in_stride(size, _BLOCK, x.device), _BLOCK, x=x, out=out, size=size)
     return out
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import check_alike, check_device, check_rank, check_shape, check_strides
@@ -14,7 +15,13 @@ LARGEST_CORNER = 128  # columns
 _FLOAT = (torch.float32,)
 # csrc/gptq/factor_corner.cu: threads of a block, and its dynamic shared memory.
 _THREADS, _BYTES = 256, 4 * LARGEST_CORNER * (LARGEST_CORNER + 1)
-_FACTOR_CORNER = unit("gptq/factor_corner.cu").kernel("factor_corner", "PPPPqqqi")
+_FACTOR_CORNER = unit("gptq/factor_corner.cu").kernel(
+    "factor_corner",
+    Parameters(
+        "const float* matrix, float* upper, float* inverse, int* failed, long long matrix_row, long long upper_row, "
+        "long long inverse_row, int columns"
+    ),
+)
 
 
 def factor_corner(matrix: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor) -> None:
@@ -48,8 +55,19 @@ def factor_corner(matrix: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor
 
 
 def _launch_factor_corner(matrix: Tensor, upper: Tensor, inverse: Tensor, failed: Tensor) -> None:
-    rows = (tensor.stride(0) for tensor in (matrix, upper, inverse))
-    _FACTOR_CORNER(1, _THREADS, matrix, upper, inverse, failed, *rows, len(matrix), shared=_BYTES)
+    _FACTOR_CORNER(
+        1,
+        _THREADS,
+        matrix=matrix,
+        upper=upper,
+        inverse=inverse,
+        failed=failed,
+        matrix_row=matrix.stride(0),
+        upper_row=upper.stride(0),
+        inverse_row=inverse.stride(0),
+        columns=len(matrix),
+        shared=_BYTES,
+    )
 
 
 _factor_corner = operator(

@@ -8,6 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, aligned, blocks, blocks_in_stride, check_alike, check_rank
@@ -15,6 +16,10 @@ from warpbus.kernels.ops.workspace import counters
 from warpbus.kernels.reference import fp8 as reference
 from warpbus.kernels.units import unit
 
+_CAST_PARAMETERS = Parameters(
+    "const ELEMENT* x, const float* scale, unsigned char* codes, unsigned char* transposed, int m, int n, int padded"
+)
+_SCALE_PARAMETERS = Parameters("const uint4* x, float* scale, unsigned int* counters, long long chunks")
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _BLOCK = 256  # kBlock in fp8/cast.cu
@@ -24,8 +29,8 @@ _UNITS = {
     (dtype, codes): unit("fp8/cast.cu", needs="sm_89", ELEMENT=ELEMENTS[dtype], E4M3=int(codes == torch.float8_e4m3fn))
     for dtype, codes in itertools.product(ELEMENTS, FORMATS)
 }
-_SCALE = {key: of.kernel("fp8_scale", "PPPq") for key, of in _UNITS.items()}
-_CAST = {key: of.kernel("fp8_cast", "PPPPiii") for key, of in _UNITS.items()}
+_SCALE = {key: of.kernel("fp8_scale", _SCALE_PARAMETERS) for key, of in _UNITS.items()}
+_CAST = {key: of.kernel("fp8_cast", _CAST_PARAMETERS) for key, of in _UNITS.items()}
 
 
 def round_to_fp8(x: Tensor, dtype: torch.dtype, *, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,11 +73,17 @@ def _launch(x: Tensor, dtype: torch.dtype, transposed: bool) -> tuple[Tensor, Te
     (m, n), key = x.shape, (x.dtype, dtype)
     chunks = x.numel() * x.element_size() // _CHUNK
     grid = blocks_in_stride(chunks, _BLOCK, x.device)
-    _SCALE[key](grid, _BLOCK, x, scale, counters(x.device, 2), chunks, dependent=True)
+    _SCALE[key](grid, _BLOCK, x=x, scale=scale, counters=counters(x.device, 2), chunks=chunks, dependent=True)
     _CAST[key](
         blocks((m, _TILE), (n, _TILE)),
         _BLOCK,
-        *(x, scale, codes, columns if transposed else None, m, n, columns.shape[1]),
+        x=x,
+        scale=scale,
+        codes=codes,
+        transposed=columns if transposed else None,
+        m=m,
+        n=n,
+        padded=columns.shape[1],
         dependent=True,
     )
     return codes, columns, scale

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.jit import architecture
 from warpbus.errors import DeviceError, TensorError, UsageError
 from warpbus.kernels.operators import autocast, differentiable, operator
-from warpbus.kernels.ops import gemv, mma, wgmma
+from warpbus.kernels.ops import gemm_sm80, gemm_sm90, gemv
 from warpbus.kernels.ops.arguments import ACTIVATIONS, HALVES, check_alike, check_epilogue, check_rank, check_shape
 from warpbus.kernels.reference import gemm as reference
 
@@ -77,18 +78,18 @@ def _launch(a: Tensor, b: Tensor, bias: Tensor | None, activation: str, variant:
     if variant == "auto":
         if a.shape[0] == 1 and b.stride(0) == 1:
             return gemv.launch(b.T, a[0], bias, activation)[None]
-        variant = "sm90_hgemm" if here == "sm_90a" else "sm80_hgemm"
-    if variant.startswith("sm90") and here != "sm_90a":
+        variant = "sm90_hgemm" if capabilities(here).wgmma else "sm80_hgemm"
+    if variant.startswith("sm90") and not capabilities(here).wgmma:
         raise DeviceError(f"gemm: variant {variant} needs sm_90a, {a.device} is {here}: use sm80_hgemm or auto")
     out = a.new_empty(a.shape[0], b.shape[1])
     if variant == "sm90_wgmma":
         if bias is not None or activation != "none":
             raise UsageError("gemm: variant sm90_wgmma has neither bias nor activation: use sm90_hgemm")
-        wgmma.matmul(a.contiguous(), b.contiguous(), out)
+        gemm_sm90.matmul(a.contiguous(), b.contiguous(), out)
         return out
     a, b = _dense(a), _dense(b)
     bias = None if bias is None else bias.contiguous()
-    launch = wgmma.gemm if variant == "sm90_hgemm" else mma.sm80_gemm
+    launch = gemm_sm90.gemm if variant == "sm90_hgemm" else gemm_sm80.sm80_gemm
     launch(a, b, bias, ACTIVATIONS[activation], out)
     return out
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.operators import autocast, operator
 from warpbus.kernels.ops.arguments import (
     ACTIVATIONS,
@@ -22,6 +23,9 @@ from warpbus.kernels.ops.arguments import (
 from warpbus.kernels.reference import gemm as reference
 from warpbus.kernels.units import unit
 
+_PARAMETERS = Parameters(
+    "const ELEMENT* weight, const ELEMENT* x, const ELEMENT* bias, ELEMENT* y, int n, int k, int activation"
+)
 _UNROLL = 2  # 16-byte loads in flight in a lane
 _SHORT = 2048  # elements: up to here a row is shared by fewer warps
 # Warps of a block, and warps that share a row. Either way a multiprocessor has 64 KB of loads in flight, in no more
@@ -65,7 +69,7 @@ def _kernel(dtype: torch.dtype, warps: int, split: int, vector: int) -> Kernel:
         UNROLL=_UNROLL,
         VECTOR=vector,
     )
-    return declared.kernel("hgemv", "PPPPiii")
+    return declared.kernel("hgemv", _PARAMETERS)
 
 
 def launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -79,10 +83,19 @@ def launch(weight: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> T
     n, k = weight.shape
     warps, split = _SHORT_ROWS if k <= _SHORT else _LONG_ROWS
     grid = blocks((n, warps // split))
-    arguments = weight, x, bias, out, n, k, ACTIVATIONS[activation]
-    # The read-only path may not load what a copy just ahead still writes.
-    dependent = weight is given
-    _kernel(weight.dtype, warps, split, vector)(grid, 32 * warps, *arguments, dependent=dependent)
+    _kernel(weight.dtype, warps, split, vector)(
+        grid,
+        32 * warps,
+        weight=weight,
+        x=x,
+        bias=bias,
+        y=out,
+        n=n,
+        k=k,
+        activation=ACTIVATIONS[activation],
+        # The read-only path may not load what a copy just ahead still writes.
+        dependent=weight is given,
+    )
     return out
 
 

@@ -9,9 +9,12 @@ What is carried over to other columns can be written in bfloat16, as the product
 a block all is in float32.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from warpbus.cuda.parameters import Parameters
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import (
@@ -43,11 +46,50 @@ _BLOCK_ROWS = 32
 _SEARCH_THREADS, _SEARCH_LANES = 256, 8
 _SEARCH_SIZES = (32, 64, 128)
 
-_ROUND_COLUMNS = unit("gptq/round_columns.cu").kernel("round_columns", "PPPPPPPP" + "qiqiqqiqiqiqi" + 5 * "i")
-_ROUND_AGAIN = unit("gptq/round_again.cu").kernel("round_again", "PPPPPPP" + "qiqqiqiqiqi" + 5 * "i")
-_FIT_SCALES = unit("gptq/fit_scales.cu").kernel("fit_scales", "PPPPPP" + 7 * "q" + 6 * "i")
-_SEARCH = {size: per_dtype("gptq/clip_search.cu", f"clip_search_{size}", "PPPPqqiiii") for size in _SEARCH_SIZES}
-_SEARCH_ANY = per_dtype("gptq/clip_search.cu", "clip_search_any", "PPPPqqiiiii")
+_ROUND_COLUMNS = unit("gptq/round_columns.cu").kernel(
+    "round_columns",
+    Parameters(
+        "const float* weight, const float* target, const float* corner, const float* scales, const float* zeros, "
+        "const int* groups, float* centred, void* errors, long long weight_part, int weight_column, "
+        "long long target_part, int target_column, long long corner_row, long long scales_part, int scales_group, "
+        "long long zeros_part, int zeros_group, long long centred_part, int centred_column, long long errors_part, "
+        "int errors_column, int errors_are_narrow, int columns, int rows, int max_code, int vector"
+    ),
+)
+_ROUND_AGAIN = unit("gptq/round_again.cu").kernel(
+    "round_again",
+    Parameters(
+        "const float* gradient, const float* corner, float* centred, const float* scales, const float* zeros, "
+        "const int* groups, void* changes, long long gradient_part, int gradient_column, long long corner_row, "
+        "long long centred_part, int centred_column, long long scales_part, int scales_group, long long zeros_part, "
+        "int zeros_group, long long changes_part, int changes_column, int changes_are_narrow, int columns, "
+        "int rows, int max_code, int vector"
+    ),
+)
+_FIT_SCALES = unit("gptq/fit_scales.cu").kernel(
+    "fit_scales",
+    Parameters(
+        "const float* gradient, const float* centred, const long long* members, const float* corner, float* scales, "
+        "void* changes, long long gradient_part, long long gradient_column, long long centred_part, "
+        "long long centred_column, long long corner_row, long long scales_part, long long changes_part, "
+        "int changes_column, int changes_are_narrow, int size, int rows, int scale_dtype, int vector"
+    ),
+)
+_SEARCH = {
+    size: per_dtype(
+        "gptq/clip_search.cu",
+        f"clip_search_{size}",
+        "const ELEMENT* weight, const float* importance, float* scales, float* zeros, long long weight_row, "
+        "long long rows, int groups, int max_code, int symmetric, int scale_dtype",
+    )
+    for size in _SEARCH_SIZES
+}
+_SEARCH_ANY = per_dtype(
+    "gptq/clip_search.cu",
+    "clip_search_any",
+    "const ELEMENT* weight, const float* importance, float* scales, float* zeros, long long weight_row, "
+    "long long rows, int groups, int max_code, int symmetric, int scale_dtype, int size",
+)
 
 
 def round_columns(
@@ -263,10 +305,32 @@ def _launch_round_columns(
         _ROUND_COLUMNS(
             parts * blocks((rows, _BLOCK_ROWS)),
             _ROUND_THREADS,
-            *(weight, target, corner, scales, zeros, groups, centred, errors),
-            *(*weight.stride()[:2], *target.stride()[:2], corner.stride(0)),
-            *(*scales.stride()[:2], *zeros.stride()[:2], *centred.stride()[:2], *errors.stride()[:2]),
-            *(_is_narrow(errors), columns, rows, max_code, _vectorised(corner)),
+            weight=weight,
+            target=target,
+            corner=corner,
+            scales=scales,
+            zeros=zeros,
+            groups=groups,
+            centred=centred,
+            errors=errors,
+            weight_part=weight.stride(0),
+            weight_column=weight.stride(1),
+            target_part=target.stride(0),
+            target_column=target.stride(1),
+            corner_row=corner.stride(0),
+            scales_part=scales.stride(0),
+            scales_group=scales.stride(1),
+            zeros_part=zeros.stride(0),
+            zeros_group=zeros.stride(1),
+            centred_part=centred.stride(0),
+            centred_column=centred.stride(1),
+            errors_part=errors.stride(0),
+            errors_column=errors.stride(1),
+            errors_are_narrow=_is_narrow(errors),
+            columns=columns,
+            rows=rows,
+            max_code=max_code,
+            vector=_vectorised(corner),
             shared=_corner_bytes(columns),
         )
 
@@ -286,10 +350,29 @@ def _launch_round_again(
         _ROUND_AGAIN(
             parts * blocks((rows, _BLOCK_ROWS)),
             _ROUND_THREADS,
-            *(gradient, corner, centred, scales, zeros, groups, changes),
-            *(*gradient.stride()[:2], corner.stride(0), *centred.stride()[:2]),
-            *(*scales.stride()[:2], *zeros.stride()[:2], *changes.stride()[:2]),
-            *(_is_narrow(changes), columns, rows, max_code, _vectorised(corner)),
+            gradient=gradient,
+            corner=corner,
+            centred=centred,
+            scales=scales,
+            zeros=zeros,
+            groups=groups,
+            changes=changes,
+            gradient_part=gradient.stride(0),
+            gradient_column=gradient.stride(1),
+            corner_row=corner.stride(0),
+            centred_part=centred.stride(0),
+            centred_column=centred.stride(1),
+            scales_part=scales.stride(0),
+            scales_group=scales.stride(1),
+            zeros_part=zeros.stride(0),
+            zeros_group=zeros.stride(1),
+            changes_part=changes.stride(0),
+            changes_column=changes.stride(1),
+            changes_are_narrow=_is_narrow(changes),
+            columns=columns,
+            rows=rows,
+            max_code=max_code,
+            vector=_vectorised(corner),
             shared=_corner_bytes(columns),
         )
 
@@ -312,9 +395,25 @@ def _launch_fit_scales(
         _FIT_SCALES(
             parts * blocks((rows, _BLOCK_ROWS)),
             _FIT_THREADS,
-            *(gradient, centred, members, corner, scales, changes),
-            *(*gradient.stride()[:2], *centred.stride()[:2], corner.stride(0), scales.stride(0)),
-            *(*changes.stride()[:2], _is_narrow(changes), size, rows, _SCALE_DTYPES[scale_dtype], _vectorised(corner)),
+            gradient=gradient,
+            centred=centred,
+            members=members,
+            corner=corner,
+            scales=scales,
+            changes=changes,
+            gradient_part=gradient.stride(0),
+            gradient_column=gradient.stride(1),
+            centred_part=centred.stride(0),
+            centred_column=centred.stride(1),
+            corner_row=corner.stride(0),
+            scales_part=scales.stride(0),
+            changes_part=changes.stride(0),
+            changes_column=changes.stride(1),
+            changes_are_narrow=_is_narrow(changes),
+            size=size,
+            rows=rows,
+            scale_dtype=_SCALE_DTYPES[scale_dtype],
+            vector=_vectorised(corner),
             shared=_fit_bytes(size),
         )
 
@@ -325,15 +424,25 @@ def _launch_clip_search(
     scheme = Scheme(bits, None, symmetric)
     scales, zeros = _fake_clip_search(weight, importance, group_size, bits, symmetric, scale_dtype)
     rows, groups = scales.shape
-    settings = scheme.max_code, int(symmetric), _SCALE_DTYPES[scale_dtype]
-    arguments = weight, importance, scales, zeros, weight.stride(0), rows, groups, *settings
     if scales.numel() == 0:
         return scales, zeros
+    arguments: dict[str, Any] = {
+        "weight": weight,
+        "importance": importance,
+        "scales": scales,
+        "zeros": zeros,
+        "weight_row": weight.stride(0),
+        "rows": rows,
+        "groups": groups,
+        "max_code": scheme.max_code,
+        "symmetric": symmetric,
+        "scale_dtype": _SCALE_DTYPES[scale_dtype],
+    }
     if group_size in _SEARCH:
         grid = blocks((rows * groups, _SEARCH_THREADS // _SEARCH_LANES))
-        _SEARCH[group_size][weight.dtype](grid, _SEARCH_THREADS, *arguments)
+        _SEARCH[group_size][weight.dtype](grid, _SEARCH_THREADS, **arguments)
     else:
-        _SEARCH_ANY[weight.dtype](rows * groups, _SEARCH_THREADS, *arguments, group_size)
+        _SEARCH_ANY[weight.dtype](rows * groups, _SEARCH_THREADS, size=group_size, **arguments)
     return scales, zeros
 
 
@@ -349,13 +458,13 @@ def _fit_bytes(size: int) -> int:
     return 4 * (width * width + width * _BLOCK_ROWS + 2 * _FIT_THREADS)
 
 
-def _is_narrow(carried: Tensor) -> int:
-    return int(carried.dtype == torch.bfloat16)
+def _is_narrow(carried: Tensor) -> bool:
+    return carried.dtype == torch.bfloat16
 
 
-def _vectorised(corner: Tensor) -> int:
+def _vectorised(corner: Tensor) -> bool:
     """Whether all rows begin at multiples of 16 bytes."""
-    return int(corner.data_ptr() % 16 == 0 and corner.stride(0) % 4 == 0)
+    return corner.data_ptr() % 16 == 0 and corner.stride(0) % 4 == 0
 
 
 def _fake_clip_search(

@@ -14,7 +14,7 @@ from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import runs_on
 from warpbus.errors import DeviceError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import mma
+from warpbus.kernels.ops import gemm_sm80
 from warpbus.kernels.ops.arguments import (
     ELEMENTS,
     HALVES,
@@ -37,14 +37,11 @@ class Rung:
         name: what the functions take.
         needs: the oldest architecture it runs on, or the only one, where it ends with "a".
         dtypes: what it computes with.
-        summary, summary_zh: what it adds to the rung below, one line in English and in Chinese.
     """
 
     name: str
     needs: str
     dtypes: tuple[torch.dtype, ...]
-    summary: str
-    summary_zh: str
 
 
 _ALL = tuple(ELEMENTS)
@@ -55,60 +52,25 @@ def _rungs(*rungs: Rung) -> dict[str, Rung]:
 
 
 MATMUL_RUNGS: dict[str, Rung] = _rungs(
-    Rung(
-        "naive",
-        "sm_80",
-        _ALL,
-        "one thread an element, all reads from global memory",
-        "每个线程算一个元素，全部从全局内存读取",
-    ),
-    Rung(
-        "tiled",
-        "sm_80",
-        _ALL,
-        "32 x 32 tiles in shared memory: 32 uses a read",
-        "32 × 32 的块放进共享内存：每读一次用 32 次",
-    ),
-    Rung("wmma", "sm_80", HALVES, "tensor cores through the WMMA API", "用 WMMA 接口调用张量核心"),
-    Rung(
-        "mma_naive",
-        "sm_80",
-        HALVES,
-        "tensor cores by mma.sync, fragments in our own hands",
-        "用 mma.sync 指令，自己安排片段",
-    ),
-    Rung(
-        "mma_permuted", "sm_80", HALVES, "permuted shared memory: no bank conflicts", "置换共享内存布局：没有 bank 冲突"
-    ),
-    Rung("mma_cp_async", "sm_80", HALVES, "cp.async, 2 stages: copy while computing", "cp.async 两级流水：边算边取"),
-    Rung("mma_stages_3", "sm_80", HALVES, "3 stages: more copies under way", "三级流水：更多拷贝同时在途"),
-    Rung("mma_stages_4", "sm_80", HALVES, "4 stages", "四级流水"),
-    Rung(
-        "mma_swizzle", "sm_80", HALVES, "blocks ordered so that L2 serves neighbours", "重排线程块次序，让相邻块共用 L2"
-    ),
-    Rung(
-        "wgmma",
-        "sm_90a",
-        HALVES,
-        "Hopper: TMA fetches, wgmma multiplies from shared memory",
-        "Hopper：TMA 搬运，wgmma 直接从共享内存相乘",
-    ),
-    Rung(
-        "wgmma_persistent",
-        "sm_90a",
-        HALVES,
-        "warp-specialised and persistent, tiles chosen to fill the GPU",
-        "线程束分工、常驻内核，按 GPU 选取分块",
-    ),
+    Rung("naive", "sm_80", _ALL),
+    Rung("tiled", "sm_80", _ALL),
+    Rung("wmma", "sm_80", HALVES),
+    Rung("mma_naive", "sm_80", HALVES),
+    Rung("mma_permuted", "sm_80", HALVES),
+    Rung("mma_cp_async", "sm_80", HALVES),
+    Rung("mma_stages_3", "sm_80", HALVES),
+    Rung("mma_stages_4", "sm_80", HALVES),
+    Rung("mma_swizzle", "sm_80", HALVES),
+    Rung("wgmma", "sm_90a", HALVES),
+    Rung("wgmma_persistent", "sm_90a", HALVES),
 )
+"""In the order of the ladder; `docs/tutorial/README.md` has what each rung adds to the one before it."""
 
 GEMV_RUNGS: dict[str, Rung] = _rungs(
-    Rung("thread", "sm_80", _ALL, "one thread a row: reads far apart", "每个线程一行：读取相隔很远"),
-    Rung("warp", "sm_80", _ALL, "one warp a row: neighbours read neighbours", "每个线程束一行：相邻线程读相邻元素"),
-    Rung("vectorised", "sm_80", _ALL, "16 bytes a load, four loads under way", "每次读 16 字节，四次读取同时在途"),
-    Rung(
-        "split_k", "sm_80", _ALL, "several warps a row, added up in a fixed order", "多个线程束分一行，按固定次序相加"
-    ),
+    Rung("thread", "sm_80", _ALL),
+    Rung("warp", "sm_80", _ALL),
+    Rung("vectorised", "sm_80", _ALL),
+    Rung("split_k", "sm_80", _ALL),
 )
 
 _TILE = 32  # kTile in tiled_product.cuh
@@ -119,16 +81,53 @@ _WARPS_OF_A_MULTIPROCESSOR = 32  # of gemv_split_k, as its registers allow
 _LOADS_OF_A_WARP = 4 * 32  # 16-byte loads of warp_dot.cuh that are under way together
 _LARGEST_GRID_SIDE = 65_535  # of gridDim.y
 
-_NAIVE = per_dtype("ladder/matmul_naive.cu", "matmul_naive", "PPPqqqqqqq")
-_TILED = per_dtype("ladder/matmul_tiled.cu", "matmul_tiled", "PPPqqqqqqq")
-_WMMA = per_dtype("ladder/matmul_wmma.cu", "matmul_wmma", "PPPqqqi", HALVES)
-_GEMV_THREAD = per_dtype("ladder/gemv.cu", "gemv_thread", "PPPqq")
-_GEMV_WARP = per_dtype("ladder/gemv.cu", "gemv_warp", "PPPqq")
-_GEMV_VECTORISED = per_dtype("ladder/gemv.cu", "gemv_vectorised", "PPPqqi")
-_GEMV_SPLIT_K = per_dtype("ladder/gemv.cu", "gemv_split_k", "PPPqqqi")
-_GEMV_COMBINE = per_dtype("ladder/gemv.cu", "gemv_combine", "PPqi")
-_LINEAR_VECTOR = per_dtype("ladder/linear_sigmoid.cu", "linear_sigmoid_vector", "PPPPqqi")
-_LINEAR_BATCH = per_dtype("ladder/linear_sigmoid.cu", "linear_sigmoid_batch", "PPPPqqq")
+_NAIVE = per_dtype(
+    "ladder/matmul_naive.cu",
+    "matmul_naive",
+    "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, long long m, long long n, long long k, long long a_row, "
+    "long long a_column, long long b_row, long long b_column",
+)
+_TILED = per_dtype(
+    "ladder/matmul_tiled.cu",
+    "matmul_tiled",
+    "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, long long m, long long n, long long k, long long a_row, "
+    "long long a_column, long long b_row, long long b_column",
+)
+_WMMA = per_dtype(
+    "ladder/matmul_wmma.cu",
+    "matmul_wmma",
+    "const ELEMENT* a, const ELEMENT* b, ELEMENT* out, long long m, long long n, long long k, int aligned",
+    HALVES,
+)
+_GEMV_THREAD = per_dtype(
+    "ladder/gemv.cu", "gemv_thread", "const ELEMENT* w, const ELEMENT* x, ELEMENT* out, long long n, long long k"
+)
+_GEMV_WARP = per_dtype(
+    "ladder/gemv.cu", "gemv_warp", "const ELEMENT* w, const ELEMENT* x, ELEMENT* out, long long n, long long k"
+)
+_GEMV_VECTORISED = per_dtype(
+    "ladder/gemv.cu",
+    "gemv_vectorised",
+    "const ELEMENT* w, const ELEMENT* x, ELEMENT* out, long long n, long long k, int aligned",
+)
+_GEMV_SPLIT_K = per_dtype(
+    "ladder/gemv.cu",
+    "gemv_split_k",
+    "const ELEMENT* w, const ELEMENT* x, float* partial, long long n, long long k, long long part, int aligned",
+)
+_GEMV_COMBINE = per_dtype(
+    "ladder/gemv.cu", "gemv_combine", "const float* partial, ELEMENT* out, long long n, int splits"
+)
+_LINEAR_VECTOR = per_dtype(
+    "ladder/linear_sigmoid.cu",
+    "linear_sigmoid_vector",
+    "const ELEMENT* x, const ELEMENT* weight, const ELEMENT* bias, ELEMENT* out, long long n, long long k, int aligned",
+)
+_LINEAR_BATCH = per_dtype(
+    "ladder/linear_sigmoid.cu",
+    "linear_sigmoid_batch",
+    "const ELEMENT* x, const ELEMENT* weight, const ELEMENT* bias, ELEMENT* out, long long m, long long n, long long k",
+)
 
 
 def matmul(a: Tensor, b: Tensor, rung: str) -> Tensor:
@@ -232,24 +231,50 @@ def _launch_matmul(a: Tensor, b: Tensor, rung: str) -> Tensor:
 def _launch_naive(a: Tensor, b: Tensor, out: Tensor) -> None:
     (m, n), k = out.shape, a.shape[1]
     grid = (blocks((n, 32)), min(blocks((m, 8)), _LARGEST_GRID_SIDE))
-    _NAIVE[a.dtype](grid, (32, 8), a, b, out, m, n, k, *a.stride(), *b.stride())
+    _NAIVE[a.dtype](
+        grid,
+        (32, 8),
+        a=a,
+        b=b,
+        out=out,
+        m=m,
+        n=n,
+        k=k,
+        a_row=a.stride(0),
+        a_column=a.stride(1),
+        b_row=b.stride(0),
+        b_column=b.stride(1),
+    )
 
 
 def _launch_tiled(a: Tensor, b: Tensor, out: Tensor) -> None:
     (m, n), k = out.shape, a.shape[1]
     grid = blocks((m, _TILE), (n, _TILE))
-    _TILED[a.dtype](grid, (_TILE, _TILE), a, b, out, m, n, k, *a.stride(), *b.stride())
+    _TILED[a.dtype](
+        grid,
+        (_TILE, _TILE),
+        a=a,
+        b=b,
+        out=out,
+        m=m,
+        n=n,
+        k=k,
+        a_row=a.stride(0),
+        a_column=a.stride(1),
+        b_row=b.stride(0),
+        b_column=b.stride(1),
+    )
 
 
 def _launch_wmma(a: Tensor, b: Tensor, out: Tensor) -> None:
     a, b = a.contiguous(), b.contiguous()
     (m, n), k = out.shape, a.shape[1]
     grid = blocks((m, _WMMA_TILE), (n, _WMMA_TILE))
-    _WMMA[a.dtype](grid, _BLOCK, a, b, out, m, n, k, int(aligned(a, b)))
+    _WMMA[a.dtype](grid, _BLOCK, a=a, b=b, out=out, m=m, n=n, k=k, aligned=aligned(a, b))
 
 
 def _launch_mma(rung: str) -> Callable[[Tensor, Tensor, Tensor], None]:
-    return lambda a, b, out: mma.launch(a.contiguous(), b.contiguous(), out, rung)
+    return lambda a, b, out: gemm_sm80.launch(a.contiguous(), b.contiguous(), out, rung)
 
 
 _GEMM_VARIANTS = {"wgmma": "sm90_wgmma", "wgmma_persistent": "sm90_hgemm"}
@@ -269,19 +294,21 @@ def _launch_gemv(w: Tensor, x: Tensor, rung: str) -> Tensor:
     if n == 0:
         return out
     if rung == "thread":
-        _GEMV_THREAD[w.dtype](blocks((n, _BLOCK)), _BLOCK, w, x, out, n, k)
+        _GEMV_THREAD[w.dtype](blocks((n, _BLOCK)), _BLOCK, w=w, x=x, out=out, n=n, k=k)
         return out
     grid = blocks((n, _WARPS_OF_A_BLOCK))
     if rung == "warp":
-        _GEMV_WARP[w.dtype](grid, _BLOCK, w, x, out, n, k)
+        _GEMV_WARP[w.dtype](grid, _BLOCK, w=w, x=x, out=out, n=n, k=k)
     elif rung == "vectorised":
-        _GEMV_VECTORISED[w.dtype](grid, _BLOCK, w, x, out, n, k, int(aligned(w, x)))
+        _GEMV_VECTORISED[w.dtype](grid, _BLOCK, w=w, x=x, out=out, n=n, k=k, aligned=aligned(w, x))
     else:
         part = _split(n, k, w)
         splits = blocks((max(k, 1), part))
         partial = torch.empty(splits, n, dtype=torch.float32, device=w.device)
-        _GEMV_SPLIT_K[w.dtype]((grid, splits), _BLOCK, w, x, partial, n, k, part, int(aligned(w, x)))
-        _GEMV_COMBINE[w.dtype](blocks((n, _BLOCK)), _BLOCK, partial, out, n, splits)
+        _GEMV_SPLIT_K[w.dtype](
+            (grid, splits), _BLOCK, w=w, x=x, partial=partial, n=n, k=k, part=part, aligned=aligned(w, x)
+        )
+        _GEMV_COMBINE[w.dtype](blocks((n, _BLOCK)), _BLOCK, partial=partial, out=out, n=n, splits=splits)
     return out
 
 
@@ -304,10 +331,12 @@ def _launch_linear_sigmoid(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     m = out.numel() // n
     if m == 1:
         grid = blocks((n, _WARPS_OF_A_BLOCK))
-        _LINEAR_VECTOR[x.dtype](grid, _BLOCK, x, weight, bias, out, n, k, int(aligned(x, weight)))
+        _LINEAR_VECTOR[x.dtype](
+            grid, _BLOCK, x=x, weight=weight, bias=bias, out=out, n=n, k=k, aligned=aligned(x, weight)
+        )
     else:
         grid = blocks((m, _TILE), (n, _TILE))
-        _LINEAR_BATCH[x.dtype](grid, (_TILE, _TILE), x, weight, bias, out, m, n, k)
+        _LINEAR_BATCH[x.dtype](grid, (_TILE, _TILE), x=x, weight=weight, bias=bias, out=out, m=m, n=n, k=k)
     return out
 
 

@@ -15,11 +15,24 @@ _SOURCE = "ladder/network.cu"
 _BLOCK = 256
 _WARPS_OF_A_BLOCK = _BLOCK // 32
 
-_BIAS_ADD = per_dtype(_SOURCE, "bias_add", "PPPqq")
-_COLUMN_SUMS = per_dtype(_SOURCE, "column_sums", "PPqq")
-_SIGMOID_GRADIENT = per_dtype(_SOURCE, "sigmoid_gradient", "PPPq")
-_SOFTMAX_CROSS_ENTROPY = per_dtype(_SOURCE, "softmax_cross_entropy", "PPPPqq")
-_SGD_MOMENTUM = per_dtype(_SOURCE, "sgd_momentum", "PPPqff")
+_BIAS_ADD = per_dtype(
+    _SOURCE, "bias_add", "const ELEMENT* x, const ELEMENT* bias, ELEMENT* out, long long size, long long columns"
+)
+_COLUMN_SUMS = per_dtype(_SOURCE, "column_sums", "const ELEMENT* x, ELEMENT* out, long long rows, long long columns")
+_SIGMOID_GRADIENT = per_dtype(
+    _SOURCE, "sigmoid_gradient", "const ELEMENT* y, const ELEMENT* gradient, ELEMENT* out, long long size"
+)
+_SOFTMAX_CROSS_ENTROPY = per_dtype(
+    _SOURCE,
+    "softmax_cross_entropy",
+    "const ELEMENT* logits, const long long* labels, float* losses, ELEMENT* gradient, long long rows, "
+    "long long columns",
+)
+_SGD_MOMENTUM = per_dtype(
+    _SOURCE,
+    "sgd_momentum",
+    "ELEMENT* parameter, ELEMENT* velocity, const ELEMENT* gradient, long long size, float rate, float momentum",
+)
 
 
 def bias_add(x: Tensor, bias: Tensor) -> Tensor:
@@ -131,7 +144,8 @@ def _launch_bias_add(x: Tensor, bias: Tensor) -> Tensor:
     out = torch.empty_like(x)
     size = x.numel()
     if size:
-        _BIAS_ADD[x.dtype](blocks_in_stride(size, _BLOCK, x.device), _BLOCK, x, bias, out, size, x.shape[1])
+        grid = blocks_in_stride(size, _BLOCK, x.device)
+        _BIAS_ADD[x.dtype](grid, _BLOCK, x=x, bias=bias, out=out, size=size, columns=x.shape[1])
     return out
 
 
@@ -140,7 +154,7 @@ def _launch_column_sums(x: Tensor) -> Tensor:
     rows, columns = x.shape
     out = x.new_empty(columns)
     if columns:
-        _COLUMN_SUMS[x.dtype](blocks((columns, 32)), (32, 8), x, out, rows, columns)
+        _COLUMN_SUMS[x.dtype](blocks((columns, 32)), (32, 8), x=x, out=out, rows=rows, columns=columns)
     return out
 
 
@@ -149,7 +163,8 @@ def _launch_sigmoid_gradient(y: Tensor, gradient: Tensor) -> Tensor:
     out = torch.empty_like(y)
     size = y.numel()
     if size:
-        _SIGMOID_GRADIENT[y.dtype](blocks_in_stride(size, _BLOCK, y.device), _BLOCK, y, gradient, out, size)
+        grid = blocks_in_stride(size, _BLOCK, y.device)
+        _SIGMOID_GRADIENT[y.dtype](grid, _BLOCK, y=y, gradient=gradient, out=out, size=size)
     return out
 
 
@@ -159,7 +174,9 @@ def _launch_softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tenso
     losses, gradient = _fake_softmax_cross_entropy(logits, labels)
     if rows:
         grid = blocks((rows, _WARPS_OF_A_BLOCK))
-        _SOFTMAX_CROSS_ENTROPY[logits.dtype](grid, _BLOCK, logits, labels, losses, gradient, rows, columns)
+        _SOFTMAX_CROSS_ENTROPY[logits.dtype](
+            grid, _BLOCK, logits=logits, labels=labels, losses=losses, gradient=gradient, rows=rows, columns=columns
+        )
     return losses, gradient
 
 
@@ -167,7 +184,16 @@ def _launch_sgd_momentum(parameter: Tensor, velocity: Tensor, gradient: Tensor, 
     size = parameter.numel()
     if size:
         grid = blocks_in_stride(size, _BLOCK, parameter.device)
-        _SGD_MOMENTUM[parameter.dtype](grid, _BLOCK, parameter, velocity, gradient.contiguous(), size, rate, momentum)
+        _SGD_MOMENTUM[parameter.dtype](
+            grid,
+            _BLOCK,
+            parameter=parameter,
+            velocity=velocity,
+            gradient=gradient.contiguous(),
+            size=size,
+            rate=rate,
+            momentum=momentum,
+        )
 
 
 def _fake_softmax_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """`rms_norm` and `layer_norm` over the last axis, with the residual's addition in the same pass."""
 
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -10,8 +10,18 @@ from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, aligned, blocks, check_alike, check_shape, per_dtype
 from warpbus.kernels.reference import norm as reference
 
-_RMS_NORM = per_dtype("step/norm.cu", "rms_norm", "PPPPPqiifi")
-_LAYER_NORM = per_dtype("step/norm.cu", "layer_norm", "PPPPPPqiifi")
+_RMS_NORM = per_dtype(
+    "step/norm.cu",
+    "rms_norm",
+    "const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight, ELEMENT* out, ELEMENT* total, "
+    "long long rows, int width, int warps, float eps, int vectorised",
+)
+_LAYER_NORM = per_dtype(
+    "step/norm.cu",
+    "layer_norm",
+    "const ELEMENT* x, const ELEMENT* residual, const ELEMENT* weight, const ELEMENT* bias, ELEMENT* out, "
+    "ELEMENT* total, long long rows, int width, int warps, float eps, int vectorised",
+)
 
 _CHUNK = 8  # elements: kChunk in step/chunk.cuh
 _CHUNKS_OF_A_THREAD = 2
@@ -98,8 +108,9 @@ def _launch_rms(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) 
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     if x.numel():
         grid, block, shape = _geometry(x, residual, weight)
-        kernel = _RMS_NORM[x.dtype]
-        kernel(grid, block, x, residual, weight, out, total, *shape[:3], eps, shape[3], dependent=True)
+        _RMS_NORM[x.dtype](
+            grid, block, x=x, residual=residual, weight=weight, out=out, total=total, eps=eps, **shape, dependent=True
+        )
     return out, total
 
 
@@ -111,20 +122,31 @@ def _launch_layer(
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     if x.numel():
         grid, block, shape = _geometry(x, residual, weight, bias)
-        kernel = _LAYER_NORM[x.dtype]
-        kernel(grid, block, x, residual, weight, bias, out, total, *shape[:3], eps, shape[3], dependent=True)
+        _LAYER_NORM[x.dtype](
+            grid,
+            block,
+            x=x,
+            residual=residual,
+            weight=weight,
+            bias=bias,
+            out=out,
+            total=total,
+            eps=eps,
+            **shape,
+            dependent=True,
+        )
     return out, total
 
 
-def _geometry(x: Tensor, *others: Tensor | None) -> tuple[int, int, tuple[int, int, int, int]]:
-    """Blocks, threads of a block, and rows, width, warps of a row and whether 16 bytes are read at a time."""
+def _geometry(x: Tensor, *others: Tensor | None) -> tuple[int, int, dict[str, Any]]:
+    """Blocks, threads of a block, and the kernels' arguments rows, width, warps (of a row) and vectorised."""
     width = x.shape[-1]
     rows = x.numel() // width
     warps = warps_of_row(width)
     warps_of_block = max(warps, _WARPS_OF_A_BLOCK)
     vectorised = width % _CHUNK == 0 and aligned(x, *(tensor for tensor in others if tensor is not None))
     grid = blocks((rows, warps_of_block // warps))
-    return grid, 32 * warps_of_block, (rows, width, warps, int(vectorised))
+    return grid, 32 * warps_of_block, {"rows": rows, "width": width, "warps": warps, "vectorised": vectorised}
 
 
 _rms_norm = operator(

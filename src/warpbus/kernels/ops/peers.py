@@ -1,5 +1,7 @@
 """`peer_sum`, `peer_gather`: small tensors of several GPUs of one machine, which reach each other's memory, on all."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,19 @@ _THREADS = 256
 _BLOCK_BYTES = 16 * _THREADS
 _MOST_BLOCKS = MOST_BYTES // _BLOCK_BYTES
 
-_SUM = per_dtype("peers/exchange.cu", "peer_sum", "PPPPPPiiiiq")
-_GATHER = per_dtype("peers/exchange.cu", "peer_gather", "PPPPPiiiiq", (torch.float32,))[torch.float32]
+_SUM = per_dtype(
+    "peers/exchange.cu",
+    "peer_sum",
+    "const ELEMENT* x, const ELEMENT* residual, ELEMENT* out, const unsigned long long* buffers, "
+    "unsigned int* epochs, int* missing, int chunks, int rank, int world, int most_blocks, long long limit",
+)
+_GATHER = per_dtype(
+    "peers/exchange.cu",
+    "peer_gather",
+    "const ELEMENT* x, ELEMENT* out, const unsigned long long* buffers, unsigned int* epochs, int* missing, "
+    "int chunks, int rank, int world, int most_blocks, long long limit",
+    (torch.float32,),
+)[torch.float32]
 
 
 def buffer_bytes(world: int) -> int:
@@ -69,8 +82,8 @@ def peer_sum(
     _check("peer_sum", x, rank, buffers)
     x, out = _aligned(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     residual = None if residual is None else _aligned(residual)
-    sizes = _sizes(x, rank, buffers, patience)
-    _SUM[x.dtype](*_grid(x), x, residual, out, buffers, epochs, missing, *sizes, dependent=True)
+    arguments = _arguments(x, out, buffers, epochs, rank, missing, patience)
+    _SUM[x.dtype](*_grid(x), residual=residual, **arguments, dependent=True)
     return out
 
 
@@ -89,7 +102,7 @@ def peer_gather(
     """
     _check("peer_gather", x, rank, buffers)
     x, out = _aligned(x), torch.empty(len(buffers), *x.shape, dtype=x.dtype, device=x.device)
-    _GATHER(*_grid(x), x, out, buffers, epochs, missing, *_sizes(x, rank, buffers, patience), dependent=True)
+    _GATHER(*_grid(x), **_arguments(x, out, buffers, epochs, rank, missing, patience), dependent=True)
     return out
 
 
@@ -105,8 +118,22 @@ def _grid(x: Tensor) -> tuple[int, int]:
     return blocks((x.nbytes, _BLOCK_BYTES)), _THREADS
 
 
-def _sizes(x: Tensor, rank: int, buffers: Tensor, patience: float) -> tuple[int, int, int, int, int]:
-    return x.nbytes // 16, rank, len(buffers), _MOST_BLOCKS, int(patience * 1e9)
+def _arguments(
+    x: Tensor, out: Tensor, buffers: Tensor, epochs: Tensor, rank: int, missing: Tensor | None, patience: float
+) -> dict[str, Any]:
+    """The arguments that both kernels have."""
+    return {
+        "x": x,
+        "out": out,
+        "buffers": buffers,
+        "epochs": epochs,
+        "missing": missing,
+        "chunks": x.nbytes // 16,
+        "rank": rank,
+        "world": len(buffers),
+        "most_blocks": _MOST_BLOCKS,
+        "limit": int(patience * 1e9),  # nanoseconds
+    }
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -11,7 +11,17 @@ from warpbus.kernels.ops.arguments import aligned, check_alike, check_rank, chec
 from warpbus.kernels.ops.cache import CODES, check_cache, check_indices
 from warpbus.kernels.reference import rope as reference
 
-_KERNEL = per_dtype("step/rope_and_cache.cu", "rope_and_cache", "P" * 10 + "q" * 10 + "i" * 9)
+_KERNEL = per_dtype(
+    "step/rope_and_cache.cu",
+    "rope_and_cache",
+    "const ELEMENT* qkv, const float* table, const int* positions, const long long* slots, ELEMENT* q, "
+    "ELEMENT* k, void* keys, void* values, float* key_scales, float* value_scales, long long key_block_stride, "
+    "long long key_head_stride, long long key_token_stride, long long value_block_stride, "
+    "long long value_head_stride, long long value_token_stride, long long key_scale_block_stride, "
+    "long long key_scale_head_stride, long long value_scale_block_stride, long long value_scale_head_stride, "
+    "int shift, int heads, int kv_heads, int size, int rotary, int lanes, int code, int interleaved, "
+    "int vectorised",
+)
 
 _CHUNK = 8  # elements: kChunk in step/chunk.cuh
 _BLOCK = 128
@@ -132,32 +142,40 @@ def _launch(
             for tensor in (keys, values)
         )
     )
+    key_scale_strides = (0, 0) if key_scales is None else key_scales.stride()[:2]
+    value_scale_strides = (0, 0) if value_scales is None else value_scales.stride()[:2]
     _KERNEL[qkv.dtype](
         len(qkv),
         _BLOCK,
-        qkv,
-        table,
-        positions,
-        slots,
-        q,
-        k,
-        keys,
-        values,
-        key_scales,
-        value_scales,
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *((0, 0) if key_scales is None else key_scales.stride()[:2]),
-        *((0, 0) if value_scales is None else value_scales.stride()[:2]),
-        block.bit_length() - 1,
-        heads,
-        kv_heads,
-        size,
-        rotary,
-        lanes,
-        CODES.get(keys.dtype, 0),
-        int(interleaved),
-        int(vectorised),
+        qkv=qkv,
+        table=table,
+        positions=positions,
+        slots=slots,
+        q=q,
+        k=k,
+        keys=keys,
+        values=values,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        key_block_stride=keys.stride(0),
+        key_head_stride=keys.stride(1),
+        key_token_stride=keys.stride(2),
+        value_block_stride=values.stride(0),
+        value_head_stride=values.stride(1),
+        value_token_stride=values.stride(2),
+        key_scale_block_stride=key_scale_strides[0],
+        key_scale_head_stride=key_scale_strides[1],
+        value_scale_block_stride=value_scale_strides[0],
+        value_scale_head_stride=value_scale_strides[1],
+        shift=block.bit_length() - 1,
+        heads=heads,
+        kv_heads=kv_heads,
+        size=size,
+        rotary=rotary,
+        lanes=lanes,
+        code=CODES.get(keys.dtype, 0),
+        interleaved=interleaved,
+        vectorised=vectorised,
         dependent=True,
     )
     return q, k

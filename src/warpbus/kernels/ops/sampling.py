@@ -3,15 +3,24 @@
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import runs_on
 from warpbus.errors import TensorError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import aligned, check_alike, check_rank, check_shape, per_dtype
 from warpbus.kernels.reference import sampling as reference
 
-_ARGMAX = per_dtype("step/sampling.cu", "argmax", "PPPiii")
-_SAMPLE = per_dtype("step/sampling.cu", "sample", "PPPPPPPPiii")
+_ARGMAX = per_dtype(
+    "step/sampling.cu",
+    "argmax",
+    "const ELEMENT* logits, long long* tokens, float* best, int width, int blocks, int vectorised",
+)
+_SAMPLE = per_dtype(
+    "step/sampling.cu",
+    "sample",
+    "const ELEMENT* logits, const float* temperature, const int* top_k, const float* top_p, const float* min_p, "
+    "const float* uniform, long long* tokens, float* best, int width, int blocks, int vectorised",
+)
 
 _BLOCK = 1024  # kBlock in step/sampling.cu
 _BLOCKS_OF_A_ROW = 8  # the largest cluster that every GPU with clusters has
@@ -87,16 +96,15 @@ def _launch_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     tokens, best = _fake(logits)
     if logits.shape[0]:
         blocks = _blocks_of_row(logits.device)
-        vectorised = int(aligned(logits))
         _ARGMAX[logits.dtype](
             logits.shape[0] * blocks,
             _BLOCK,
-            logits,
-            tokens,
-            best,
-            logits.shape[1],
-            blocks,
-            vectorised,
+            logits=logits,
+            tokens=tokens,
+            best=best,
+            width=logits.shape[1],
+            blocks=blocks,
+            vectorised=aligned(logits),
             cluster=blocks,
             dependent=True,
         )
@@ -110,17 +118,20 @@ def _launch_sample(
     tokens, best = _fake(logits)
     if logits.shape[0]:
         blocks = _blocks_of_row(logits.device)
-        controls = [column.contiguous() for column in (temperature, top_k, top_p, min_p, uniform)]
         _SAMPLE[logits.dtype](
             logits.shape[0] * blocks,
             _BLOCK,
-            logits,
-            *controls,
-            tokens,
-            best,
-            logits.shape[1],
-            blocks,
-            int(aligned(logits)),
+            logits=logits,
+            temperature=temperature.contiguous(),
+            top_k=top_k.contiguous(),
+            top_p=top_p.contiguous(),
+            min_p=min_p.contiguous(),
+            uniform=uniform.contiguous(),
+            tokens=tokens,
+            best=best,
+            width=logits.shape[1],
+            blocks=blocks,
+            vectorised=aligned(logits),
             cluster=blocks,
             dependent=True,
         )
@@ -129,7 +140,7 @@ def _launch_sample(
 
 def _blocks_of_row(device: torch.device) -> int:
     """The blocks that share a row: they have to form a cluster to hear of each other."""
-    return _BLOCKS_OF_A_ROW if runs_on(architecture(device), "sm_90") else 1
+    return _BLOCKS_OF_A_ROW if capabilities(architecture(device)).clusters else 1
 
 
 def _fake(logits: Tensor, *controls: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import runs_on
+from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
 from warpbus.errors import DeviceError, TensorError
 from warpbus.kernels.operators import operator
@@ -28,19 +29,30 @@ from warpbus.kernels.ops.arguments import (
     check_alike,
     check_rank,
     check_shape,
-    per_dtype,
 )
-from warpbus.kernels.ops.wgmma import addressable
+from warpbus.kernels.ops.gemm_sm90 import addressable
+from warpbus.kernels.ops.split_k import partial_sums, reduce
 from warpbus.kernels.reference import w8a8 as reference
 from warpbus.kernels.reference.grid import LARGEST
 from warpbus.kernels.units import unit
 
+_SM80_PARAMETERS = Parameters(
+    "const unsigned char* a, const unsigned char* b, const float* a_scale, const float* b_scale, "
+    "const ELEMENT* bias, ELEMENT* out, float* partial, int m, int n, int k, long long a_stride, "
+    "long long b_stride, int k_per_split"
+)
+_SM90_PARAMETERS = Parameters(
+    "TileMaps map_a, TensorMap map_b, TensorMap map_out, const float* a_scale, const float* b_scale, "
+    "const ELEMENT* bias, ELEMENT* out, float* partial, Problem p",
+    Problem="int m, int n, int k, int part, int splits, int group, int direct",
+)
+_QUANTIZE_PARAMETERS = Parameters("const unsigned short* x, unsigned char* codes, float* scales, int k, int whole")
 CODES = tuple(LARGEST)
 _NEEDS = {torch.int8: "sm_80", torch.float8_e4m3fn: "sm_89"}
 _SUMS = {torch.int8: "int", torch.float8_e4m3fn: "float"}
 
 Finish = tuple[Tensor, Tensor, Tensor | None]
-_Tiling = TypeVar("_Tiling", bound="Tiling")
+_Tiling = TypeVar("_Tiling", bound="W8a8Tiling")
 
 
 def quantize_tokens(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -160,14 +172,10 @@ def _check_rows(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], codes: to
 
 def check_device(name: str, codes: torch.dtype, device: torch.device) -> None:
     """Raises DeviceError if a GPU has no instructions for these codes."""
-    if not _reaches(architecture(device), _NEEDS[codes]):
-        here = architecture(device)
+    here = architecture(device)
+    able = capabilities(here)
+    if not (able.e4m3 if codes == torch.float8_e4m3fn else able.mma):
         raise DeviceError(f"{name}: {codes} needs {_NEEDS[codes]} or later, {device} is {here}: use torch.int8")
-
-
-@functools.cache
-def _reaches(here: str, needs: str) -> bool:
-    return runs_on(here, needs)
 
 
 # ---- Rounding to codes ----
@@ -178,7 +186,7 @@ _QUANTIZE_MOST = 256  # kMostThreads in quantize.cu
 _QUANTIZE = {
     (dtype, codes): unit(
         "w8a8/quantize.cu", needs=_NEEDS[codes], ELEMENT=ELEMENTS[dtype], E4M3=int(codes == torch.float8_e4m3fn)
-    ).kernel("quantize", "PPPii")
+    ).kernel("quantize", _QUANTIZE_PARAMETERS)
     for dtype, codes in itertools.product(HALVES, CODES)
 }
 
@@ -192,7 +200,9 @@ def _launch_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     k = x.shape[-1]
     whole = aligned(x) and k % _CHUNK == 0
     threads = min(_QUANTIZE_MOST, 32 * blocks((k, 32 * _CHUNK * _KEPT))) if whole else _QUANTIZE_MOST
-    _QUANTIZE[x.dtype, dtype](x.numel() // k, threads, x, codes, scales, k, int(whole), dependent=True)
+    _QUANTIZE[x.dtype, dtype](
+        x.numel() // k, threads, x=x, codes=codes, scales=scales, k=k, whole=whole, dependent=True
+    )
     return codes, scales
 
 
@@ -213,7 +223,7 @@ _quantize = operator(
 
 
 @dataclass(frozen=True)
-class Tiling:
+class W8a8Tiling:
     """How a kernel cuts a product.
 
     Attributes:
@@ -236,7 +246,7 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class HopperTiling(Tiling):
+class W8a8Sm90Tiling(W8a8Tiling):
     """A tiling of `w8a8/sm90_w8a8.cu`, with `buffers` staging buffers of a consumer."""
 
     buffers: int
@@ -250,15 +260,15 @@ class HopperTiling(Tiling):
 # float8_e4m3fn needs a second set of sums in registers, which 128 x 256 has no room for.
 HOPPER = {
     torch.float8_e4m3fn: (
-        HopperTiling(128, 192, 128, 4, 0.75, 3),
-        HopperTiling(128, 128, 128, 5, 0.7, 2),
+        W8a8Sm90Tiling(128, 192, 128, 4, 0.75, 3),
+        W8a8Sm90Tiling(128, 128, 128, 5, 0.7, 2),
     ),
     torch.int8: (
-        HopperTiling(128, 256, 128, 4, 0.78, 1),
-        HopperTiling(128, 128, 128, 6, 0.7, 1),
+        W8a8Sm90Tiling(128, 256, 128, 4, 0.78, 1),
+        W8a8Sm90Tiling(128, 128, 128, 6, 0.7, 1),
     ),
 }
-AMPERE = (Tiling(128, 128, 64, 4, 0.4), Tiling(64, 64, 128, 3, 0.25))
+AMPERE = (W8a8Tiling(128, 128, 64, 4, 0.4), W8a8Tiling(64, 64, 128, 3, 0.25))
 
 _BOX = 64  # elements of the output: one row of the 128-byte swizzle
 _NO_MAP = bytes(128)
@@ -267,7 +277,6 @@ _STEP = 128  # parts of k are a multiple of this
 _EXACT = 131072 - _STEP  # of k: as many products of 8 bits fit into int32
 _LEAST_PART = 512  # of k, below which splitting is not considered
 _MOST_SPLITS = 16
-_REDUCE_BLOCK = 128  # kThreads in split_k_reduce.cu
 
 # The model of `choose`, in clocks of a multiprocessor; the rates are an H100's. At 1.7 GHz it comes within 12% of what
 # gate_up and down of ChatGLM2-6B took there with 1024 and 4096 tokens, and ranks the tilings of HOPPER as they did.
@@ -285,7 +294,7 @@ _HOPPER_KERNELS = {
         TILE_N=tiling.n,
         STAGES=tiling.stages,
         BUFFERS=tiling.buffers,
-    ).kernel("sm90_w8a8", "256s128s128sPPPPPiiiiiii")
+    ).kernel("sm90_w8a8", _SM90_PARAMETERS)
     for codes, tilings in HOPPER.items()
     for tiling in tilings
     for dtype in HALVES
@@ -300,12 +309,11 @@ _AMPERE_KERNELS = {
         TILE_N=tiling.n,
         TILE_K=tiling.k,
         STAGES=tiling.stages,
-    ).kernel("sm80_w8a8", "PPPPPPPiiiqqi")
+    ).kernel("sm80_w8a8", _SM80_PARAMETERS)
     for tiling in AMPERE
     for codes in CODES
     for dtype in HALVES
 }
-_REDUCE = per_dtype("gemm/split_k_reduce.cu", "split_k_reduce", "PPPiiiqi", HALVES)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -321,7 +329,7 @@ def choose(m: int, n: int, k: int, tilings: tuple[_Tiling, ...], processors: int
     return tiling, part
 
 
-def _clocks(m: int, n: int, k: int, tiling: Tiling, part: int, processors: int) -> float:
+def _clocks(m: int, n: int, k: int, tiling: W8a8Tiling, part: int, processors: int) -> float:
     """Waves of tiles, each as long as its products or its share of the operands take; and adding up the parts of k."""
     splits = blocks((k, part))
     works = blocks((m, tiling.m), (n, tiling.n)) * splits
@@ -333,7 +341,7 @@ def _clocks(m: int, n: int, k: int, tiling: Tiling, part: int, processors: int) 
     return waves + combining
 
 
-def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: HopperTiling, part: int) -> None:
+def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: W8a8Sm90Tiling, part: int) -> None:
     """The product on an sm_90a GPU: codes a `[m, k]` and b `[n, k]`, no side 0, `out` `[m, n]` contiguous.
 
     Args:
@@ -341,49 +349,62 @@ def hopper(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: HopperTili
         tiling, part: as `choose` gives them.
     """
     (m, k), n = a.shape, b.shape[0]
+    a_scale, b_scale, bias = finish
     map_a, map_b = tile_maps(a, tiling.m, tiling.k), tensor_map(b, tiling.n, tiling.k)
     splits = blocks((k, part))
-    partial = _partial(splits, out)
+    partial = partial_sums(splits, out)
     direct = partial is not None or not fits(out)
     map_out = _NO_MAP if direct else tensor_map(out, _BOX, _BOX)
     _HOPPER_KERNELS[tiling, a.dtype, out.dtype](
         min(blocks((m, tiling.m), (n, tiling.n)) * splits, multiprocessors(a.device)),
         384,
-        *(map_a, map_b, map_out, *finish, out, partial),
-        *(m, n, k, part, splits, _ROWS_OF_TILES // tiling.m, int(direct)),
+        map_a=map_a,
+        map_b=map_b,
+        map_out=map_out,
+        a_scale=a_scale,
+        b_scale=b_scale,
+        bias=bias,
+        out=out,
+        partial=partial,
+        m=m,
+        n=n,
+        k=k,
+        part=part,
+        splits=splits,
+        group=_ROWS_OF_TILES // tiling.m,
+        direct=direct,
         shared=tiling.shared,
         dependent=True,
     )
-    _reduce(partial, finish[2], out)
+    reduce(partial, bias, out)
 
 
-def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: Tiling, part: int) -> None:
+def ampere(a: Tensor, b: Tensor, finish: Finish, out: Tensor, tiling: W8a8Tiling, part: int) -> None:
     """The same on any GPU that has the instructions."""
     (m, k), n = a.shape, b.shape[0]
+    a_scale, b_scale, bias = finish
     splits = blocks((k, part))
-    partial = _partial(splits, out)
+    partial = partial_sums(splits, out)
     _AMPERE_KERNELS[tiling, a.dtype, out.dtype](
         (blocks((m, tiling.m), (n, tiling.n)), splits),
         2 * tiling.n,
-        *(a, b, *finish, out, partial),
-        *(m, n, k, a.stride(0), b.stride(0), part),
+        a=a,
+        b=b,
+        a_scale=a_scale,
+        b_scale=b_scale,
+        bias=bias,
+        out=out,
+        partial=partial,
+        m=m,
+        n=n,
+        k=k,
+        a_stride=a.stride(0),
+        b_stride=b.stride(0),
+        k_per_split=part,
         shared=tiling.shared,
         dependent=True,
     )
-    _reduce(partial, finish[2], out)
-
-
-def _partial(splits: int, out: Tensor) -> Tensor | None:
-    """Room for the sums of parts of k, as split_k_reduce.cu reads them."""
-    m, n = out.shape
-    return torch.empty(splits, m, blocks((n, 8)) * 8, dtype=torch.float32, device=out.device) if splits > 1 else None
-
-
-def _reduce(partial: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    if partial is not None:
-        splits, m, columns = partial.shape
-        grid = blocks((m * columns // 8, _REDUCE_BLOCK))
-        _REDUCE[out.dtype](grid, _REDUCE_BLOCK, partial, bias, out, splits, m, out.shape[1], out.stride(0), 0)
+    reduce(partial, bias, out)
 
 
 def _launch(
@@ -398,7 +419,7 @@ def _launch(
     a, b = addressable(a_codes), addressable(b_codes)
     finish = a_scales.contiguous(), b_scales.contiguous(), bias
     processors = multiprocessors(a.device)
-    if architecture(a.device) == "sm_90a":
+    if capabilities(architecture(a.device)).wgmma:
         hopper(a, b, finish, out, *choose(m, n, k, HOPPER[a.dtype], processors))
     else:
         ampere(a, b, finish, out, *choose(m, n, k, AMPERE, processors))

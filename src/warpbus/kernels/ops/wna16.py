@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from warpbus.cuda.capabilities import capabilities
 from warpbus.cuda.jit import architecture
-from warpbus.cuda.kernel import runs_on
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
-from warpbus.kernels.ops import wna16_decode, wna16_mma, wna16_wgmma
+from warpbus.kernels.ops import wna16_decode, wna16_sm80, wna16_sm90
 from warpbus.kernels.ops.activation import swiglu
 from warpbus.kernels.ops.arguments import HALVES, check_alike, check_shape
 from warpbus.kernels.ops.norm import rms_norm
@@ -105,8 +105,8 @@ def _launch(
         return reference_linear(x, unpack(weight), bias, norm, eps, residual, activation)
     x = x.contiguous()
     bias = None if bias is None else bias.contiguous()
-    arch = architecture(x.device)
-    if runs_on(arch, "sm_90") and wna16_decode.fits(x, weight) and not (gated and n // 2 % TILE_ROWS):
+    able = capabilities(architecture(x.device))
+    if able.tma and wna16_decode.fits(x, weight) and not (gated and n // 2 % TILE_ROWS):
         if norm is not None and not wna16_decode.norms(x, weight):
             x, norm = rms_norm(x, norm, eps), None
         out = x.new_empty(m, n // 2 if gated else n)
@@ -116,7 +116,7 @@ def _launch(
     if norm is not None:
         x = rms_norm(x, norm, eps)
     out = x.new_empty(m, n)
-    multiply = wna16_wgmma.multiply if arch == "sm_90a" else wna16_mma.multiply
+    multiply = wna16_sm90.multiply if able.wgmma else wna16_sm80.multiply
     multiply(x, weight, bias, out)
     if gated:
         out = swiglu(out)

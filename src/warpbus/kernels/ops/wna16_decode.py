@@ -9,12 +9,19 @@ from torch import Tensor
 from warpbus.cuda import driver
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
 from warpbus.cuda.tensor_map import fits as copyable
 from warpbus.cuda.tensor_map import tensor_map
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, blocks
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from warpbus.kernels.units import unit
 
+_PARAMETERS = Parameters(
+    "TensorMap map, const uint4* codes, const uint32* scales, const uint32* zeros, const ELEMENT* x, "
+    "const ELEMENT* norm, const ELEMENT* bias, const ELEMENT* residual, ELEMENT* out, Problem p",
+    Problem="int m, int n, int k, int chunks, int groups, int shift, int middle, int gate_tiles, int stages, "
+    "int streamed, float eps",
+)
 MOST_TOKENS = 16
 _WARPS, _FINISHERS = 16, 3  # that multiply; that add up their sums
 _MOST_STAGES, _FEWEST_STAGES = 8, 2  # in flight
@@ -69,10 +76,26 @@ def multiply(
     _kernel(x.dtype, weight.bits, size == 32, _tokens(m))(
         multiprocessors(x.device),
         32 * (_WARPS + 1 + _FINISHERS),
-        _NO_MAP if norm is not None else tensor_map(x, m, TILE_COLUMNS, panels=_WARPS),
-        *(weight.codes, weight.scales, weight.zeros, x, norm, bias, residual, out),
-        *(m, n, k, blocks((k, TILE_COLUMNS)), weight.scales.shape[1], shift, weight.scheme.middle_code),
-        *(pairs if gated else 0, stages, int(streamed), eps),
+        map=_NO_MAP if norm is not None else tensor_map(x, m, TILE_COLUMNS, panels=_WARPS),
+        codes=weight.codes,
+        scales=weight.scales,
+        zeros=weight.zeros,
+        x=x,
+        norm=norm,
+        bias=bias,
+        residual=residual,
+        out=out,
+        m=m,
+        n=n,
+        k=k,
+        chunks=blocks((k, TILE_COLUMNS)),
+        groups=weight.scales.shape[1],
+        shift=shift,
+        middle=weight.scheme.middle_code,
+        gate_tiles=pairs if gated else 0,
+        stages=stages,
+        streamed=streamed,
+        eps=eps,
         shared=stages * stage + others,
         dependent=not copied,  # the norm's weight is loaded before the kernels ahead have ended
     )
@@ -100,13 +123,7 @@ def _stages(x: Tensor, weight: PackedWeight, *, streamed: bool) -> int:
 
 def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[int, int]:
     """Bytes of shared memory: of one stage, and of all the rest of a block."""
-    tokens = _tokens(m)
-    codes = 2 * _WARPS * 512 * weight.bits // 4
-    scales = 2 * (_WARPS * (2 if weight.scheme.group_size == 32 else 1) + 1) * 32
-    stage = blocks((codes + 2 * scales, 128)) * 128
-    sums = _WARPS * 2 * (tokens // 8) * 32 * 16
-    barriers, squares = 200, tokens * _WARPS * 4
-    others = sums + barriers + squares
+    stage, others = _shared_parts(weight.bits, weight.scheme.group_size == 32, _tokens(m))
     step = _WARPS * m * TILE_COLUMNS * 2
     if streamed:
         return stage + step, others
@@ -114,7 +131,21 @@ def _shared(m: int, k: int, weight: PackedWeight, *, streamed: bool) -> tuple[in
 
 
 @functools.cache
+def _shared_parts(bits: int, two_scales: bool, tokens: int) -> tuple[int, int]:
+    """Bytes of shared memory of a stage, and of the sums, barriers and squares; x is in neither.
+
+    csrc/wna16/decode.cu compares both with its structs, as the macros STAGE_BYTES and OTHER_BYTES.
+    """
+    codes = 2 * _WARPS * 512 * bits // 4
+    scales = 2 * (_WARPS * (2 if two_scales else 1) + 1) * 32
+    sums = _WARPS * 2 * (tokens // 8) * 32 * 16
+    barriers, squares = 200, tokens * _WARPS * 4
+    return blocks((codes + 2 * scales, 128)) * 128, sums + barriers + squares
+
+
+@functools.cache
 def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Kernel:
+    stage, others = _shared_parts(bits, two_scales, tokens)
     declared = unit(
         "wna16/decode.cu",
         needs="sm_90",
@@ -124,8 +155,10 @@ def _kernel(dtype: torch.dtype, bits: int, two_scales: bool, tokens: int) -> Ker
         TOKENS=tokens,
         WARPS=_WARPS,
         FINISHERS=_FINISHERS,
+        STAGE_BYTES=stage,
+        OTHER_BYTES=others,
     )
-    return declared.kernel("wna16_decode", "128sPPPPPPPPiiiiiiiiiif")
+    return declared.kernel("wna16_decode", _PARAMETERS)
 
 
 for _dtype, _bits, _two, _tokens_of in itertools.product(HALVES, (4, 8), (False, True), (8, 16)):

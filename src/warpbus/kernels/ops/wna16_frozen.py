@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpbus.cuda.parameters import Parameters
 from warpbus.kernels.operators import differentiable, operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks, blocks_in_stride
 from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight, unpack
@@ -16,6 +17,10 @@ from warpbus.kernels.ops.wna16 import wna16_linear
 from warpbus.kernels.units import unit
 from warpbus.qtensor import Scheme
 
+_PARAMETERS = Parameters(
+    "const uint4* codes, const ELEMENT* scales, const ELEMENT* zeros, ELEMENT* out, int n, int stride, "
+    "int first, int tiles, int groups, int group_shift, int middle"
+)
 BUFFER_BYTES = 2**28
 """What the dequantized columns take at a time; one tile of columns, where that is more."""
 
@@ -24,7 +29,7 @@ _WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a
 
 _KERNELS = {
     (dtype, bits): unit("wna16/dequantize.cu", ELEMENT=ELEMENTS[dtype], BITS=bits).kernel(
-        "wna16_dequantize", "PPPPiiiiiii"
+        "wna16_dequantize", _PARAMETERS
     )
     for dtype in HALVES
     for bits in (4, 8)
@@ -89,8 +94,17 @@ def dequantize_columns(weight: PackedWeight, first: int, tiles: int) -> Tensor:
     _KERNELS[weight.dtype, weight.bits](
         blocks_in_stride(32 * loads, _BLOCK, weight.device),
         _BLOCK,
-        *(weight.codes, weight.scales, weight.zeros, out, n, blocks((k, TILE_COLUMNS)), first, tiles),
-        *(weight.scales.shape[1], _WHOLE_ROW if group is None else group.bit_length() - 1, weight.scheme.middle_code),
+        codes=weight.codes,
+        scales=weight.scales,
+        zeros=weight.zeros,
+        out=out,
+        n=n,
+        stride=blocks((k, TILE_COLUMNS)),
+        first=first,
+        tiles=tiles,
+        groups=weight.scales.shape[1],
+        group_shift=_WHOLE_ROW if group is None else group.bit_length() - 1,
+        middle=weight.scheme.middle_code,
     )
     return out[:, :columns]
 

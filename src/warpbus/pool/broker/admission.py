@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 
 from warpbus.cuda.memory_size import gigabytes
 from warpbus.errors import UsageError
-from warpbus.pool.broker.leases import Gpu, Lease, Limits
+from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
 from warpbus.pool.broker.ledger import TOLERANCE, Ledger
 
 
-def checked_gpus(host: str, gpus: Iterable[Gpu]) -> dict[str, Gpu]:
+def checked_gpus(host: str, gpus: Iterable[PoolGpu]) -> dict[str, PoolGpu]:
     """The GPUs that a host offers, by name.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The broker of the pool: which leases there are, on which GPUs, and which wait.
+"""The broker of the pool: keeps the leases, assigns them to GPUs, and queues those that do not fit.
 
-It knows no sockets, no processes and no clock: whoever runs it tells it what happened and when (`now`, seconds since
-the epoch), and does what it answers. How GPUs are chosen is told by `warpbus.pool.broker.placement`.
+The broker uses no sockets, processes or clock: the caller reports events and their time (`now`, seconds since the
+epoch) and carries out the decisions. `warpbus.pool.broker.placement` describes how GPUs are chosen.
 
     request -> queued -> placed -> released | expired
                 ^         |  ^
@@ -9,8 +9,9 @@ the epoch), and does what it answers. How GPUs are chosen is told by `warpbus.po
                 |        moving
                 +- suspended <- placed
 
-An operation that raises has changed nothing. None places a waiting lease by itself but `place`, which is called after
-each that may have made room, and by `request` and `resume` for their own lease alone: so that nobody misses who got in.
+An operation that raises has changed nothing. Only `place` places waiting leases; the caller calls it after each
+operation that may have freed room, and so learns of every placement. `request` and `resume` may place their own lease
+at once.
 """
 
 import secrets
@@ -22,8 +23,8 @@ from warpbus.cuda.memory_size import gigabytes
 from warpbus.errors import QueueFullError, UsageError
 from warpbus.pool.broker import ledger_file, status
 from warpbus.pool.broker.admission import check_limits, check_possible, checked_gpus, no_place
-from warpbus.pool.broker.leases import Gpu, Lease, Limits, Move
-from warpbus.pool.broker.ledger import Host, Ledger
+from warpbus.pool.broker.leases import Lease, LeaseMove, Limits, PoolGpu
+from warpbus.pool.broker.ledger import HostEntry, Ledger
 from warpbus.pool.broker.moves import evacuate, make_room
 from warpbus.pool.broker.placement import best_fit, outlook
 from warpbus.pool.quota import Quota
@@ -36,13 +37,13 @@ class Broker:
     """The leases of a pool.
 
     Args:
-        grace: seconds without a sign of life after which a client, or a host, counts as vanished.
+        grace: seconds without a sign of life after which a client or host counts as gone.
         aging: seconds of waiting that raise the priority of a lease by one.
-        limits: of tenants, by name; "*" are those of each tenant that is not named.
-        max_queued: the most leases that wait.
+        limits: of tenants, by name; "*" are the limits of each tenant that is not named.
+        max_queued: the most leases that may wait.
 
     Raises:
-        UsageError: a number that makes no sense.
+        UsageError: a number is not positive.
     """
 
     def __init__(
@@ -62,20 +63,20 @@ class Broker:
         self._max_queued = max_queued
         self._ledger = Ledger()
         self._loaded = float("-inf")
-        self._measured: dict[str, status.Measured] = {}
+        self._measured: dict[str, status.GpuUsage] = {}
 
     # Hosts
 
-    def join(self, host: str, gpus: Iterable[Gpu], now: float) -> list[Lease]:
-        """Take in a host and its GPUs, or hear again of one that is here: it keeps the leases of the GPUs it still has.
+    def join(self, host: str, gpus: Iterable[PoolGpu], now: float) -> list[Lease]:
+        """Add a host and its GPUs, or update a known host, which keeps the leases of the GPUs that it still has.
 
-        A host that had left comes back without leases, and has to have ended what ran on it.
+        A host that had left comes back without leases: its processes must have ended.
 
         Returns:
-            The leases that are lost with GPUs that are gone, expired.
+            The leases that are lost with removed GPUs, in the state "expired".
 
         Raises:
-            UsageError: names that do not fit together, or a GPU with less memory than its leases have.
+            UsageError: the names of host and GPUs contradict each other, or a GPU has less memory than its leases.
         """
         offered = checked_gpus(host, gpus)
         before = self._ledger.hosts.get(host)
@@ -87,18 +88,18 @@ class Broker:
                 )
         gone = [] if before is None else [name for name in before.gpus if name not in offered]
         lost = self._lose(gone, f"{host} joined without this GPU", now)
-        self._ledger.hosts[host] = Host(host, offered, now, draining=before is not None and before.draining)
+        self._ledger.hosts[host] = HostEntry(host, offered, now, draining=before is not None and before.draining)
         if before is None or before.lost or before.gpus != offered:
             self._ledger.record(now, "joined", source=host, text=f"{host} joined with {len(offered)} GPUs")
         return lost
 
     def leave(self, host: str, now: float) -> list[Lease]:
-        """A host is gone. Leases that were moving to it stay where they are.
+        """Remove a host. Leases that were moving to it stay where they are.
 
-        Whoever knows that a move from it has been completed calls `end_move` first: the lease lives on then.
+        If a move from the host is known to be complete, call `end_move` first: otherwise the lease counts as lost.
 
         Returns:
-            The leases that are lost, expired.
+            The leases that are lost, in the state "expired".
 
         Raises:
             UsageError: there is no such host.
@@ -112,7 +113,7 @@ class Broker:
         return lost
 
     def alive(self, host: str, now: float) -> None:
-        """A host gave a sign of life.
+        """Record a sign of life of a host.
 
         Raises:
             UsageError: there is no such host, or it has left and has to join again.
@@ -123,27 +124,27 @@ class Broker:
         self._ledger.hosts[host] = replace(entry, seen=now)
 
     def silent(self, now: float) -> list[str]:
-        """The hosts that have not been heard of for longer than the grace time; the caller lets them `leave`."""
+        """The hosts without a sign of life for longer than the grace time; the caller calls `leave` for them."""
         return [host.name for host in self._ledger.hosts.values() if not host.lost and self._vanished(host.seen, now)]
 
     def measured(self, gpu: str, *, utilization: float | None, memory: int | None) -> None:
-        """Note for `status` what was measured of a GPU: the part of its time that it computes, and the bytes in use.
+        """Record measurements of a GPU for `status`: its utilization, from 0 to 1, and the bytes in use.
 
         Raises:
             UsageError: there is no such GPU.
         """
         if self._ledger.gpu(gpu) is None:
             raise no_place(self._ledger, "GPU", gpu)
-        self._measured[gpu] = status.Measured(utilization, memory)
+        self._measured[gpu] = status.GpuUsage(utilization, memory)
 
-    def drain(self, host: str, now: float) -> list[Move]:
-        """Let no new leases onto a host.
+    def drain(self, host: str, now: float) -> list[LeaseMove]:
+        """Close a host for new leases.
 
         Returns:
-            The moves to make so that it gets empty; those under way are not among them.
+            The moves that empty the host, without moves that have begun already.
 
         Raises:
-            UsageError: there is no such host, or some of its leases cannot go anywhere else; it stays open then.
+            UsageError: there is no such host, or some of its leases fit nowhere else; the host stays open then.
         """
         entry = self._host(host)
         moves = evacuate(self._ledger, host)
@@ -155,7 +156,7 @@ class Broker:
         return moves
 
     def undrain(self, host: str, now: float) -> None:
-        """Let leases onto a host again.
+        """Open a drained host for leases again.
 
         Raises:
             UsageError: there is no such host.
@@ -178,22 +179,22 @@ class Broker:
         movable: bool = True,
         now: float,
     ) -> Lease:
-        """Ask for a lease.
+        """Request a lease.
 
         Args:
-            tenant: for whom.
-            quota: for how much.
-            priority: who waits with a higher one is placed first.
-            on: a GPU or a host, where nothing else will do.
-            near: a lease of the same tenant, on whose host this one is to be.
-            movable: it may be moved and suspended.
+            tenant: the name of the tenant.
+            quota: memory and share.
+            priority: waiting leases with a higher priority are placed first.
+            on: the required GPU or host, or None.
+            near: the id of a lease of the same tenant; the new lease is placed on the same host.
+            movable: whether the lease may be moved and suspended.
 
         Returns:
             The lease, "placed" or "queued".
 
         Raises:
             UsageError: no GPU of the pool could ever hold it, the tenant's limits forbid it, or an argument is wrong.
-            QueueFullError: it would have to wait, and too many do.
+            QueueFullError: the lease would have to wait, and the queue is full.
         """
         if not tenant:
             raise UsageError("a lease needs a tenant: give its name")
@@ -220,10 +221,10 @@ class Broker:
         return self._enter(lease, now)
 
     def lease(self, id: str) -> Lease:
-        """A lease as it is now.
+        """The present state of a lease.
 
         Raises:
-            UsageError: there is none, or it has ended; it says how.
+            UsageError: there is no such lease, or it has ended; the message tells how.
         """
         lease = self._ledger.leases.get(id)
         if lease is not None:
@@ -233,19 +234,19 @@ class Broker:
         raise UsageError(f"lease {id}: {how}: request one, or see warpbus pool status")
 
     def place(self, now: float) -> list[Lease]:
-        """Place the leases that wait and have room, in the order of the queue.
+        """Place the waiting leases that fit, in the order of the queue.
 
         Returns:
-            Those that were placed.
+            The leases that were placed.
         """
         placed = []
-        # Once more after the last: who is to be near another one waits until that is placed.
+        # A lease that must be near another one can be placed only after that one, so repeat until nothing fits.
         while placings := outlook(self._ledger, self._aging).placed:
             placed += [self._place(each.lease, each.gpu, each.reason, now) for each in placings]
         return placed
 
     def seen(self, id: str, now: float, *, memory_used: int | None = None) -> Lease:
-        """A client gave a sign of life, perhaps with the bytes it uses.
+        """Record a sign of life of a client, optionally with the bytes that it uses.
 
         Raises:
             UsageError: there is no such lease.
@@ -265,7 +266,7 @@ class Broker:
         return self._ledger.end(lease, "released", "released", "released by its client", now)
 
     def lose(self, id: str, why: str, now: float) -> Lease:
-        """End a lease whose process has died; a move of it has failed with that.
+        """End a lease whose process has died. If the lease was moving, the move has failed.
 
         Raises:
             UsageError: there is no such lease.
@@ -273,9 +274,9 @@ class Broker:
         return self._ledger.end(self.lease(id), "expired", "lost", why, now)
 
     def expire(self, now: float) -> list[Lease]:
-        """End the leases whose clients have not been heard of for longer than the grace time.
+        """End the leases whose clients gave no sign of life for longer than the grace time.
 
-        One that moves is left until its move has ended, and one that is suspended has no client.
+        A lease that is moving is left until the move ends; a suspended lease has no client.
         """
         vanished = [
             lease
@@ -288,7 +289,7 @@ class Broker:
         ]
 
     def suspend(self, id: str, now: float) -> Lease:
-        """A lease gives back its GPU; its state has been saved.
+        """Suspend a lease whose state has been saved, and free its GPU.
 
         Raises:
             UsageError: there is no such lease, it is not placed, or it cannot be moved.
@@ -300,7 +301,7 @@ class Broker:
         )
 
     def resume(self, id: str, now: float, *, on: str | None = None) -> Lease:
-        """A lease that is suspended wants a GPU again, as if it were requested anew; `on` replaces where it was wanted.
+        """Request a GPU for a suspended lease; `on` replaces the GPU or host that was required before.
 
         Returns:
             The lease, "placed" or "queued".
@@ -320,11 +321,11 @@ class Broker:
     # Moves
 
     def begin_move(self, id: str, to: str, now: float) -> Lease:
-        """Reserve room for a lease on another GPU. It keeps what it has until `end_move`.
+        """Reserve room for a lease on another GPU. The lease keeps its GPU until `end_move`.
 
         Args:
             id: of the lease.
-            to: a GPU, or a host, of which the broker picks a GPU.
+            to: a GPU, or a host, whose GPU the broker chooses.
             now: the time.
 
         Raises:
@@ -360,14 +361,14 @@ class Broker:
     def end_move(
         self, id: str, moved: bool, now: float, *, copied: int | None = None, pause: float | None = None
     ) -> Lease:
-        """A move has ended: the lease is on the target, or still where it was. The other side is free.
+        """Complete a move: the lease is on the target, or still at the source, and the room on the other side is free.
 
         Args:
             id: of the lease.
             moved: whether it is on the target.
-            now: the time; it counts as a sign of life, since the client may have had to wait.
+            now: the time, which counts as a sign of life, because the client may have had to wait.
             copied: bytes that the move copied, for the history.
-            pause: seconds for which it executed nothing, for the history.
+            pause: seconds for which the lease executed nothing, for the history.
 
         Raises:
             UsageError: there is no such lease, or it does not move.
@@ -377,7 +378,7 @@ class Broker:
             raise UsageError(f"lease {id} is {lease.state}, it does not move: there is no move to end")
         return self._ledger.end_move(lease, moved, "the move failed", now, copied=copied, pause=pause)
 
-    def defragment(self) -> list[Move]:
+    def defragment(self) -> list[LeaseMove]:
         """The moves that would let the first lease of the queue in (`warpbus.pool.broker.moves.make_room`)."""
         return make_room(self._ledger, self._aging)
 
@@ -385,7 +386,7 @@ class Broker:
 
     @property
     def changes(self) -> int:
-        """Grows with each change but signs of life: what was written with a lower number is old."""
+        """Incremented by each change except signs of life; a dump with a lower number is outdated."""
         return self._ledger.changes
 
     def status(self, now: float) -> dict[str, Any]:
@@ -393,18 +394,18 @@ class Broker:
         return status.report(self._ledger, self._aging, self._measured, now)
 
     def dump(self) -> dict[str, Any]:
-        """All that has to survive a restart, as JSON."""
+        """The state that has to survive a restart, as JSON."""
         return ledger_file.dump(self._ledger)
 
     def load(self, state: object, now: float | None = None) -> None:
-        """Go on from what `dump` gave; what this broker had is dropped.
+        """Replace the state of this broker by one that `dump` returned.
 
         Args:
-            state: what `dump` gave.
-            now: the time; clients and hosts have the grace time from then on to be heard of.
+            state: what `dump` returned.
+            now: the time; clients and hosts have the grace time from then on to give a sign of life.
 
         Raises:
-            DataError: it is something else.
+            DataError: `state` is malformed.
         """
         self._ledger = ledger_file.load(state)
         self._loaded = float("-inf") if now is None else now
@@ -413,7 +414,7 @@ class Broker:
     # Changes
 
     def _enter(self, lease: Lease, now: float) -> Lease:
-        """Queue a lease, and place it if there is room for it beside those ahead of it."""
+        """Queue a lease, and place it at once if it fits together with the leases ahead of it."""
         leases = self._ledger.leases
         before = leases.get(lease.id)
         leases[lease.id] = lease
@@ -431,13 +432,13 @@ class Broker:
         return self._ledger.change(lease, "queued", now, reason=f"waits: {queue.why[lease.id]}")
 
     def _place(self, lease: Lease, gpu: str, reason: str, now: float) -> Lease:
-        # Its client has the grace time to hear of it.
+        # The client has the grace time to learn of it.
         return self._ledger.change(
             lease, "placed", now, state="placed", gpu=gpu, target=None, reason=reason, seen=max(lease.seen, now)
         )
 
     def _lose(self, gpus: Iterable[str], why: str, now: float) -> list[Lease]:
-        """Some GPUs are gone: end their leases, and the moves to them."""
+        """End the leases of GPUs that are gone, and the moves to these GPUs."""
         lost, gone = [], set(gpus)
         for lease in self._ledger.on(gone):
             if lease.gpu in gone:
@@ -453,7 +454,7 @@ class Broker:
     def _vanished(self, seen: float, now: float) -> bool:
         return now - max(seen, self._loaded) > self._grace
 
-    def _host(self, name: str) -> Host:
+    def _host(self, name: str) -> HostEntry:
         host = self._ledger.hosts.get(name)
         if host is None:
             raise no_place(self._ledger, "host", name)

@@ -9,7 +9,7 @@ State = Literal["queued", "placed", "moving", "suspended", "released", "expired"
 
 
 @dataclass(frozen=True)
-class Gpu:
+class PoolGpu:
     """A GPU of the pool.
 
     Attributes:
@@ -85,7 +85,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Move:
+class LeaseMove:
     """A move that a plan proposes: `lease` from GPU `source` to GPU `target`; `bytes` is what it is likely to copy."""
 
     lease: str

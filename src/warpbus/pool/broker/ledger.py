@@ -1,4 +1,4 @@
-"""Who holds what: the hosts, the living leases and what happened lately. It keeps books and decides nothing.
+"""Who holds what: the hosts, the living leases and what happened lately. It records and decides nothing.
 
 What is free is never stored, it is computed from the leases, so that it cannot be wrong.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from warpbus.cuda.memory_size import gigabytes
-from warpbus.pool.broker.leases import Event, Gpu, Lease
+from warpbus.pool.broker.leases import Event, Lease, PoolGpu
 from warpbus.pool.quota import Quota
 
 EVENTS = 1000
@@ -20,7 +20,7 @@ TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Host:
+class HostEntry:
     """A machine of the pool.
 
     Attributes:
@@ -31,7 +31,7 @@ class Host:
     """
 
     name: str
-    gpus: dict[str, Gpu]
+    gpus: dict[str, PoolGpu]
     seen: float
     draining: bool = False
     lost: bool = False
@@ -46,7 +46,7 @@ class Host:
 class Room:
     """What is free of a GPU: bytes, and share of its compute."""
 
-    gpu: Gpu
+    gpu: PoolGpu
     memory: int
     share: float
 
@@ -77,16 +77,16 @@ class Ledger:
         changes: how many events there have been: what is written to disk is old when this has grown.
     """
 
-    hosts: dict[str, Host] = field(default_factory=dict)
+    hosts: dict[str, HostEntry] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
     changes: int = 0
 
-    def gpus(self) -> list[Gpu]:
+    def gpus(self) -> list[PoolGpu]:
         """All GPUs that have not left."""
         return [gpu for host in self.hosts.values() if not host.lost for gpu in host.gpus.values()]
 
-    def gpu(self, name: str | None) -> Gpu | None:
+    def gpu(self, name: str | None) -> PoolGpu | None:
         """A GPU that has not left, or None."""
         host = self.hosts.get((name or "").partition("/")[0])
         return None if host is None or host.lost else host.gpus.get(name or "")
@@ -122,7 +122,7 @@ class Ledger:
         """The lease that this one is to be near to, if it lives."""
         return self.leases.get(lease.near or "")
 
-    def suits(self, lease: Lease, gpu: Gpu) -> bool:
+    def suits(self, lease: Lease, gpu: PoolGpu) -> bool:
         """Whether a GPU is where the lease was requested for: `on`, and on the host of `near` where that has a GPU."""
         if lease.on is None and lease.near is None:
             return True

@@ -9,8 +9,8 @@ from typing import Any
 
 from warpbus.errors import DataError, UsageError
 from warpbus.pool.broker.admission import checked_gpus
-from warpbus.pool.broker.leases import Event, Gpu, Lease
-from warpbus.pool.broker.ledger import EVENTS, TOLERANCE, Host, Ledger
+from warpbus.pool.broker.leases import Event, Lease, PoolGpu
+from warpbus.pool.broker.ledger import EVENTS, TOLERANCE, HostEntry, Ledger
 from warpbus.pool.quota import Quota
 
 VERSION = 1
@@ -90,7 +90,7 @@ def load(state: object) -> Ledger:
     return ledger
 
 
-def _dump_host(host: Host) -> dict[str, Any]:
+def _dump_host(host: HostEntry) -> dict[str, Any]:
     gpus = [
         {"index": gpu.index, "model": gpu.model, "memory": gpu.memory, "links": list(gpu.links)}
         for gpu in host.gpus.values()
@@ -103,7 +103,7 @@ def _dump_lease(lease: Lease) -> dict[str, Any]:
     return {**record.pop("quota"), **record}
 
 
-def _host(record: object, where: str) -> Host:
+def _host(record: object, where: str) -> HostEntry:
     found = _fields(record, _HOST, where)
     name, gpus = found["name"], []
     for index, each in enumerate(found["gpus"]):
@@ -112,12 +112,12 @@ def _host(record: object, where: str) -> Host:
         if not all(isinstance(link, str) for link in gpu["links"]):
             raise _wrong(f"{place}, links", "has something that is no string", "names of GPUs")
         gpu["links"] = tuple(gpu["links"])
-        gpus.append(Gpu(name=f"{name}/{gpu['index']}", host=name, **gpu))
+        gpus.append(PoolGpu(name=f"{name}/{gpu['index']}", host=name, **gpu))
     try:
         offered = checked_gpus(name, gpus)
     except UsageError as error:
         raise DataError(f"{where}: {error}: start without the file of the pool's state") from error
-    return Host(name, offered, found["seen"], found["draining"], found["lost"])
+    return HostEntry(name, offered, found["seen"], found["draining"], found["lost"])
 
 
 def _lease(record: object, where: str, ledger: Ledger) -> Lease:

@@ -15,42 +15,24 @@ its processes tell each other, so whoever reaches these ports can run code there
 import contextlib
 import importlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from warpbus.dist.outcome import JobFailure
 from warpbus.dist.ray_cluster import connect, load_ray
 from warpbus.errors import UnavailableError, UsageError, WarpbusError
 from warpbus.pool.broker.admission import checked_gpus
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.leases import Gpu, Lease, Limits
+from warpbus.pool.broker.leases import Lease, Limits, PoolGpu
+
+T = TypeVar("T")
 
 NAMESPACE = "warpbus-pool"
 """Ray's namespace of the pool's actors: one pool a cluster."""
 
-# The operations of `Broker` that others call, and whether they take the time.
-_OPERATIONS = {
-    "measured": False,
-    "drain": True,
-    "undrain": True,
-    "request": True,
-    "lease": False,
-    "place": True,
-    "seen": True,
-    "release": True,
-    "lose": True,
-    "suspend": True,
-    "resume": True,
-    "begin_move": True,
-    "end_move": True,
-    "defragment": False,
-    "status": True,
-}
-
-# Those that a broker may be asked twice without harm: where it dies meanwhile, the one started after it answers.
-_REPEATABLE = frozenset({"measured", "drain", "undrain", "lease", "seen", "status", "defragment"})
+# How often Ray calls a method of the broker again whose actor died meanwhile, where calling it twice does no harm.
 _REPEATED = 5
 
 _AGENT = "agent:"
@@ -76,7 +58,7 @@ class Member:
 
     host: str
     address: str
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[PoolGpu, ...]
     node: str
 
 
@@ -143,7 +125,7 @@ class RayMembership:
         if self._connected_here:
             self._ray.shutdown()
 
-    def offer(self, host: str, gpus: Iterable[Gpu], address: str, *, node: str | None = None) -> Member:
+    def offer(self, host: str, gpus: Iterable[PoolGpu], address: str, *, node: str | None = None) -> Member:
         """Let a host join the pool, until `withdraw` or the end of this process.
 
         Args:
@@ -201,18 +183,20 @@ class RayMembership:
         found: list[Member] = self._ask(self._repeatable("members").remote())
         return found
 
-    def call(self, operation: str, *arguments: Any, **named: Any) -> Any:
-        """An operation of the broker; the time is that of the broker's clock.
+    def run(self, operation: Callable[[Broker, float], T], *, repeatable: bool = False) -> T:
+        """Run an operation in the broker's actor. Ray pickles the operation.
+
+        Args:
+            operation: gets the broker and the time of the broker's clock.
+            repeatable: running it twice does no harm: if the broker's actor dies, the next one runs it again.
 
         Raises:
-            UsageError: there is no such operation.
             UnavailableError: the broker does not answer.
             WarpbusError: what the operation raises.
         """
-        if operation not in _OPERATIONS:
-            raise UsageError(f"the broker has no operation {operation}: give one of {', '.join(_OPERATIONS)}")
-        method = self._repeatable("call") if operation in _REPEATABLE else self._broker.call
-        return self._ask(method.remote(operation, arguments, named))
+        method = self._repeatable("run") if repeatable else self._broker.run
+        result: T = self._ask(method.remote(operation))
+        return result
 
     def tick(self) -> Tick:
         """Look who is there, and what follows of it. Some process of the pool calls it about once a second.
@@ -272,11 +256,9 @@ class _BrokerActor:
         self._written = -1
         self._restore()
 
-    def call(self, operation: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if _OPERATIONS[operation]:
-            named = {**named, "now": time.time()}
+    def run(self, operation: Callable[[Broker, float], T]) -> T | JobFailure:
         try:
-            answer = getattr(self._broker, operation)(*arguments, **named)
+            answer = operation(self._broker, time.time())
         except WarpbusError as error:
             return JobFailure.of(error)
         self._write()

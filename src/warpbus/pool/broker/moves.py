@@ -7,17 +7,17 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from warpbus.errors import UsageError
-from warpbus.pool.broker.leases import Gpu, Lease, Move
+from warpbus.pool.broker.leases import Lease, LeaseMove, PoolGpu
 from warpbus.pool.broker.ledger import Ledger, Room
 from warpbus.pool.broker.placement import outlook, preference
 
 # Packing leases is as hard as any packing problem: after so many steps a plan counts as not found.
 _STEPS = 10_000
 
-Accepts = Callable[[Lease, Gpu], bool]
+Accepts = Callable[[Lease, PoolGpu], bool]
 
 
-def evacuate(ledger: Ledger, host: str) -> list[Move]:
+def evacuate(ledger: Ledger, host: str) -> list[LeaseMove]:
     """Moves of all leases that are placed on a host to others, onto the same model of GPU where there is room.
 
     Where the leases were requested, `on` and `near`, does not bind: the operator's wish to empty the host goes first.
@@ -45,7 +45,7 @@ def evacuate(ledger: Ledger, host: str) -> list[Move]:
     return [_move(lease, targets[lease.id]) for lease in movable]
 
 
-def make_room(ledger: Ledger, aging: float) -> list[Move]:
+def make_room(ledger: Ledger, aging: float) -> list[LeaseMove]:
     """The moves with which the first lease of the queue that waits for room gets in, with the fewest bytes to copy.
 
     No move hurts: a lease stays on its model of GPU and where it was requested (`on`); one that is near another or has
@@ -69,13 +69,13 @@ def make_room(ledger: Ledger, aging: float) -> list[Move]:
             or ledger.neighbour(lease) is not None
         )
 
-    def accepts(lease: Lease, gpu: Gpu) -> bool:
+    def accepts(lease: Lease, gpu: PoolGpu) -> bool:
         own = ledger.gpu(lease.gpu)
         return own is not None and gpu.model == own.model and ledger.suits(lease, gpu)
 
     steps = iter(range(_STEPS))
 
-    def plan(room: Room, chosen: Sequence[Lease]) -> list[Move] | None:
+    def plan(room: Room, chosen: Sequence[Lease]) -> list[LeaseMove] | None:
         """The moves of these leases from their GPU, if that makes room enough."""
         if not _freed(room, chosen).holds(first.quota):
             return None
@@ -107,7 +107,7 @@ def make_room(ledger: Ledger, aging: float) -> list[Move]:
     return best or []
 
 
-def _bytes(moves: Sequence[Move]) -> int:
+def _bytes(moves: Sequence[LeaseMove]) -> int:
     return sum(move.bytes for move in moves)
 
 
@@ -186,8 +186,8 @@ def cost(lease: Lease) -> int:
     return lease.quota.memory if lease.memory_used is None else lease.memory_used
 
 
-def _move(lease: Lease, target: str) -> Move:
-    return Move(lease.id, lease.gpu or "", target, cost(lease))
+def _move(lease: Lease, target: str) -> LeaseMove:
+    return LeaseMove(lease.id, lease.gpu or "", target, cost(lease))
 
 
 def _host(gpu: str | None) -> str | None:

@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from warpbus.cuda.memory_size import gigabytes
-from warpbus.pool.broker.leases import Gpu, Lease
+from warpbus.pool.broker.leases import Lease, PoolGpu
 from warpbus.pool.broker.ledger import Ledger, Room
 from warpbus.pool.quota import Quota
 
 
 @dataclass(frozen=True)
-class Placing:
+class Placement:
     """A lease, the GPU for it, and why that one."""
 
     lease: Lease
@@ -41,7 +41,7 @@ class Outlook:
     """
 
     rooms: dict[str, Room]
-    placed: list[Placing] = field(default_factory=list)
+    placed: list[Placement] = field(default_factory=list)
     first: Lease | None = None
     kept: str | None = None
     why: dict[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def outlook(ledger: Ledger, aging: float) -> Outlook:
         best = best_fit((room for room in fitting if room.gpu.name != found.kept), lease.quota, near)
         if best is not None:
             left = found.rooms[best.gpu.name] = best.without(lease.quota)
-            found.placed.append(Placing(lease, best.gpu.name, _reason(lease, best, left, len(fitting), near)))
+            found.placed.append(Placement(lease, best.gpu.name, _reason(lease, best, left, len(fitting), near)))
         elif not able:
             found.why[lease.id] = _nowhere(ledger, lease)
         elif fitting:
@@ -79,13 +79,15 @@ def outlook(ledger: Ledger, aging: float) -> Outlook:
     return found
 
 
-def best_fit(rooms: Iterable[Room], quota: Quota, near: Gpu | None = None, model: str | None = None) -> Room | None:
+def best_fit(rooms: Iterable[Room], quota: Quota, near: PoolGpu | None = None, model: str | None = None) -> Room | None:
     """The room where a lease of `quota` leaves the least; those near to `near` and of this model of GPU come first."""
     fitting = [room for room in rooms if room.holds(quota)]
     return min(fitting, key=lambda room: preference(room, quota, near, model), default=None)
 
 
-def preference(room: Room, quota: Quota, near: Gpu | None = None, model: str | None = None) -> tuple[float | str, ...]:
+def preference(
+    room: Room, quota: Quota, near: PoolGpu | None = None, model: str | None = None
+) -> tuple[float | str, ...]:
     """Of two rooms that fit, the one with the lower value is better."""
     left, gpu = room.without(quota), room.gpu
     distance = 0 if near is None or near.name in gpu.links else 1 if near.name == gpu.name else 2
@@ -106,7 +108,7 @@ def _soonest(able: list[Room], quota: Quota) -> Room:
     return min(able, key=missing)
 
 
-def _reason(lease: Lease, best: Room, left: Room, fitting: int, near: Gpu | None) -> str:
+def _reason(lease: Lease, best: Room, left: Room, fitting: int, near: PoolGpu | None) -> str:
     why = "the only GPU with room" if fitting == 1 else f"best fit of {fitting} GPUs with room"
     if lease.on is not None:
         why = f"requested on {lease.on}, {why}"

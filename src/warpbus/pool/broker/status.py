@@ -44,14 +44,14 @@ _OTHER = "(other)"  # no tenant can have this name
 
 
 @dataclass(frozen=True)
-class Measured:
+class GpuUsage:
     """What was measured of a GPU: the part of its time that it computes, and bytes in use; None where not known."""
 
     utilization: float | None = None
     memory: int | None = None
 
 
-def report(ledger: Ledger, aging: float, measured: Mapping[str, Measured], now: float) -> dict[str, Any]:
+def report(ledger: Ledger, aging: float, measured: Mapping[str, GpuUsage], now: float) -> dict[str, Any]:
     """The pool at a time, as JSON of the schema above."""
     waiting = _why(ledger, aging)
     return {
@@ -79,13 +79,13 @@ def _why(ledger: Ledger, aging: float) -> dict[str, str]:
     return queue.why | {each.lease.id: f"has room on {each.gpu} and is placed next" for each in queue.placed}
 
 
-def _gpus(ledger: Ledger, measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
+def _gpus(ledger: Ledger, measured: Mapping[str, GpuUsage]) -> list[dict[str, Any]]:
     rooms = ledger.rooms()
     listed = []
     for host in ledger.hosts.values():
         state = "lost" if host.lost else "draining" if host.draining else "open"
         for gpu in sorted(host.gpus.values(), key=lambda gpu: gpu.index):
-            room, found = rooms.get(gpu.name), measured.get(gpu.name, Measured())
+            room, found = rooms.get(gpu.name), measured.get(gpu.name, GpuUsage())
             used = 0 if room is None else gpu.memory - room.memory
             listed.append(
                 {

@@ -1,4 +1,4 @@
-"""From the arguments of an operator's call to its signature."""
+"""Builds the signature of an operator's call from its arguments."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch._ops import OpOverload
 
 from warpbus.pool.client.tensors import geometry_of
 from warpbus.pool.protocol.geometry import Geometry
-from warpbus.pool.protocol.signature import Argument, Device, Input, Number, NumberKind, Signature
+from warpbus.pool.protocol.signature import Argument, DevicePlaceholder, Input, Number, NumberKind, Signature
 
 NUMBER_KINDS: dict[type, NumberKind] = {int: "int", float: "float", bool: "bool"}
 
@@ -25,14 +25,14 @@ def number_positions(overload: OpOverload) -> dict[str, bool]:
 
 
 def goes_along(value: Any, is_number: bool) -> bool:
-    """Whether a value that is no tensor goes with each call, instead of into the definition of its kind."""
+    """Whether a value that is no tensor is sent with each call, instead of being part of the definition."""
     if not is_number or value.__class__ not in NUMBER_KINDS:
         return False
     return value.__class__ is not int or -(1 << 63) <= value < 1 << 63
 
 
-class Reading:
-    """Reads the arguments of one call into a signature; a tensor of the CPU is a number there."""
+class SignatureBuilder:
+    """Builds the signature of one call; a scalar tensor of the CPU becomes a number."""
 
     def __init__(self, overload: OpOverload, numbers: dict[str, bool]) -> None:
         self._operator = overload.name()
@@ -57,8 +57,8 @@ class Reading:
         if isinstance(value, list | tuple):
             return tuple(self._argument(item, is_number) for item in value)
         if isinstance(value, torch.device):
-            return Device()
-        return value  # what else PyTorch's dispatcher gives is plain
+            return DevicePlaceholder()
+        return value  # all other values of PyTorch's dispatcher are plain
 
     def _number(self, value: Any) -> Number:
         self._numbers.append(NUMBER_KINDS[value.__class__])

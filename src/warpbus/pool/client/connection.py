@@ -1,8 +1,9 @@
-"""A client's connection to its lease: batches and questions, across connections that break and GPUs that change.
+"""A client's connection to its lease: sends batches and questions, reconnects, and follows a lease that moves.
 
-What the tenant has not acknowledged is kept, and sent again after a reconnection; the tenant skips what it has done.
-Where the lease has moved, the connection follows it. Where the source of a move vanished in the middle, the connection
-claims the copy, and so decides which of the two lives: it never goes back.
+The connection keeps each batch until the tenant acknowledges it and sends it again after a reconnection; the tenant
+skips batches that it has executed. If the lease has moved, the connection follows it. If the source of a migration
+vanishes midway, the connection claims the copy at the destination, which decides that the copy lives; it never goes
+back.
 """
 
 import time
@@ -15,15 +16,15 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
+from warpbus.errors import ConnectionLostError, FrameError, LeaseLostError, StateError
 from warpbus.pool.protocol.address import Address, address
 from warpbus.pool.protocol.channel import Channel, connect
-from warpbus.pool.protocol.failures import Failure
+from warpbus.pool.protocol.failures import CallFailure, sent_error
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 
 PATIENCE_SECONDS = 30.0
-"""How long a connection that broke is tried again."""
+"""Seconds for which a broken connection is retried."""
 
 _KEPT_BYTES = 256 << 20
 _LOOKED_EVERY = 8
@@ -32,7 +33,7 @@ _RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class Welcome(NamedTuple):
-    """What a tenant says of itself."""
+    """What a tenant reports when it accepts a connection."""
 
     executed: int
     device: str
@@ -46,11 +47,11 @@ class _Moving(NamedTuple):
     final: bool
 
 
-class Reading:
-    """A question for bytes of a storage that was asked and is not waited for: others may follow it.
+class PendingRead:
+    """An asynchronous read of bytes of a storage; other requests may be sent before its data has arrived.
 
-    It may be asked again after a reconnection, when what was sent after it has been executed: what it asks for must
-    not be written any more. One that nobody holds any more is forgotten.
+    A reconnection may repeat the read after later batches were executed, so the storage must not be written any more.
+    The connection holds a weak reference: a read that nobody references is dropped.
     """
 
     def __init__(self, number: int, question: list[Value], nbytes: int) -> None:
@@ -58,32 +59,32 @@ class Reading:
         self.payload = encode(question)
         self.data = bytearray(nbytes)
         self.filled = 0
-        self.failure: Failure | None = None
+        self.failure: CallFailure | None = None
 
     @property
     def arrived(self) -> bool:
         return self.filled == len(self.data) or self.failure is not None
 
     def take(self, frame: Frame) -> None:
-        """A part of its answer."""
+        """Take in one frame of the answer."""
         if frame.kind is Kind.ERROR:
-            self.failure = Failure.read(decode(frame.payload))
+            self.failure = CallFailure.read(decode(frame.payload))
             return
         end = self.filled + len(frame.payload)
         if end > len(self.data):
-            raise ConnectionLost("the pool sent more bytes than were asked for")
+            raise FrameError("the pool sent more bytes than were asked for")
         self.data[self.filled : end] = frame.payload
         self.filled = end
 
 
 class Connection:
-    """Not for several threads at once.
+    """The connection to a lease. Not thread-safe.
 
     Args:
         where: the daemon of the machine that has the lease.
-        lease: its 16 bytes.
-        key: the secret that came with it.
-        patience: seconds for which a lost connection is tried again.
+        lease: the id of the lease, 16 bytes.
+        key: the secret of the lease.
+        patience: seconds for which a lost connection is retried.
     """
 
     def __init__(self, where: Address, lease: bytes, key: bytes, *, patience: float = PATIENCE_SECONDS) -> None:
@@ -95,15 +96,15 @@ class Connection:
         self._kept_bytes = 0
         self._sent = 0
         self._question = 0
-        self._readings: WeakValueDictionary[int, Reading] = WeakValueDictionary()
+        self._readings: WeakValueDictionary[int, PendingRead] = WeakValueDictionary()
         self._moving: _Moving | None = None
-        self._failures: deque[Failure] = deque()
+        self._failures: deque[CallFailure] = deque()
         self._abandoned: str | None = None
         self.reconnections = 0
         self._channel, self.welcome = self._open(where, claim=False)
 
     def send(self, payload: bytearray) -> None:
-        """Send a batch. Raises what a call of an earlier one raised on the other side."""
+        """Send a batch. Raises the error of a call in an earlier batch, if one failed."""
         self._sent += 1
         self._kept.append((self._sent, payload))
         self._kept_bytes += len(payload)
@@ -113,12 +114,12 @@ class Connection:
                 self._look()
             while self._kept_bytes > _KEPT_BYTES:
                 self._take(self._channel.receive())
-        except ConnectionLost as lost:
+        except ConnectionLostError as lost:
             self._reconnect(lost)
         self._raise()
 
     def ask(self, question: list[Value]) -> Value:
-        """A question's answer, once everything sent before is executed."""
+        """Ask a question and return its answer, once everything sent before has been executed."""
         return self._answered(question, lambda frame: (True, decode(frame.payload)), lambda: None)
 
     def read(self, handle: int, offset: int, into: memoryview) -> None:
@@ -128,7 +129,7 @@ class Connection:
         def take(frame: Frame) -> tuple[bool, None]:
             nonlocal filled
             if filled + len(frame.payload) > len(into):
-                raise ConnectionLost("the pool sent more bytes than were asked for")
+                raise FrameError("the pool sent more bytes than were asked for")
             into[filled : filled + len(frame.payload)] = frame.payload
             filled += len(frame.payload)
             return filled == len(into), None
@@ -139,23 +140,23 @@ class Connection:
 
         self._answered(["read", handle, offset, len(into)], take, restart)
 
-    def ask_for(self, handle: int, offset: int, nbytes: int) -> Reading:
-        """Ask for bytes of a storage, as they are after everything sent before; `wait_for` gives them."""
+    def ask_for(self, handle: int, offset: int, nbytes: int) -> PendingRead:
+        """Request bytes of a storage, as they are after everything sent before; `wait_for` returns them."""
         self._question += 1
-        reading = Reading(self._question, ["read", handle, offset, nbytes], nbytes)
+        reading = PendingRead(self._question, ["read", handle, offset, nbytes], nbytes)
         self._readings[reading.number] = reading
         try:
             self._channel.send(Kind.ASK, reading.number, reading.payload)
-        except ConnectionLost as lost:
+        except ConnectionLostError as lost:
             self._reconnect(lost)
         return reading
 
-    def wait_for(self, reading: Reading) -> bytearray:
-        """The bytes that were asked for."""
+    def wait_for(self, reading: PendingRead) -> bytearray:
+        """Wait for the data of a read."""
         while not reading.arrived:
             try:
                 self._take(self._channel.receive())
-            except ConnectionLost as lost:
+            except ConnectionLostError as lost:
                 self._reconnect(lost)
         if reading.failure is not None:
             self._failures.clear()  # what led to this one, most likely
@@ -164,25 +165,25 @@ class Connection:
         return reading.data
 
     def watch(self) -> None:
-        """Take in what has come without being asked for, and make a broken connection again. Does not wait otherwise.
+        """Handle frames that arrived unasked, and reconnect if the connection is broken. Otherwise it does not wait.
 
         Raises:
             LeaseLostError: the lease is gone.
         """
         try:
             self._look()
-        except ConnectionLost as lost:
+        except ConnectionLostError as lost:
             self._reconnect(lost)
 
     def close(self) -> None:
-        """Say that the connection ends as it was meant, and end it."""
-        with suppress(ConnectionLost):
+        """Send BYE and close the connection."""
+        with suppress(ConnectionLostError):
             self._channel.send(Kind.BYE)
         self._channel.close()
 
     def abandon(self, why: str) -> None:
-        """Close this process's copy of the socket and leave the connection to the process that this one was forked
-        from. From now on sending and asking raise DeviceError with `why`."""
+        """In a forked child: close the child's copy of the socket and leave the connection to the parent. Sending and
+        asking raise StateError with `why` from now on."""
         self._abandoned = why
         self._channel.abandon(why)
 
@@ -205,12 +206,12 @@ class Connection:
                         continue
                     if frame.kind is Kind.ERROR:
                         self._failures.clear()  # what led to this one, most likely
-                        raise Failure.read(decode(frame.payload)).exception()
+                        raise CallFailure.read(decode(frame.payload)).exception()
                     finished, answer = take(frame)
                     if finished:
                         self._raise()
                         return answer
-            except ConnectionLost as lost:
+            except ConnectionLostError as lost:
                 self._reconnect(lost)
 
     def _look(self) -> None:
@@ -218,7 +219,7 @@ class Connection:
             self._take(self._channel.receive())
 
     def _take(self, frame: Frame | None) -> None:
-        """A frame that does not answer the question that is waited for."""
+        """Handle a frame that does not answer the current question."""
         if frame is None:
             return
         if frame.kind in _ANSWERS and frame.number:
@@ -230,29 +231,29 @@ class Connection:
             while self._kept and self._kept[0][0] <= frame.number:
                 self._kept_bytes -= len(self._kept.popleft()[1])
         elif frame.kind is Kind.ERROR:
-            self._failures.append(Failure.read(decode(frame.payload)))
+            self._failures.append(CallFailure.read(decode(frame.payload)))
         elif frame.kind is Kind.MOVED:
             self._moving = _moving(frame)
             if self._moving.final:
-                raise ConnectionLost(f"the lease has moved to {self._moving.address}")
+                raise ConnectionLostError(f"the lease has moved to {self._moving.address}")
         elif frame.kind is Kind.BYE:
-            raise ConnectionLost("the pool has ended the connection")
+            raise ConnectionLostError("the pool has ended the connection")
         else:
-            raise ConnectionLost(f"the pool sent a {frame.kind.name} frame in the middle of a session")
+            raise FrameError(f"the pool sent a {frame.kind.name} frame in the middle of a session")
 
     def _raise(self) -> None:
         if self._failures:
             raise self._failures.popleft().exception()
 
-    def _reconnect(self, lost: ConnectionLost) -> None:
-        """Find the lease again, and send what may not have arrived.
+    def _reconnect(self, lost: ConnectionLostError) -> None:
+        """Reconnect to the lease, and send again what may not have arrived.
 
         Raises:
-            LeaseLostError: it is gone, or cannot be reached within the patience.
-            DeviceError: the connection is another process's.
+            LeaseLostError: the lease is gone, or cannot be reached within `patience` seconds.
+            StateError: the connection belongs to the parent process.
         """
         if self._abandoned is not None:
-            raise DeviceError(self._abandoned) from None
+            raise StateError(self._abandoned) from None
         self._channel.close()
         until = time.monotonic() + self.patience
         attempt = 0
@@ -265,7 +266,7 @@ class Connection:
                     self._resend()
                     self.reconnections += 1
                     return
-                except ConnectionLost as error:
+                except ConnectionLostError as error:
                     last = error
             if time.monotonic() >= until:
                 raise LeaseLostError(f"the remote GPU is lost: {last}; what was on it is gone, connect again") from None
@@ -273,7 +274,7 @@ class Connection:
             attempt += 1
 
     def _candidates(self) -> list[tuple[Address, bool]]:
-        """Where the lease may be: the copy only if the source does not answer, and then for good."""
+        """The addresses to try, each with whether to claim the copy there: the source first, then the destination."""
         if self._moving is None:
             return [(self._where, False)]
         # Other machines know nothing of the files of this one.
@@ -294,15 +295,15 @@ class Connection:
             channel.send(Kind.HELLO, 0, encode(hello))
             frame = channel.receive(timeout=self.patience)
             if frame is None:
-                raise ConnectionLost(f"{where} does not answer")
+                raise ConnectionLostError(f"{where} does not answer")
             if frame.kind is Kind.MOVED:
                 self._moving = _moving(frame)
-                raise ConnectionLost(f"the lease has moved to {self._moving.address}")
+                raise ConnectionLostError(f"the lease has moved to {self._moving.address}")
             value: Any = decode(frame.payload)
             if frame.kind is Kind.REFUSED:
-                raise _refusal(value)
+                raise sent_error(value)
             if frame.kind is not Kind.WELCOME:
-                raise ConnectionLost(f"{where} greets with a {frame.kind.name} frame")
+                raise FrameError(f"{where} greets with a {frame.kind.name} frame")
         except BaseException:
             channel.close()
             raise
@@ -324,14 +325,6 @@ class Connection:
             if not reading.arrived:
                 reading.filled = 0
                 self._channel.send(Kind.ASK, number, reading.payload)
-
-
-def _refusal(value: Any) -> Exception:
-    """Why a tenant or a daemon does not let this client in."""
-    kind, message = value.get("type"), str(value.get("message"))
-    if kind == "LeaseLostError":
-        return LeaseLostError(message)
-    return ConnectionLost(message) if kind == "ConnectionLost" else DeviceError(message)
 
 
 def _moving(frame: Frame) -> _Moving:

@@ -62,7 +62,7 @@ class DeviceModule:
         One round trip.
 
         Raises:
-            DeviceError: no remote GPU is connected.
+            StateError: no remote GPU is connected.
             UsageError: a program is being recorded.
         """
         return torch.frombuffer(bytearray(current().random_state()), dtype=torch.uint8)
@@ -72,7 +72,7 @@ class DeviceModule:
         at the next read.
 
         Raises:
-            DeviceError: no remote GPU is connected.
+            StateError: no remote GPU is connected.
             UsageError: `state` is not a uint8 tensor on the CPU, or a program is being recorded.
         """
         if state.device.type != "cpu" or state.dtype is not torch.uint8:

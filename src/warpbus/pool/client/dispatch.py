@@ -1,4 +1,4 @@
-"""PyTorch's operators on `warpbus:0`: each call becomes a few bytes, and gives tensors before it has run.
+"""PyTorch's operators on `warpbus:0`: each call is encoded in a few bytes and returns tensors before it has run.
 
 The hot path of the client. A call's key is everything but the tensors' handles and the numbers; under its key lies what
 was found out at the first call of its kind: the number of its definition, the layout of its bytes, its results.
@@ -15,8 +15,8 @@ from torch._C._acc import create_empty_tensor as _create
 from torch._ops import OpOverload
 from torch.nn import Parameter
 
-from warpbus.errors import DeviceError
-from warpbus.pool.client.calls import NUMBER_KINDS, Reading, Wrapped, goes_along, number_positions
+from warpbus.errors import StateError
+from warpbus.pool.client.calls import NUMBER_KINDS, SignatureBuilder, Wrapped, goes_along, number_positions
 from warpbus.pool.client.session import Session, current
 from warpbus.pool.client.tensors import NAME, Remote, new_tensor, set_geometry
 from warpbus.pool.protocol.geometry import Geometry
@@ -35,8 +35,8 @@ _kind_of = attrgetter("dtype", "shape")
 _storage_of, _stride_of, _offset_of = Tensor.untyped_storage, Tensor.stride, Tensor.storage_offset
 
 
-class _Kind:
-    """Calls of one key."""
+class _PreparedCall:
+    """Everything that calls with one key have in common."""
 
     __slots__ = ("dtype", "generation", "nbytes", "outputs", "pack", "place", "shape", "single")
 
@@ -55,7 +55,7 @@ class _Kind:
 
 
 _Call: TypeAlias = tuple[list[Any], list[Tensor], list[int], list[Any]]
-"""One call, taken apart: its key, and what its key leaves out: tensors, their handles, numbers."""
+"""One call, split into its key and the values that the key leaves out: tensors, their handles, numbers."""
 
 
 class Operator:
@@ -74,7 +74,7 @@ class Operator:
         self._upload = upload
         self._is_number = number_positions(overload)
         self._positions = tuple(self._is_number.values())
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, _PreparedCall] = {}
         self._session: Session | None = None
         self._returns = [str(result.type) for result in overload._schema.returns]
         self._single = self._returns == ["Tensor"]
@@ -188,7 +188,7 @@ class Operator:
         elif value.device.type == "cpu" and (value.dim() == 0 or self._indexed):
             self._take(call, self._upload(value), False)
         elif value.device.type == NAME:
-            raise DeviceError(
+            raise StateError(
                 f"{self.overload.name()}: a tensor of shape {list(value.shape)} of an earlier connection: "
                 "its bytes are gone; make it again with the GPU that is connected now"
             )
@@ -198,8 +198,8 @@ class Operator:
                 f"got one on {value.device} and one on {NAME}:0"
             )
 
-    def _learn(self, session: Session, key: Any, args: Any, kwargs: Any) -> _Kind | None:
-        """A call of a new kind: what it gives, by meta tensors; None where it has to run to be known."""
+    def _learn(self, session: Session, key: Any, args: Any, kwargs: Any) -> _PreparedCall | None:
+        """Infer the results of a new kind of call with meta tensors; None if their shapes depend on values."""
         if self._measured:
             return None
         signature = self._signature(args, kwargs)
@@ -209,14 +209,14 @@ class Operator:
             return None
         if outputs is None:
             return None
-        kind = self._kinds[key] = _Kind(session, replace(signature, outputs=outputs))
+        kind = self._kinds[key] = _PreparedCall(session, replace(signature, outputs=outputs))
         return kind
 
     def _ask(self, session: Session, call: _Call, key: Any, args: Any, kwargs: Any) -> Any:
-        """A call that has to run to be known: one round trip."""
+        """A call whose result shapes depend on values: one round trip."""
         kind = self._kinds.get((key, "asked"))
         if kind is None or kind.generation != session.generation:
-            kind = self._kinds[key, "asked"] = _Kind(session, self._signature(args, kwargs))
+            kind = self._kinds[key, "asked"] = _PreparedCall(session, self._signature(args, kwargs))
         _, tensors, handles, numbers = call
         remotes = [Remote(0, session.freed) for _ in self._returns]
         session.call(kind.pack(*handles, *numbers, *(remote.handle for remote in remotes)))
@@ -225,7 +225,7 @@ class Operator:
             return answer[0]
         outputs = [_described(item) for item in answer]
         if self._measured:
-            self._kinds[key] = _Kind(session, replace(self._signature(args, kwargs), outputs=tuple(outputs)))
+            self._kinds[key] = _PreparedCall(session, replace(self._signature(args, kwargs), outputs=tuple(outputs)))
         results: list[Tensor | int | None] = []
         for output, remote in zip(outputs, remotes, strict=True):
             if isinstance(output, New):
@@ -237,14 +237,14 @@ class Operator:
         return results[0] if self._single else self._shaped(results)
 
     def _shaped(self, results: list[Tensor | int | None]) -> Any:
-        """Results as the operator's schema has them."""
+        """The results in the structure of the operator's schema."""
         if not self._returns:
             return None
         return results if self._list else tuple(results)
 
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         args, kwargs = self._own(args), {name: self._own(value) for name, value in kwargs.items()}
-        return Reading(self.overload, self._is_number).signature(args, kwargs)
+        return SignatureBuilder(self.overload, self._is_number).signature(args, kwargs)
 
     def _own(self, value: Any) -> Any:
         """An argument with tensors of the CPU replaced, as `_take_foreign` does it."""
@@ -272,7 +272,7 @@ def _given(output: Output, inputs: list[Tensor]) -> Tensor | int | None:
 
 
 def _described(item: Any) -> New | Fixed | None:
-    """A result by the tenant's description."""
+    """The tensor of a result that the tenant described."""
     if item is None:
         return None
     if isinstance(item, int):

@@ -13,13 +13,13 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
-from warpbus.errors import DeviceError, LeaseLostError, WarpbusError
+from warpbus.errors import LeaseLostError, StateError, WarpbusError
 from warpbus.pool.client.connection import Connection
 from warpbus.pool.client.device import let_gradients_flow, register
 from warpbus.pool.client.program import Program, recorded
-from warpbus.pool.client.session import FORKED, Session, Statistics, refuse_second, use
+from warpbus.pool.client.session import FORKED, Session, SessionStatistics, refuse_second, use
 from warpbus.pool.protocol import address as addresses
-from warpbus.pool.protocol.steering import Steering
+from warpbus.pool.protocol.control_channel import ControlChannel
 from warpbus.pool.quota import Quota
 
 TOKEN = "WARPBUS_POOL_TOKEN"
@@ -48,13 +48,15 @@ def connect(
 
     Raises:
         UsageError: an argument is wrong, or no GPU of the pool could ever give that much.
-        ConnectionLost: no pool answers at the address.
-        DeviceError: the pool refuses, or this process has a remote GPU already.
+        ConnectionLostError: no pool answers at the address.
+        TokenError, AuthorizationError: the pool does not accept the token, or its certificate is not trusted.
+        StateError: this process has a remote GPU already.
+        DeviceError: the process of the lease did not start.
     """
     refuse_second()
     quota = Quota.parse(memory, share)
     register()  # takes seconds at first: a lease that is granted waits for its client only so long
-    steering = Steering(addresses.address(where), token or os.environ.get(TOKEN))
+    control = ControlChannel(addresses.address(where), token or os.environ.get(TOKEN))
     asked = {
         "do": "lease",
         "memory": quota.memory,
@@ -64,10 +66,10 @@ def connect(
         "movable": True,
     }
     try:
-        granted = steering.ask(asked, None if queued is None else lambda said: queued(said["queued"], said["why"]))
-        return Gpu(steering, granted, quota)
+        granted = control.ask(asked, None if queued is None else lambda said: queued(said["queued"], said["why"]))
+        return Gpu(control, granted, quota)
     except BaseException:
-        steering.close()
+        control.close()
         raise
 
 
@@ -80,20 +82,20 @@ class Gpu:
         lease: its id, as `warpbus pool status` shows it.
     """
 
-    def __init__(self, steering: Steering, grant: dict[str, Any], quota: Quota) -> None:
-        self._steering = steering
+    def __init__(self, control: ControlChannel, grant: dict[str, Any], quota: Quota) -> None:
+        self._control = control
         self.lease: str = grant["lease"]
         self.quota = quota
         self.device = register()
         other = grant.get("address")  # of another machine, which knows nothing of the files of this one
-        where = replace(addresses.address(other), ca=steering.to.ca) if other else steering.to
+        where = replace(addresses.address(other), ca=control.to.ca) if other else control.to
         self._connection = Connection(where, bytes.fromhex(self.lease), grant["key"])
         self._closed = False
         welcome = self._connection.welcome
         self.session = Session(self._connection, quota.memory, welcome.device, welcome.capability)
         try:
             use(self.session)
-        except DeviceError:
+        except StateError:
             self._connection.close()
             self._release()
             raise
@@ -102,17 +104,17 @@ class Gpu:
 
     @property
     def name(self) -> str:
-        """Where it is now, such as "host/1"."""
+        """The name of the GPU in the pool, such as "host/1"."""
         return self._connection.welcome.gpu
 
     @property
     def model(self) -> str:
-        """What it is, such as "NVIDIA H100 80GB HBM3"."""
+        """The model of the GPU, such as "NVIDIA H100 80GB HBM3"."""
         return self._connection.welcome.name
 
     @property
     def patience(self) -> float:
-        """Seconds for which a lost connection is tried again before the lease counts as lost."""
+        """Seconds for which a lost connection is retried before the lease counts as lost."""
         return self._connection.patience
 
     @patience.setter
@@ -121,24 +123,24 @@ class Gpu:
 
     @property
     def reconnections(self) -> int:
-        """How often the connection was made again, moves included."""
+        """The number of reconnections, including those of migrations."""
         return self._connection.reconnections
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> SessionStatistics:
         """Operators, batches, round trips and bytes since the connection was made."""
         return self.session.statistics
 
     def synchronize(self) -> None:
-        """Wait until everything asked for is done; raises what went wrong on the way."""
+        """Wait until all calls have been executed. Raises the error of the first call that failed."""
         self.session.ask(["sync"])
 
     def usage(self) -> dict[str, Any]:
-        """Bytes used and the like, as the tenant counts them."""
+        """The tenant's counters, such as bytes in use."""
         return self.session.ask(["usage"])  # type: ignore[return-value]
 
     def migrate(self, to: str, progress: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
-        """Move to another GPU ("host/1") or host while the program goes on; its tensors stay valid.
+        """Migrate the lease to another GPU ("host/1") or host while the program runs; its tensors stay valid.
 
         Returns:
             `moved` (where to), `seconds`, `pause` (seconds without execution) and `bytes`.
@@ -151,19 +153,19 @@ class Gpu:
         question = {"do": "migrate", "lease": self.lease, "to": to}
         try:
             # A client whose source died has to claim its lease at the destination: the pool waits for that.
-            moved = self._steering.ask(question, progress, watch=self.session.watch)
+            moved = self._control.ask(question, progress, watch=self.session.watch)
         except LeaseLostError:
-            self._steering.close()  # its answer may still come; there is nothing more to ask
+            self._control.close()  # its answer may still come; there is nothing more to ask
             raise
         self.synchronize()  # follows the lease
         return moved
 
     def record(self) -> AbstractContextManager[Program]:
-        """A program of the operators in a block; see `recorded`."""
+        """Record the operators in a block as a program; see `recorded`."""
         return recorded(self.session)
 
     def close(self) -> None:
-        """Give the lease back; tensors on it are gone."""
+        """Release the lease. Its tensors are lost."""
         if self._closed:
             return
         self._closed = True
@@ -173,11 +175,11 @@ class Gpu:
 
     def _leave_to_parent(self) -> None:
         self._closed = True  # the lease is the parent's to give back
-        self._steering.abandon(FORKED)
+        self._control.abandon(FORKED)
 
     def _release(self) -> None:
-        with self._steering, suppress(WarpbusError):  # what a client leaves behind is reclaimed in any case
-            self._steering.ask({"do": "release", "lease": self.lease})
+        with self._control, suppress(WarpbusError):  # what a client leaves behind is reclaimed in any case
+            self._control.ask({"do": "release", "lease": self.lease})
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Operators recorded once on tensors that stay where they are: one message runs them all, as one CUDA graph."""
+"""Programs: operators that are recorded once on fixed tensors; one message runs them all, as one CUDA graph."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from warpbus.pool.client.session import Session
 
 
 class Program:
-    """Recorded operators."""
+    """A sequence of recorded operators."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -17,17 +17,17 @@ class Program:
 
     @property
     def number(self) -> int:
-        """Which one of the session's it is."""
+        """The number of the program in its session."""
         return self._number
 
     def run(self) -> None:
-        """Execute it, with what the tensors contain now. Does not wait."""
+        """Run the operators on the present contents of their tensors. Does not wait."""
         with self._session.lock:
             self._session.writer.run(self._number)
             self._session.advance()
 
     def drop(self) -> None:
-        """Forget it; what it made stays while somebody has it."""
+        """Delete the program. Its results stay while they are referenced."""
         with self._session.lock:
             self._session.writer.drop(self._number)
             self._session.advance()
@@ -35,7 +35,7 @@ class Program:
 
 @contextmanager
 def recorded(session: Session) -> Iterator[Program]:
-    """Operators in the block become a program in place of being executed, as with `torch.cuda.graph`.
+    """Record the operators in the block as a program instead of executing them, as `torch.cuda.graph` does.
 
     Nothing can be read in the block. Tensors made in it that somebody still has at its end get their values at each
     run, in the same place; the others are memory of a run alone. What the program reads has to stay alive.

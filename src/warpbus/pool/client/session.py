@@ -1,4 +1,4 @@
-"""What a process has on its remote GPU: instructions that are not sent yet, definitions, and the account of bytes."""
+"""The client's session on a remote GPU: buffered instructions, definitions of calls, and memory accounting."""
 
 import gc
 import os
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from warpbus.errors import DeviceError, UsageError
-from warpbus.pool.client.connection import Connection, Reading
+from warpbus.errors import ProtocolError, StateError, UsageError
+from warpbus.pool.client.connection import Connection, PendingRead
 from warpbus.pool.client.tensors import Remote
 from warpbus.pool.protocol.instructions import MAX_RANDOM_STATE, MAX_WRITE, Writer
 from warpbus.pool.protocol.signature import Signature
@@ -28,7 +28,7 @@ _NOT_CONNECTED = "no remote GPU is connected: gpu = warpbus.pool.connect('warpbu
 
 
 @dataclass
-class Statistics:
+class SessionStatistics:
     """Counts since the connection was made."""
 
     operators: int = 0
@@ -41,7 +41,7 @@ class Statistics:
 
 @dataclass
 class Session:
-    """One lease, as the client's kernels use it. Its methods may be called from several threads, as autograd does.
+    """One lease, as the client's kernels use it. Thread-safe, because autograd calls kernels from several threads.
 
     Args:
         connection: to the lease's tenant process.
@@ -57,22 +57,22 @@ class Session:
     capability: tuple[int, int] | None = None
     used: int = 0
     peak: int = 0
-    statistics: Statistics = field(default_factory=Statistics)
+    statistics: SessionStatistics = field(default_factory=SessionStatistics)
     lock: threading.RLock = field(default_factory=threading.RLock)
     freed: deque[tuple[int, int]] = field(default_factory=deque)
     writer: Writer = field(default_factory=Writer)
     generation: int = 0
-    """Rises when numbers of definitions are used again: those of an earlier generation mean nothing any more."""
+    """Incremented when definition numbers are reused: numbers of earlier generations are invalid."""
     unknown: Counter[int] = field(default_factory=Counter)
-    """By bytes: offers of uploads of that size since the pool last had one of them."""
+    """By size in bytes: uploads offered since the pool last knew the content of one."""
     programs: int = 0
     recording: bool = False
-    """Calls go into a program now, and are not executed: nothing can be read."""
+    """Whether calls are being recorded into a program; nothing can be read meanwhile."""
     enough: int = _FIRST_BATCH
-    """Instructions of the next batch: few after a wait, when the other side has nothing to do, then more and more."""
+    """Instructions in the next batch: few after a wait, so that the idle tenant starts early, then more and more."""
 
     def remote(self, nbytes: int) -> Remote:
-        """A new storage's handle; its bytes count from now on, and come with the call that gives it.
+        """Allocate the handle of a new storage. Its bytes count from now on; the call that produces it allocates them.
 
         Raises:
             torch.OutOfMemoryError: it does not fit into the quota.
@@ -85,7 +85,7 @@ class Session:
         return Remote(nbytes, self.freed)
 
     def allocate(self, nbytes: int) -> Remote:
-        """A new storage of zeros."""
+        """Create a storage of zeros."""
         with self.lock:
             remote = self.remote(nbytes)
             self.writer.new(remote.handle, nbytes)
@@ -93,13 +93,13 @@ class Session:
         return remote
 
     def count(self, nbytes: int) -> None:
-        """Count bytes that are known only now: results of calls whose shapes depend on values."""
+        """Count the bytes of results whose shapes depend on values, after the call."""
         with self.lock:
             self.used += nbytes
             self.peak = max(self.peak, self.used)
 
     def define(self, signature: Signature) -> int:
-        """Make a kind of call known to the tenant; returns the number to call it by."""
+        """Define a kind of call at the tenant. Returns its number."""
         number = self.statistics.definitions % _MAX_DEFINITIONS
         self.generation = self.statistics.definitions // _MAX_DEFINITIONS
         self.statistics.definitions += 1
@@ -107,7 +107,7 @@ class Session:
         return number
 
     def call(self, encoded: bytes) -> None:
-        """Say a call."""
+        """Append a call to the batch."""
         writer = self.writer
         writer.buffer += encoded
         writer.count += 1
@@ -116,14 +116,14 @@ class Session:
             self.advance()
 
     def advance(self) -> None:
-        """After each instruction: send when enough has come together."""
+        """After each instruction: send the batch if it is long enough."""
         if self.recording:
             self._free()  # what goes now is free for the program's next call
         if self.writer.count >= self.enough or len(self.writer.buffer) >= _BATCH_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Send all instructions. Raises what a call that was sent earlier raised on the other side, if one did."""
+        """Send all buffered instructions. Raises the error of a call that was sent earlier, if one failed."""
         with self.lock:
             self._free()
             if self.writer.count:
@@ -134,7 +134,7 @@ class Session:
                 self.connection.send(payload)
 
     def ask(self, question: list[Value]) -> Value:
-        """Send all instructions and a question; returns its answer, once all before it is done."""
+        """Send all instructions and a question. Returns the answer, once all instructions before it are executed."""
         with self.lock:
             self._waits()
             return self.connection.ask(question)
@@ -146,25 +146,25 @@ class Session:
             self.statistics.bytes_received += len(into)
             self.connection.read(remote.handle, offset, into)
 
-    def ask_for(self, remote: Remote, offset: int, nbytes: int) -> Reading:
-        """Ask for bytes of a storage that is not written any more, and go on."""
+    def ask_for(self, remote: Remote, offset: int, nbytes: int) -> PendingRead:
+        """Request bytes of a storage that is not written any more, without waiting."""
         with self.lock:
             self._waits()
             self.statistics.bytes_received += nbytes
             return self.connection.ask_for(remote.handle, offset, nbytes)
 
-    def wait_for(self, reading: Reading) -> bytearray:
-        """What was asked for. What was sent since goes on meanwhile."""
+    def wait_for(self, reading: PendingRead) -> bytearray:
+        """Wait for the data of a read; calls that were sent since run meanwhile."""
         with self.lock:
             return self.connection.wait_for(reading)
 
     def watch(self) -> None:
-        """Notice what happened to the connection; make it again if it broke. Raises LeaseLostError."""
+        """Handle pending frames of the connection; reconnect if it broke. Raises LeaseLostError."""
         with self.lock:
             self.connection.watch()
 
     def write(self, remote: Remote, offset: int, data: memoryview) -> None:
-        """Put bytes into a storage, in pieces of `MAX_WRITE`."""
+        """Write bytes into a storage, at most `MAX_WRITE` at a time."""
         with self.lock:
             for start in range(0, len(data), MAX_WRITE):
                 self.writer.write(remote.handle, offset + start, data[start : start + MAX_WRITE])
@@ -185,11 +185,11 @@ class Session:
         """The state of the tenant's generator, after everything sent before: one round trip."""
         state = self.ask(["random"])
         if not isinstance(state, bytes):
-            raise DeviceError("the pool answered with no random state: use one version of Warpbus on both sides")
+            raise ProtocolError("the pool answered with no random state: use one version of Warpbus on both sides")
         return state
 
     def set_random_state(self, state: bytes) -> None:
-        """Set a state that `random_state` gave. Does not wait.
+        """Set a state that `random_state` returned. Does not wait.
 
         Raises:
             UsageError: a program is being recorded, or it is longer than any generator's state.
@@ -213,7 +213,7 @@ class Session:
         self.statistics.round_trips += 1
 
     def abandon(self) -> None:
-        """In a forked child: never use the parent's connection. What is asked of the session raises DeviceError."""
+        """In a forked child: leave the connection to the parent. Methods raise StateError from now on."""
         self.lock = threading.RLock()  # another thread of the parent may have held it
         self.connection.abandon(FORKED)
 
@@ -247,10 +247,10 @@ def current() -> Session:
     """The session of the connected GPU.
 
     Raises:
-        DeviceError: none is connected.
+        StateError: none is connected.
     """
     if _current is None:
-        raise DeviceError(FORKED if _forked else _NOT_CONNECTED)
+        raise StateError(FORKED if _forked else _NOT_CONNECTED)
     return _current
 
 
@@ -260,18 +260,18 @@ def is_connected() -> bool:
 
 
 def is_forked() -> bool:
-    """Whether the remote GPU is that of the process that this one was forked from."""
+    """Whether the remote GPU belongs to the parent that this process was forked from."""
     return _forked
 
 
 def refuse_second() -> None:
-    """Raises DeviceError if a GPU is connected."""
+    """Raises StateError if a GPU is connected."""
     if _current is not None:
-        raise DeviceError("this process has a remote GPU already: close it first, or use another process for a second")
+        raise StateError("this process has a remote GPU already: close it first, or use another process for a second")
 
 
 def use(session: Session | None) -> None:
-    """Make a session the one that `warpbus:0` stands for; None when it is closed."""
+    """Make a session the current one of `warpbus:0`; None when it is closed."""
     global _current, _forked
     if session is not None:
         refuse_second()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_storage
 
-from warpbus.errors import DeviceError
+from warpbus.errors import StateError
 from warpbus.pool.client import transfers
 from warpbus.pool.client.session import current
 from warpbus.pool.client.tensors import NAME
@@ -78,7 +78,7 @@ def _reduce(storage: torch.UntypedStorage) -> Any:
 
 
 def _refuse(nbytes: int) -> None:
-    raise DeviceError(
+    raise StateError(
         f"a tensor over {nbytes} bytes on a remote GPU was sent to another process, which cannot use it: "
         "send tensor.cpu()"
     )

@@ -27,7 +27,7 @@ _handles = count(1).__next__
 
 
 class Remote:
-    """A storage's bytes on the pool's side: their handle, how many, and where to say that they are not needed."""
+    """A storage on the pool's side: its handle, its size in bytes, and the session that frees it."""
 
     __slots__ = ("freed", "handle", "nbytes")
 
@@ -58,7 +58,7 @@ def is_remote(tensor: Tensor) -> bool:
 
 
 def remote_of(tensor: Tensor) -> Remote:
-    """What carries the bytes of a tensor of this device."""
+    """The remote storage of a tensor of this device."""
     try:
         return tensor.untyped_storage().remote  # type: ignore[attr-defined]
     except AttributeError:
@@ -69,12 +69,12 @@ def remote_of(tensor: Tensor) -> Remote:
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """Where a tensor lies in its storage."""
+    """The geometry of a tensor in its storage."""
     return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def set_geometry(tensor: Tensor, storage: torch.UntypedStorage, geometry: Geometry) -> Tensor:
-    """Put a tensor of this device somewhere else: `Tensor.set_`."""
+    """Set the storage and geometry of a tensor of this device, as `Tensor.set_` does."""
     remote = storage.remote  # type: ignore[attr-defined]
     _set(META, tensor, storage, geometry.offset, geometry.shape, geometry.stride)
     storage.remote = remote  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Between this process's memory and the remote GPU: uploads, reads, copies; and what sets a tensor's place."""
+"""Transfers between this process and the remote GPU: uploads, reads, copies; also `set_` and `resize_`."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.signature import New
 
 _HASHED_BYTES = 1 << 20
-"""Uploads from this size on are offered by their hash first: the pool may have the same weights already."""
+"""Uploads of at least this many bytes are offered by their hash first: the pool may have the content already."""
 
 _IN_VAIN = 64
-"""Offers of one size, one after the other, that the pool has not had: from then on these are data, not weights."""
+"""After this many unknown uploads of one size in a row, uploads of that size are sent without an offer."""
 
 _SAME_DATA = frozenset({"cpu", "cuda", NAME})
 """Device types whose dense tensors PyTorch represents alike, so that a tensor can move among them in place."""
@@ -88,7 +88,7 @@ def download(source: Tensor) -> Tensor:
 
 
 def fetch(source: Tensor) -> Callable[[], Tensor]:
-    """As `download`, asked now and waited for by the call: what is sent in between runs meanwhile.
+    """As `download`, but asynchronous: the read is requested now, and calling the result waits for it.
 
     The tensor must not be written any more.
     """
@@ -116,7 +116,7 @@ class Copies:
         self._convert = Operator(_aten._to_copy.default, upload)
 
     def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        """Where one side is the CPU's, values are converted to the target's dtype on the way, on the CPU."""
+        """Copy from or to the CPU; the values are converted to the target's dtype on the CPU."""
         if is_remote(target) and is_marked(target):
             self.copy_(*behind(target, source))
         elif not is_remote(source):
@@ -132,7 +132,7 @@ class Copies:
         return target
 
     def to_copy(self, source: Tensor, *, device: torch.device | None = None, **options: Any) -> Tensor:
-        """Within the device it is one call on the other side; between devices, values are converted on this one."""
+        """Copy within the device by one remote call; between devices, convert the values here."""
         options.pop("non_blocking", None)
         options.pop("pin_memory", None)
         if not is_remote(source):

@@ -51,7 +51,7 @@ class AuditLog:
         """Write a line. A disk that takes no more is told to the program's own log, once a line."""
         if self._file < 0:
             return
-        assert not {"token", "key", "ticket"} & set(details)
+        assert not {"token", "key", "migration_token"} & set(details)
         said = {"time": round(time.time(), 3), "what": what, "tenant": tenant, "address": address, **details}
         line = json.dumps({name: value for name, value in said.items() if value is not None}) + "\n"
         try:

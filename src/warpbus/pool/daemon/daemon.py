@@ -1,10 +1,10 @@
-"""The daemon of a machine: one port for its leases' clients and for whoever controls the pool.
+"""The daemon of a machine: one port for the clients of its leases and for control connections.
 
-A connection says in its first 24 bytes what it wants. Where that is a lease of this machine and the client proves that
-it has the lease's key, the socket is handed to the lease's process (with TLS, by a relay), and the daemon reads none of
-what follows. Otherwise the daemon speaks on it itself. A connection that has not said what it wants, or who it is, is
-closed after some seconds, and never keeps others out: where there are too many, in all or of one address, the oldest of
-them is closed.
+The first 24 bytes of a connection name its target. If that is a lease of this machine and the client proves that it has
+the lease's key, the daemon passes the socket to the lease's process (with TLS, through a relay) and reads nothing more
+from it. Otherwise the daemon serves the connection itself. Connections that do not complete the preamble or HELLO are
+closed after some seconds and cannot keep others out: if there are too many, in all or per address, the oldest is
+closed.
 """
 
 import asyncio
@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from warpbus.errors import (
-    ConnectionLost,
-    DeviceError,
+    ConnectionLostError,
+    FrameError,
     LeaseLostError,
+    PoolError,
     StorageError,
+    TokenError,
     UnavailableError,
     UsageError,
     WarpbusError,
@@ -33,20 +35,20 @@ from warpbus.errors import (
 from warpbus.pool.broker.broker import Broker
 from warpbus.pool.broker.membership import RayMembership
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.books import Books, OwnBooks, SharedBooks
-from warpbus.pool.daemon.conversation import Conversation, error_value, hang_up
-from warpbus.pool.daemon.desk import Asker, Desk
-from warpbus.pool.daemon.host import Host
+from warpbus.pool.daemon.broker_store import BrokerStore, LocalBrokerStore, RayBrokerStore
+from warpbus.pool.daemon.control_connection import ControlConnection, error_value, hang_up
+from warpbus.pool.daemon.control_handler import Asker, ControlHandler
+from warpbus.pool.daemon.host import LocalHost
 from warpbus.pool.daemon.options import PoolOptions
-from warpbus.pool.daemon.peers import Membership, Peer, find_broker, obey, read_report
+from warpbus.pool.daemon.remote_host import Membership, RemoteHost, find_broker, obey, read_report
 from warpbus.pool.daemon.sharing import SharedGpus
 from warpbus.pool.daemon.tokens import Tenant, Tokens, checked_role
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.address import address as read_address
+from warpbus.pool.protocol.control_channel import Tell, need
 from warpbus.pool.protocol.frames import MAX_HELLO, PROTOCOL, Kind
 from warpbus.pool.protocol.preamble import CONTROL, LEASE_BYTES, MAC_BYTES, MAGIC, NONCE_BYTES, Proof
 from warpbus.pool.protocol.sockets import name_of
-from warpbus.pool.protocol.steering import Tell, need
 
 _log = logging.getLogger(__name__)
 
@@ -55,22 +57,22 @@ _ADMINS = ("join", "broker", "receive", "end", "call off", "send", "save", "orde
 
 
 class Daemon:
-    """See above.
+    """The daemon of this machine. All methods run on one event loop.
 
         daemon = Daemon(options)
-        await daemon.start()        # it answers
+        await daemon.start()        # it accepts connections
         ...
         await daemon.close()        # its leases end
 
     Args:
-        options: of it.
-        program: the module that is a tenant's process.
+        options: of the command line.
+        program: the module to run as the process of a tenant.
 
     Attributes:
-        address: how clients reach it; known after `start`.
+        address: the address for clients; set by `start`.
 
     Raises:
-        UsageError, DeviceError, StorageError: something that it was told to use is not there; `start` raises them too.
+        UsageError, DeviceError, StorageError: an option names something that does not exist; `start` raises them too.
     """
 
     def __init__(self, options: PoolOptions, *, program: str = "warpbus.pool.tenant.process") -> None:
@@ -85,17 +87,17 @@ class Daemon:
         self._listening: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfinished: dict[asyncio.Task[None], str] = {}  # with the address that each came from
-        self.host: Host
-        self._books: Books | None = None
-        self._own: OwnBooks | None = None
+        self.host: LocalHost
+        self._store: BrokerStore | None = None
+        self._own: LocalBrokerStore | None = None
         self._stack = ExitStack()
         self._membership: Membership | None = None
-        self._desk: Desk | None = None
+        self._handler: ControlHandler | None = None
         self._broker_at: Address | None = None
         self._serving = False
 
     async def start(self) -> None:
-        """Listen, join the pool or begin one, and answer."""
+        """Listen, join a pool or start one, and accept connections."""
         options = self._options
         self._stack.enter_context(self._gpus)
         tcp = _bind(options.host, options.port)
@@ -103,7 +105,7 @@ class Daemon:
         if options.unix is not None:
             self._listening.append(_bind_unix(options.unix))
         self.address = str(options.address(tcp.getsockname()[1]))
-        self.host = Host(options, self._gpus, self._audit, self.address, self, self._program)
+        self.host = LocalHost(options, self._gpus, self._audit, self.address, self, self._program)
         self._serving = True
         if not self._tokens:
             _log.warning("there are no --tokens: every user and program of this machine is an admin of the pool")
@@ -116,8 +118,8 @@ class Daemon:
             peers = tuple(map(read_address, options.peers))
             self._broker_at = await find_broker(options.name, peers, options.peer_token)
         if options.cluster is not None:
-            self._books = await self._shared_books(options.cluster)
-            self._desk = self._new_desk(self._books)
+            self._store = await self._ray_store(options.cluster)
+            self._handler = self._new_handler(self._store)
         elif self._broker_at is not None:
             membership = Membership(self._broker_at, options.peer_token, self._life, self._gpus.gpus)
             await membership.report(self.host, [])
@@ -125,13 +127,13 @@ class Daemon:
         else:
             broker = Broker(grace=options.grace, limits=self._tokens.limits(), max_queued=options.max_queued)
             path = options.home / "pool.json"
-            own = OwnBooks(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
-            self._books = self._own = own
-            self._desk = self._new_desk(own)
+            own = LocalBrokerStore(broker, path, host=options.name, gpus=self._gpus.gpus, address=self.address)
+            self._store = self._own = own
+            self._handler = self._new_handler(own)
         self._spawn(self._tick())
 
     async def close(self) -> None:
-        """Take no more connections, end all leases, and tell their clients why."""
+        """Stop listening, and end all leases, whose clients get the reason."""
         for listening in self._listening:
             listening.close()
         if self._options.unix is not None:
@@ -139,8 +141,8 @@ class Daemon:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._desk is not None:
-            await self._desk.close()
+        if self._handler is not None:
+            await self._handler.close()
         if self._membership is not None:
             self._membership.close()
         if self._serving:
@@ -150,17 +152,17 @@ class Daemon:
         self._audit.close()
         os.close(self._lock)
 
-    def _new_desk(self, books: Books) -> Desk:
+    def _new_handler(self, store: BrokerStore) -> ControlHandler:
         options = self._options
-        return Desk(books, self._machine, self._audit, most=options.max_asking, rate=options.max_lease_rate)
+        return ControlHandler(store, self._machine, self._audit, most=options.max_asking, rate=options.max_lease_rate)
 
-    async def _shared_books(self, cluster: str) -> SharedBooks:
+    async def _ray_store(self, cluster: str) -> RayBrokerStore:
         limits = self._tokens.limits()
         membership = RayMembership(address=cluster, grace=self._options.grace, limits=limits)
         await asyncio.to_thread(self._stack.enter_context, membership)
         await asyncio.to_thread(membership.offer, self._options.name, self._gpus.gpus, self.address)
         self._stack.callback(self._withdraw, membership)
-        return SharedBooks(membership)
+        return RayBrokerStore(membership)
 
     def _withdraw(self, membership: RayMembership) -> None:
         with suppress(WarpbusError):  # the broker may be gone, too
@@ -170,15 +172,15 @@ class Daemon:
 
     def lost(self, lease: str, why: str, *, arriving: bool) -> None:
         """See `Reports`."""
-        if self._desk is not None:
-            self._desk.lost(self._options.name, lease, why, arriving=arriving)
+        if self._handler is not None:
+            self._handler.lost(self._options.name, lease, why, arriving=arriving)
         elif self._membership is not None:
             self._membership.lost(lease, why, arriving=arriving)
 
     def arrived(self, lease: str) -> None:
         """See `Reports`."""
-        if self._desk is not None:
-            self._desk.arrived(lease)
+        if self._handler is not None:
+            self._handler.arrived(lease)
         elif self._membership is not None:
             self._membership.arrived(lease)
 
@@ -207,7 +209,7 @@ class Daemon:
             self._unfinished[task] = source
 
     def _make_place(self, source: str) -> None:
-        """Close the oldest connections that have not said who they are, where one more would be too many."""
+        """Close the oldest unauthenticated connections if there are too many."""
         options = self._options
         own = [task for task, other in self._unfinished.items() if other == source]
         first = own[: max(0, len(own) + 1 - options.max_unfinished_of_address)]
@@ -218,13 +220,13 @@ class Daemon:
             task.cancel()
 
     async def _meet(self, sock: socket.socket, peer: str, *, tls: bool) -> None:
-        """Find out what a connection wants, and see to it that it gets it."""
+        """Read the preamble of a connection, and pass it to a lease's process or serve it here."""
         task = asyncio.current_task()
         assert task is not None
         try:
             async with asyncio.timeout(self._options.handshake_timeout):
-                door = await _preamble(sock)
-                proof = None if door == CONTROL else await _proof(door, sock)
+                lease_id = await _preamble(sock)
+                proof = None if lease_id == CONTROL else await _proof(lease_id, sock)
             if proof is None:
                 await self._converse(sock, peer, task, tls=tls)
             elif (tenancy := self.host.asked_for(proof)) is not None:
@@ -235,21 +237,21 @@ class Daemon:
                     await self._say_what_became(proof, sock, peer, tls=tls)
             else:
                 await self._say_what_became(proof, sock, peer, tls=tls)
-        except (OSError, TimeoutError, ConnectionLost):
+        except (OSError, TimeoutError, ConnectionLostError):
             pass  # it has gone, or is not one of ours
         finally:
             self._unfinished.pop(task, None)
             sock.close()
 
     async def _say_what_became(self, proof: Proof, sock: socket.socket, peer: str, *, tls: bool) -> None:
-        lease = proof.door.hex()
+        lease = proof.lease_id.hex()
         conversation = await self._begin(sock, peer, tls=tls)
         await conversation.receive(self._options.handshake_timeout, MAX_HELLO)  # so that it gets to read the answer
         gone, saved = await self.host.gone(lease), self.host.saved(lease)
         error: WarpbusError
         if saved is not None and proof.shows(saved.key):
             # For the client no reason to give up: it tries again for a while.
-            error = ConnectionLost(f"lease {lease} is suspended: warpbus pool resume-lease {lease} lets it go on")
+            error = ConnectionLostError(f"lease {lease} is suspended: warpbus pool resume-lease {lease} lets it go on")
         elif gone is None or not proof.shows(gone.key):
             what = "knows nothing of it with this key: it ended long ago, or never was"
             error = LeaseLostError(f"lease {lease}: {self._options.name} {what}")
@@ -261,11 +263,11 @@ class Daemon:
         self._audit.note("refused", address=peer, lease=lease, why=str(error))
         await hang_up(conversation, Kind.REFUSED, error_value(error))
 
-    async def _begin(self, sock: socket.socket, peer: str, *, tls: bool) -> Conversation:
+    async def _begin(self, sock: socket.socket, peer: str, *, tls: bool) -> ControlConnection:
         timeout = self._options.handshake_timeout
         # The transport closes it when it has sent all, and nobody else before.
         own = socket.socket(fileno=sock.detach())
-        return await Conversation.accept(own, peer, self._tls if tls else None, timeout=timeout)
+        return await ControlConnection.accept(own, peer, self._tls if tls else None, timeout=timeout)
 
     async def _converse(self, sock: socket.socket, peer: str, task: "asyncio.Task[None]", *, tls: bool) -> None:
         conversation = await self._begin(sock, peer, tls=tls)
@@ -292,8 +294,8 @@ class Daemon:
         finally:
             conversation.close()
 
-    async def _hello(self, conversation: Conversation, peer: str) -> Tenant | None:
-        """Who has connected; None if it was refused."""
+    async def _hello(self, conversation: ControlConnection, peer: str) -> Tenant | None:
+        """Authenticate a control connection. Returns its tenant, or None if it was refused."""
         kind, _, hello = await conversation.receive(self._options.handshake_timeout, MAX_HELLO)
         error, tenant = None, None
         if kind is not Kind.HELLO or not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
@@ -302,7 +304,7 @@ class Daemon:
             token = hello.get("token")
             tenant = self._tokens.tenant(token if isinstance(token, str) else None)
             if tenant is None:
-                error = UsageError("the pool does not accept the token: give one of its own, by --token-file")
+                error = TokenError("the pool does not accept the token: give one of its own, by --token-file")
         if error is not None:
             self._audit.note("refused", address=peer, why=str(error))
             await hang_up(conversation, Kind.REFUSED, error_value(error))
@@ -319,8 +321,10 @@ class Daemon:
         await conversation.send(Kind.WELCOME, 0, welcome)
         return tenant
 
-    async def _answer(self, conversation: Conversation, number: int, question: dict[str, Any], asker: Asker) -> None:
-        """Answer one question; the work for it is given up if nobody waits for it any more."""
+    async def _answer(
+        self, conversation: ControlConnection, number: int, question: dict[str, Any], asker: Asker
+    ) -> None:
+        """Answer one request; its work is cancelled if the client disconnects."""
         said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         work = asyncio.create_task(self._work(question, asker, said.put_nowait))
         work.add_done_callback(lambda _: said.put_nowait(None))
@@ -331,7 +335,7 @@ class Daemon:
                 await conversation.send(Kind.ANSWER, number, answer)
             await asyncio.wait([work])
             if work.cancelled():
-                raise ConnectionLost(f"{asker.address} has hung up")
+                raise ConnectionLostError(f"{asker.address} has hung up")
             error = work.exception()
             if error is None:
                 answer = work.result()
@@ -342,7 +346,7 @@ class Daemon:
                 return
             if not isinstance(error, WarpbusError):
                 _log.error("a question was not answered", exc_info=error)
-                error = DeviceError("the pool's daemon met an error of its own: see its log")
+                error = PoolError("the pool's daemon met an error of its own: see its log")
             await conversation.send(Kind.ERROR, number, error_value(error))
         finally:
             gone.cancel()
@@ -354,9 +358,9 @@ class Daemon:
     async def _work(self, question: dict[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
         do = question.get("do")
         if (do in _ADMINS or "for" in question) and not asker.tenant.admin:
-            raise UsageError(f"{do}: only an admin may ask that: use an admin's token")
+            raise TokenError(f"{do}: only an admin may ask that: use an admin's token")
         if do == "broker":
-            known = self._desk is not None or self._membership is not None
+            known = self._handler is not None or self._membership is not None
             at = None if self._broker_at is None else str(self._broker_at)
             return {"known": known, "address": at, "host": self._options.name}
         if (answer := await obey(self.host, question, tell)) is not None:
@@ -365,7 +369,7 @@ class Daemon:
             return answer
         if self._membership is not None:
             return await self._membership.answer(question, asker, tell)
-        if self._desk is None:
+        if self._handler is None:
             raise UnavailableError(f"{self._options.name} has not found its pool yet: ask again later")
         if do == "join":
             return await self._join(question)
@@ -373,37 +377,37 @@ class Daemon:
             who = need(question, "for", dict)
             tenant = Tenant(need(who, "tenant", str), checked_role(need(who, "role", str)))
             asker = Asker(tenant, need(who, "address", str))
-        return await self._desk.answer(question, asker, tell)
+        return await self._handler.answer(question, asker, tell)
 
     async def _join(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Another machine says what it has and what happened there."""
-        assert self._desk is not None
+        """Handle the report of another machine: its GPUs, leases and events."""
+        assert self._handler is not None
         if self._own is None:
             raise UsageError("join: this pool is one of --cluster: start the other daemon with --cluster too")
         host = need(question, "host", str)
         measured, gpus, address, leases, news = read_report(question)
         end = self._own.join(host, gpus, address, need(question, "life", str), {lease for lease, _, _ in leases})
         for gpu, part, used in measured:
-            await self._own.call("measured", gpu, utilization=part, memory=used)
+            await self._own.measured(gpu, utilization=part, memory=used)
         for lease, connected, memory in leases:
             if connected and lease not in end:
-                await self._desk.seen(lease, memory)
+                await self._handler.seen(lease, memory)
         for each in news:
             if "arrived" in each:
-                self._desk.arrived(need(each, "arrived", str))
+                self._handler.arrived(need(each, "arrived", str))
             else:
                 why, arriving = need(each, "why", str), need(each, "arriving", bool)
-                self._desk.lost(host, need(each, "lost", str), why, arriving=arriving)
+                self._handler.lost(host, need(each, "lost", str), why, arriving=arriving)
         return {"end": end}
 
     async def _machine(self, name: str) -> Any:
         if name == self._options.name:
             return self.host
-        assert self._books is not None
-        found = (await self._books.addresses()).get(name)
+        assert self._store is not None
+        found = (await self._store.addresses()).get(name)
         if found is None:
             raise UnavailableError(f"host {name} is not in the pool now: wait until it joins again")
-        return Peer(name, replace(read_address(found), ca=self._options.authority), self._options.peer_token)
+        return RemoteHost(name, replace(read_address(found), ca=self._options.authority), self._options.peer_token)
 
     async def _tick(self) -> None:
         told = ""
@@ -421,17 +425,17 @@ class Daemon:
                     _log.warning("%s", told)
 
     async def _look_after(self) -> None:
-        assert self._desk is not None
-        assert self._books is not None
+        assert self._handler is not None
+        assert self._store is not None
         for lease, tenancy in list(self.host.tenancies.items()):
             if tenancy.clients:
-                await self._desk.seen(lease, tenancy.memory)
+                await self._handler.seen(lease, tenancy.memory)
         for name, part, memory in self._measured():
-            await self._books.call("measured", name, utilization=part, memory=memory)
-        await self._desk.tick()
+            await self._store.measured(name, utilization=part, memory=memory)
+        await self._handler.tick()
 
     def _measured(self) -> list[list[Any]]:
-        """Of each GPU its name, the part of its time that it computes, and bytes in use."""
+        """For each GPU its name, its utilization from 0 to 1 or None, and the bytes in use."""
         found = self._gpus.measured().items()
         return [[name, gpu.utilization, gpu.memory - gpu.free] for name, gpu in found]
 
@@ -448,27 +452,27 @@ class Daemon:
 
 
 async def _preamble(sock: socket.socket) -> bytes:
-    """The 16 bytes after the magic. ConnectionLost if the client begins otherwise."""
+    """The 16 bytes after the magic. Raises FrameError if the connection begins with something else."""
     begun = await _exactly(sock, len(MAGIC) + LEASE_BYTES, MAGIC)
     return begun[len(MAGIC) :]
 
 
-async def _proof(door: bytes, sock: socket.socket) -> Proof:
-    """What a client that asks for a lease answers to a nonce."""
+async def _proof(lease_id: bytes, sock: socket.socket) -> Proof:
+    """Send a nonce to the client of a lease, and return its answer."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, nonce)
-    return Proof(door, nonce, await _exactly(sock, MAC_BYTES))
+    return Proof(lease_id, nonce, await _exactly(sock, MAC_BYTES))
 
 
 async def _exactly(sock: socket.socket, nbytes: int, begins: bytes = b"") -> bytes:
-    """So many bytes and none beyond. ConnectionLost if the client hangs up or does not begin so."""
+    """Read exactly `nbytes` bytes. Raises FrameError if the client hangs up, or does not start with `begins`."""
     loop = asyncio.get_running_loop()
     found = b""
     while len(found) < nbytes:
         data = await loop.sock_recv(sock, nbytes - len(found))
         found += data
         if not data or not begins.startswith(found[: len(begins)]):
-            raise ConnectionLost("a client did not begin as one of Warpbus does")
+            raise FrameError("a client did not begin as one of Warpbus does")
     return found
 
 
@@ -479,8 +483,8 @@ def _process_of(sock: socket.socket) -> int:
 
 
 def _source(came: Any) -> str:
-    """Whose places a connection takes, by what `accept` says of it: an IPv4 address, the /64 of an IPv6 address (which
-    one machine has whole), or this machine's user at the Unix socket."""
+    """The key by which connections are limited, from the address that `accept` returns: an IPv4 address, the /64 of an
+    IPv6 address (one machine usually has all of it), or the user id of a Unix socket's peer."""
     if not isinstance(came, tuple):
         return "unix"
     try:
@@ -518,7 +522,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """A Unix socket that only this user can open; one that a daemon left behind is replaced."""
+    """Bind a Unix socket that only this user can open, and replace one that an earlier daemon left behind."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from warpbus.cuda.jit import cache_directory
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, StorageError, UsageError, WarpbusError
+from warpbus.errors import (
+    ConnectionLostError,
+    DeviceError,
+    LeaseLostError,
+    PeerTimeoutError,
+    PoolError,
+    StorageError,
+    UsageError,
+    WarpbusError,
+)
 from warpbus.pool.daemon.audit import AuditLog
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.daemon.sharing import SharedGpus
@@ -29,10 +38,10 @@ from warpbus.pool.daemon.tls_relay import relay
 from warpbus.pool.protocol import wire
 from warpbus.pool.protocol.address import address as read_address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, pool_at
+from warpbus.pool.protocol.control_channel import Tell, need
 from warpbus.pool.protocol.failures import sent_error
 from warpbus.pool.protocol.preamble import Proof
 from warpbus.pool.protocol.sockets import connected
-from warpbus.pool.protocol.steering import Tell, need
 from warpbus.pool.tenant.sandbox import Confinement, missing
 
 # Loading torch and opening a GPU on a busy machine.
@@ -54,7 +63,7 @@ class Order:
         tenant: whose it is.
         gpu: one of this machine's.
         memory, share: its quota.
-        ticket: if it moves here, what the machine that it comes from shows.
+        migration_token: if it moves here, what the machine that it comes from shows.
         saved: it was suspended here, and goes on.
     """
 
@@ -64,7 +73,7 @@ class Order:
     gpu: str
     memory: int
     share: float
-    ticket: bytes | None = field(default=None, repr=False)
+    migration_token: bytes | None = field(default=None, repr=False)
     saved: bool = False
 
     def question(self) -> dict[str, Any]:
@@ -81,7 +90,7 @@ class Order:
             gpu=need(question, "gpu", str),
             memory=need(question, "memory", int),
             share=float(need(question, "share", int, float)),
-            ticket=need(question, "ticket", bytes, type(None)),
+            migration_token=need(question, "migration_token", bytes, type(None)),
             saved=need(question, "saved", bool),
         )
 
@@ -127,7 +136,7 @@ class Tenancy:
 
 
 @dataclass(frozen=True)
-class Gone:
+class EndedLease:
     """What became of a lease that was here: it is at `address` now, or ended, and `why`."""
 
     when: float
@@ -136,21 +145,21 @@ class Gone:
     address: str | None = None
 
 
-class Host:
-    """The leases of this machine. Belongs to the event loop.
+class LocalHost:
+    """The leases of this machine. All methods run on the daemon's event loop.
 
-    While a lease moves from one GPU of this machine to another, there are two processes of it.
+    While a lease moves from one GPU of this machine to another, it has two processes.
 
     Args:
         options: of the daemon.
         gpus: of the machine.
         audit: gets a line when a process dies.
-        address: of the daemon, as clients reach it.
+        address: the daemon's address for clients.
         reports: see `Reports`.
         program: see `TenantProcess`.
 
     Attributes:
-        tenancies: the leases that live here, by id.
+        tenancies: the leases that run here, by id.
     """
 
     def __init__(
@@ -164,7 +173,7 @@ class Host:
         self._options = options
         self._gpus = gpus
         self._audit = audit
-        self._gone: dict[str, Gone] = {}
+        self._gone: dict[str, EndedLease] = {}
         processes = options.home / "processes"
         shutil.rmtree(processes, ignore_errors=True)  # of a daemon that was killed
         processes.mkdir(mode=0o700, exist_ok=True)
@@ -182,8 +191,9 @@ class Host:
         Raises:
             UsageError: the lease is here already, or there is no such GPU.
             DeviceError: the process did not start; the message has what it said.
+            PeerTimeoutError: it was not ready in time.
         """
-        places = self.tenancies if order.ticket is None else self._arriving
+        places = self.tenancies if order.migration_token is None else self._arriving
         if order.lease in places:
             raise UsageError(f"lease {order.lease} is on {self.name} already: let it end first")
         gpu = next((each for each in self._gpus.gpus if each.name == order.gpu), None)
@@ -192,7 +202,7 @@ class Host:
         if self._endings:  # what they have counts as free already
             await asyncio.wait(self._endings)
         process = self._spares.take()
-        if order.ticket is None:
+        if order.migration_token is None:
             self._gone.pop(order.lease, None)
         tenancy = places[order.lease] = Tenancy(order, process, asyncio.get_running_loop().create_future())
         self._spawn(self._listen(tenancy))
@@ -206,7 +216,7 @@ class Host:
             await self._end(tenancy, "it did not start")
             if isinstance(error, TimeoutError):
                 late = f"its process was not ready after {_SECONDS_TO_START:g} s"
-                raise DeviceError(f"lease {order.lease}: {late}: is {self.name} busy?") from None
+                raise PeerTimeoutError(f"lease {order.lease}: {late}: is {self.name} busy?") from None
             if isinstance(error, OSError) and not isinstance(error, WarpbusError):
                 raise StorageError(f"lease {order.lease}: what was saved of it cannot be read ({error})") from None
             raise
@@ -237,7 +247,7 @@ class Host:
             return None
         return Order.read(question) if isinstance(question, dict) else None
 
-    async def send(self, lease: str, to: str, ticket: bytes, tell: Tell) -> dict[str, Any]:
+    async def send(self, lease: str, to: str, migration_token: bytes, tell: Tell) -> dict[str, Any]:
         """Move a lease to the process that waits for it at another address.
 
         Returns:
@@ -245,7 +255,7 @@ class Host:
 
         Raises:
             UsageError: there is no such lease.
-            DeviceError: it did not come about, and the lease lives here as before.
+            DeviceError, PoolError: the move failed, and the lease lives here as before.
             LeaseLostError: its process has died over it.
         """
         tenancy = self._living(lease)
@@ -254,15 +264,15 @@ class Host:
             "do": "migrate",
             "to": to,
             "ca": None if authority is None else str(authority),
-            "ticket": ticket,
-            "door": door(ticket),
+            "migration_token": migration_token,
+            "lease_id": arrival_id(migration_token),
         }
         where = read_address(to)
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         with await asyncio.to_thread(connected, where, pool_at(where), deadline) as sock:
             done = await self._work(tenancy, question, "moved", tell, sock.fileno())
         if self.tenancies.get(lease) is tenancy:  # it is not on another GPU of this machine
-            self._remember(lease, Gone(time.monotonic(), tenancy.order.key, address=to))
+            self._remember(lease, EndedLease(time.monotonic(), tenancy.order.key, address=to))
         ending = self._spawn(self._end(tenancy, f"it has moved to {to}"))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
@@ -303,10 +313,14 @@ class Host:
     def asked_for(self, proof: Proof) -> Tenancy | None:
         """The tenancy that a connection wants and whose key it has; None if there is none.
 
-        It begins with the 16 bytes of the lease; or with those of `door`, where the lease comes from another process.
+        It begins with the 16 bytes of the lease's id, or with an `arrival_id` if the lease comes from another process.
         """
-        lease = proof.door.hex()
-        found = [(each, each.order.ticket) for each in self._arriving.values() if _is_door(each.order, proof.door)]
+        lease = proof.lease_id.hex()
+        found = [
+            (each, each.order.migration_token)
+            for each in self._arriving.values()
+            if _is_arrival(each.order, proof.lease_id)
+        ]
         # A client that lost the process that the lease moves from may claim it at the other one.
         at_lease = (self.tenancies.get(lease), self._arriving.get(lease))
         found += [(each, each.order.key) for each in at_lease if each is not None]
@@ -329,7 +343,7 @@ class Host:
             if tls:
                 given, inner = socket.socketpair()
             await tenancy.process.tell({"do": "client"}, given.fileno())
-        except DeviceError:
+        except (DeviceError, PoolError):
             if inner is not None:
                 given.close()
                 inner.close()
@@ -343,7 +357,7 @@ class Host:
         """Whether that is the process of a lease here."""
         return any(each.process.pid == pid for each in (*self.tenancies.values(), *self._arriving.values()))
 
-    async def gone(self, lease: str) -> Gone | None:
+    async def gone(self, lease: str) -> EndedLease | None:
         """What became of a lease that was here; None if nothing is known of it. Where its process is just ending, this
         waits until it is known how."""
         tenancy = self.tenancies.get(lease)
@@ -361,7 +375,7 @@ class Host:
     async def _end(self, tenancy: Tenancy, why: str) -> None:
         if tenancy.ending is None:
             tenancy.ending = why
-            with suppress(DeviceError):
+            with suppress(PoolError):
                 await tenancy.process.tell({"do": "end", "reason": why})
             await tenancy.process.end()
         await tenancy.ended.wait()
@@ -397,10 +411,10 @@ class Host:
             "device": self._gpus.device,
             "memory": order.memory,
             "share": order.share,
-            "turns": self._gpus.turns(order.gpu),
+            "queue_file": self._gpus.queue_file(order.gpu),
             "threads": self._gpus.threads(order.share),
             "environment": self._gpus.environment(order.gpu, order.memory, order.share),
-            "ticket": order.ticket,
+            "migration_token": order.migration_token,
             "saved": str(directory / "state") if order.saved else None,
             # Each lease has its own: who knows a hash must not learn that somebody else has these bytes.
             "content": str(directory / "content"),
@@ -428,7 +442,7 @@ class Host:
         elif self.tenancies.get(lease) is tenancy:
             del self.tenancies[lease]
             if lease not in self._gone:
-                self._remember(lease, Gone(time.monotonic(), tenancy.order.key, why))
+                self._remember(lease, EndedLease(time.monotonic(), tenancy.order.key, why))
         tenancy.ended.set()
         self._spawn(self._tell_neighbours(tenancy.order.gpu))
         if tenancy.ending is None:
@@ -441,7 +455,7 @@ class Host:
             return
         there = [each for each in self.tenancies.values() if each.order.gpu == gpu and each.ending is None]
         for each in there:
-            with suppress(DeviceError):
+            with suppress(PoolError):
                 await each.process.tell({"do": "neighbours", "count": len(there) - 1})
 
     def _heard(self, tenancy: Tenancy, said: dict[str, Any]) -> None:
@@ -456,7 +470,7 @@ class Host:
         elif event == "arrived" and self._arriving.get(lease) is tenancy:
             self.tenancies[lease] = self._arriving.pop(lease)
             self._gone.pop(lease, None)
-            tenancy.order = replace(tenancy.order, ticket=None)
+            tenancy.order = replace(tenancy.order, migration_token=None)
             self._reports.arrived(lease)
         elif event == "failed" and self._arriving.get(lease) is tenancy:
             self._spawn(self.call_off(lease, str(said.get("message"))))
@@ -495,13 +509,13 @@ class Host:
                     told = news
                     tell(news)
         except TimeoutError:
-            raise ConnectionLost(
+            raise ConnectionLostError(
                 f"the process of lease {lease} says nothing of its move for {_SECONDS_OF_SILENCE:g} s: see its status"
             ) from None
         finally:
             tenancy.work = None
 
-    def _remember(self, lease: str, gone: Gone) -> None:
+    def _remember(self, lease: str, gone: EndedLease) -> None:
         while len(self._gone) >= _MOST_REMEMBERED:
             del self._gone[next(iter(self._gone))]
         self._gone[lease] = gone
@@ -532,18 +546,18 @@ def _move_durably(source: Path, target: Path) -> None:
         raise StorageError(f"{target}: cannot be written ({error})") from None
 
 
-def door(ticket: bytes) -> bytes:
+def arrival_id(migration_token: bytes) -> bytes:
     """What a connection to the process that waits for a lease begins with in place of the lease's 16 bytes.
 
     The process that the lease moves from may be on the same machine, where the lease's own bytes mean that one.
     """
-    return hashlib.sha256(b"door" + ticket).digest()[:16]
+    return hashlib.sha256(b"arrival" + migration_token).digest()[:16]
 
 
-def _is_door(order: Order, found: bytes) -> bool:
-    return order.ticket is not None and hmac.compare_digest(door(order.ticket), found)
+def _is_arrival(order: Order, found: bytes) -> bool:
+    return order.migration_token is not None and hmac.compare_digest(arrival_id(order.migration_token), found)
 
 
 def new_key() -> bytes:
-    """A lease's secret, or a ticket."""
+    """A lease's secret, or a migration token."""
     return secrets.token_bytes(32)

@@ -17,7 +17,7 @@ from warpbus.cuda.devices import free_memory
 from warpbus.cuda.inventory import InstalledGpu, Inventory
 from warpbus.cuda.memory_size import parse_memory
 from warpbus.errors import DeviceError, UsageError
-from warpbus.pool.broker.leases import Gpu
+from warpbus.pool.broker.leases import PoolGpu
 from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.tenant.storages import allowance
 
@@ -42,7 +42,7 @@ class SharedGpus:
         self._installed = _visible() if torch.cuda.is_available() else []
         self._stack = ExitStack()
         self._daemons: list[mps.ControlDaemon] = []
-        self._lines = options.home / "turns"
+        self._queues = options.home / "queues"
         why = mps.available() if self._installed else "this machine has no NVIDIA GPU"
         if options.sharing == "mps" and why is not None:
             raise UsageError(f"--sharing mps: {why}; give slices")
@@ -53,11 +53,11 @@ class SharedGpus:
         else:
             self.device = "cpu"
             memory = parse_memory(options.cpu_memory, free_memory(torch.device("cpu")))
-            self.gpus = [Gpu(f"{options.name}/0", options.name, 0, f"CPU ({cpu_model()})", memory)]
+            self.gpus = [PoolGpu(f"{options.name}/0", options.name, 0, f"CPU ({cpu_model()})", memory)]
 
     def __enter__(self) -> Self:
         if self._installed and not self.mps:
-            self._lines.mkdir(mode=0o700, exist_ok=True)
+            self._queues.mkdir(mode=0o700, exist_ok=True)
         if self.mps:
             self._daemons = [mps.ControlDaemon.of_gpu(gpu) for gpu in self._installed]
             with ExitStack() as stack:
@@ -71,17 +71,17 @@ class SharedGpus:
     ) -> None:
         self._stack.close()
 
-    def turns(self, gpu: str) -> str | None:
-        """The file at which the tenants of a GPU stand in line (`warpbus.pool.tenant.turns`), where they take turns."""
+    def queue_file(self, gpu: str) -> str | None:
+        """The queue file of a GPU that tenants share by time slices (`warpbus.pool.tenant.time_slices`), else None."""
         if self.mps or not self._installed:
             return None
-        path = self._lines / gpu.partition("/")[2]
+        path = self._queues / gpu.partition("/")[2]
         path.touch(mode=0o600)
         return str(path)
 
     def directories(self) -> list[Path]:
         """What tenants' processes use together: where they stand in line, and the pipes to MPS."""
-        return [*([self._lines] if self._lines.exists() else ()), *(each.pipes for each in self._daemons)]
+        return [*([self._queues] if self._queues.exists() else ()), *(each.pipes for each in self._daemons)]
 
     def environment(self, gpu: str, memory: int, share: float) -> dict[str, str]:
         """What lets a process see one GPU, and with MPS no more of it than its lease is for."""
@@ -127,7 +127,7 @@ def _visible() -> list[InstalledGpu]:
     return chosen
 
 
-def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) -> Gpu:
+def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) -> PoolGpu:
     gpu, inventory = installed[index], Inventory()
     memory = gpu.memory - parse_memory(options.gpu_memory_reserve, gpu.memory)
     if memory <= 0:
@@ -137,4 +137,4 @@ def _offered(options: PoolOptions, installed: list[InstalledGpu], index: int) ->
         for number, other in enumerate(installed)
         if number != index and inventory.linked(gpu, other)
     )
-    return Gpu(f"{options.name}/{index}", options.name, index, gpu.name, memory, links)
+    return PoolGpu(f"{options.name}/{index}", options.name, index, gpu.name, memory, links)

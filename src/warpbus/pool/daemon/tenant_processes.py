@@ -1,17 +1,17 @@
-"""Tenants' processes as their daemon sees them: starting them, keeping some ready, talking to them, and their end.
+"""The processes of tenants, on the daemon's side: start, keep spares, send messages, end.
 
-Loading torch takes seconds, so spare processes have loaded it before there is a lease for them. A process gets one end
-of a pair of sockets (`warpbus.pool.protocol.control`) and ends with it; if the daemon is killed, the kernel ends it
-too. It has a directory of its own, which is removed with it, and little else of the machine
-(`warpbus.pool.tenant.sandbox`).
+Importing torch takes seconds, so spare processes have imported it before there is a lease for them. A process gets
+one end of a socket pair (`warpbus.pool.protocol.process_messages`) and exits when the daemon closes its end; if the
+daemon is killed, the kernel ends the process. Each process has a directory of its own, which is removed with it, and
+little access to the rest of the machine (`warpbus.pool.tenant.sandbox`).
 
-The daemon says:
+Messages of the daemon:
 
-    {"do": "setup", ...}                                once, see `Host`; "ticket" if the lease moves here, "saved" if
-                                                        it goes on from a file
+    {"do": "setup", ...}                                once, see `LocalHost`; "migration_token" if the lease moves
+                                                        here, "saved" if it resumes from a file
     {"do": "client"}                                    and a socket: preamble and TLS are done
     {"do": "migrate", "to": address for clients, too, "ca": file to check its certificate with | None,
-     "ticket": bytes, "door": 16 bytes for the preamble}    and a socket that is connected to it
+     "migration_token": bytes, "lease_id": 16 bytes for the preamble}    and a socket that is connected to it
     {"do": "suspend", "path": str}
     {"do": "neighbours", "count": int}                  other leases on its GPU, where time is shared in slices
     {"do": "end", "reason": str}                        for the clients; the process is to end
@@ -41,8 +41,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from warpbus.errors import DeviceError
-from warpbus.pool.protocol import control, wire
+from warpbus.errors import ConnectionLostError, PeerTimeoutError, PoolError
+from warpbus.pool.protocol import process_messages, wire
 from warpbus.pool.tenant.sandbox import Confinement
 
 Confine: TypeAlias = Callable[[Path], Confinement | None]
@@ -67,7 +67,7 @@ class TenantProcess:
     """
 
     def __init__(self, program: str, directory: Path, confine: Confine) -> None:
-        mine, other = control.pair()
+        mine, other = process_messages.pair()
         mine.setblocking(False)
         self.directory = Path(tempfile.mkdtemp(dir=directory))
         confinement = confine(self.directory)
@@ -106,7 +106,7 @@ class TenantProcess:
         """Say something to it, perhaps with sockets, of which it gets copies.
 
         Raises:
-            DeviceError: it is gone, or takes nothing in.
+            PoolError: it is gone, or takes nothing in.
         """
         packet = wire.encode(dict(what))
         end = self._loop.time() + _SECONDS_TO_TAKE
@@ -119,11 +119,11 @@ class TenantProcess:
                 return
             except BlockingIOError:
                 if self._loop.time() > end:
-                    raise DeviceError(f"the tenant's process {self.pid} is too busy to take a message") from None
+                    raise PeerTimeoutError(f"the tenant's process {self.pid} is too busy to take a message") from None
                 await asyncio.sleep(0.01)
             except OSError:
                 self._hang_up()
-        raise DeviceError(f"the tenant's process {self.pid} is gone")
+        raise ConnectionLostError(f"the tenant's process {self.pid} is gone")
 
     async def end(self) -> str:
         """Let it go: it ends when its socket closes, or is killed. Its directory is removed.
@@ -155,8 +155,8 @@ class TenantProcess:
     def _receive(self) -> None:
         assert self._socket is not None
         try:
-            said, sockets = control.receive(self._socket)
-        except DeviceError:
+            said, sockets = process_messages.receive(self._socket)
+        except PoolError:
             self._hang_up()
             return
         for each in sockets:

@@ -27,7 +27,7 @@ class Tenant:
     """Somebody whom the pool knows.
 
     Attributes:
-        name: in the broker's books, the audit log and the status. Two tokens of one name are one tenant.
+        name: in the broker, the audit log and the status. Two tokens of one name are one tenant.
         role: an admin may do everything with every lease, drain hosts, and send leases here from another machine.
         limits: the most that all leases of this name may have.
     """

@@ -10,7 +10,7 @@ import torch
 from warpbus.cuda.devices import free_memory
 from warpbus.cuda.inventory import InstalledGpu, Inventory
 from warpbus.cuda.mps import ControlDaemon
-from warpbus.errors import DeviceError
+from warpbus.errors import PoolError
 from warpbus.pool.processes.proc import Process, descendants, process_ids, read_process, unix_sockets
 
 
@@ -24,7 +24,7 @@ class Machine(Protocol):
         """Bytes that each process on a GPU has of it, by process id; `None` where the driver does not say."""
 
     def process(self, pid: int) -> Process:
-        """A process; DeviceError where there is none, or it is somebody else's."""
+        """A process; StateError or AuthorizationError where there is none, or it is somebody else's."""
 
     def processes(self) -> Sequence[Process]:
         """All that this user may look into."""
@@ -81,6 +81,6 @@ class ThisMachine:
 def _readable(pids: Sequence[int]) -> list[Process]:
     found = []
     for pid in pids:
-        with suppress(DeviceError):  # it has ended meanwhile, or is somebody else's
+        with suppress(PoolError):  # it has ended meanwhile, or is somebody else's
             found.append(read_process(pid))
     return found

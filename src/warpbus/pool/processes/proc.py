@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from warpbus.errors import DeviceError
+from warpbus.errors import AuthorizationError, StateError
 
 PROC = Path("/proc")
 
@@ -63,7 +63,8 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
     """What is known of a process.
 
     Raises:
-        DeviceError: there is no such process, or it belongs to somebody else.
+        StateError: there is no such process.
+        AuthorizationError: it belongs to another user.
     """
     place = proc / str(pid)
     try:
@@ -71,9 +72,9 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
         mapped = _mapped(_text(place / "maps"))
         files = frozenset(_links(place / "fd"))
     except PermissionError:
-        raise DeviceError(f"process {pid} belongs to another user: become that user") from None
+        raise AuthorizationError(f"process {pid} belongs to another user: become that user") from None
     except (FileNotFoundError, ProcessLookupError):
-        raise DeviceError(f"process {pid} does not exist: give the process id of a program that runs") from None
+        raise StateError(f"process {pid} does not exist: give the process id of a program that runs") from None
     return Process(
         pid=pid,
         started=int(after[19]),

@@ -13,7 +13,7 @@ from typing import Protocol
 from warpbus.cuda.checkpoint import State
 from warpbus.cuda.inventory import InstalledGpu
 from warpbus.cuda.memory_size import gigabytes
-from warpbus.errors import DeviceError, UsageError, WarpbusError
+from warpbus.errors import DeviceError, PoolError, StateError, UsageError, WarpbusError
 from warpbus.pool.processes.machine import Machine
 from warpbus.pool.processes.obstacles import Obstacle, mps_pipes, obstacles, obstacles_to_target
 from warpbus.pool.processes.proc import Process
@@ -23,8 +23,8 @@ PATIENCE = 10.0
 """Seconds that a process gets to be locked in; it goes on as before if it is not by then."""
 
 
-class Driver(Protocol):
-    """What `warpbus.cuda.checkpoint.Checkpoint` does."""
+class CheckpointDriver(Protocol):
+    """What `warpbus.cuda.checkpoint.CudaCheckpoint` does."""
 
     def state(self, pid: int) -> State: ...
     def lock(self, pid: int, seconds: float) -> None: ...
@@ -34,11 +34,11 @@ class Driver(Protocol):
 
 
 @dataclass(frozen=True)
-class Host:
+class ProcessHost:
     """Where the processes are."""
 
     machine: Machine
-    driver: Driver
+    driver: CheckpointDriver
     suspensions: Suspensions
 
 
@@ -65,7 +65,7 @@ class Carried:
 
 
 def migrate_process(
-    pid: int, to: int, host: Host, *, source: int | None = None, force: bool = False, patience: float = PATIENCE
+    pid: int, to: int, host: ProcessHost, *, source: int | None = None, force: bool = False, patience: float = PATIENCE
 ) -> Carried:
     """Move a running process to another GPU of this machine. It notices a pause.
 
@@ -77,7 +77,8 @@ def migrate_process(
 
     Raises:
         UsageError: no such GPU, or it is there already.
-        DeviceError: it cannot be carried, with every reason; or a step failed, with what became of the process.
+        StateError: it cannot be moved; the message names every reason.
+        DeviceError: a step failed; the message says in which state the process is.
     """
     target = _gpu(host, to)
     trip = _Trip.of_running(host, pid, source, force, target)
@@ -92,7 +93,7 @@ def migrate_process(
 
 
 def suspend_process(
-    pid: int, host: Host, *, source: int | None = None, force: bool = False, patience: float = PATIENCE
+    pid: int, host: ProcessHost, *, source: int | None = None, force: bool = False, patience: float = PATIENCE
 ) -> Carried:
     """Take a running process off its GPU, into main memory. It stays so until `resume_process`, or ends with it.
 
@@ -106,7 +107,7 @@ def suspend_process(
     return Carried(pid, trip.source, None, trip.seconds, trip.freed)
 
 
-def resume_process(pid: int, host: Host, *, to: int | None = None, source: int | None = None) -> Carried:
+def resume_process(pid: int, host: ProcessHost, *, to: int | None = None, source: int | None = None) -> Carried:
     """Let a suspended process go on, on the GPU that it was on or on another.
 
     It also frees a process that was left locked or suspended when the one that moved it was killed.
@@ -117,7 +118,8 @@ def resume_process(pid: int, host: Host, *, to: int | None = None, source: int |
 
     Raises:
         UsageError: it runs, or it is not known where it was.
-        DeviceError: there is no room, which leaves it suspended; or a step failed, with what became of it.
+        DeviceError: there is no room, which leaves it suspended, or a step failed; the message says in which state
+            the process is.
     """
     process = host.machine.process(pid)
     state = host.driver.state(pid)
@@ -125,7 +127,7 @@ def resume_process(pid: int, host: Host, *, to: int | None = None, source: int |
         host.suspensions.forget(pid)
         raise UsageError(f"process {pid} is not suspended: it runs")
     if state is State.FAILED:
-        raise DeviceError(f"process {pid}: {_AFTER[state]}")
+        raise StateError(f"process {pid}: {_AFTER[state]}")
     known = host.suspensions.of(process)
     if state is State.LOCKED:
         gpu = _where(host, process)
@@ -140,7 +142,7 @@ def resume_process(pid: int, host: Host, *, to: int | None = None, source: int |
     needed = known.memory if known else None
     found = obstacles_to_target(old, target, needed)
     if found:
-        raise DeviceError(f"process {pid} stays suspended: {_listed(found)}")
+        raise StateError(f"process {pid} stays suspended: {_listed(found)}")
     trip = _Trip(host, process, old, needed, resumes=True)
     trip.aimed = target
     with trip.returning():
@@ -172,7 +174,7 @@ class _Trip:
     """
 
     def __init__(
-        self, host: Host, process: Process, source: InstalledGpu, needed: int | None, *, resumes: bool = False
+        self, host: ProcessHost, process: Process, source: InstalledGpu, needed: int | None, *, resumes: bool = False
     ) -> None:
         self.source = source
         self.aimed = source
@@ -185,7 +187,9 @@ class _Trip:
         self._needed = needed
 
     @classmethod
-    def of_running(cls, host: Host, pid: int, source: int | None, force: bool, target: InstalledGpu | None) -> "_Trip":
+    def of_running(
+        cls, host: ProcessHost, pid: int, source: int | None, force: bool, target: InstalledGpu | None
+    ) -> "_Trip":
         """Look for all that speaks against it, and write down where the process is."""
         process = host.machine.process(pid)
         found = obstacles(
@@ -198,7 +202,7 @@ class _Trip:
         state = host.driver.state(pid)
         if state is not State.RUNNING:
             advice = "end it" if state is State.FAILED else f"give warpbus pool resume {pid}"
-            raise DeviceError(f"process {pid} is {state.name.lower()}, not running: {advice}")
+            raise StateError(f"process {pid} is {state.name.lower()}, not running: {advice}")
         gpu = _gpu(host, source) if source is not None else _where(host, process)
         if target is not None and gpu.uuid == target.uuid:
             raise UsageError(f"process {pid} is on GPU {gpu.index} already: choose another")
@@ -223,7 +227,7 @@ class _Trip:
         before = time.perf_counter()
         try:
             step()
-        except DeviceError as error:
+        except (DeviceError, PoolError) as error:
             raise DeviceError(f"{name} failed ({error})") from error
         self.seconds[name] = time.perf_counter() - before
 
@@ -269,14 +273,14 @@ class _Trip:
                 driver.restore(self._pid, {})
             if state in (State.CHECKPOINTED, State.LOCKED):
                 driver.unlock(self._pid)
-        except DeviceError as error:
+        except (DeviceError, PoolError) as error:
             trouble = f"bringing it back failed too: {error}: "
         if self._ended():
             self._host.suspensions.forget(self._pid)
             return "it has ended meanwhile"
         try:
             state = driver.state(self._pid)
-        except DeviceError as error:
+        except (DeviceError, PoolError) as error:
             return f"{trouble}its state is not known ({error}): try warpbus pool resume {self._pid}, or end it"
         if state is State.RUNNING:
             self._host.suspensions.forget(self._pid)
@@ -285,23 +289,23 @@ class _Trip:
     def _ended(self) -> bool:
         try:
             return self._host.machine.process(self._pid).started != self._process.started
-        except DeviceError:
+        except PoolError:
             return True
 
 
-def _gpu(host: Host, index: int) -> InstalledGpu:
+def _gpu(host: ProcessHost, index: int) -> InstalledGpu:
     gpus = host.machine.gpus()
     if not 0 <= index < len(gpus):
         raise UsageError(f"GPU {index}: this machine has {len(gpus)} GPU(s), numbered from 0: choose one of them")
     return gpus[index]
 
 
-def _gpu_of(host: Host, suspension: Suspension | None) -> InstalledGpu | None:
+def _gpu_of(host: ProcessHost, suspension: Suspension | None) -> InstalledGpu | None:
     uuid = suspension and suspension.gpu
     return next((gpu for gpu in host.machine.gpus() if gpu.uuid == uuid), None)
 
 
-def _where(host: Host, process: Process) -> InstalledGpu:
+def _where(host: ProcessHost, process: Process) -> InstalledGpu:
     """The one GPU that a process is on: whose registers it has mapped, or which the driver names."""
     gpus = host.machine.gpus()
     mapped = [gpu for gpu in gpus if gpu.minor in process.minors]
@@ -313,14 +317,14 @@ def _where(host: Host, process: Process) -> InstalledGpu:
     several = named or mapped
     if several:
         numbers = ", ".join(str(gpu.index) for gpu in several)
-        raise DeviceError(
+        raise StateError(
             f"process {process.pid} uses GPUs {numbers}: one that uses a single GPU can be carried; if it is, give it "
             "with --from"
         )
-    raise DeviceError(f"process {process.pid}: it cannot be seen which GPU it is on: give it with --from")
+    raise StateError(f"process {process.pid}: it cannot be seen which GPU it is on: give it with --from")
 
 
-def _exchange(host: Host, old: InstalledGpu, new: InstalledGpu) -> dict[str, str]:
+def _exchange(host: ProcessHost, old: InstalledGpu, new: InstalledGpu) -> dict[str, str]:
     """The map of a move: every GPU of the machine, of which the two are exchanged."""
     swapped = {old.uuid: new.uuid, new.uuid: old.uuid}
     return {gpu.uuid: swapped.get(gpu.uuid, gpu.uuid) for gpu in host.machine.gpus()}
@@ -330,7 +334,7 @@ def _refuse(pid: int, found: list[Obstacle], force: bool) -> None:
     against = [each for each in found if each.certain or not force]
     if against:
         advice = "" if any(each.certain for each in against) else " (this is not certain: --force tries it)"
-        raise DeviceError(f"process {pid} stays as it is, it cannot be carried: {_listed(against)}{advice}")
+        raise StateError(f"process {pid} stays as it is, it cannot be carried: {_listed(against)}{advice}")
 
 
 def _listed(found: list[Obstacle]) -> str:

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from warpbus.errors import ConnectionLost, DeviceError, UsageError
+from warpbus.errors import AuthorizationError, ConnectionLostError, UsageError
 from warpbus.pool.protocol.address import Address
 from warpbus.pool.protocol.frames import HEADER, MAX_FRAME, Frame, Kind, pack_header, parse_header
 from warpbus.pool.protocol.preamble import CONTROL, LEASE_BYTES, MAGIC, NONCE_BYTES, mac_of
@@ -81,14 +81,14 @@ class Channel:
         """Send a frame with these buffers, one after the other, as payload; waits as long as the other side does.
 
         Raises:
-            ConnectionLost: the other side is gone. What it had sent before can still be received.
-            DeviceError: the payload is more than `MAX_FRAME`.
+            ConnectionLostError: the other side is gone. What it had sent before can still be received.
+            ProtocolError: the payload is more than `MAX_FRAME`.
         """
         views = [memoryview(part).cast("B") for part in payload if len(part)]
         header = pack_header(kind, number, sum(map(len, views)))
         parts = _joined([memoryview(header), *views])
         if self._deaf is not None:
-            raise ConnectionLost(self._deaf)
+            raise ConnectionLostError(self._deaf)
         if self._sending:
             raise self._fail(f"{_GIVEN_UP} {self.peer}")
         self._sending = True
@@ -106,8 +106,8 @@ class Channel:
         """The next frame, or None if it is not complete after `timeout` seconds; what has come of it is kept.
 
         Raises:
-            ConnectionLost: the other side is gone, sends what is no frame, or one with a payload of more than `most`
-                bytes, or stops in the middle of one.
+            ConnectionLostError: the peer is gone, or stops in the middle of a frame.
+            FrameError: it sends something that is no frame, or a frame with a payload of more than `most` bytes.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while (frame := self._next(most)) is None:
@@ -120,7 +120,7 @@ class Channel:
         if self._large is None and self._end - self._start >= HEADER.size:
             try:
                 nbytes, _, _ = self._header()
-            except ConnectionLost:
+            except ConnectionLostError:
                 return True
             if self._end - self._start >= HEADER.size + nbytes:
                 return True
@@ -134,7 +134,7 @@ class Channel:
         return self._sock.fileno()
 
     def close(self) -> None:
-        """End the connection; a thread that waits on it gets ConnectionLost."""
+        """End the connection; a thread that waits on it gets ConnectionLostError."""
         self._fail(f"the connection to {self.peer} is closed")
 
     def abandon(self, why: str) -> None:
@@ -170,13 +170,13 @@ class Channel:
     def _header(self, most: int = MAX_FRAME) -> tuple[int, Kind, int]:
         try:
             return parse_header(self._ahead[self._start : self._end], self.peer, most)
-        except ConnectionLost as error:
+        except ConnectionLostError as error:
             raise self._fail(str(error)) from None
 
     def _fill(self, deadline: float | None) -> bool:
         """Read what there is of the next bytes; False if there was nothing until the deadline."""
         if self._lost is not None:
-            raise ConnectionLost(self._lost)
+            raise ConnectionLostError(self._lost)
         if self._receiving:
             raise self._fail(f"{_GIVEN_UP} {self.peer}")
         target = self._space()
@@ -223,7 +223,7 @@ class Channel:
         return self._sock.send(parts[0]) if self._tls else self._sock.sendmsg(parts[:_MOST_PARTS])
 
     def _attempt(self, call: Callable[[], int], event: int) -> int:
-        """Bytes that the call moved, or minus the event that it needs first. ConnectionLost if it never will."""
+        """Bytes that the call moved, or minus the event that it needs first. ConnectionLostError if it never will."""
         try:
             with self._reading if event == select.POLLIN else self._writing:
                 return call()
@@ -235,13 +235,13 @@ class Channel:
             return -select.POLLOUT
         except OSError as error:
             what = "TLS with" if isinstance(error, ssl.SSLError) else "the connection to"
-            lost = ConnectionLost(self._lost or f"{what} {self.peer} broke ({reason(error)})")
+            lost = ConnectionLostError(self._lost or f"{what} {self.peer} broke ({reason(error)})")
         if event == select.POLLIN:
             raise self._fail(str(lost))
         self._deaf = str(lost)
         raise lost
 
-    def _fail(self, why: str) -> ConnectionLost:
+    def _fail(self, why: str) -> ConnectionLostError:
         """Close the socket, for the first reason that comes."""
         if self._lost is None:
             self._lost = self._deaf = why
@@ -250,7 +250,7 @@ class Channel:
                 socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
             with self._reading, self._writing:
                 self._sock.close()
-        return ConnectionLost(self._lost)
+        return ConnectionLostError(self._lost)
 
 
 def connect(
@@ -270,8 +270,8 @@ def connect(
         timeout: seconds for all of it, but for the look-up of the name.
 
     Raises:
-        ConnectionLost: nobody answers there, or not as a pool does.
-        DeviceError: the certificate is not trusted, or another host's.
+        ConnectionLostError: nobody answers there, or not as a pool does.
+        AuthorizationError: the certificate is not trusted, or another host's.
         UsageError: the authorities' file cannot be used.
     """
     if lease is not None and len(lease) != LEASE_BYTES:
@@ -298,7 +298,7 @@ def begin(
             sock.sendall(mac_of(key, lease, _exactly(sock, NONCE_BYTES, deadline)))
     except OSError as error:
         sock.close()
-        raise ConnectionLost(f"{peer} does not take the connection ({reason(error)})") from None
+        raise ConnectionLostError(f"{peer} does not take the connection ({reason(error)})") from None
     if context is None:
         return Channel(sock, peer)
     try:
@@ -306,12 +306,12 @@ def begin(
         return Channel(context.wrap_socket(sock, server_hostname=address.host), peer)
     except ssl.SSLCertVerificationError as error:
         sock.close()
-        raise DeviceError(
+        raise AuthorizationError(
             f"{peer} has a certificate that is not trusted ({error.verify_message}); give its authority as ?ca=FILE"
         ) from None
     except OSError as error:
         sock.close()
-        raise ConnectionLost(f"{peer} did not finish a TLS handshake ({reason(error)})") from None
+        raise ConnectionLostError(f"{peer} did not finish a TLS handshake ({reason(error)})") from None
 
 
 def context_for(address: Address, tls: Tls | None) -> ssl.SSLContext | None:

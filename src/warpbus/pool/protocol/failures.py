@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from warpbus import errors
-from warpbus.errors import DeviceError, WarpbusError
+from warpbus.errors import DeviceError, PoolError, ProtocolError, WarpbusError
 from warpbus.pool.protocol.wire import Value
 
 # Those of Python and torch that callers tell apart; each stands before what it is derived from.
@@ -17,15 +17,13 @@ _PLAIN: dict[str, type[Exception]] = {
 }
 # What is raised again as what it was: these are made from a message alone.
 _OWN: dict[str, type[WarpbusError]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, WarpbusError) and not issubclass(kind, errors.RequestError)
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, WarpbusError)
 }
 _MAX_MESSAGE = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CallFailure:
     """An error of a call.
 
     Attributes:
@@ -41,16 +39,16 @@ class Failure:
     batch: int
 
     @staticmethod
-    def of(error: Exception, operator: str, batch: int) -> "Failure":
+    def of(error: Exception, operator: str, batch: int) -> "CallFailure":
         """The failure that an exception is."""
         message = str(error)[:_MAX_MESSAGE]
         name = type(error).__name__
         if name in _OWN:
-            return Failure(name, message, operator, batch)
+            return CallFailure(name, message, operator, batch)
         if "can't allocate memory" in message:  # how PyTorch words it on a CPU
-            return Failure("OutOfMemoryError", message, operator, batch)
+            return CallFailure("OutOfMemoryError", message, operator, batch)
         plain = next((name for name, kind in _PLAIN.items() if isinstance(error, kind)), "RuntimeError")
-        return Failure(plain, message, operator, batch)
+        return CallFailure(plain, message, operator, batch)
 
     def exception(self) -> Exception:
         """The exception that it is on the client's side: of the same name, or a RuntimeError."""
@@ -62,17 +60,17 @@ class Failure:
         return {"type": self.type, "message": self.message, "operator": self.operator, "batch": self.batch}
 
     @staticmethod
-    def read(value: Any) -> "Failure":
-        """From what `plain` gave. Raises DeviceError for anything else."""
+    def read(value: Any) -> "CallFailure":
+        """From what `plain` gave. Raises ProtocolError for anything else."""
         kinds = {"type": str, "message": str, "operator": str, "batch": int}
         if not isinstance(value, dict) or {key: type(item) for key, item in value.items()} != kinds:
-            raise DeviceError("what is said to be a failure is none")
-        return Failure(**value)
+            raise ProtocolError("what is said to be a failure is none")
+        return CallFailure(**value)
 
 
 def sent_error(said: Mapping[str, Any]) -> WarpbusError:
-    """The error that a daemon sent; one of an unknown kind becomes a `DeviceError`."""
-    return _OWN.get(str(said.get("type")), DeviceError)(str(said.get("message")))
+    """The error that a daemon sent; one of an unknown kind becomes a `PoolError`."""
+    return _OWN.get(str(said.get("type")), PoolError)(str(said.get("message")))
 
 
 class PoisonedError(DeviceError):
@@ -82,6 +80,6 @@ class PoisonedError(DeviceError):
         failure: of the call that should have.
     """
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: CallFailure) -> None:
         super().__init__(f"{failure.operator}: {failure.message}")
         self.failure = failure

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 
-from warpbus.errors import ConnectionLost, DeviceError
+from warpbus.errors import FrameError, ProtocolError
 
 PROTOCOL = 1
 """What both sides say in their HELLOs; another number is another version of all this."""
@@ -50,9 +50,9 @@ class Frame:
 
 
 def pack_header(kind: Kind, number: int, nbytes: int) -> bytes:
-    """The header of a frame whose payload has `nbytes`. DeviceError if that is more than `MAX_FRAME`."""
+    """The header of a frame whose payload has `nbytes`. ProtocolError if that is more than `MAX_FRAME`."""
     if nbytes > MAX_FRAME:
-        raise DeviceError(f"a frame of {nbytes} bytes cannot be sent to the pool: at most {MAX_FRAME}")
+        raise ProtocolError(f"a frame of {nbytes} bytes cannot be sent to the pool: at most {MAX_FRAME}")
     return HEADER.pack(nbytes, kind, number)
 
 
@@ -60,13 +60,13 @@ def parse_header(data: memoryview, peer: str, most: int = MAX_FRAME) -> tuple[in
     """Bytes of the payload, kind and number that a header announces.
 
     Raises:
-        ConnectionLost: `peer` announces a kind that there is not, or more than `most` bytes.
+        ConnectionLostError: `peer` announces a kind that there is not, or more than `most` bytes.
     """
     nbytes, kind, number = HEADER.unpack_from(data)
     if kind not in _KINDS:
-        raise ConnectionLost(f"{peer} sent a frame of unknown kind {kind}: it speaks another protocol, or without TLS")
+        raise FrameError(f"{peer} sent a frame of unknown kind {kind}: it speaks another protocol, or without TLS")
     if nbytes > most:
-        raise ConnectionLost(f"{peer} announced a frame of {nbytes} bytes: at most {most} are allowed")
+        raise FrameError(f"{peer} announced a frame of {nbytes} bytes: at most {most} are allowed")
     return nbytes, _KINDS[kind], number
 
 

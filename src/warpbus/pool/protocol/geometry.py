@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 
 MAX_DIMENSIONS = 64
 MAX_BYTES = 1 << 48
@@ -40,16 +40,16 @@ class Geometry:
         return (last + 1) * self.dtype.itemsize
 
     def check(self, nbytes: int) -> None:
-        """Raises DeviceError unless every element lies in a storage of `nbytes` bytes."""
+        """Raises ProtocolError unless every element lies in a storage of `nbytes` bytes."""
         if len(self.shape) != len(self.stride) or len(self.shape) > MAX_DIMENSIONS:
-            raise DeviceError(
+            raise ProtocolError(
                 f"a tensor of shape {self.shape} and strides {self.stride}: expected as many strides as axes, "
                 f"and at most {MAX_DIMENSIONS} axes"
             )
         if self.offset < 0 or min((*self.shape, *self.stride), default=0) < 0:
-            raise DeviceError(f"{self}: negative sizes, strides and offsets are not allowed")
+            raise ProtocolError(f"{self}: negative sizes, strides and offsets are not allowed")
         if self.extent > min(nbytes, MAX_BYTES):
-            raise DeviceError(f"{self} reaches byte {self.extent} of a storage of {nbytes} bytes: it must end inside")
+            raise ProtocolError(f"{self} reaches byte {self.extent} of a storage of {nbytes} bytes: it must end inside")
 
 
 def contiguous(dtype: torch.dtype, shape: tuple[int, ...]) -> Geometry:

@@ -11,7 +11,17 @@ from torch import Tensor
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.operators import operator
-from warpbus.pool.protocol.signature import Argument, Device, Fixed, Input, New, Number, Output, Same, Signature
+from warpbus.pool.protocol.signature import (
+    Argument,
+    DevicePlaceholder,
+    Fixed,
+    Input,
+    New,
+    Number,
+    Output,
+    Same,
+    Signature,
+)
 
 _UNKNOWN_BEFORE = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
@@ -88,7 +98,7 @@ def _filled(argument: Argument, tensors: list[Tensor]) -> Any:
         return tensors[argument.index]
     if isinstance(argument, Number):
         return _SAMPLES[argument.kind]
-    if isinstance(argument, Device):
+    if isinstance(argument, DevicePlaceholder):
         return torch.device("meta")
     if isinstance(argument, tuple):
         return [_filled(item, tensors) for item in argument]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import TypeAlias
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 
 MAX_WRITE = 4 << 20
 MAX_SIGNATURE = 4 << 20
@@ -48,7 +48,7 @@ class Instruction(IntEnum):
 
 
 Counts: TypeAlias = Callable[[int], struct.Struct]
-"""From the number of a definition to the layout of what its calls carry; raises DeviceError where there is none."""
+"""From the number of a definition to the layout of what its calls carry; raises ProtocolError where there is none."""
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -143,7 +143,7 @@ def parse(payload: memoryview, counts: Counts) -> Iterator[tuple]:  # type: igno
     Lazily: a definition must take effect before the calls of the same batch are reached.
 
     Raises:
-        DeviceError: an unknown instruction, one that ends after the batch does, or one above a limit.
+        ProtocolError: an unknown instruction, one that ends after the batch does, or one above a limit.
     """
     at, end = 0, len(payload)
     kind = 0
@@ -191,18 +191,18 @@ def parse(payload: memoryview, counts: Counts) -> Iterator[tuple]:  # type: igno
                 yield (kind, *_U32.unpack_from(payload, at))
                 at += 4
             else:
-                raise DeviceError(f"byte {at - 1} of a batch is no instruction: {kind}")
+                raise ProtocolError(f"byte {at - 1} of a batch is no instruction: {kind}")
     except struct.error:
-        raise DeviceError(f"a batch ends inside an instruction of kind {kind}") from None
+        raise ProtocolError(f"a batch ends inside an instruction of kind {kind}") from None
 
 
 def _handles(payload: memoryview, at: int, count: int) -> tuple[int, ...]:
     if count > (len(payload) - at) // 8:
-        raise DeviceError(f"a batch ends inside a list of {count} handles")
+        raise ProtocolError(f"a batch ends inside a list of {count} handles")
     return struct.unpack_from(f"<{count}Q", payload, at)
 
 
 def _bytes(payload: memoryview, at: int, length: int, limit: int) -> memoryview:
     if length > limit or at + length > len(payload):
-        raise DeviceError(f"{length} bytes in a batch: at most {min(limit, len(payload) - at)} can stand there")
+        raise ProtocolError(f"{length} bytes in a batch: at most {min(limit, len(payload) - at)} can stand there")
     return payload[at : at + length]

@@ -1,11 +1,11 @@
-"""The first bytes of a connection, in plain text: what the client wants, and the proof that it may have it.
+"""The first bytes of a connection, in plain text: the lease that the client wants, and a proof that it has the key.
 
-    client: MAGIC, then 16 bytes: zeros for the daemon itself, else the id of a lease, or a `door` (see `Host`)
+    client: MAGIC, then 16 bytes: zeros for the daemon itself, the id of a lease, or the `arrival_id` of one that moves
     server: 32 random bytes, the nonce                                    } only for a lease
     client: 32 bytes, HMAC-SHA256 of them with the lease's key (RFC 2104) }
 
-The daemon checks the proof before it hands the socket to the lease's process, so whoever lacks the key reaches neither
-that process nor the limited number of handshakes that it makes at a time. All parts have a fixed size and nothing is
+The daemon checks the proof before it passes the socket to the lease's process, so a client without the key reaches
+neither that process nor the limited number of its concurrent handshakes. All parts have a fixed size and nothing is
 decoded. The key itself follows in the first frame, after TLS where there is TLS.
 """
 
@@ -18,28 +18,28 @@ LEASE_BYTES = 16
 NONCE_BYTES = 32
 MAC_BYTES = hashlib.sha256().digest_size
 CONTROL = bytes(LEASE_BYTES)
-"""In place of a lease's id: the daemon itself is wanted."""
+"""Sent in place of a lease's id: the connection is for the daemon itself."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What a client has answered to a nonce.
+    """The answer of a client to a nonce.
 
     Attributes:
-        door: the 16 bytes that it began with.
-        nonce: what it was sent.
-        mac: its answer.
+        lease_id: the 16 bytes that the client began with.
+        nonce: the random bytes that the daemon sent.
+        mac: the client's HMAC of the nonce.
     """
 
-    door: bytes
+    lease_id: bytes
     nonce: bytes
     mac: bytes
 
     def shows(self, key: bytes) -> bool:
         """Whether the client has this key. Takes the same time for every wrong answer."""
-        return hmac.compare_digest(self.mac, mac_of(key, self.door, self.nonce))
+        return hmac.compare_digest(self.mac, mac_of(key, self.lease_id, self.nonce))
 
 
-def mac_of(key: bytes, door: bytes, nonce: bytes) -> bytes:
+def mac_of(key: bytes, lease_id: bytes, nonce: bytes) -> bytes:
     """The answer of a client that has `key` to `nonce`."""
-    return hmac.new(key, b"warpbus lease" + door + nonce, hashlib.sha256).digest()
+    return hmac.new(key, b"warpbus lease" + lease_id + nonce, hashlib.sha256).digest()

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.geometry import MAX_DIMENSIONS, Geometry
 from warpbus.pool.protocol.operators import operator as allowed
 from warpbus.pool.protocol.wire import decode, encode
@@ -42,13 +42,13 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DevicePlaceholder:
     """The tenant's device stands here: a client does not know which one that is."""
 
 
 Argument: TypeAlias = (
-    "bool | int | float | complex | str | torch.dtype | torch.layout | torch.memory_format | Input | Number | Device"
-    " | tuple[Argument, ...] | None"
+    "bool | int | float | complex | str | torch.dtype | torch.layout | torch.memory_format | Input | Number"
+    " | DevicePlaceholder | tuple[Argument, ...] | None"
 )
 
 
@@ -140,7 +140,8 @@ class Signature:
         """From what `encode` gave.
 
         Raises:
-            DeviceError: the bytes are no signature, its operator is not allowed, or its parts contradict each other.
+            ProtocolError: the bytes are no signature, or its parts contradict each other.
+            DeviceError: the pool does not run this operator.
         """
         value: Any = decode(data)
         try:
@@ -154,7 +155,7 @@ class Signature:
                 outputs=None if outputs is None else tuple(_output(output) for output in _list(outputs)),
             )
         except (TypeError, ValueError) as error:
-            raise DeviceError(f"the definition of a call is malformed: {error}") from None
+            raise ProtocolError(f"the definition of a call is malformed: {error}") from None
         allowed(signature.operator)
         _check(signature)
         return signature
@@ -167,17 +168,17 @@ def _check(signature: Signature) -> None:
     for argument in (*signature.arguments, *(value for _, value in signature.keywords)):
         _leaves(argument, inputs, numbers)
     if [at.index for at in inputs] != list(range(len(signature.inputs))):
-        raise DeviceError(f"a call of {signature.operator} names tensors that it does not carry")
+        raise ProtocolError(f"a call of {signature.operator} names tensors that it does not carry")
     if [(at.kind, at.index) for at in numbers] != [(kind, at) for at, kind in enumerate(signature.numbers)]:
-        raise DeviceError(f"a call of {signature.operator} names numbers that it does not carry")
+        raise ProtocolError(f"a call of {signature.operator} names numbers that it does not carry")
     _check_numbers(signature)
     for output in signature.outputs or ():
         if isinstance(output, Same) and not 0 <= output.index < len(signature.inputs):
-            raise DeviceError(f"a call of {signature.operator} gives a tensor that it does not carry")
+            raise ProtocolError(f"a call of {signature.operator} gives a tensor that it does not carry")
         if isinstance(output, New):
             output.geometry.check(output.nbytes)
     if max(len(signature.inputs), len(signature.numbers), len(signature.outputs or ())) > MAX_TENSORS:
-        raise DeviceError(f"a call of {signature.operator} carries more than {MAX_TENSORS} tensors")
+        raise ProtocolError(f"a call of {signature.operator} carries more than {MAX_TENSORS} tensors")
 
 
 def _check_numbers(signature: Signature) -> None:
@@ -190,7 +191,7 @@ def _check_numbers(signature: Signature) -> None:
         _leaves(argument, [], numbers)
         kind = types.get(name, "")
         if numbers and ("int" in kind or "bool" in kind):
-            raise DeviceError(f"a call of {signature.operator}: {name} belongs to the definition, not to each call")
+            raise ProtocolError(f"a call of {signature.operator}: {name} belongs to the definition, not to each call")
 
 
 def _leaves(argument: Argument, inputs: list[Input], numbers: list[Number]) -> None:
@@ -217,7 +218,7 @@ def _plain(argument: Argument) -> Any:
         return {"input": argument.index}
     if isinstance(argument, Number):
         return {"number": argument.kind, "index": argument.index}
-    if isinstance(argument, Device):
+    if isinstance(argument, DevicePlaceholder):
         return {"device": None}
     if isinstance(argument, tuple):
         return [_plain(item) for item in argument]
@@ -235,7 +236,7 @@ def _argument(value: Any, depth: int = 0) -> Argument:
         if set(value) == {"number", "index"}:
             return Number(NUMBER_KINDS[NUMBER_KINDS.index(value["number"])], _whole(value["index"]))
         if set(value) == {"device"}:
-            return Device()
+            return DevicePlaceholder()
         raise ValueError(f"an argument with the keys {sorted(value)[:4]!r:.80}")
     if isinstance(value, bytes):
         raise ValueError("an argument of bytes")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warpbus.errors import ConnectionLost, UsageError
+from warpbus.errors import ConnectionLostError, UsageError
 from warpbus.pool.protocol.address import Address, is_loopback
 
 _UNIX_BUFFER = 4 * 2**20  # TCP's buffers are left to the kernel, which lets them grow where that helps
@@ -57,7 +57,7 @@ def connected(address: Address, peer: str, deadline: float) -> socket.socket:
     """A socket connected to the first of the host's addresses that answers.
 
     Raises:
-        ConnectionLost: none does, until the deadline.
+        ConnectionLostError: none does, until the deadline.
     """
     failed: Exception = ConnectionRefusedError(f"{address.host} has no address of this machine")
     try:
@@ -72,7 +72,7 @@ def connected(address: Address, peer: str, deadline: float) -> socket.socket:
                 failed = error
     except (OSError, UnicodeError) as error:  # of the look-up
         failed = error
-    raise ConnectionLost(f"{peer} cannot be reached ({reason(failed)}); is `warpbus pool serve` running there?")
+    raise ConnectionLostError(f"{peer} cannot be reached ({reason(failed)}); is `warpbus pool serve` running there?")
 
 
 def _targets(address: Address) -> list[tuple[int, Any]]:

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import torch
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 
 Value: TypeAlias = (
     bool
@@ -76,10 +76,10 @@ def encode(value: object) -> bytes:
     """The bytes of a `Value`.
 
     Raises:
-        DeviceError: something in it is no `Value`, or beyond a limit.
+        ProtocolError: something in it is no `Value`, or beyond a limit.
     """
     out = bytearray()
-    _Encoder(out).write(value, 0)
+    _ValueEncoder(out).write(value, 0)
     return bytes(out)
 
 
@@ -87,15 +87,15 @@ def decode(data: bytes | bytearray | memoryview) -> Value:
     """The value of these bytes, all of them; it keeps no reference to `data`.
 
     Raises:
-        DeviceError: they are not what `encode` makes of a value.
+        ProtocolError: they are not what `encode` makes of a value.
     """
-    decoder = _Decoder(memoryview(data))
+    decoder = _ValueDecoder(memoryview(data))
     value = decoder.read(0)
     decoder.check_end()
     return value
 
 
-class _Encoder:
+class _ValueEncoder:
     def __init__(self, out: bytearray) -> None:
         self._out = out
         self._items = 0
@@ -106,7 +106,7 @@ class _Encoder:
             try:
                 out += _TAGGED_I64.pack(_INT, value)
             except struct_error:
-                raise DeviceError(
+                raise ProtocolError(
                     f"an int of {value.bit_length()} bits cannot be sent to the pool: give one from -2^63 to 2^63 - 1"
                 ) from None
         elif type(value) is str:
@@ -136,27 +136,27 @@ class _Encoder:
             out += _TAGGED_C128.pack(_COMPLEX, value.real, value.imag)
         elif isinstance(value, torch.dtype | torch.layout | torch.memory_format):
             if value not in _ENCODED_TORCH:
-                raise DeviceError(f"{value} cannot be sent to the pool: it knows {', '.join(TORCH_NAMES)}")
+                raise ProtocolError(f"{value} cannot be sent to the pool: it knows {', '.join(TORCH_NAMES)}")
             out += _ENCODED_TORCH[value]
         else:
             kind = type(value)
-            raise DeviceError(
+            raise ProtocolError(
                 f"a {kind.__module__}.{kind.__qualname__} cannot be sent to the pool: give plain values, lists, "
                 "tuples or dicts of them"
             )
 
     def _open(self, tag: int, count: int, depth: int) -> None:
         if depth + 1 > MAX_DEPTH:
-            raise DeviceError(f"a value cannot be sent to the pool: it nests deeper than {MAX_DEPTH}")
+            raise ProtocolError(f"a value cannot be sent to the pool: it nests deeper than {MAX_DEPTH}")
         self._items += count
         if self._items > MAX_ITEMS:
-            raise DeviceError(f"a value cannot be sent to the pool: it has more than {MAX_ITEMS} items")
+            raise ProtocolError(f"a value cannot be sent to the pool: it has more than {MAX_ITEMS} items")
         self._out += _TAGGED_U32.pack(tag, count)
 
     def _dict(self, value: dict[object, object], depth: int) -> None:
         keys = [key for key in value if type(key) is str]
         if len(keys) != len(value):
-            raise DeviceError("a dict cannot be sent to the pool: all of its keys have to be strings")
+            raise ProtocolError("a dict cannot be sent to the pool: all of its keys have to be strings")
         self._open(_DICT, len(keys), depth)
         for key in sorted(keys):
             self._text(key)
@@ -166,19 +166,19 @@ class _Encoder:
         try:
             data = text.encode("utf-8")
         except UnicodeEncodeError:
-            raise DeviceError(f"{text[:40]!a} cannot be sent to the pool: it is no Unicode text") from None
+            raise ProtocolError(f"{text[:40]!a} cannot be sent to the pool: it is no Unicode text") from None
         if len(data) > MAX_STRING:
-            raise DeviceError(f"a string of {len(data)} bytes cannot be sent to the pool: at most {MAX_STRING}")
+            raise ProtocolError(f"a string of {len(data)} bytes cannot be sent to the pool: at most {MAX_STRING}")
         self._out += _U32.pack(len(data))
         self._out += data
 
     @staticmethod
     def _check_u32(count: int) -> None:
         if count >= 2**32:
-            raise DeviceError(f"{count} bytes cannot be sent to the pool in one value: at most {2**32 - 1}")
+            raise ProtocolError(f"{count} bytes cannot be sent to the pool in one value: at most {2**32 - 1}")
 
 
-class _Decoder:
+class _ValueDecoder:
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._size = len(data)
@@ -276,8 +276,8 @@ class _Decoder:
         return _DECODED_TORCH[name]
 
     @staticmethod
-    def _damaged(why: str, at: int) -> DeviceError:
-        return DeviceError(
+    def _damaged(why: str, at: int) -> ProtocolError:
+        return ProtocolError(
             f"a value of the pool's protocol cannot be read: {why} (byte {at}); it is damaged, or the other side has "
             "another version of Warpbus"
         )

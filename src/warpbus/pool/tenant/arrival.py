@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from warpbus.cuda.ipc import Place
-from warpbus.errors import DeviceError
+from warpbus.cuda.ipc import IpcLocation
+from warpbus.errors import DeviceError, PoolError, ProtocolError
 from warpbus.pool.protocol.wire import Value, decode
-from warpbus.pool.tenant.crossing import Reading
-from warpbus.pool.tenant.parcels import ENTRY, MAX_STATE, check, malformed, numbers
-from warpbus.pool.tenant.precopy import Piece
-from warpbus.pool.tenant.staging import Staging
+from warpbus.pool.tenant.migration_messages import ENTRY, MAX_STATE, check, malformed, numbers
+from warpbus.pool.tenant.precopy import StorageRange
+from warpbus.pool.tenant.staging import ByteStaging
 from warpbus.pool.tenant.storages import MAX_STORAGES
+from warpbus.pool.tenant.transport import MemoryReader
 
 if TYPE_CHECKING:
     from warpbus.pool.tenant.execution import Executor
@@ -33,15 +33,15 @@ class Arrival:
         reading: what reads memory that the source shares, or None.
 
     Raises (all methods):
-        DeviceError: what the source sent is malformed, damaged or does not fit.
+        ProtocolError: what the source sent is malformed, damaged or does not fit.
         torch.OutOfMemoryError: it is more than the quota.
     """
 
-    def __init__(self, executor: "Executor", reading: Reading | None) -> None:
+    def __init__(self, executor: "Executor", reading: MemoryReader | None) -> None:
         self._executor = executor
         self._storages = executor.storages
         self._reading = reading
-        self._staging = Staging(executor.storages.device)
+        self._staging = ByteStaging(executor.storages.device)
         self._received: dict[int, tuple[int, int]] = {}  # by storage: the version that comes, and how much of it came
         self._state = bytearray()
         self._manifest = bytearray()
@@ -54,7 +54,7 @@ class Arrival:
     def take(self, what: str, values: list[Value], raw: memoryview) -> None:
         """Take in anything but a `copy` and the `end`."""
         if what == "bytes" and values:
-            self._bytes(values[0], [Piece(*row) for row in numbers(values[1:], 4)], raw)
+            self._bytes(values[0], [StorageRange(*row) for row in numbers(values[1:], 4)], raw)
         elif what == "create":
             for handle, nbytes in numbers(values, 2):
                 self._storages.create(handle, nbytes)
@@ -70,7 +70,7 @@ class Arrival:
             check(values[0], raw, f"the lease's {what}")
             blob, most = (self._state, MAX_STATE) if what == "state" else (self._manifest, MAX_STORAGES * ENTRY.size)
             if len(blob) + len(raw) > most:
-                raise DeviceError(f"the lease's {what} has more than {most:,} bytes, which is too much to be moved")
+                raise ProtocolError(f"the lease's {what} has more than {most:,} bytes, which is too much to be moved")
             blob += raw
         else:
             raise malformed(f"{what[:40]!a} with {len(values)} values")
@@ -84,12 +84,12 @@ class Arrival:
         rows = numbers(values[1:], 6)
         if any(row[4] >= len(shared) for row in rows):
             raise malformed("a piece of memory that it does not share")
-        pieces = [Piece(*row[:4]) for row in rows]
-        places = [Place(*shared[segment], offset) for _, _, _, _, segment, offset in rows]
+        pieces = [StorageRange(*row[:4]) for row in rows]
+        places = [IpcLocation(*shared[segment], offset) for _, _, _, _, segment, offset in rows]
         before = {piece.handle: self._known(piece.handle) for piece in pieces}
         try:
             self._reading.copy(list(zip(self._targets(pieces), places, strict=True)))
-        except DeviceError as error:
+        except (DeviceError, PoolError) as error:
             self._received.update(before)
             return str(error)
         return ""
@@ -108,7 +108,9 @@ class Arrival:
         for handle, nbytes, version in entries:
             got = self._received.get(handle)
             if got is None or sizes[handle] != nbytes or (nbytes and got != (version, nbytes)):
-                raise DeviceError(f"storage {handle} of {nbytes:,} bytes did not arrive in full: move the lease again")
+                raise ProtocolError(
+                    f"storage {handle} of {nbytes:,} bytes did not arrive in full: move the lease again"
+                )
         self._executor.restore(_state(decode(self._state)))
         if self._executor.executed != values[0]:
             raise malformed(f"the state after batch {self._executor.executed}, and said it was {str(values[0])[:20]}")
@@ -129,7 +131,7 @@ class Arrival:
             threading.Thread(target=_close, args=(reading,), name="warpbus-arrival", daemon=True).start()
 
     @torch.inference_mode()  # as the storages' tensors were made
-    def _bytes(self, crc: Value, pieces: list[Piece], raw: memoryview) -> None:
+    def _bytes(self, crc: Value, pieces: list[StorageRange], raw: memoryview) -> None:
         if sum(piece.length for piece in pieces) != len(raw):
             raise malformed(f"{len(raw)} bytes for pieces of {sum(piece.length for piece in pieces)}")
         check(crc, raw, "a part of the lease's storages")
@@ -139,7 +141,7 @@ class Arrival:
             at += piece.length
         self._staging.write(parts)
 
-    def _targets(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _targets(self, pieces: Sequence[StorageRange]) -> list[Tensor]:
         """Where pieces belong, which are noted as arrived."""
         targets = []
         for piece in pieces:
@@ -158,7 +160,7 @@ class Arrival:
         return self._received[handle]
 
 
-def _close(reading: Reading) -> None:
+def _close(reading: MemoryReader) -> None:
     # The source has ended, or ends: its memory goes with it.
     with suppress(DeviceError):
         reading.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Queue
 from threading import Lock, Thread
 
-from warpbus.errors import DeviceError
+from warpbus.errors import StorageError
 
 LEAST = 1 << 20
 """Bytes of the smallest upload that is kept."""
@@ -43,7 +43,7 @@ class ContentStore:
         expected: hashes that were asked for and are not here: what a client asks for is what it uploads next.
 
     Raises:
-        DeviceError: the directory cannot be made, or others may write there.
+        StorageError: the directory cannot be made, or others may write there.
     """
 
     def __init__(self, directory: Path, limit: int) -> None:
@@ -56,12 +56,13 @@ class ContentStore:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = directory.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise DeviceError(f"{directory}: uploads can be kept only in a directory of mode 700 of one's own")
-            self._directory = directory
-            self.limit = min(limit, shutil.disk_usage(directory).free // 2)
+            free = shutil.disk_usage(directory).free
         except OSError as error:
-            raise DeviceError(f"{directory}: uploads cannot be kept there: {error.strerror}") from None
+            raise StorageError(f"{directory}: uploads cannot be kept there: {error.strerror}") from None
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise StorageError(f"{directory}: uploads can be kept only in a directory of mode 700 of one's own")
+        self._directory = directory
+        self.limit = min(limit, free // 2)
 
     def promise(self, sha256: bytes) -> bool:
         """Whether the content is here; if so it stays until it is taken, or thousands of others are promised."""

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.errors import DeviceError
-from warpbus.pool.protocol.failures import Failure
+from warpbus.errors import DeviceError, ProtocolError
+from warpbus.pool.protocol.failures import CallFailure
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.inference import flat, infer
 from warpbus.pool.protocol.instructions import layout
 from warpbus.pool.protocol.operators import operator
-from warpbus.pool.protocol.signature import Argument, Device, Input, New, Number, Output, Signature
+from warpbus.pool.protocol.signature import Argument, DevicePlaceholder, Input, New, Number, Output, Signature
 from warpbus.pool.tenant.indices import guarded
 from warpbus.pool.tenant.shape_checks import check_shapes
-from warpbus.pool.tenant.storages import Place, Storages
+from warpbus.pool.tenant.storages import CheckedGeometry, Storages
 
 Values = Sequence[Any]
 Build = Callable[[Values], Any]
@@ -54,7 +54,8 @@ class Definition:
         refusal: why it can never be called, or None.
 
     Raises:
-        DeviceError: the signature is malformed, or its operator not allowed.
+        ProtocolError: the signature is malformed.
+        DeviceError: the pool does not run this operator.
     """
 
     def __init__(self, encoded: bytes, storages: Storages) -> None:
@@ -89,7 +90,7 @@ class Definition:
         # that may be marked as conjugate.
         looked_at = self._zero or (self.written and not self._verified)
         looked_at = looked_at or any(place.geometry.dtype.is_complex for place, _ in self.news)
-        self.only: Place | None = self.news[0][0] if alone and not looked_at else None
+        self.only: CheckedGeometry | None = self.news[0][0] if alone and not looked_at else None
 
     def run(self, values: Values) -> Any:
         """Call the operator; `values` are the tensors, then the numbers."""
@@ -110,12 +111,12 @@ class Definition:
         """The new results among what `run` gave, each at its place in a storage of its own, of the announced bytes.
 
         Raises:
-            DeviceError: it gave something else than was announced.
+            ProtocolError: it gave something else than was announced.
         """
         results = flat(result)
         outputs = self.signature.outputs or ()
         if len(results) != len(outputs):
-            raise DeviceError(f"{self.operator} gave {len(results)} results where {len(outputs)} were announced")
+            raise ProtocolError(f"{self.operator} gave {len(results)} results where {len(outputs)} were announced")
         known = {*map(id, values)}
         fresh = []
         for tensor, output in zip(results, outputs, strict=True):
@@ -128,7 +129,7 @@ class Definition:
         """A result where it was announced: itself, or a copy. Those whose `id` is `known` it must not be."""
         if not isinstance(tensor, Tensor) or tensor.shape != geometry.shape or tensor.dtype is not geometry.dtype:
             given = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "no tensor"
-            raise DeviceError(f"{self.operator} gave {given} where {geometry.dtype} {geometry.shape} was announced")
+            raise ProtocolError(f"{self.operator} gave {given} where {geometry.dtype} {geometry.shape} was announced")
         if self._zero:
             tensor = torch.zeros_like(tensor)
         if tensor.stride() == geometry.stride and owns(tensor, nbytes, known) and tensor.device == self._device:
@@ -147,7 +148,7 @@ class Definition:
             if tensors[index].shape != geometry.shape or tensors[index].stride() != geometry.stride:
                 raise DeviceError(f"{self.operator} made a tensor that it writes another size; give it the right one")
 
-    def poison_resized(self, handles: Sequence[int], storages: Storages, failure: Failure) -> None:
+    def poison_resized(self, handles: Sequence[int], storages: Storages, failure: CallFailure) -> None:
         """After a call that failed: memory that it has made more of than is charged is let go of."""
         if self._verified:
             return
@@ -163,14 +164,14 @@ class Definition:
         devices = {argument.name for argument in schema if "Device" in str(argument.type)}
         named = [(argument.name, value) for argument, value in zip(schema, self.signature.arguments, strict=False)]
         for name, value in (*named, *self.signature.keywords):
-            if name in devices and not (value is None or isinstance(value, Device)):
-                raise DeviceError(
+            if name in devices and not (value is None or isinstance(value, DevicePlaceholder)):
+                raise ProtocolError(
                     f"{self.operator}: {name}={value!r:.40}: a client does not choose the tenant's device"
                 )
         announced = self.signature.outputs
         for output in announced or ():
             if isinstance(output, New) and output.geometry.offset:
-                raise DeviceError(f"{self.operator}: a new result begins at the start of its storage")
+                raise ProtocolError(f"{self.operator}: a new result begins at the start of its storage")
         try:
             inferred = infer(self.signature)
         except NotImplementedError:
@@ -178,9 +179,9 @@ class Definition:
         if announced is None:
             return
         if inferred is None:
-            raise DeviceError(f"{self.operator}: what it gives is known only after it ran, and yet was announced")
+            raise ProtocolError(f"{self.operator}: what it gives is known only after it ran, and yet was announced")
         if [_outline(output) for output in inferred] != [_outline(output) for output in announced]:
-            raise DeviceError(
+            raise ProtocolError(
                 f"{self.operator} gives {[_outline(output) for output in inferred]}, and not "
                 f"{[_outline(output) for output in announced]} as was announced"
             )
@@ -218,7 +219,7 @@ class Definition:
         if isinstance(argument, Number):
             at = len(self.places) + argument.index
             return (lambda values: bool(values[at])) if argument.kind == "bool" else (lambda values: values[at])
-        if isinstance(argument, Device):
+        if isinstance(argument, DevicePlaceholder):
             return self._device
         if isinstance(argument, tuple):
             items = [self._prepared(item) for item in argument]
@@ -250,7 +251,7 @@ def standing_alone(tensor: Tensor, known: Values) -> tuple[Tensor, Geometry]:
     return tensor, geometry
 
 
-def _dense(new: tuple[Place, int]) -> bool:
+def _dense(new: tuple[CheckedGeometry, int]) -> bool:
     """Every byte of the storage belongs to an element: an operator that fills the tensor fills it all."""
     geometry = new[0].geometry
     elements = 1

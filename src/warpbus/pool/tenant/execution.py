@@ -1,8 +1,8 @@
-"""A lease's state and what its batches do to it. Knows no sockets.
+"""The state of a lease, and the execution of its batches. This module knows no sockets.
 
-Batches are numbered 1, 2, 3 ... for the life of the lease, over reconnections and migrations; each is executed once. A
-call that fails poisons its new results and what other calls would have computed from them; what it was writing is as it
-left it. Autograd never runs here: the client has it. Nothing is read back from the device but for an answer.
+Batches are numbered 1, 2, 3 ... for the life of the lease, across reconnections and migrations; each is executed once.
+A call that fails poisons its new results, and the results of calls that use them; tensors that it was writing stay as
+it left them. Autograd runs at the client, never here. Data is read back from the device only to answer a question.
 """
 
 import struct
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpbus.errors import DeviceError
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.errors import DeviceError, ProtocolError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.instructions import SHA256_BYTES, Instruction, parse
 from warpbus.pool.protocol.wire import Value
@@ -28,9 +28,9 @@ from warpbus.pool.tenant.storages import Storages
 
 MAX_DEFINITIONS = 1 << 16
 MAX_DEFINED_BYTES = 64 << 20
-"""Bytes of all definitions of a lease as they came. They are in main memory, which no quota counts."""
+"""The most bytes of all encoded definitions of a lease. They are in main memory, which has no quota."""
 MAX_ASKED = 1 << 16
-"""Handles or hashes in one question."""
+"""The most handles or hashes in one question."""
 
 _REPORTED = 16  # failures of a batch: what fails once fails a thousand times
 _REMEMBERED = 256
@@ -39,32 +39,32 @@ _uses = torch._C._storage_Use_Count
 
 
 class Executor:
-    """One lease.
+    """The state of one lease.
 
     Args:
         device: "cpu" or a CUDA device.
-        quota: of memory.
-        content: what was uploaded before, or None.
+        quota: of the lease; its memory is in bytes.
+        content: the store of earlier uploads, or None.
 
     Attributes:
-        executed: the number of the last batch.
-        storages: all that it holds.
-        failures: the last ones that were reported, for a client that has not heard of them.
-        calls: how many were executed, those of programs left out.
+        executed: the number of the last executed batch.
+        storages: the storages of the lease.
+        failures: the latest reported failures, kept for a client that was not connected.
+        calls: the number of executed calls, without those of programs.
     """
 
     def __init__(self, device: torch.device, quota: Quota, content: ContentStore | None = None) -> None:
         self.executed = 0
         self.storages = Storages(device, quota.memory)
         self.device = self.storages.device
-        self.failures: deque[Failure] = deque(maxlen=_REMEMBERED)
+        self.failures: deque[CallFailure] = deque(maxlen=_REMEMBERED)
         self.calls = 0
         self.content = content
         self._uploads = None if content is None else Uploads(content)
         self._definitions: dict[int, Definition] = {}
         self._defined_bytes = 0
         self._programs = Programs(self.storages)
-        self._failed: list[Failure] = []
+        self._failed: list[CallFailure] = []
         self._others: dict[int, Callable[..., None]] = {
             Instruction.NEW: self._new,
             Instruction.FREE: self._free,
@@ -79,20 +79,20 @@ class Executor:
             Instruction.DROP: self._programs.drop,
         }
 
-    def execute(self, number: int, payload: memoryview) -> list[Failure]:
-        """Execute a batch; one that was executed before is not executed again.
+    def execute(self, number: int, payload: memoryview) -> list[CallFailure]:
+        """Execute a batch; a batch that was executed before is skipped.
 
         Returns:
             What failed in it, the first few. What was to be computed by it gives the same errors when it is read.
 
         Raises:
-            DeviceError: batches are missing before this one, and nothing was done; or it is malformed, and what came
+            ProtocolError: batches are missing before this one, and nothing was done; or it is malformed, and what came
                 before the damage was done: it counts as executed.
         """
         if number <= self.executed:
             return [failure for failure in self.failures if failure.batch == number]
         if number != self.executed + 1:
-            raise DeviceError(f"batch {number} came after batch {self.executed}: those between are missing")
+            raise ProtocolError(f"batch {number} came after batch {self.executed}: those between are missing")
         self.executed = number
         self._failed = []
         definitions, call, programs = self._definitions, self._call, self._programs
@@ -117,7 +117,7 @@ class Executor:
 
         Raises:
             PoisonedError: what is asked for was never computed.
-            DeviceError: there is no such question, or it is about something that is not there.
+            ProtocolError: there is no such question, or it is about something that is not there.
         """
         match question:
             case ["read", int(handle), int(offset), int(nbytes)]:
@@ -126,7 +126,7 @@ class Executor:
                 yield [self._described(handle) for handle in handles]
             case ["known", list(hashes)] if len(hashes) <= MAX_ASKED:
                 if not all(isinstance(each, bytes) and len(each) == SHA256_BYTES for each in hashes):
-                    raise DeviceError(f"what is asked to be known are SHA-256 hashes, of {SHA256_BYTES} bytes each")
+                    raise ProtocolError(f"what is asked to be known are SHA-256 hashes, of {SHA256_BYTES} bytes each")
                 yield self._promises(hashes)
             case ["random"]:
                 yield random_state(self.device)
@@ -136,15 +136,15 @@ class Executor:
                 self.storages.synchronize()
                 yield None
             case _:
-                raise DeviceError(f"a pool cannot answer {question!r:.80}")
+                raise ProtocolError(f"a pool cannot answer {question!r:.80}")
 
     def settle(self) -> None:
-        """Wait until uploads that came are kept."""
+        """Wait until received uploads are stored."""
         if self._uploads is not None:
             self._uploads.settle()
 
     def usage(self) -> dict[str, Value]:
-        """What the lease has, and has done."""
+        """The counters of the lease."""
         storages = self.storages
         return {
             "memory": storages.memory,
@@ -174,48 +174,48 @@ class Executor:
 
     @property
     def definitions(self) -> Mapping[int, Definition]:
-        """Kinds of calls, by the number that the client calls them by."""
+        """The definitions of calls, by number."""
         return self._definitions
 
     def foresee(self, number: int, encoded: bytes | memoryview) -> None:
-        """Get ready for calls that the state which is to be restored will define: that takes longer than the state.
+        """Prepare a definition of the state that will be restored: preparing takes longer than transferring the state.
 
         Raises:
-            DeviceError: that is no definition.
+            ProtocolError: the bytes are no definition.
         """
         self._define(number, encoded)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what another executor was, whose storages have been made here already.
+        """Restore the state of another executor, whose storages have been created here already.
 
         Raises:
-            DeviceError: that is no state, or one of another kind of device.
+            ProtocolError: the value is no state, or the state of another kind of device.
         """
         try:
             for number, encoded in state["definitions"]:
                 if number not in self._definitions or self._definitions[number].encoded != encoded:
                     self._define(number, encoded)
             for handle, failure in state["poisoned"]:
-                self.storages.poison(handle, Failure.read(failure))
+                self.storages.poison(handle, CallFailure.read(failure))
             for handle, value in state["values"]:
                 self.storages.keep(handle, value)
             for handle, dtype, shape, stride in state["results"]:
                 self.storages.memory_of(handle).result = Geometry(dtype, tuple(shape), tuple(stride))
             self._programs.restore(state["programs"])
-            self.failures.extend(Failure.read(failure) for failure in state["failures"])
+            self.failures.extend(CallFailure.read(failure) for failure in state["failures"])
             set_random_state(self.device, state["random"])
             self.executed, self.calls = int(state["executed"]), int(state["calls"])
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:
-            raise DeviceError(f"what was to be a lease's state is none: {type(error).__name__}: {error}") from None
+            raise ProtocolError(f"what was to be a lease's state is none: {type(error).__name__}: {error}") from None
 
     def _layout(self, number: int) -> struct.Struct:
         try:
             return self._definitions[number].layout
         except KeyError:
-            raise DeviceError(f"a call of kind {number}, which was not defined") from None
+            raise ProtocolError(f"a call of kind {number}, which was not defined") from None
 
     def _call(self, definition: Definition, operands: tuple[Any, ...]) -> None:
-        """Run a call. What one costs besides its operator is here, and written out for that."""
+        """Run a call. This is the hot path: the code is inlined to keep the overhead per operator low."""
         storages = self.storages
         live = storages.live
         charge = 0
@@ -257,7 +257,7 @@ class Executor:
             self._fail(definition, operands, error)
 
     def _settle(self, definition: Definition, operands: tuple[Any, ...], values: list[Any], result: Any) -> None:
-        """Keep the results of a call that has not just one."""
+        """Store the results of a call that has several, or none."""
         handles = operands[definition.carried :]
         definition.check_written(values)
         if definition.dynamic:
@@ -271,7 +271,9 @@ class Executor:
     def _settle_dynamic(self, definition: Definition, handles: tuple[int, ...], values: list[Any], result: Any) -> None:
         results = _leaves(result)
         if len(results) > len(handles):
-            raise DeviceError(f"{definition.operator} gave {len(results)} results: at most {len(handles)} can be kept")
+            raise ProtocolError(
+                f"{definition.operator} gave {len(results)} results: at most {len(handles)} can be kept"
+            )
         kept: list[int] = []
         try:
             for handle, item in zip(handles, results, strict=False):
@@ -297,21 +299,21 @@ class Executor:
         self._poison(handles, failure, new=len(operands) - definition.carried)
         definition.poison_resized(operands, self.storages, failure)
 
-    def _poison(self, handles: list[int], failure: Failure, *, new: int) -> None:
-        """Poison storages, the first `new` of which were to be made: one that is there already is another's."""
+    def _poison(self, handles: list[int], failure: CallFailure, *, new: int) -> None:
+        """Poison storages. The first `new` would have been created by the call; an existing one belongs to another."""
         for index, handle in enumerate(handles):
             if index >= new or handle not in self.storages.live:
-                with suppress(DeviceError):  # a handle that cannot be
+                with suppress(ProtocolError):  # a handle that cannot be
                     self.storages.poison(handle, failure)
 
-    def _report(self, error: Exception, operator: str) -> Failure:
-        failure = Failure.of(error, operator, self.executed)
+    def _report(self, error: Exception, operator: str) -> CallFailure:
+        failure = CallFailure.of(error, operator, self.executed)
         if len(self._failed) < _REPORTED:
             self._failed.append(failure)
         return failure
 
     def _other(self, kind: Instruction, *operands: Any) -> None:
-        """Any instruction but a call."""
+        """Execute an instruction that is not a call."""
         if kind == Instruction.DEFINE:
             self._define(*operands)
             return
@@ -328,11 +330,11 @@ class Executor:
 
     def _define(self, number: int, encoded: bytes | memoryview) -> None:
         if number >= MAX_DEFINITIONS:
-            raise DeviceError(f"a kind of call with the number {number}: they end at {MAX_DEFINITIONS - 1}")
+            raise ProtocolError(f"a kind of call with the number {number}: they end at {MAX_DEFINITIONS - 1}")
         before = self._definitions.get(number)
         defined = self._defined_bytes + len(encoded) - (0 if before is None else len(before.encoded))
         if defined > MAX_DEFINED_BYTES:
-            raise DeviceError(f"kinds of calls of {defined:,} bytes together: a lease may have {MAX_DEFINED_BYTES:,}")
+            raise ProtocolError(f"kinds of calls of {defined:,} bytes together: a lease may have {MAX_DEFINED_BYTES:,}")
         self._definitions[number] = Definition(bytes(encoded), self.storages)
         self._defined_bytes = defined
 
@@ -357,7 +359,7 @@ class Executor:
             self._uploads.wrote(handle, offset, data, self.storages.sizes()[handle])
 
     def _promises(self, hashes: list[bytes]) -> list[Value]:
-        """Which contents are here, and stay so."""
+        """Which contents are stored here, and keep them."""
         content = self.content
         if content is not None and any(each in content.expected for each in hashes):
             self.settle()  # what was asked for before may have come, and not be kept yet
@@ -366,7 +368,7 @@ class Executor:
     def _known(self, handle: int, offset: int, nbytes: int, sha256: bytes) -> None:
         content = None if self.content is None else self.content.take(sha256)
         if content is None or len(content) != nbytes:
-            raise DeviceError(f"{nbytes} bytes that were to be known here are not: upload them")
+            raise ProtocolError(f"{nbytes} bytes that were to be known here are not: upload them")
         self.storages.write(handle, offset, content)
 
     def _seed(self, seed: int) -> None:

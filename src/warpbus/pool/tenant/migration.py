@@ -1,8 +1,8 @@
-"""Live migration of a lease: from the process that executes it to another one, on the same host or on another.
+"""Live migration of a lease to another process, on the same host or on another one.
 
-The source's process drives it between batches:
+The source's process drives the migration between batches:
 
-    source = Source(executor, channel, ticket=ticket)
+    source = Source(executor, channel, migration_token=migration_token)
     source.begin()
     while not source.copy_ahead(budget).settled:
         ...                                   # execute batches
@@ -10,20 +10,20 @@ The source's process drives it between batches:
     report = source.finish()                  # the pause
     ...                                       # MOVED(final=True), and free everything
 
-and the destination's, which has an empty executor of the same quota:
+The destination's process has an empty executor with the same quota:
 
-    destination = Destination(executor, ticket=ticket)
-    destination.admit(channel, hello)         # for the connection whose HELLO has the ticket
+    destination = Destination(executor, migration_token=migration_token)
+    destination.admit(channel, hello)         # for the connection whose HELLO has the migration token
     while destination.step(timeout) not in ENDS:
         ...                                   # and claim(), when the client asks for it
 
-Whatever the source's methods raise, the lease lives on there as if nothing had been tried: the client, if it was told
-of the destination, has to be told that this is off before anything else is executed. Once the source begins to say
-COMMIT it never executes again, whatever becomes of the word: the destination lives if it arrives, or if the client
-claims it. So at most one of them executes; and if the one that had to go on dies, the lease is lost, with a reason.
+If a method of the source raises, the lease stays there unchanged. If the client was told of the destination, it has to
+be told that the move failed before anything else is executed. Once the source begins to send COMMIT it never executes
+again, even if the message is lost: the destination takes over when COMMIT arrives, or when the client claims the lease.
+So at most one side executes; if the side that has to continue dies, the lease is lost, with a reason.
 
-Nothing here opens connections or starts processes. What is said is listed in `parcels`, what is copied ahead is chosen
-in `precopy`, how bytes get across is the business of `crossing`, and what arrived is checked in `arrival`.
+This module opens no connections and starts no processes. `migration_messages` lists the messages, `precopy` chooses the
+bytes to copy ahead, `transport` transfers them, and `arrival` checks them at the destination.
 """
 
 import hmac
@@ -36,16 +36,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError
+from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PeerTimeoutError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
 from warpbus.pool.protocol.frames import Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
-from warpbus.pool.tenant import parcels
+from warpbus.pool.tenant import migration_messages
 from warpbus.pool.tenant.arrival import Arrival
-from warpbus.pool.tenant.crossing import Outgoing, Reading, Sharing, reading, sharing, this_host
-from warpbus.pool.tenant.parcels import ENTRY
+from warpbus.pool.tenant.migration_messages import ENTRY
 from warpbus.pool.tenant.precopy import LITTLE, MOST_PIECES, Precopy
 from warpbus.pool.tenant.staging import CHUNK
+from warpbus.pool.tenant.transport import (
+    MemoryExporter,
+    MemoryReader,
+    Outgoing,
+    memory_exporter,
+    memory_reader,
+    this_host,
+)
 
 if TYPE_CHECKING:
     from warpbus.pool.tenant.execution import Executor
@@ -53,10 +60,10 @@ if TYPE_CHECKING:
 PROTOCOL = 1
 
 ANSWER = 60.0
-"""Seconds in which the destination has to answer."""
+"""Seconds within which the destination has to answer."""
 
 SILENCE = 600.0
-"""Seconds after which a destination gives up a source that says nothing, or a client that does not claim it."""
+"""Seconds after which the destination gives up a silent source, or a client that does not claim the lease."""
 
 
 # Seconds between two batches, when there is nothing to do but to wait for the destination.
@@ -67,7 +74,7 @@ _CONFIRMATION = 2.0
 
 
 class SourceState(Enum):
-    """Of a lease that is to move, on the side that has it."""
+    """The states of a migration on the source's side."""
 
     NEW = "nothing was said"
     COPYING = "the destination wants it; it executes on"
@@ -77,14 +84,14 @@ class SourceState(Enum):
 
     @property
     def may_execute(self) -> bool:
-        """Batches may be executed."""
+        """Whether batches may be executed."""
         return self not in (SourceState.STOPPED, SourceState.MOVED)
 
 
 class DestinationState(Enum):
-    """Of a lease that is to move, on the side that gets it."""
+    """The states of a migration on the destination's side."""
 
-    WAITING = "for a source that has the ticket"
+    WAITING = "for a source that has the migration token"
     RECEIVING = "the source copies"
     PREPARED = "all is here; it executes when the source says so or the client claims it"
     LIVING = "it executes here"
@@ -100,14 +107,14 @@ ENDS = (DestinationState.LIVING, DestinationState.DISCARDED)
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far copying ahead is.
+class MigrationProgress:
+    """The progress of the pre-copy phase.
 
     Attributes:
-        copied: bytes sent, those that had to be sent again included.
-        total: bytes of the storages that there are now.
-        rounds: of copying, that have begun.
-        settled: why it is time for `finish`, or "".
+        copied: bytes sent, including bytes that were sent again.
+        total: bytes of the storages that exist now.
+        rounds: copying rounds that have begun.
+        settled: the reason to call `finish` now, or "".
     """
 
     copied: int
@@ -117,8 +124,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a move took.
+class MigrationReport:
+    """The figures of a completed migration.
 
     Attributes:
         ahead: bytes copied while the lease executed.
@@ -141,23 +148,23 @@ class Report:
     confirmed: bool
 
 
-class Source:
-    """The side that has the lease. For the thread that executes it.
+class MigrationSource:
+    """The source of a migration. Used by the thread that executes the lease.
 
     Args:
-        executor: the lease.
-        channel: to the destination; closed at the end, whatever the end is.
-        ticket: what the destination knows the source by.
-        timeout: seconds in which the destination has to answer.
-        little: bytes that may be left to copy in the pause before it is worth its while to go on copying ahead.
-        shared: this device's memory, for a destination on this host to read; None where it cannot be read so.
-        clock: seconds.
+        executor: the lease's state.
+        channel: to the destination; closed when the migration ends, in any way.
+        migration_token: the secret by which the destination recognizes the source.
+        timeout: seconds within which the destination has to answer.
+        little: the pre-copy phase ends once at most this many bytes are left for the pause.
+        shared: exports this device's memory to a destination on the same host; returns None if that is impossible.
+        clock: returns seconds.
 
     Attributes:
-        state: where it stands; `state.may_execute` says whether batches may be executed.
+        state: `state.may_execute` tells whether batches may be executed.
 
     Raises (all methods):
-        DeviceError: the move failed, and why; the lease stays.
+        DeviceError, PoolError: the move failed; the message says why. The lease stays.
     """
 
     def __init__(
@@ -165,16 +172,16 @@ class Source:
         executor: "Executor",
         channel: Channel,
         *,
-        ticket: bytes,
+        migration_token: bytes,
         timeout: float = ANSWER,
         little: int = LITTLE,
-        shared: Callable[[torch.device], Sharing | None] = sharing,
+        shared: Callable[[torch.device], MemoryExporter | None] = memory_exporter,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.state = SourceState.NEW
         self._executor = executor
         self._channel = channel
-        self._ticket = ticket
+        self._migration_token = migration_token
         self._timeout = timeout
         self._shared = shared
         self._clock = clock
@@ -185,7 +192,7 @@ class Source:
         self._began = 0.0
 
     def begin(self) -> None:
-        """Ask the destination whether it takes the lease."""
+        """Ask the destination to accept the lease."""
         self._expect(SourceState.NEW)
         with self._staying():
             self._began = self._clock()
@@ -193,7 +200,7 @@ class Source:
             shared = self._shared(storages.device)
             hello: dict[str, Value] = {
                 "protocol": PROTOCOL,
-                "ticket": self._ticket,
+                "migration_token": self._migration_token,
                 "device": storages.device.type,
                 "used": storages.used,
                 "shared": None if shared is None else this_host(),
@@ -202,12 +209,12 @@ class Source:
             frame = self._frame()
             answer = decode(frame.payload)
             if frame.kind is not Kind.WELCOME or not isinstance(answer, dict):
-                raise parcels.malformed(f"a {frame.kind.name} frame where WELCOME was expected")
+                raise migration_messages.malformed(f"a {frame.kind.name} frame where WELCOME was expected")
             self._outgoing = Outgoing(storages, self._say, self._hear, shared if answer.get("reads") is True else None)
             self.state = SourceState.COPYING
 
-    def copy_ahead(self, budget: int | None = None) -> Progress:
-        """Copy about `budget` bytes of what is not written at the moment, and at least a piece of a storage.
+    def copy_ahead(self, budget: int | None = None) -> MigrationProgress:
+        """Copy about `budget` bytes of storages that are not being written, and at least one range of a storage.
 
         None is what keeps the next batch waiting for a few milliseconds.
         """
@@ -218,10 +225,10 @@ class Source:
             precopy = self._precopy
             self._outgoing.send(precopy.ahead(self._outgoing.budget if budget is None else budget))
             settled = precopy.settled if self._is_ready(_NAP if precopy.settled else 0.0) else ""
-            return Progress(precopy.sent, self._executor.storages.used, precopy.rounds, settled)
+            return MigrationProgress(precopy.sent, self._executor.storages.used, precopy.rounds, settled)
 
-    def finish(self) -> Report:
-        """Stop the lease, copy the rest, and hand it over. After this it is MOVED."""
+    def finish(self) -> MigrationReport:
+        """Stop the lease, copy the rest, and commit. The state is MOVED afterwards."""
         self._expect(SourceState.COPYING)
         with self._staying():
             self.state = SourceState.STOPPED
@@ -238,22 +245,22 @@ class Source:
             paused = self._precopy.sent - ahead + state
             self.state = SourceState.MOVED
         # From here on nothing can be taken back: the word may arrive even if sending it fails.
-        with suppress(DeviceError, OSError):
+        with suppress(PoolError, OSError):
             self._say("commit")
         now, confirmed = self._clock(), False
-        with suppress(DeviceError, OSError):
+        with suppress(PoolError, OSError):
             self._timeout = min(self._timeout, _CONFIRMATION)
             confirmed = self._hear("living")[0] == "living"
         self._channel.close()
         precopy, path = self._precopy, self._outgoing.path
-        return Report(
+        return MigrationReport(
             ahead, paused, now - stopped, now - self._began, precopy.rounds, precopy.settled or "asked", path, confirmed
         )
 
     def cancel(self) -> None:
-        """Give the move up. The lease stays."""
+        """Cancel the migration. The lease stays."""
         if self.state is SourceState.MOVED:
-            raise DeviceError("this lease has moved already: move it back from where it is")
+            raise StateError("this lease has moved already: move it back from where it is")
         if self.state is not SourceState.STAYS:
             self._stay()
 
@@ -288,32 +295,32 @@ class Source:
 
     def _heard(self, frame: Frame, *expected: str) -> tuple[str, list[Value]] | None:
         """What a frame says; None if it is that the destination is ready, and something else is expected."""
-        what, values, _ = parcels.heard(frame)
+        what, values, _ = migration_messages.heard(frame)
         if what == "ready" and self._awaited:
             self._awaited -= 1
             return (what, values) if what in expected else None
         if what not in expected:
-            raise parcels.malformed(f"{what[:40]!a} where {' or '.join(expected)} was expected")
+            raise migration_messages.malformed(f"{what[:40]!a} where {' or '.join(expected)} was expected")
         return what, values
 
     def _blob(self, what: str, data: bytes) -> int:
         view = memoryview(data)
         for start in range(0, len(data), CHUNK):
             part = view[start : start + CHUNK]
-            self._say(what, parcels.checksum([part]), raw=[part])
+            self._say(what, migration_messages.checksum([part]), raw=[part])
         return len(data)
 
     def _say(self, what: str, *values: Value, raw: "list[memoryview] | tuple[()]" = ()) -> None:
         self._number += 1
         try:
-            parcels.say(self._channel, self._number, what, *values, raw=raw)
-        except ConnectionLost:
+            migration_messages.say(self._channel, self._number, what, *values, raw=raw)
+        except ConnectionLostError:
             self._explain()
             raise
 
     def _explain(self) -> None:
-        """Raise why the destination hung up, if it has said so."""
-        with suppress(ConnectionLost):
+        """Raise the destination's reason for closing the connection, if it has sent one."""
+        with suppress(ConnectionLostError):
             while (frame := self._channel.receive(0.0)) is not None:
                 _raise_refusal(frame)
 
@@ -325,17 +332,17 @@ class Source:
     def _frame(self) -> Frame:
         frame = self._channel.receive(self._timeout)
         if frame is None:
-            raise DeviceError(f"the destination has not answered for {self._timeout:.0f} seconds")
+            raise PeerTimeoutError(f"the destination has not answered for {self._timeout:.0f} seconds")
         _raise_refusal(frame)
         return frame
 
     def _expect(self, state: SourceState) -> None:
         if self.state is not state:
-            raise DeviceError(f"this move is {self.state.name} ({self.state.value}), not {state.name}: begin another")
+            raise StateError(f"this move is {self.state.name} ({self.state.value}), not {state.name}: begin another")
 
     @contextmanager
     def _staying(self) -> Iterator[None]:
-        """If anything fails, the lease stays."""
+        """If the block raises, cancel the migration."""
         try:
             yield
         except BaseException:
@@ -344,17 +351,17 @@ class Source:
 
     def _stay(self) -> None:
         self.state = SourceState.STAYS
-        with suppress(DeviceError, OSError):
+        with suppress(PoolError, OSError):
             self._say("cancel")
         self._channel.close()
 
 
-class Destination:
-    """The side that gets the lease. For one thread.
+class MigrationDestination:
+    """The destination of a migration. Not thread-safe.
 
     Args:
         executor: empty, with the lease's quota.
-        ticket: what the source is known by; it is good for one connection.
+        migration_token: the secret of the source, valid for one connection.
         silence: seconds without a word from the source, or when all is here from the client, after which nothing is
             kept.
         reads: what reads memory that a source on this host shares; None where nothing can.
@@ -369,15 +376,15 @@ class Destination:
         self,
         executor: "Executor",
         *,
-        ticket: bytes,
+        migration_token: bytes,
         silence: float = SILENCE,
-        reads: Callable[[torch.device], Reading | None] = reading,
+        reads: Callable[[torch.device], MemoryReader | None] = memory_reader,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = DestinationState.WAITING
         self.reason = ""
         self._executor = executor
-        self._ticket = ticket
+        self._migration_token = migration_token
         self._silence = silence
         self._clock = clock
         self._channel: Channel | None = None
@@ -387,13 +394,13 @@ class Destination:
         self._heard = clock()
 
     def admit(self, channel: Channel, hello: Mapping[str, Value]) -> bool:
-        """Answer the HELLO of a connection that brings a ticket: whether it is the source.
+        """Answer the HELLO of a connection with a migration token. Returns whether it is the source.
 
         One that is not is refused and closed, and changes nothing.
         """
         refusal = self._refusal(hello)
         if refusal:
-            with suppress(DeviceError, OSError):
+            with suppress(PoolError, OSError):
                 channel.send(Kind.REFUSED, 0, encode({"type": "DeviceError", "message": refusal}))
             channel.close()
             return False
@@ -405,7 +412,7 @@ class Destination:
         return True
 
     def step(self, timeout: float) -> DestinationState:
-        """Deal with the source's next frame, if one comes within `timeout` seconds.
+        """Handle the source's next frame, if one arrives within `timeout` seconds.
 
         What the source does wrong discards what is here, unless it was PREPARED already.
         """
@@ -425,7 +432,7 @@ class Destination:
         return self.state
 
     def claim(self) -> bool:
-        """The client has lost the source and will never go back: whether the lease lives here.
+        """Claim the lease for a client that lost the source for good. Returns whether the lease runs here.
 
         False while the source is still copying: then it does as soon as all is here, and can be asked for again.
 
@@ -440,24 +447,24 @@ class Destination:
         return self.state is DestinationState.LIVING
 
     def fileno(self) -> int | None:
-        """What to wait on for the source's next frame."""
+        """The file descriptor that becomes readable when the source sends a frame."""
         return None if self._channel is None else self._channel.fileno()
 
     def pending(self) -> bool:
-        """Whether a frame, or a part of one, has been read already: then there may be nothing to wait for."""
+        """Whether a frame, or a part of one, is buffered already, so that the descriptor may not become readable."""
         return self._channel is not None and self._channel.pending()
 
     def close(self) -> None:
-        """Give it up, unless it lives."""
+        """Discard the copy, unless the lease runs here."""
         if self.state not in ENDS:
             self._discard("it was given up")
 
     def _refusal(self, hello: Mapping[str, Value]) -> str:
-        ticket, storages = hello.get("ticket"), self._executor.storages
-        if not isinstance(ticket, bytes) or not hmac.compare_digest(ticket, self._ticket):
-            return "this is not the ticket of the lease that is expected here"
+        migration_token, storages = hello.get("migration_token"), self._executor.storages
+        if not isinstance(migration_token, bytes) or not hmac.compare_digest(migration_token, self._migration_token):
+            return "this is not the migration token of the lease that is expected here"
         if self.state is not DestinationState.WAITING:
-            return "this ticket was used before: ask for another move"
+            return "this migration token was used before: ask for another move"
         if hello.get("protocol") != PROTOCOL:
             return f"migration protocol {hello.get('protocol')!r} is not {PROTOCOL}: install one version of Warpbus"
         if hello.get("device") != storages.device.type:
@@ -471,7 +478,7 @@ class Destination:
         if self.state is DestinationState.PREPARED:
             self._decide(frame)
             return
-        what, values, raw = parcels.heard(frame)
+        what, values, raw = migration_messages.heard(frame)
         if what == "cancel":
             self._discard("the source went on with it")
         elif what == "copy":
@@ -489,7 +496,7 @@ class Destination:
             self._arrival.take(what, values, raw)
 
     def _decide(self, frame: Frame) -> None:
-        what, _, _ = parcels.heard(frame)
+        what, _, _ = migration_messages.heard(frame)
         if what == "commit":
             self._live()
         elif what == "cancel":
@@ -497,14 +504,14 @@ class Destination:
 
     def _live(self) -> None:
         self.state = DestinationState.LIVING
-        with suppress(DeviceError, OSError):
+        with suppress(PoolError, OSError):
             self._answer("living")
         self._hang_up()
 
     def _answer(self, what: str, *values: Value) -> None:
         if self._channel is not None:
             self._answers += 1
-            parcels.say(self._channel, self._answers, what, *values)
+            migration_messages.say(self._channel, self._answers, what, *values)
 
     def _hang_up(self) -> None:
         self._arrival.close()
@@ -514,18 +521,18 @@ class Destination:
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
-        """What fails before all is here discards it; afterwards the source is merely not listened to any more."""
+        """An error discards the copy if it is incomplete; later errors only close the connection to the source."""
         try:
             yield
         except Exception as error:
             if self.state is DestinationState.PREPARED:
                 self._hang_up()
                 return
-            with suppress(DeviceError, OSError):
-                if self._channel is not None and not isinstance(error, ConnectionLost):
+            with suppress(PoolError, OSError):
+                if self._channel is not None and not isinstance(error, ConnectionLostError):
                     self._channel.send(Kind.ERROR, 0, encode({"type": "DeviceError", "message": str(error)}))
             self._discard(str(error))
-            if not isinstance(error, DeviceError | torch.OutOfMemoryError):
+            if not isinstance(error, DeviceError | PoolError | torch.OutOfMemoryError):
                 raise
 
     def _discard(self, reason: str) -> None:
@@ -535,7 +542,7 @@ class Destination:
 
 
 def _raise_refusal(frame: Frame) -> None:
-    """Raise what a REFUSED or ERROR frame says."""
+    """Raise the error that a REFUSED or ERROR frame carries."""
     if frame.kind in (Kind.REFUSED, Kind.ERROR):
         said = decode(frame.payload)
         message = said.get("message") if isinstance(said, dict) else None

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from warpbus.errors import DeviceError, WarpbusError
+from warpbus.errors import DeviceError, PoolError, StateError, WarpbusError
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import HANDSHAKE_SECONDS, begin, context_for
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.migration import Source, SourceState
+from warpbus.pool.tenant.migration import MigrationSource, SourceState
 from warpbus.pool.tenant.suspension import suspend
 
 SUSPENDED = "the lease is suspended: resume it with `warpbus pool resume-lease`"
@@ -21,11 +21,11 @@ _TOLD_EVERY = 0.1
 _NAP = 0.001
 
 
-class Leaving(Protocol):
+class MovableTenant(Protocol):
     """The process (`warpbus.pool.tenant.process.Tenant`)."""
 
     executor: Executor
-    over: DeviceError | None
+    over: DeviceError | PoolError | None
 
     def tell(self, **what: Value) -> None:
         """Tell the daemon something."""
@@ -41,20 +41,20 @@ class Leaving(Protocol):
 
 
 def migrate(
-    tenant: Leaving, to: str, sock: socket.socket, tls: Tls | None, ticket: bytes, door: bytes
+    tenant: MovableTenant, to: str, sock: socket.socket, tls: Tls | None, migration_token: bytes, lease_id: bytes
 ) -> Iterator[None]:
     """Move the lease to the process that waits for it at `to`, where the daemon has connected `sock`: this process may
     not connect to anything. The lease executes between two pieces of this, but for the last one. If it does not come
     about, the daemon is told so and everything is as before."""
-    source: Source | None = None
+    source: MigrationSource | None = None
     warned = False
     try:
         tenant.step_aside()
         where = address(to)
         deadline = time.monotonic() + HANDSHAKE_SECONDS
-        channel = begin(sock, where, door, ticket, context_for(where, tls), deadline)
+        channel = begin(sock, where, lease_id, migration_token, context_for(where, tls), deadline)
         channel.before_waiting = tenant.step_aside
-        source = Source(tenant.executor, channel, ticket=ticket)
+        source = MigrationSource(tenant.executor, channel, migration_token=migration_token)
         source.begin()
         told = -_TOLD_EVERY
         content = tenant.executor.content
@@ -86,7 +86,7 @@ def migrate(
     tenant.tell(event="moved", seconds=report.seconds, pause=report.pause, bytes=copied, path=report.path)
 
 
-def save(tenant: Leaving, path: Path) -> Iterator[None]:
+def save(tenant: MovableTenant, path: Path) -> Iterator[None]:
     """Write the lease to a file, and execute nothing more; or tell the daemon why not, and go on."""
     began = time.perf_counter()
     tenant.tell(event="progress", phase="writing", done=0, total=tenant.executor.storages.used)
@@ -97,5 +97,5 @@ def save(tenant: Leaving, path: Path) -> Iterator[None]:
     except WarpbusError as error:
         tenant.tell(event="failed", type=type(error).__name__, message=str(error))
         return
-    tenant.over = DeviceError(SUSPENDED)
+    tenant.over = StateError(SUSPENDED)
     tenant.tell(event="suspended", seconds=time.perf_counter() - began, bytes=nbytes)

@@ -1,9 +1,9 @@
-"""What of a lease's storages is to be copied next while it is still executing. Knows versions and sizes, no bytes.
+"""Chooses the bytes of a lease's storages to copy next while the lease executes, by their versions and sizes.
 
-The method is the pre-copy of virtual machines' live migration (Clark et al., NSDI 2005), with storages in place of
-pages: rounds, each of which copies what was written since it was copied before, until little is left or what is left is
-written as fast as it is copied. A storage that is written during a round is not copied in it any more: it would have to
-be copied again. So a training step, which writes all parameters, soon leaves nothing to copy ahead.
+The method is the pre-copy of live migration of virtual machines (Clark et al., NSDI 2005), with storages in place of
+pages. Each round copies the storages that were written since they were copied, until few bytes are left or they are
+written as fast as they are copied. A storage that is written during a round is skipped until the next one, because it
+would have to be copied again. So a training step, which writes all parameters, soon leaves nothing to copy ahead.
 """
 
 from collections import deque
@@ -14,31 +14,31 @@ from typing import Protocol
 from warpbus.pool.tenant.staging import CHUNK
 
 LITTLE = 16 * 2**20
-"""Bytes: when no more are left to copy, the rest is copied in the pause."""
+"""Bytes: if at most this many are left, they are copied in the pause."""
 
 SHRINKS = 0.8
-"""A round is worth another if it leaves at most so much of what the one before left."""
+"""Another round follows only if the last one left at most this fraction of the bytes before it."""
 
 ROUNDS = 8
 """The most rounds."""
 
 MOST_PIECES = 4096
-"""The most pieces of storages that travel together."""
+"""The most ranges in one message."""
 
 
 class Versions(Protocol):
-    """What is known of storages (`warpbus.pool.tenant.storages.Storages`)."""
+    """Versions and sizes of storages (`warpbus.pool.tenant.storages.Storages`)."""
 
     def sizes(self) -> Mapping[int, int]:
         """The bytes of each live storage, by handle."""
 
     def version(self, handle: int) -> int:
-        """A number that grows with every write, and that no two writes, to whatever storage, have in common."""
+        """A number that grows with every write and is unique among all writes to all storages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes `[offset, offset + length)` of a storage as it is at a version; pieces of a version follow each other."""
+class StorageRange:
+    """Bytes `[offset, offset + length)` of a version of a storage; ranges of a version are contiguous."""
 
     handle: int
     version: int
@@ -53,21 +53,22 @@ class _Sent:
 
 
 class Precopy:
-    """Chooses pieces.
+    """Chooses ranges of storages to copy.
 
     Args:
-        little: bytes that are not worth another round.
+        storages: of the lease.
+        little: no further round begins if at most this many bytes are left.
 
     Attributes:
-        rounds: that have begun.
-        settled: why it is time to stop the lease and copy the rest, or "" while there is more to copy ahead.
-        sent: bytes chosen so far, those that had to be copied again included.
+        rounds: the number of rounds that have begun.
+        settled: the reason to stop the lease and copy the rest, or "" while there is more to copy ahead.
+        sent: bytes chosen so far, including bytes that were copied again.
     """
 
     def __init__(self, storages: Versions, little: int = LITTLE) -> None:
         self._storages = storages
         self._little = little
-        self._known: dict[int, int] = {}  # what the other side has been told of: bytes by handle
+        self._known: dict[int, int] = {}  # bytes of the storages that were announced to the destination, by handle
         self._sent: dict[int, _Sent] = {}
         self._seen: dict[int, int] = {}  # versions when the round began
         self._queue: deque[int] = deque()
@@ -77,7 +78,7 @@ class Precopy:
         self.sent = 0
 
     def gone(self) -> list[int]:
-        """Storages that the other side has and should not have any more."""
+        """Handles of storages that the destination has to free."""
         sizes = self._storages.sizes()
         gone = [handle for handle, nbytes in self._known.items() if sizes.get(handle) != nbytes]
         for handle in gone:
@@ -86,25 +87,25 @@ class Precopy:
         return gone
 
     def fresh(self) -> list[tuple[int, int]]:
-        """Handles and bytes of storages that the other side does not have yet. Ask `gone` before."""
+        """Handles and sizes of storages that the destination has to create. Call `gone` before."""
         fresh = [(handle, nbytes) for handle, nbytes in self._storages.sizes().items() if handle not in self._known]
         self._known.update(fresh)
         return fresh
 
     def left(self) -> int:
-        """Bytes that would have to be copied if the lease stopped now."""
+        """The bytes that would have to be copied if the lease stopped now."""
         return sum(nbytes - self._valid(handle) for handle, nbytes in self._storages.sizes().items())
 
-    def ahead(self, budget: int) -> Iterator[list[Piece]]:
-        """Pieces to copy now, about `budget` bytes and at least a piece, in parcels of `CHUNK` bytes; until `settled`.
+    def ahead(self, budget: int) -> Iterator[list[StorageRange]]:
+        """Pieces to copy now, about `budget` bytes and at least a piece, in chunks of `CHUNK` bytes; until `settled`.
 
         The lease must not execute while this is iterated.
         """
-        return self._parcels(self._cold(), budget)
+        return self._chunks(self._cold(), budget)
 
-    def rest(self) -> Iterator[list[Piece]]:
+    def rest(self) -> Iterator[list[StorageRange]]:
         """Pieces of all that is left, the lease having stopped."""
-        return self._parcels(iter(list(self._storages.sizes())), None)
+        return self._chunks(iter(list(self._storages.sizes())), None)
 
     def _cold(self) -> Iterator[int]:
         """Storages that were not written since the round began, those that were not written for longest first."""
@@ -140,26 +141,26 @@ class Precopy:
         sent = self._sent.get(handle)
         return sent.nbytes if sent is not None and sent.version == self._storages.version(handle) else 0
 
-    def _parcels(self, handles: Iterator[int], budget: int | None) -> Iterator[list[Piece]]:
-        parcel: list[Piece] = []
+    def _chunks(self, handles: Iterator[int], budget: int | None) -> Iterator[list[StorageRange]]:
+        chunk: list[StorageRange] = []
         size = total = 0
         for handle in handles:
             for piece in self._pieces(handle):
-                if parcel and (size + piece.length > CHUNK or len(parcel) == MOST_PIECES):
-                    yield parcel
-                    parcel, size = [], 0
-                parcel.append(piece)
+                if chunk and (size + piece.length > CHUNK or len(chunk) == MOST_PIECES):
+                    yield chunk
+                    chunk, size = [], 0
+                chunk.append(piece)
                 size += piece.length
                 total += piece.length
                 self.sent += piece.length
                 self._sent[handle] = _Sent(piece.version, piece.offset + piece.length)
                 if budget is not None and total >= budget:
-                    yield parcel
+                    yield chunk
                     return
-        if parcel:
-            yield parcel
+        if chunk:
+            yield chunk
 
-    def _pieces(self, handle: int) -> Iterator[Piece]:
+    def _pieces(self, handle: int) -> Iterator[StorageRange]:
         nbytes, version, start = self._storages.sizes()[handle], self._storages.version(handle), self._valid(handle)
         for offset in range(start, nbytes, CHUNK):
-            yield Piece(handle, version, offset, min(CHUNK, nbytes - offset))
+            yield StorageRange(handle, version, offset, min(CHUNK, nbytes - offset))

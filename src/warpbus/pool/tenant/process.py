@@ -1,9 +1,9 @@
-"""The process of one lease: it executes what the lease's client sends, until its daemon ends it.
+"""The process of one lease: executes the batches of the lease's client until the daemon ends it.
 
-One loop waits for the daemon (see `tenant_processes` for what is said), for connections that have said who they are,
-and for the client's frames. Between two frames it does a piece of what else there is to do: a move, for instance. The
-client may go and come back, or come back from elsewhere with the lease's key: the state stays. Whatever a client can do
-here ends with this process.
+One loop waits for messages of the daemon (`tenant_processes` lists them), for new connections that have sent HELLO, and
+for frames of the client. Between two frames it does a part of other work, such as a migration. The client may
+disconnect and reconnect, from any machine, with the lease's key: the state stays. A client can affect nothing outside
+this process.
 """
 
 import hmac
@@ -22,10 +22,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from warpbus.errors import ConnectionLost, DeviceError, LeaseLostError, WarpbusError
-from warpbus.pool.protocol import control
+from warpbus.errors import (
+    AuthorizationError,
+    ConnectionLostError,
+    DeviceError,
+    LeaseLostError,
+    PoolError,
+    ProtocolError,
+    StateError,
+    WarpbusError,
+)
+from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.inference import infer
@@ -33,17 +42,17 @@ from warpbus.pool.protocol.signature import Input, Signature
 from warpbus.pool.protocol.sockets import Tls
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.quota import Quota
+from warpbus.pool.tenant.acceptor import Acceptor, refuse
 from warpbus.pool.tenant.content import ContentStore
 from warpbus.pool.tenant.execution import Executor
-from warpbus.pool.tenant.greeting import Greeter, refuse
 from warpbus.pool.tenant.meter import Meter
-from warpbus.pool.tenant.migration import Destination, DestinationState
+from warpbus.pool.tenant.migration import DestinationState, MigrationDestination
 from warpbus.pool.tenant.moving_out import migrate, save
 from warpbus.pool.tenant.sandbox import seal
-from warpbus.pool.tenant.staging import Leaving
+from warpbus.pool.tenant.staging import HostCopy
 from warpbus.pool.tenant.storages import allowance
 from warpbus.pool.tenant.suspension import resume
-from warpbus.pool.tenant.turns import Line, Turns
+from warpbus.pool.tenant.time_slices import GpuQueue, TimeSlices
 
 _UNACKNOWLEDGED = 16  # batches, at most
 _TICK = 1.0
@@ -52,51 +61,51 @@ _LINGER = 2.0
 _SECONDS_TO_HEAR = 10.0
 
 
-class Tenant:
-    """One lease, as its daemon has set it up.
+class TenantServer:
+    """The process of one lease.
 
     Args:
-        end: of the socket to the daemon.
-        setup: what the daemon said first.
-        executor: of the lease; empty, or resumed.
+        end: the socket to the daemon.
+        setup: the "setup" message of the daemon.
+        executor: the state of the lease: empty, or resumed from a file.
 
     Attributes:
-        executor: see there.
-        channel: to the client, if one is connected.
+        executor: the state of the lease.
+        channel: to the client, or None.
         moved: the address that the lease has moved to, or "".
-        over: why nothing is executed here any more, or None.
+        over: the error that clients get because nothing is executed here any more, or None.
     """
 
     def __init__(self, end: socket.socket, setup: dict[str, Any], executor: Executor) -> None:
         self.executor = executor
         self.channel: Channel | None = None
         self.moved = ""
-        self.over: DeviceError | None = None
+        self.over: DeviceError | PoolError | None = None
         self._end = end
         self._setup = setup
         self._on_gpu = executor.device.type == "cuda"
-        self._greeter = Greeter()
+        self._acceptor = Acceptor()
         self._work: Iterator[None] | None = None
         self._claims: list[tuple[Channel, dict[str, Any]]] = []
-        self._destination: Destination | None = None
-        if setup["ticket"] is not None:
-            self._destination = Destination(executor, ticket=setup["ticket"])
-        self._leaving: deque[tuple[int, Leaving]] = deque()  # answers that are not here yet, by the question's number
+        self._destination: MigrationDestination | None = None
+        if setup["migration_token"] is not None:
+            self._destination = MigrationDestination(executor, migration_token=setup["migration_token"])
+        self._leaving: deque[tuple[int, HostCopy]] = deque()  # answers still being copied, by the question's number
         self._meter = Meter(executor.device)
-        self._turns: Turns | None = None
-        self._kept: Frame | None = None  # the client's next batch, which waits for this lease's turn
+        self._time_slices: TimeSlices | None = None
+        self._kept: Frame | None = None  # the client's next batch, which waits for a time slice
         self._owed = 0
         self._told: tuple[int, int] | None = None
         self._next_tick = 0.0
         self._ends: float | None = None
 
     def serve(self) -> None:
-        """Do all this until the daemon says that it is the end. Raises ConnectionLost when the daemon is gone."""
+        """Serve the lease until the daemon ends it. Raises ConnectionLostError when the daemon is gone."""
         self.tell(event="ready")
         going = True
         while going:
             try:
-                going = self._turn()
+                going = self._iterate()
             except WarpbusError:
                 raise
             except RuntimeError as error:
@@ -106,8 +115,8 @@ class Tenant:
         self._say_goodbye()
 
     def _lose(self, error: RuntimeError) -> None:
-        """The GPU has failed this process, as after a wrong access to memory: nothing on it can be used any more. The
-        client is given a moment to come and hear of it."""
+        """End the lease after a failure of the GPU, such as an illegal memory access, which makes the CUDA context
+        unusable. The client gets a moment to connect and read the reason."""
         self.over = LeaseLostError(f"this lease is lost, its GPU has failed: {str(error).partition(chr(10))[0]}")
         self._work, self._meter = None, Meter(torch.device("cpu"))
         self._share_with(0)
@@ -115,20 +124,20 @@ class Tenant:
         self.hang_up()
 
     def tell(self, **what: Value) -> None:
-        """Tell the daemon something."""
-        control.send(self._end, what)
+        """Send a message to the daemon."""
+        process_messages.send(self._end, what)
 
     def warn_client(self, address: str, *, final: bool) -> None:
-        """Tell the client, if there is one, where to look if this process vanishes; `final`: where the lease is now."""
+        """Send the client the destination's address: to try if this process vanishes; if `final`, to use now."""
         if final:
             self.moved = address
         if self.channel is not None:
-            with suppress(ConnectionLost):
+            with suppress(ConnectionLostError):
                 self._acknowledge()
                 self.channel.send(Kind.MOVED, 0, encode({"address": address, "final": final}))
 
     def hang_up(self) -> None:
-        """End the client's connection; it comes back, and asks here first whatever it was told before."""
+        """Close the client's connection. The client reconnects, and forgets an address that was not final."""
         if self.channel is not None:
             self.channel.close()
             self.channel = self._kept = None
@@ -136,19 +145,19 @@ class Tenant:
             self._tell_clients()
 
     def step_aside(self) -> None:
-        """Let other tenants have the GPU while this process waits for something that is not the GPU."""
-        if self._turns is not None:
+        """Give up the time slice while this process waits for something other than the GPU."""
+        if self._time_slices is not None:
             self.executor.storages.synchronize()
-            self._turns.give_up(time.monotonic())
+            self._time_slices.give_up(time.monotonic())
 
-    def _turn(self) -> bool:
-        """Wait for something to do, and do a piece of everything. False at the end."""
+    def _iterate(self) -> bool:
+        """Run one iteration of the event loop. Returns False when the process has to end."""
         patience = self._attend()
         talking = self.channel is not None and self._kept is None
         busy = self._work is not None or (talking and self.channel is not None and self.channel.pending())
         busy = busy or bool(self._leaving) or (self._destination is not None and self._destination.pending())
         waiting = select.poll()
-        for other in (self._end, self._greeter):
+        for other in (self._end, self._acceptor):
             waiting.register(other, select.POLLIN)
         if talking and not busy and self.channel is not None:
             waiting.register(self.channel, select.POLLIN)
@@ -160,8 +169,8 @@ class Tenant:
         found = {at for at, _ in waiting.poll(0 if busy else 1000 * patience)}
         if self._end.fileno() in found and not self._obey():
             return False
-        if self._greeter.fileno() in found:
-            while (come := self._greeter.come()) is not None:
+        if self._acceptor.fileno() in found:
+            while (come := self._acceptor.come()) is not None:
                 self._meet(*come)
         if self._destination is not None:
             self._receive_lease(self._destination)
@@ -176,14 +185,20 @@ class Tenant:
         return self._ends is None or time.monotonic() < self._ends
 
     def _obey(self) -> bool:
-        """Do what the daemon says. False if that is to end."""
-        message, sockets = control.receive(self._end)
+        """Handle a message of the daemon. Returns False if the process has to end."""
+        message, sockets = process_messages.receive(self._end)
         match message:
             case {"do": "client"} if len(sockets) == 1:
-                self._greeter.greet(sockets[0])
-            case {"do": "migrate", "to": str(to), "ca": ca, "ticket": bytes(ticket), "door": bytes(door)} if sockets:
+                self._acceptor.accept(sockets[0])
+            case {
+                "do": "migrate",
+                "to": str(to),
+                "ca": ca,
+                "migration_token": bytes(migration_token),
+                "lease_id": bytes(lease_id),
+            } if sockets:
                 tls = None if ca is None else Tls(Path(ca))
-                self._begin(migrate(self, to, sockets[0], tls, ticket, door))
+                self._begin(migrate(self, to, sockets[0], tls, migration_token, lease_id))
             case {"do": "suspend", "path": str(path)}:
                 self._begin(save(self, Path(path)))
             case {"do": "neighbours", "count": int(count)}:
@@ -191,16 +206,17 @@ class Tenant:
             case {"do": "end"}:
                 return False
             case _:
-                raise DeviceError(f"the daemon says what a tenant's process does not know: {message!r:.80}")
+                raise ProtocolError(f"the daemon says what a tenant's process does not know: {message!r:.80}")
         return True
 
     def _share_with(self, neighbours: int) -> None:
-        """Begin to take turns, where that is how the GPU is shared, or cease to."""
-        if neighbours and self._turns is None and self._setup["turns"] is not None:
-            self._turns = Turns(self._setup["share"], Line(Path(self._setup["turns"])), time.monotonic())
-        elif not neighbours and self._turns is not None:
-            self._turns.close()
-            self._turns = None
+        """Start or stop using time slices, if that is how the GPU is shared."""
+        if neighbours and self._time_slices is None and self._setup["queue_file"] is not None:
+            queue = GpuQueue(Path(self._setup["queue_file"]))
+            self._time_slices = TimeSlices(self._setup["share"], queue, time.monotonic())
+        elif not neighbours and self._time_slices is not None:
+            self._time_slices.close()
+            self._time_slices = None
 
     def _begin(self, work: Iterator[None]) -> None:
         if self._work is not None or self._destination is not None or self.over or self.moved:
@@ -210,19 +226,21 @@ class Tenant:
             self._work = work
 
     def _meet(self, channel: Channel, hello: dict[str, Any]) -> None:
-        """Somebody has said who it is."""
+        """Handle the HELLO of a new connection."""
         key, destination = hello.get("key"), self._destination
-        if "ticket" in hello:
+        if "migration_token" in hello:
             if destination is None:
-                refuse(channel, DeviceError("no lease is to move to here"))
+                refuse(channel, StateError("no lease is to move to here"))
             else:
                 destination.admit(channel, hello)
         elif not isinstance(key, bytes) or not hmac.compare_digest(key, self._setup["key"]):
-            refuse(channel, DeviceError("this is not the key of the lease: connect with what the pool gave for it"))
+            refuse(
+                channel, AuthorizationError("this is not the key of the lease: connect with what the pool gave for it")
+            )
         elif hello.get("protocol") != PROTOCOL:
-            refuse(channel, DeviceError(f"this pool speaks protocol {PROTOCOL}: use one version of Warpbus"))
+            refuse(channel, ProtocolError(f"this pool speaks protocol {PROTOCOL}: use one version of Warpbus"))
         elif self.moved:
-            with suppress(ConnectionLost):
+            with suppress(ConnectionLostError):
                 channel.send(Kind.MOVED, 0, encode({"address": self.moved, "final": True}))
             channel.close()
         elif self.over is not None:
@@ -232,10 +250,10 @@ class Tenant:
         elif hello.get("claim") is True:
             self._claims.append((channel, hello))
         else:
-            refuse(channel, ConnectionLost("the lease is on its way and not here yet"))
+            refuse(channel, ConnectionLostError("the lease is on its way and not here yet"))
 
     def _welcome(self, channel: Channel, hello: dict[str, Any]) -> None:
-        """The client is here; if another one was, it has been taken the place of."""
+        """Accept a client. It replaces the client that was connected before."""
         if self.channel is not None:
             self.channel.close()
         self.channel, self._owed, self._kept = channel, 0, None
@@ -258,12 +276,12 @@ class Tenant:
             channel.send(Kind.WELCOME, 0, encode(said))
             if isinstance(acknowledged, int):
                 self._report([each for each in self.executor.failures if each.batch > acknowledged])
-        except ConnectionLost:
+        except ConnectionLostError:
             self.hang_up()
         self._tell_clients()
 
-    def _receive_lease(self, destination: Destination) -> None:
-        """Go on with a lease that moves to here."""
+    def _receive_lease(self, destination: MigrationDestination) -> None:
+        """Continue the migration of a lease to this process."""
         state = destination.step(0.0)
         if self._claims and state is not DestinationState.DISCARDED and destination.claim():
             state = destination.state
@@ -283,24 +301,28 @@ class Tenant:
             self.tell(event="failed", type="DeviceError", message=destination.reason)
 
     def _converse(self) -> None:
-        """Deal with the client's next frame."""
+        """Handle the client's next frame."""
         channel = self.channel
         if channel is None:
             return
         try:
             frame, self._kept = self._kept or channel.receive(0.0), None
             if frame is not None and not self.over and not self.moved:
-                if frame.kind is Kind.BATCH and self._turns and not self._turns.may_execute(time.monotonic()):
+                slices = self._time_slices
+                if frame.kind is Kind.BATCH and slices and not slices.may_execute(time.monotonic()):
                     self._kept = frame
                 else:
                     self._deal(channel, frame)
             if self._owed >= _UNACKNOWLEDGED or (self._owed and (self._kept or not channel.pending())):
                 self._acknowledge()
-        except ConnectionLost:
+        except ConnectionLostError:
             self.hang_up()
-        except DeviceError as error:  # a batch that is none, or one that is missing: nothing after it makes sense
-            with suppress(ConnectionLost):
-                self._report([Failure.of(error, "batch", self.executor.executed)])
+        except (
+            DeviceError,
+            PoolError,
+        ) as error:  # a batch that is none, or one that is missing: nothing after it makes sense
+            with suppress(ConnectionLostError):
+                self._report([CallFailure.of(error, "batch", self.executor.executed)])
                 channel.send(Kind.BYE)
             self.hang_up()
 
@@ -316,9 +338,9 @@ class Tenant:
         elif frame.kind is Kind.ASK:
             self._answer(channel, frame)
         elif frame.kind is Kind.BYE:
-            raise ConnectionLost("the client said goodbye")
+            raise ConnectionLostError("the client said goodbye")
         else:
-            raise DeviceError(f"a client does not send {frame.kind.name} frames in the middle of a session")
+            raise ProtocolError(f"a client does not send {frame.kind.name} frames in the middle of a session")
 
     def _answer(self, channel: Channel, frame: Frame) -> None:
         question: Any = decode(frame.payload)
@@ -333,31 +355,31 @@ class Tenant:
                     channel.send(Kind.DATA, frame.number, part)
                 else:
                     channel.send(Kind.ANSWER, frame.number, encode(part))
-        except ConnectionLost:
+        except ConnectionLostError:
             raise
         except PoisonedError as error:
             channel.send(Kind.ERROR, frame.number, encode(error.failure.plain()))
         except Exception as error:  # CUDA's, too: what was launched before may come to light here
-            channel.send(Kind.ERROR, frame.number, encode(Failure.of(error, "", self.executor.executed).plain()))
+            channel.send(Kind.ERROR, frame.number, encode(CallFailure.of(error, "", self.executor.executed).plain()))
 
     def _deliver(self) -> None:
-        """Send the answers that have arrived from the GPU."""
+        """Send the answers whose copy from the GPU has completed."""
         while self._leaving and self.channel is not None:
             number, leaving = self._leaving[0]
             try:
                 if not leaving.arrived:
                     return
                 self.channel.send(Kind.DATA, number, leaving.data)
-            except ConnectionLost:
+            except ConnectionLostError:
                 self.hang_up()
                 return
             except Exception as error:  # CUDA's: what was launched before comes to light here
-                failure = Failure.of(error, "", self.executor.executed)
-                with suppress(ConnectionLost):
+                failure = CallFailure.of(error, "", self.executor.executed)
+                with suppress(ConnectionLostError):
                     self.channel.send(Kind.ERROR, number, encode(failure.plain()))
             self._leaving.popleft()
 
-    def _report(self, failures: list[Failure]) -> None:
+    def _report(self, failures: list[CallFailure]) -> None:
         for failure in failures:
             if self.channel is not None:
                 self.channel.send(Kind.ERROR, 0, encode(failure.plain()))
@@ -368,13 +390,13 @@ class Tenant:
             self._owed = 0
 
     def _attend(self) -> float:
-        """Look at what the GPU has done, and give up a turn that is over. Returns the seconds until the next look."""
-        self._meter.collect(behind=self._turns is not None)
-        if self._turns is None:
+        """Measure the GPU's work and end a time slice that is over. Returns the seconds until the next check."""
+        self._meter.collect(behind=self._time_slices is not None)
+        if self._time_slices is None:
             return _TICK
         now, waiting = time.monotonic(), self._kept is not None
-        self._turns.attend(now, waiting=waiting, running=self._meter.running or bool(self._leaving))
-        patience = self._turns.patience(now, waiting=waiting)
+        self._time_slices.attend(now, waiting=waiting, running=self._meter.running or bool(self._leaving))
+        patience = self._time_slices.patience(now, waiting=waiting)
         return _TICK if patience is None else min(patience, _TICK)
 
     def _tell_clients(self) -> None:
@@ -384,10 +406,10 @@ class Tenant:
             self.tell(event="clients", connected=now[0], memory=now[1], busy=self._meter.busy)
 
     def _say_goodbye(self) -> None:
-        """End the client's connection so that it gets to read what was said last: closing a socket with something
-        unread in it would take that away."""
+        """Close the client's connection after it has read the last message: closing a socket that has unread input
+        resets the connection, which would discard the message."""
         channel, until = self.channel, time.monotonic() + _LINGER
-        with suppress(DeviceError):
+        with suppress(PoolError):
             if channel is not None:
                 if not self.moved:
                     channel.send(Kind.BYE)
@@ -396,13 +418,13 @@ class Tenant:
 
 
 def _warm() -> None:
-    """Have PyTorch load what it asks for a call's results: a second or more, which no lease has to wait for."""
+    """Make PyTorch import its meta kernels, which takes a second or more, before a lease needs them."""
     x = contiguous(torch.float32, (2,))
     infer(Signature("aten::native_layer_norm", (Input(0), (2,), Input(1), None, 1e-5), (), (x, x), ()))
 
 
 def main(descriptor: int) -> NoReturn:
-    """The main program of the process.
+    """The main function of the process.
 
     Args:
         descriptor: of its end of the socket pair that `tenant_processes` tells of.
@@ -411,14 +433,14 @@ def main(descriptor: int) -> NoReturn:
     code = 0
     try:
         _warm()
-        setup, _ = control.receive(end)
+        setup, _ = process_messages.receive(end)
         tenant = _set_up(end, setup)
         if tenant is None:
             code = 1
         else:
             tenant.serve()
             tenant.executor.settle()
-    except ConnectionLost:
+    except ConnectionLostError:
         pass  # the daemon is gone
     except BaseException:
         traceback.print_exc()
@@ -429,8 +451,8 @@ def main(descriptor: int) -> NoReturn:
     os._exit(code)
 
 
-def _set_up(end: socket.socket, setup: dict[str, Any]) -> Tenant | None:
-    """The lease that the daemon wants; if it cannot be had, the daemon is told why."""
+def _set_up(end: socket.socket, setup: dict[str, Any]) -> TenantServer | None:
+    """Set up the lease. If that fails, send the reason to the daemon and return None."""
     try:
         os.environ.update(setup["environment"])
         torch.set_num_threads(setup["threads"])
@@ -445,10 +467,10 @@ def _set_up(end: socket.socket, setup: dict[str, Any]) -> Tenant | None:
             resume(Path(setup["saved"]), executor)
         if setup["sandbox"]:
             seal(gpu=device.type == "cuda")
-        return Tenant(end, setup, executor)
+        return TenantServer(end, setup, executor)
     except (WarpbusError, RuntimeError, KeyError) as error:  # torch's are RuntimeErrors
         kind = type(error).__name__ if isinstance(error, WarpbusError) else "DeviceError"
-        control.send(end, {"event": "failed", "type": kind, "message": str(error).partition("\n")[0]})
+        process_messages.send(end, {"event": "failed", "type": kind, "message": str(error).partition("\n")[0]})
         return None
 
 
@@ -457,7 +479,7 @@ def _check_gpu(device: torch.device, wanted: str) -> None:
     the environment was set would have made it see all."""
     found = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     if wanted.startswith("GPU-") and found != wanted:
-        raise DeviceError(f"the lease's process got {found}, and was to get {wanted}: start another")
+        raise ProtocolError(f"the lease's process got {found}, and was to get {wanted}: start another")
 
 
 def _limit_memory(nbytes: int) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.capture import Graph, GraphMemory, capture
-from warpbus.errors import DeviceError
+from warpbus.errors import DeviceError, ProtocolError, StateError
 from warpbus.kernels.ops.workspace import lent
-from warpbus.pool.protocol.failures import Failure
+from warpbus.pool.protocol.failures import CallFailure
 from warpbus.pool.protocol.operators import SOLVERS
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.definitions import Definition
@@ -35,7 +35,7 @@ Step = tuple[Definition, tuple[Any, ...]] | int
 
 
 @dataclass(slots=True, eq=False)
-class Program:
+class RecordedProgram:
     """Calls.
 
     Attributes:
@@ -101,11 +101,11 @@ class Programs:
     """
 
     def __init__(self, storages: Storages) -> None:
-        self.recording: Program | None = None
-        self.owned: dict[int, Program] = {}
+        self.recording: RecordedProgram | None = None
+        self.owned: dict[int, RecordedProgram] = {}
         self.at = ""
         self._storages = storages
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, RecordedProgram] = {}
         self._memory: GraphMemory | None = None  # of graphs, and the bytes of it that are charged
         self._held = 0
         self._counters: Tensor | None = None
@@ -113,18 +113,18 @@ class Programs:
     def record(self, number: int) -> None:
         """Begin to record a program."""
         if self.recording is not None or number in self._programs or len(self._programs) == MAX_PROGRAMS:
-            raise DeviceError(
+            raise StateError(
                 f"program {number} cannot be recorded: it exists, or another one is being recorded, or there are "
                 f"{MAX_PROGRAMS}"
             )
-        self.recording = self._programs[number] = Program()
+        self.recording = self._programs[number] = RecordedProgram()
 
     def add(self, definition: Definition, operands: tuple[Any, ...]) -> None:
         """Record a call. What is wrong with it comes out when the program is run."""
         program = self.recording
         assert program is not None
         if len(program.steps) >= MAX_STEPS:
-            raise DeviceError(f"a program of more than {MAX_STEPS} calls")
+            raise ProtocolError(f"a program of more than {MAX_STEPS} calls")
         program.steps.append((definition, operands))
         sizes = (
             [nbytes for _, nbytes in definition.news] if definition.news else [0] * len(operands[definition.carried :])
@@ -152,7 +152,7 @@ class Programs:
         """End recording."""
         program, self.recording = self.recording, None
         if program is None:
-            raise DeviceError("no program is being recorded that could end here")
+            raise StateError("no program is being recorded that could end here")
         program.close()
 
     def run(self, number: int) -> None:
@@ -160,7 +160,7 @@ class Programs:
         program = self._program(number)
         self.at = ""
         if program is self.recording:
-            raise DeviceError(f"program {number} is still being recorded: it cannot be run yet")
+            raise StateError(f"program {number} is still being recorded: it cannot be run yet")
         if program.graph is not None and program.moved != self._storages.moved:
             self._look(program)
         if program.graph is None:
@@ -181,7 +181,7 @@ class Programs:
             self._storages.written(handle)
         program.ran = True
 
-    def poison(self, number: int, failure: Failure) -> None:
+    def poison(self, number: int, failure: CallFailure) -> None:
         """A run failed."""
         program = self._programs.get(number)
         if program is not None and program is not self.recording:
@@ -247,17 +247,17 @@ class Programs:
                 self.stop()
         self.recording = recording
 
-    def _program(self, number: int) -> Program:
+    def _program(self, number: int) -> RecordedProgram:
         try:
             return self._programs[number]
         except KeyError:
-            raise DeviceError(f"there is no program {number}: it was dropped, or never recorded") from None
+            raise StateError(f"there is no program {number}: it was dropped, or never recorded") from None
 
-    def _missing(self, program: Program) -> dict[int, int]:
+    def _missing(self, program: RecordedProgram) -> dict[int, int]:
         """Bytes of what the program makes and is not there yet, or not any more, by handle.
 
         Raises:
-            DeviceError: what is there under one of its handles is something else.
+            ProtocolError: what is there under one of its handles is something else.
         """
         live = self._storages.live
         for handle, nbytes in program.made.items():
@@ -267,12 +267,14 @@ class Programs:
             if storage.failure is not None:
                 self._storages.free(handle)
             elif storage.base is None or storage.nbytes != nbytes:
-                raise DeviceError(f"the handle {handle}, of {nbytes} bytes that a program makes, is in use for others")
+                raise ProtocolError(
+                    f"the handle {handle}, of {nbytes} bytes that a program makes, is in use for others"
+                )
         new = {handle: nbytes for handle, nbytes in program.made.items() if handle not in live}
         self._storages.check_all_new(new)
         return new
 
-    def _run(self, program: Program, new: dict[int, int]) -> None:
+    def _run(self, program: RecordedProgram, new: dict[int, int]) -> None:
         """Run it call by call."""
         storages = self._storages
         fresh = sum(new.values())
@@ -287,7 +289,7 @@ class Programs:
         for handle in new:
             storages.take(handle, memories[handle])
 
-    def _execute(self, program: Program, new: dict[int, int]) -> dict[int, Storage]:
+    def _execute(self, program: RecordedProgram, new: dict[int, int]) -> dict[int, Storage]:
         """Let its operators run, or be captured. Returns what is `new`; what it makes else is copied to its storage."""
         storages = self._storages
         memories: dict[int, Storage] = {}
@@ -317,7 +319,7 @@ class Programs:
                     memories[handle] = Storage(nbytes, tensor, {place: tensor}, 0)
         return memories
 
-    def _capture(self, program: Program) -> bool:
+    def _capture(self, program: RecordedProgram) -> bool:
         """Make a graph of it, if that can be done."""
         storages = self._storages
         more = max(0, program.peak - self._held)
@@ -341,7 +343,7 @@ class Programs:
         program.moved = storages.moved
         return True
 
-    def _look(self, program: Program) -> None:
+    def _look(self, program: RecordedProgram) -> None:
         """Some memory went away that graphs have the address of: forget this graph if it was its."""
         live = self._storages.live
         if all(handle in live and live[handle].base is base for handle, base in program.bases.items()):
@@ -349,7 +351,7 @@ class Programs:
         else:
             self._forget(program)
 
-    def _forget(self, program: Program) -> None:
+    def _forget(self, program: RecordedProgram) -> None:
         """Let go of the graph. What it made stays as it is."""
         if program.graph is not None:
             self._storages.synchronize()

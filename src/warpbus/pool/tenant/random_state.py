@@ -7,7 +7,7 @@ from struct import Struct
 
 import torch
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 
 _TWISTER = Struct("<QiiQ")
 """How a CPU's state begins: the seed, `left`, whether it is seeded, `next`. The words follow."""
@@ -32,7 +32,7 @@ def set_random_state(device: torch.device, state: bytes | memoryview) -> None:
     """Set what `random_state` gave, here or in another process.
 
     Raises:
-        DeviceError: no generator of this kind of device has had that state.
+        ProtocolError: no generator of this kind of device has had that state.
     """
     generator = generator_of(device)
     if device.type == "cpu":
@@ -40,7 +40,7 @@ def set_random_state(device: torch.device, state: bytes | memoryview) -> None:
     try:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     except (RuntimeError, ValueError) as error:  # frombuffer takes no empty buffer
-        raise DeviceError(
+        raise ProtocolError(
             f"{len(state)} bytes are no state of the generator of a {device.type} device: "
             f"{str(error).partition(chr(10))[0]}"
         ) from None
@@ -50,7 +50,9 @@ def _check_twister(state: bytes | memoryview, nbytes: int) -> None:
     """PyTorch reads words from `next` on until `left` is used up and does not look where the words end: a client could
     read this process's memory as random numbers."""
     if len(state) != nbytes:
-        raise DeviceError(f"{len(state)} bytes are no state of a CPU's generator, which has {nbytes}")
+        raise ProtocolError(f"{len(state)} bytes are no state of a CPU's generator, which has {nbytes}")
     _, left, seeded, following = _TWISTER.unpack_from(state)
     if seeded != 1 or not 1 <= left <= _WORDS or (left > 1 and following + left > _WORDS + 1) or following > _WORDS:
-        raise DeviceError(f"a state of a CPU's generator has left={left} and next={following}: no generator has had it")
+        raise ProtocolError(
+            f"a state of a CPU's generator has left={left} and next={following}: no generator has had it"
+        )

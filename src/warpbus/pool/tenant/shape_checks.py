@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from warpbus.errors import DeviceError
+from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.signature import Argument, Input, Signature
 
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 def check_shapes(operator: OpOverload, signature: Signature) -> None:
-    """Raise DeviceError where an operator's CPU kernel would leave the tensors of a signature."""
+    """Raise ProtocolError where an operator's CPU kernel would leave the tensors of a signature."""
     schema = operator._schema.arguments
     outs = tuple(argument.name for argument in schema if argument.is_out)
     rules = RULES.get(operator._overloadpacket.__name__.removesuffix("_"), ())
@@ -37,10 +37,10 @@ def check_shapes(operator: OpOverload, signature: Signature) -> None:
     for rule in (unexpanded(*outs), *rules):
         try:
             rule(named)
-        except DeviceError as error:
-            raise DeviceError(f"{signature.operator}: {error}") from None
+        except ProtocolError as error:
+            raise ProtocolError(f"{signature.operator}: {error}") from None
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            raise DeviceError(f"{signature.operator}: arguments that its shapes cannot be checked of") from None
+            raise ProtocolError(f"{signature.operator}: arguments that its shapes cannot be checked of") from None
 
 
 def _resolved(argument: Argument, signature: Signature) -> Any:
@@ -82,7 +82,7 @@ def dense(*names: str) -> Rule:
                 continue
             wanted = contiguous(found.dtype, found.shape).stride
             if any(a != b for a, b, n in zip(found.stride, wanted, found.shape, strict=True) if n != 1):
-                raise DeviceError(f"{name} has strides {found.stride}: expected a contiguous tensor")
+                raise ProtocolError(f"{name} has strides {found.stride}: expected a contiguous tensor")
 
     return rule
 
@@ -94,7 +94,7 @@ def of_dtype_of(other: str, *names: str) -> Rule:
         for name in names:
             found = named.get(name)
             if isinstance(found, Geometry) and found.dtype is not named[other].dtype:
-                raise DeviceError(f"{name} is {found.dtype}: expected {named[other].dtype}, as {other}")
+                raise ProtocolError(f"{name} is {found.dtype}: expected {named[other].dtype}, as {other}")
 
     return rule
 
@@ -107,7 +107,7 @@ def one_element(*names: str) -> Rule:
             found = named.get(name)
             for each in found if isinstance(found, tuple) else (found,):
                 if isinstance(each, Geometry) and math.prod(each.shape) != 1:
-                    raise DeviceError(f"{name} has shape {each.shape}: expected one element")
+                    raise ProtocolError(f"{name} has shape {each.shape}: expected one element")
 
     return rule
 
@@ -124,7 +124,9 @@ def lists_like(other: str, *names: str) -> Rule:
             for index, (each, wanted) in enumerate(zip(found, named[other], strict=True)):
                 _equal(f"{name}[{index}]", each.shape, wanted.shape)
                 if not _spans(each) or not _spans(wanted):
-                    raise DeviceError(f"{name}[{index}] or {other}[{index}] is expanded: expected a tensor of its own")
+                    raise ProtocolError(
+                        f"{name}[{index}] or {other}[{index}] is expanded: expected a tensor of its own"
+                    )
 
     return rule
 
@@ -146,7 +148,7 @@ def unexpanded(*names: str) -> Rule:
         for name in names:
             found = named.get(name)
             if isinstance(found, Geometry) and not _spans(found):
-                raise DeviceError(f"{name} has strides {found.stride}: expected a tensor that is not expanded")
+                raise ProtocolError(f"{name} has strides {found.stride}: expected a tensor that is not expanded")
 
     return rule
 
@@ -162,7 +164,7 @@ def without_gaps(*names: str) -> Rule:
             expected = 1
             for step, n in sorted((step, n) for step, n in zip(found.stride, found.shape, strict=True) if n != 1):
                 if step != expected and 0 not in found.shape:
-                    raise DeviceError(f"{name} has strides {found.stride}: expected a tensor without gaps")
+                    raise ProtocolError(f"{name} has strides {found.stride}: expected a tensor without gaps")
                 expected *= n
 
     return rule
@@ -176,7 +178,7 @@ def _spans(geometry: Geometry) -> bool:
 
 def _equal(what: str, found: Any, wanted: Any) -> None:
     if found != wanted:
-        raise DeviceError(f"{what} is {found}: expected {wanted}")
+        raise ProtocolError(f"{what} is {found}: expected {wanted}")
 
 
 # Shapes that follow from the other arguments.
@@ -192,7 +194,7 @@ def _planes(axes: int) -> Callable[[Named], Shape]:
     def shape_of(named: Named) -> Shape:
         shape = named["self"].shape
         if 0 in shape[-axes:]:
-            raise DeviceError(f"self has shape {shape}: expected elements in each plane")
+            raise ProtocolError(f"self has shape {shape}: expected elements in each plane")
         planes = named["grad_output"].shape[-axes:]
         if "output_size" in named:
             _equal("output_size", tuple(named["output_size"]), planes)
@@ -221,9 +223,9 @@ def _norms(named: Named) -> Shape:
     """Of the magnitudes of weight normalization: those of `v` on one axis, and 1 on the others."""
     v = named["v"] if "v" in named else named["saved_v"]
     if named["dim"] not in (0, len(v.shape) - 1):
-        raise DeviceError(f"dim is {named['dim']}: expected the first or the last axis of {v.shape}")
+        raise ProtocolError(f"dim is {named['dim']}: expected the first or the last axis of {v.shape}")
     if 0 in v.shape:
-        raise DeviceError(f"v has shape {v.shape}: expected elements")
+        raise ProtocolError(f"v has shape {v.shape}: expected elements")
     return tuple(n if axis == named["dim"] else 1 for axis, n in enumerate(v.shape))
 
 
@@ -264,14 +266,14 @@ def _batch_norm_statistics(named: Named) -> None:
     needed = saved if training else ["running_mean", "running_var"]
     for name in needed:
         if not isinstance(named[name], Geometry):
-            raise DeviceError(f"{name} is missing: expected a tensor where train is {training}")
+            raise ProtocolError(f"{name} is missing: expected a tensor where train is {training}")
         _equal(name, named[name].shape, _channels(named))
 
 
 def _statistics_given(named: Named) -> None:
     """Batch norm without training normalizes by running statistics."""
     if not named.get("training", True) and not isinstance(named.get("running_mean"), Geometry):
-        raise DeviceError("running_mean is missing: expected a tensor where training is False")
+        raise ProtocolError("running_mean is missing: expected a tensor where training is False")
 
 
 def _groups(named: Named) -> None:
@@ -280,7 +282,7 @@ def _groups(named: Named) -> None:
     x = named["input"].shape
     _equal("N, C, HxW", (n, c, rest), (x[0], x[1], math.prod(x[2:])))
     if groups < 1 or c % groups:
-        raise DeviceError(f"{c} channels in {groups} groups: expected a divisor")
+        raise ProtocolError(f"{c} channels in {groups} groups: expected a divisor")
 
 
 def _heads(named: Named) -> None:
@@ -289,17 +291,17 @@ def _heads(named: Named) -> None:
     _equal("value", named["value"].shape, key)
     _equal("key", key, (batch, key[1], key[2], width))
     if not key[1] or heads % key[1] or 0 in key:
-        raise DeviceError(f"key has shape {key}: expected a divisor of the {heads} heads of query, and elements")
+        raise ProtocolError(f"key has shape {key}: expected a divisor of the {heads} heads of query, and elements")
     for name in ("query", "key", "value", "out"):
         if isinstance(named.get(name), Geometry) and named[name].stride[-1] != 1 and width > 1:
-            raise DeviceError(f"{name} has strides {named[name].stride}: expected 1 for the last axis")
+            raise ProtocolError(f"{name} has strides {named[name].stride}: expected 1 for the last axis")
     mask = named["attn_mask"]
     if isinstance(mask, Geometry):
         wanted = (batch, heads, rows, key[2])
         if len(mask.shape) not in (2, 4) or any(
             n not in (1, m) for n, m in zip(mask.shape[::-1], wanted[::-1], strict=False)
         ):
-            raise DeviceError(f"attn_mask has shape {mask.shape}: expected one that broadcasts to {wanted}")
+            raise ProtocolError(f"attn_mask has shape {mask.shape}: expected one that broadcasts to {wanted}")
 
 
 def _heads_alike(named: Named) -> None:
@@ -309,7 +311,7 @@ def _heads_alike(named: Named) -> None:
 def _axis_counted(named: Named) -> None:
     """The axis is counted from the first: these kernels count none from the last."""
     if not 0 <= named["dim"] < max(1, len(named["self"].shape)):
-        raise DeviceError(f"dim is {named['dim']}: expected an axis of {named['self'].shape}, counted from 0")
+        raise ProtocolError(f"dim is {named['dim']}: expected an axis of {named['self'].shape}, counted from 0")
 
 
 def _square(named: Named) -> None:
@@ -321,7 +323,7 @@ def _bags(named: Named) -> None:
     """Indices belong to bags."""
     bags = named["offsets"].shape[0] - bool(named["include_last_offset"])
     if bags < 0 or (not bags and named["indices"].shape[0]):
-        raise DeviceError(f"offsets has shape {named['offsets'].shape}: expected a bag for the indices")
+        raise ProtocolError(f"offsets has shape {named['offsets'].shape}: expected a bag for the indices")
 
 
 def _packed_heads(named: Named) -> None:
@@ -329,7 +331,7 @@ def _packed_heads(named: Named) -> None:
     width = named["qkv"].shape[-1]
     _equal("qkv_bias", named["qkv_bias"].shape, (width,))
     if named["num_heads"] < 1 or width % (3 * named["num_heads"]):
-        raise DeviceError(
+        raise ProtocolError(
             f"qkv of width {width} in {named['num_heads']} heads: expected a multiple of three times that"
         )
 

@@ -19,7 +19,7 @@ Label = TypeVar("Label")
 
 
 @dataclass
-class _Buffer:
+class _PinnedBuffer:
     """Pinned memory, and what the GPU last did with it."""
 
     memory: Tensor
@@ -27,13 +27,13 @@ class _Buffer:
 
 
 @dataclass(frozen=True)
-class _Turn(Generic[Label]):
+class _StagedBatch(Generic[Label]):
     label: Label
     sizes: list[int]
-    buffer: _Buffer
+    buffer: _PinnedBuffer
 
 
-class Leaving:
+class HostCopy:
     """Bytes on their way from a GPU, which goes on with what comes after them."""
 
     @torch.inference_mode()
@@ -55,26 +55,26 @@ class Leaving:
         return self._memory.numpy().data
 
 
-class Staging:
+class ByteStaging:
     """Moves bytes out of and into tensors of uint8 `[n]` on one device. For one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[_PinnedBuffer] = []
         self._turn = 0
 
-    def read(self, parcels: Iterable[tuple[Label, Sequence[Tensor]]]) -> Iterator[tuple[Label, list[memoryview]]]:
-        """The bytes of each parcel, which may have `CHUNK` of them at most.
+    def read(self, chunks: Iterable[tuple[Label, Sequence[Tensor]]]) -> Iterator[tuple[Label, list[memoryview]]]:
+        """The bytes of each chunk, which may have `CHUNK` of them at most.
 
-        They stay as they are until the next parcel is asked for. What was launched on the device before has been done
-        to them; the next parcel may have been read already then.
+        They stay as they are until the next chunk is asked for. What was launched on the device before has been done
+        to them; the next chunk may have been read already then.
         """
         if self.device.type != "cuda":
-            for label, tensors in parcels:
+            for label, tensors in chunks:
                 yield label, [tensor.numpy().data for tensor in tensors]
             return
-        ahead: _Turn[Label] | None = None
-        for label, tensors in parcels:
+        ahead: _StagedBatch[Label] | None = None
+        for label, tensors in chunks:
             ahead, ready = self._leave(label, tensors), ahead
             if ready is not None:
                 yield self._left(ready)
@@ -99,17 +99,17 @@ class Staging:
             buffer.used.record()
 
     @torch.inference_mode()
-    def _leave(self, label: Label, tensors: Sequence[Tensor]) -> _Turn[Label]:
+    def _leave(self, label: Label, tensors: Sequence[Tensor]) -> _StagedBatch[Label]:
         buffer, at = self._next(), 0
         with torch.cuda.device(self.device):
             for tensor in tensors:
                 buffer.memory[at : at + len(tensor)].copy_(tensor, non_blocking=True)
                 at += len(tensor)
             buffer.used.record()
-        return _Turn(label, [len(tensor) for tensor in tensors], buffer)
+        return _StagedBatch(label, [len(tensor) for tensor in tensors], buffer)
 
     @staticmethod
-    def _left(leaving: _Turn[Label]) -> tuple[Label, list[memoryview]]:
+    def _left(leaving: _StagedBatch[Label]) -> tuple[Label, list[memoryview]]:
         leaving.buffer.used.synchronize()
         view, at, parts = leaving.buffer.memory.numpy().data, 0, []
         for size in leaving.sizes:
@@ -117,12 +117,12 @@ class Staging:
             at += size
         return leaving.label, parts
 
-    def _next(self) -> _Buffer:
+    def _next(self) -> _PinnedBuffer:
         """The buffer whose turn it is, once the GPU is done with it."""
         if not self._buffers:
             for _ in range(2):
                 self._buffers.append(
-                    _Buffer(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                    _PinnedBuffer(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
                 )
         buffer = self._buffers[self._turn]
         self._turn = 1 - self._turn

@@ -11,11 +11,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from warpbus.errors import DeviceError
-from warpbus.pool.protocol.failures import Failure, PoisonedError
+from warpbus.errors import ProtocolError
+from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.wire import Value
-from warpbus.pool.tenant.staging import CHUNK, Leaving, Staging
+from warpbus.pool.tenant.staging import CHUNK, ByteStaging, HostCopy
 
 MAX_STORAGES = 1 << 20
 """Storages of a lease: those without bytes are charged with nothing, and have to end somewhere."""
@@ -31,7 +31,7 @@ def allowance(memory: int) -> int:
     return max(_LEAST_SLACK, memory // _SLACK)
 
 
-class Place:
+class CheckedGeometry:
     """A geometry that is known by what it is, not by what is in it: looked up without hashing its shape."""
 
     __slots__ = ("__weakref__", "_fits", "geometry")
@@ -41,7 +41,7 @@ class Place:
         self._fits = -1  # a storage of so many bytes, and of all that have more
 
     def check(self, nbytes: int) -> None:
-        """Raises DeviceError unless every element lies in a storage of `nbytes` bytes."""
+        """Raises ProtocolError unless every element lies in a storage of `nbytes` bytes."""
         if nbytes < self._fits or self._fits < 0:
             self.geometry.check(nbytes)
             self._fits = nbytes
@@ -64,9 +64,9 @@ class Storage:
 
     nbytes: int
     base: Tensor | None
-    views: dict[Place, Tensor]
+    views: dict[CheckedGeometry, Tensor]
     version: int
-    failure: Failure | None = None
+    failure: CallFailure | None = None
     result: Geometry | None = None
     value: Value = None
     pinned: bool = False
@@ -96,8 +96,8 @@ class Storages:
         self.clock = 0
         self.moved = 0
         self._sizes: dict[int, int] = {}
-        self._places: WeakValueDictionary[Geometry, Place] = WeakValueDictionary()
-        self._staging = Staging(self.device)
+        self._places: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
+        self._staging = ByteStaging(self.device)
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (memory + allowance(memory)) / total), self.device)
@@ -124,7 +124,7 @@ class Storages:
 
         Raises:
             torch.OutOfMemoryError: with the figures; nothing has changed.
-            DeviceError: the handle is taken or not possible.
+            ProtocolError: the handle is taken or not possible.
         """
         self.check_new(handle)
         self.charge(nbytes)
@@ -142,7 +142,7 @@ class Storages:
         self.charge(nbytes)
         self._add(handle, Storage(nbytes, tensor, {}, 0))
 
-    def hold(self, handle: int, tensor: Tensor, nbytes: int, place: Place) -> None:
+    def hold(self, handle: int, tensor: Tensor, nbytes: int, place: CheckedGeometry) -> None:
         """Take over a result that is charged already and lies at `place` in `nbytes` that nobody else has."""
         if handle in self.live or handle >= MAX_HANDLE or len(self.live) >= MAX_STORAGES:
             self.check_new(handle)
@@ -176,7 +176,7 @@ class Storages:
                 if storage.pinned:
                     self._let_go(storage)
 
-    def poison(self, handle: int, failure: Failure) -> None:
+    def poison(self, handle: int, failure: CallFailure) -> None:
         """From now on there is only the failure; memory is let go of. The handle need not have stood for anything."""
         storage = self.live.get(handle)
         if storage is None:
@@ -191,28 +191,28 @@ class Storages:
         """The tensor that lies in a storage so.
 
         Raises:
-            DeviceError: there is no such storage, it was never computed, or the tensor does not lie inside it.
+            ProtocolError: there is no such storage, it was never computed, or the tensor does not lie inside it.
         """
         return self.at(self.memory_of(handle), self.place(geometry))
 
-    def place(self, geometry: Geometry) -> Place:
+    def place(self, geometry: Geometry) -> CheckedGeometry:
         """The one place that equal geometries have."""
         place = self._places.get(geometry)
         if place is None:
-            place = self._places[geometry] = Place(geometry)
+            place = self._places[geometry] = CheckedGeometry(geometry)
         return place
 
-    def at(self, storage: Storage, place: Place) -> Tensor:
+    def at(self, storage: Storage, place: CheckedGeometry) -> Tensor:
         """The tensor at a place of a storage that need not have a handle."""
         found = storage.views.get(place)
         return self.view(storage, place) if found is None else found
 
-    def view(self, storage: Storage, place: Place) -> Tensor:
+    def view(self, storage: Storage, place: CheckedGeometry) -> Tensor:
         """The tensor at a place that has not been looked up yet."""
         if storage.failure is not None:
             raise PoisonedError(storage.failure)
         if storage.base is None:
-            raise DeviceError(f"a result that is no tensor but {storage.value!r:.40} is used as one")
+            raise ProtocolError(f"a result that is no tensor but {storage.value!r:.40} is used as one")
         place.check(storage.nbytes)
         geometry, base = place.geometry, storage.base
         if base.dtype is geometry.dtype and torch.is_inference_mode_enabled():  # see `whole`
@@ -253,9 +253,9 @@ class Storages:
         for _, (part,) in self._staging.read((None, [piece]) for piece in source.split(CHUNK)):
             yield part
 
-    def leave(self, handle: int, offset: int, nbytes: int) -> Leaving:
+    def leave(self, handle: int, offset: int, nbytes: int) -> HostCopy:
         """The same of a GPU, as they are now, without waiting for them."""
-        return Leaving(self._slice(handle, offset, nbytes))
+        return HostCopy(self._slice(handle, offset, nbytes))
 
     def write(self, handle: int, offset: int, data: bytes | memoryview) -> None:
         """Overwrite bytes of a storage; on a GPU it is done when its stream gets there."""
@@ -287,36 +287,38 @@ class Storages:
         return self._sizes
 
     def check_new(self, handle: int) -> None:
-        """Raises DeviceError unless the handle may come to stand for something."""
+        """Raises ProtocolError unless the handle may come to stand for something."""
         if handle in self.live:
-            raise DeviceError(f"the handle {handle} is in use: a client must not choose one twice")
+            raise ProtocolError(f"the handle {handle} is in use: a client must not choose one twice")
         if not 0 <= handle < MAX_HANDLE or len(self.live) >= MAX_STORAGES:
-            raise DeviceError(f"a storage more, with handle {handle}: a lease has at most {MAX_STORAGES}")
+            raise ProtocolError(f"a storage more, with handle {handle}: a lease has at most {MAX_STORAGES}")
 
     def check_all_new(self, handles: Collection[int]) -> None:
         """The same of handles that come to stand for something together, or not at all."""
         for handle in handles:
             self.check_new(handle)
         if len(set(handles)) != len(handles):
-            raise DeviceError(f"a handle stands twice among the results {[*handles]!r:.80}: each needs its own")
+            raise ProtocolError(f"a handle stands twice among the results {[*handles]!r:.80}: each needs its own")
         if len(self.live) + len(handles) > MAX_STORAGES:
-            raise DeviceError(f"{len(handles)} storages more: a lease has at most {MAX_STORAGES}")
+            raise ProtocolError(f"{len(handles)} storages more: a lease has at most {MAX_STORAGES}")
 
     def memory_of(self, handle: int) -> Storage:
-        """The storage of a handle, which has memory. Raises DeviceError if there is none or it was never computed."""
+        """The storage of a handle, which has memory. Raises ProtocolError if there is none or it was never computed."""
         storage = self.live.get(handle)
         if storage is None:
-            raise DeviceError(f"there is no storage with the handle {handle}: it was freed, or never made")
+            raise ProtocolError(f"there is no storage with the handle {handle}: it was freed, or never made")
         if storage.failure is not None:
             raise PoisonedError(storage.failure)
         if storage.base is None:
-            raise DeviceError(f"the handle {handle} stands for {storage.value!r:.40}, which is no tensor")
+            raise ProtocolError(f"the handle {handle} stands for {storage.value!r:.40}, which is no tensor")
         return storage
 
     def _slice(self, handle: int, offset: int, nbytes: int) -> Tensor:
         whole = self.raw(handle)
         if offset < 0 or nbytes < 0 or offset + nbytes > len(whole):
-            raise DeviceError(f"bytes {offset} to {offset + nbytes} of a storage of {len(whole)}: they must be inside")
+            raise ProtocolError(
+                f"bytes {offset} to {offset + nbytes} of a storage of {len(whole)}: they must be inside"
+            )
         return whole[offset : offset + nbytes]
 
     def _add(self, handle: int, storage: Storage) -> None:

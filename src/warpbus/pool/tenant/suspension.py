@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from warpbus.errors import CheckpointError, DeviceError, StorageError
+from warpbus.errors import CheckpointError, DeviceError, ProtocolError, StorageError
 from warpbus.formats.files import check_space, replace_file, sync
 from warpbus.formats.safetensors_io import Entry, raw_bytes, read_header
 from warpbus.pool.protocol.wire import Value, decode, encode
-from warpbus.pool.tenant.parcels import MAX_STATE
-from warpbus.pool.tenant.staging import CHUNK, Staging
+from warpbus.pool.tenant.migration_messages import MAX_STATE
+from warpbus.pool.tenant.staging import CHUNK, ByteStaging
 from warpbus.pool.tenant.storages import MAX_STORAGES
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def resume(path: Path, executor: "Executor") -> None:
         raise torch.OutOfMemoryError(
             f"{path}: the lease holds {used:,} bytes, {storages.memory:,} are for it here: lease more memory"
         )
-    staging, made = Staging(storages.device), []
+    staging, made = ByteStaging(storages.device), []
     try:
         for (handle, entry), crc in zip(entries.items(), _checksums(path, header, len(entries)), strict=True):
             storages.create(handle, entry.nbytes)
@@ -139,7 +139,7 @@ def resume(path: Path, executor: "Executor") -> None:
 
 
 @torch.inference_mode()  # as the storages' tensors were made
-def _fill(staging: Staging, target: torch.Tensor, entry: Entry) -> int:
+def _fill(staging: ByteStaging, target: torch.Tensor, entry: Entry) -> int:
     """Fill a storage, and return the checksum of what it was filled with."""
     data, crc = raw_bytes(entry.read()), 0
     for start in range(0, entry.nbytes, CHUNK):
@@ -175,7 +175,7 @@ def _opened(path: Path) -> tuple[Mapping[str, Value], dict[int, Entry]]:
         if len(data) < _CRC.size or _CRC.unpack_from(data)[0] != zlib.crc32(data[_CRC.size :]):
             raise _damaged(path, "its header has another checksum")
         header = decode(data[_CRC.size :])
-    except (CheckpointError, DeviceError) as error:
+    except (CheckpointError, ProtocolError) as error:
         raise _damaged(path, str(error)) from None
     if not isinstance(header, dict) or header.keys() != {"version", "device", "executed", "state", "checksums"}:
         raise _damaged(path, "its header is another one")

@@ -69,6 +69,8 @@ struct Stage {
     __device__ __forceinline__ float* scales() { return reinterpret_cast<float*>(this + 1); }
 };
 constexpr int kStageBytes = sizeof(Stage) + (kCoded ? 2 * kKeys * sizeof(float) : 0);
+static_assert(kStageBytes == STAGE_BYTES, "the host asks for stages of another size");
+static_assert(sizeof(Fresh) + sizeof(QueryTile) == OTHER_BYTES, "the host asks for other room beside the stages");
 
 static_assert(4 * (HEAD_DIM + 2) * sizeof(float) <= sizeof(QueryTile), "the scratch of combine has room behind Fresh");
 

@@ -37,6 +37,7 @@
 //   HEAD_DIM    64, 128 or 256: the row in shared memory
 //   CODE        CacheCode: whether the cache holds ELEMENT, or codes of 8 bits and which
 //   STORED      1: the new keys and values are in the cache already; 0: the kernel writes them
+//   STAGE_BYTES, OTHER_BYTES  of shared memory, as the host asks for it: of a stage; of all that is no stage
 //
 // Grid: (blocks for `parts`, kv_heads * tiles, batch); a tile is 16 of the queries of a KV head, or what is left of them.
 // 128 threads. Dynamic shared memory: Memory in block.cuh; `shared_bytes` in ops/attention.py.

@@ -8,6 +8,7 @@
 //   WARPS      that multiply
 //   FINISHERS  warps that add up their sums; with the one that loads, five warps for each part of a multiprocessor have 96
 //              registers a thread, a sixth would leave 80
+//   STAGE_BYTES, OTHER_BYTES  of shared memory, as the host asks for it: of a stage without x; of sums, barriers and squares
 //
 // Values are finite: the product separates x * code from x * zero point, so that an infinite x gives NaN where the reference
 // may give infinity.
@@ -64,6 +65,11 @@ struct alignas(128) Stage {
 struct Barriers {
     ptx::uint64 full[kMostStages], empty[kMostStages], x[kParts], finished;
 };
+
+constexpr int kSums = WARPS * 2 * kTokenTiles * 32;  // of four numbers each
+static_assert(sizeof(Stage) == STAGE_BYTES, "the host asks for stages of another size");
+static_assert(kSums * sizeof(float4) + sizeof(Barriers) + WARPS * TOKENS * sizeof(float) == OTHER_BYTES,
+              "the host asks for other room for sums, barriers and squares");
 
 __device__ __forceinline__ int tile_of(int pair, int which, const Problem& p) {
     const int tiles = (p.n + 15) / 16;
@@ -392,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32 * (1 + FINISHERS), 1)
     const int steps = (p.chunks + WARPS - 1) / WARPS;
     Stage* const stages = reinterpret_cast<Stage*>(memory + (p.streamed ? p.stages : steps) * step_bytes(p));
     float4* const sums = reinterpret_cast<float4*>(stages + p.stages);
-    Barriers* const barriers = reinterpret_cast<Barriers*>(sums + WARPS * 2 * kTokenTiles * 32);
+    Barriers* const barriers = reinterpret_cast<Barriers*>(sums + kSums);
     float* const squares = reinterpret_cast<float*>(barriers + 1);  // [WARPS][TOKENS]
     const Addresses at = {ptx::shared_address(barriers->full), ptx::shared_address(barriers->empty),
                           ptx::shared_address(barriers->x), ptx::shared_address(&barriers->finished)};

@@ -54,8 +54,8 @@ struct Problem {
 };
 
 struct Maps {
-    ptx::TileMaps x;
-    ptx::TensorMap codes, scales, zeros, out;
+    ptx::TileMaps map_x;
+    ptx::TensorMap map_codes, map_scales, map_zeros, map_out;
 };
 
 // A part of a tile: blocks [begin, end) of k.
@@ -153,14 +153,14 @@ __device__ __forceinline__ void load_weights(const Buffers& buffers, int stage, 
     const int block = blocks.segment.begin;
     const int tile = blocks.place.row / 16;
     const int group = p.scale_words == 16 ? 2 * block : block >> p.shift;
-    ptx::tma_load(buffers.codes + stage * kCodeBytes, &maps.codes, full, block * 128 * kLoads, tile);
-    ptx::tma_load(buffers.scales + stage * kScaleBytes, &maps.scales, full, group * 8, tile);
-    if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, &maps.zeros, full, group * 8, tile);
+    ptx::tma_load(buffers.codes + stage * kCodeBytes, &maps.map_codes, full, block * 128 * kLoads, tile);
+    ptx::tma_load(buffers.scales + stage * kScaleBytes, &maps.map_scales, full, group * 8, tile);
+    if (!symmetric) ptx::tma_load(buffers.zeros + stage * kScaleBytes, &maps.map_zeros, full, group * 8, tile);
 }
 
 // Where no row is there, whatever lies in the stage gives columns of the result that nobody stores.
 __device__ __forceinline__ void load_x(const Buffers& buffers, int stage, const Maps& maps, const Blocks& blocks) {
-    ptx::tma_load(buffers.x + stage * kXBytes, maps.x.of<TOKENS>(blocks.rows), buffers.full + 8 * stage,
+    ptx::tma_load(buffers.x + stage * kXBytes, maps.map_x.of<TOKENS>(blocks.rows), buffers.full + 8 * stage,
                   blocks.segment.begin * kTileK, blocks.place.token);
 }
 
@@ -249,7 +249,7 @@ __device__ __forceinline__ void end_box(const Maps& maps, ptx::uint32 box, int r
     ptx::fence_proxy_async();
     ptx::named_barrier(1 + consumer, 128);
     if (threadIdx.x % 128 == 0) {
-        ptx::tma_store(&maps.out, box, row, token);
+        ptx::tma_store(&maps.map_out, box, row, token);
         ptx::tma_store_commit();
     }
 }
@@ -416,12 +416,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::mbarrier_init(buffers.empty + 8 * i, kConsumers);
         }
         ptx::mbarrier_fence_init();
-        ptx::prefetch_tensor_map(&maps.codes);
-        ptx::prefetch_tensor_map(&maps.scales);
-        ptx::prefetch_tensor_map(&maps.x.rest);
-        ptx::prefetch_tensor_map(&maps.x.whole);
-        if (!symmetric) ptx::prefetch_tensor_map(&maps.zeros);
-        if (!p.direct) ptx::prefetch_tensor_map(&maps.out);
+        ptx::prefetch_tensor_map(&maps.map_codes);
+        ptx::prefetch_tensor_map(&maps.map_scales);
+        ptx::prefetch_tensor_map(&maps.map_x.rest);
+        ptx::prefetch_tensor_map(&maps.map_x.whole);
+        if (!symmetric) ptx::prefetch_tensor_map(&maps.map_zeros);
+        if (!p.direct) ptx::prefetch_tensor_map(&maps.map_out);
     }
     __syncthreads();
     ptx::griddepcontrol_launch_dependents();

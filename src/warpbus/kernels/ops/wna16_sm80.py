@@ -1,0 +1,166 @@
+"""The product with a packed weight by `mma.sync`: what `wna16` does with many rows where there is no `wgmma`.
+
+Nothing here checks shapes or dtypes: the operators that call it have done so.
+"""
+
+import functools
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.devices import shared_memory
+from warpbus.cuda.green import multiprocessors
+from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
+from warpbus.kernels.ops.gemm_sm90 import addressable
+from warpbus.kernels.ops.packed import TILE_COLUMNS, PackedWeight
+from warpbus.kernels.ops.split_k import partial_sums, reduce
+from warpbus.kernels.ops.tiles_sm80 import cheapest, clocks
+from warpbus.kernels.units import unit
+
+_PARAMETERS = Parameters(
+    "const ELEMENT* x, const uint4* codes, const ELEMENT* scales, const ELEMENT* zeros, const ELEMENT* bias, "
+    "ELEMENT* out, float* partial, int m, int n, int k, int groups, int group_shift, int middle, int x_stride, "
+    "long long out_stride, int k_per_split"
+)
+_STAGES = 3  # kStages in sm80_wna16.cu
+_RESERVED = 1024  # bytes of shared memory that the system takes of each block
+_WHOLE_ROW = 31  # a shift that leaves nothing of a column's number: one group a row
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: they are few, and looked up at every launch
+class Wna16Sm80Tiling:
+    """How sm80_wna16.cu divides a product.
+
+    Attributes:
+        tile_m, tile_n: rows of x, and rows of the weight, that a block multiplies.
+        warp_m, warp_n: what a warp does of it.
+        resident: blocks that a multiprocessor holds at a time as far as registers go.
+        efficiency: the part of the tensor cores' rate that a full multiprocessor reaches, as expected.
+    """
+
+    tile_m: int
+    tile_n: int
+    warp_m: int
+    warp_n: int
+    resident: int
+    efficiency: float
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.tile_m // self.warp_m * (self.tile_n // self.warp_n) * 32
+
+    def shared(self, bits: int) -> int:
+        """Bytes of shared memory a block: of each stage x, codes, and two scales and zero points a row."""
+        return _STAGES * (self.tile_m * TILE_COLUMNS * 2 + self.tile_n * (TILE_COLUMNS * bits // 8 + 2 * 2 * 2))
+
+    def resident_within(self, bits: int, shared_memory: int) -> int:
+        """Blocks that a multiprocessor with so many bytes of shared memory holds at a time."""
+        return max(1, min(self.resident, shared_memory // (self.shared(bits) + _RESERVED)))
+
+    def tiles(self, m: int, n: int) -> int:
+        """How many tiles cover a product."""
+        return blocks((m, self.tile_m), (n, self.tile_n))
+
+    def kernel(self, dtype: torch.dtype, bits: int) -> Kernel:
+        """The kernel for activations of a dtype and packed codes of 4 or 8 bits."""
+        return unit(
+            "wna16/sm80_wna16.cu",
+            ELEMENT=ELEMENTS[dtype],
+            BITS=bits,
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            WARP_M=self.warp_m,
+            WARP_N=self.warp_n,
+            RESIDENT=self.resident,
+        ).kernel("sm80_wna16", _PARAMETERS)
+
+
+# In the large one two warps dequantize each weight, for 64 rows of x each; in the others one does, for all rows.
+LARGE = Wna16Sm80Tiling(128, 128, 64, 64, resident=2, efficiency=0.85)
+MEDIUM = Wna16Sm80Tiling(64, 128, 64, 32, resident=3, efficiency=0.7)
+SMALL = Wna16Sm80Tiling(32, 128, 32, 32, resident=4, efficiency=0.45)
+TILINGS = (LARGE, MEDIUM, SMALL)
+
+_KERNELS = {
+    (tiling, dtype, bits): tiling.kernel(dtype, bits) for tiling, dtype, bits in product(TILINGS, HALVES, (4, 8))
+}
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """`out = x @ weight.T + bias` with the weight as `QTensor.dequantize` gives it, summed in float32.
+
+    The same bits every time.
+
+    Args:
+        x: `[m, k]` in the dtype of the weight, any strides; copied where its rows do not begin at 16 bytes.
+        weight: `[n, k]`.
+        bias: `[n]`, contiguous, in their dtype.
+        out: `[m, n]` in their dtype, row-major.
+    """
+    (m, n), k = out.shape, x.shape[1]
+    if m == 0 or n == 0:
+        return
+    x = addressable(x)
+    tiling, part = plan(m, n, k, weight.bits, multiprocessors(x.device), shared_memory(x.device))
+    splits = blocks((max(k, 1), part))
+    partial = partial_sums(splits, out)
+    group = weight.scheme.group_size
+    _KERNELS[tiling, x.dtype, weight.bits](
+        (tiling.tiles(m, n), splits),
+        tiling.threads,
+        x=x,
+        codes=weight.codes,
+        scales=weight.scales,
+        zeros=weight.zeros,
+        bias=bias,
+        out=out,
+        partial=partial,
+        m=m,
+        n=n,
+        k=k,
+        groups=weight.scales.shape[1],
+        group_shift=_WHOLE_ROW if group is None else group.bit_length() - 1,
+        middle=weight.scheme.middle_code,
+        x_stride=x.stride(0) if m > 1 else 0,
+        out_stride=out.stride(0),
+        k_per_split=part,
+        shared=tiling.shared(weight.bits),
+        dependent=True,
+    )
+    reduce(partial, bias, out)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(m: int, n: int, k: int, bits: int, multiprocessors: int, shared_memory: int) -> tuple[Wna16Sm80Tiling, int]:
+    """The tiling of least expected time, and how much of k a block sums; see `tiles_sm80.cheapest`.
+
+    Args:
+        shared_memory: bytes of a multiprocessor.
+
+    Returns:
+        A tiling of `TILINGS`, and a multiple of 64.
+    """
+
+    def cost(tiling: Wna16Sm80Tiling, part: int) -> float:
+        return clocks(
+            m=m,
+            n=n,
+            k=k,
+            part=part,
+            step=TILE_COLUMNS,
+            tiles=tiling.tiles(m, n),
+            tile=tiling.tile_m * tiling.tile_n,
+            efficiency=tiling.efficiency,
+            stages=_STAGES,
+            resident=tiling.resident_within(bits, shared_memory),
+            multiprocessors=multiprocessors,
+            bytes_per_k=2 * min(m, tiling.tile_m) + min(n, tiling.tile_n) * bits / 8,
+            weight_bytes=n * k * bits / 8,
+        )
+
+    return cheapest(TILINGS, k, lambda tiling: TILE_COLUMNS, cost)

@@ -1,0 +1,239 @@
+"""Launching `wna16/sm90_wna16.cu`: quantized weights times many tokens on Hopper."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from warpbus.cuda.green import multiprocessors
+from warpbus.cuda.kernel import Kernel
+from warpbus.cuda.parameters import Parameters
+from warpbus.cuda.tensor_map import fits, tensor_map, tile_maps
+from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, blocks
+from warpbus.kernels.ops.gemm_sm90 import addressable
+from warpbus.kernels.ops.packed import TILE_COLUMNS, TILE_ROWS, PackedWeight
+from warpbus.kernels.ops.workspace import counters
+from warpbus.kernels.units import unit
+
+_PARAMETERS = Parameters(
+    "Maps maps, const ELEMENT* bias, ELEMENT* out, float* partials, int* flags, int symmetric, Problem p",
+    Maps="TileMaps map_x, TensorMap map_codes, TensorMap map_scales, TensorMap map_zeros, TensorMap map_out",
+    Problem="int m, int n, int k, int chunks, int shift, int middle, int scale_words, int group, int waves, "
+    "int direct, int splits",
+)
+_NO_MAP = bytes(128)
+_FULL_ENOUGH = 0.9
+_HANDING_ON = 7  # blocks of k of a tile that take as long as to leave it for another and to add it up there, measured
+_GROUP = 4096  # rows of x that are walked together
+_MOST_SPLITS = 8  # the largest cluster that every GPU with clusters can run
+
+
+@dataclass(frozen=True)
+class Wna16Sm90Tiling:
+    """How `wna16/sm90_wna16.cu` cuts a product.
+
+    Attributes:
+        tokens: rows of x in a tile.
+        consumers: warpgroups that multiply, each 64 rows of the weight.
+        stages: blocks of k in flight, by the bits of a code.
+    """
+
+    tokens: int
+    consumers: int
+    stages: dict[int, int]
+
+    @property
+    def rows(self) -> int:
+        """Of the weight in a tile."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * (1 + self.consumers)
+
+    def shared(self, bits: int) -> int:
+        """Bytes: the ring with its barriers, staging buffers, and room to align."""
+        stage = (self.tokens * 2 + self.rows * bits // 8) * TILE_COLUMNS + 2 * self.rows // TILE_ROWS * 2 * 32 + 16
+        return stage * self.stages[bits] + self.consumers * min(self.tokens, 64) * 64 * 2 + 1024
+
+    def kernel(self, dtype: torch.dtype, bits: int) -> Kernel:
+        """The kernel with these tiles."""
+        return _kernel(dtype, bits, self.tokens, self.consumers, self.stages[bits])
+
+
+# From the smallest tile to the largest.
+TILINGS = (
+    Wna16Sm90Tiling(16, 3, {4: 18, 8: 12}),
+    Wna16Sm90Tiling(32, 3, {4: 14, 8: 10}),
+    Wna16Sm90Tiling(64, 2, {4: 12, 8: 10}),
+    Wna16Sm90Tiling(64, 3, {4: 12, 8: 9}),
+    Wna16Sm90Tiling(128, 2, {4: 8, 8: 7}),
+    Wna16Sm90Tiling(128, 3, {4: 8, 8: 6}),
+    Wna16Sm90Tiling(256, 2, {4: 5, 8: 4}),
+)
+
+
+@dataclass(frozen=True)
+class Wna16Sm90Plan:
+    """How a product is shared out.
+
+    Attributes:
+        tiling: its tiles.
+        splits: blocks of a cluster that share each tile along k, not more than there are blocks of k; 1: there are no
+            clusters, and blocks take whole tiles and equal runs of what is left.
+    """
+
+    tiling: Wna16Sm90Tiling
+    splits: int = 1
+
+
+def multiply(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, plan: Wna16Sm90Plan | None = None
+) -> None:
+    """`out = x @ weight.T + bias` on an sm_90a GPU.
+
+    Args:
+        x: `[m, k]` in the dtype of the weight.
+        bias: `[n]`, contiguous, or `None`.
+        out: `[m, n]`, contiguous.
+        plan: by default the one that should be fastest.
+    """
+    m, k = x.shape
+    n = weight.shape[0]
+    bits = weight.bits
+    processors = multiprocessors(x.device)
+    plan = plan or _chosen(m, n, k, processors, x.get_device(), x.dtype, bits)
+    tiling = plan.tiling
+    chunks, rows = blocks((k, TILE_COLUMNS)), blocks((n, TILE_ROWS))
+    size = weight.scheme.group_size
+    scale_words = 16 if size == 32 else 8
+    x = addressable(x)
+    scale_map = functools.partial(
+        tensor_map, box_rows=tiling.rows // TILE_ROWS, box_columns=scale_words, swizzled=False
+    )
+    codes = weight.codes.view(rows, -1)
+    direct = not fits(out)
+    box = min(tiling.tokens, 64) if plan.splits == 1 else 16
+    tiles = blocks((m, tiling.tokens), (n, tiling.rows))
+    if plan.splits == 1:
+        grid = min(processors, tiles * chunks)
+        waves = _waves(tiles, grid)
+        handed_on = tiles > waves * grid  # with whole waves the last may hold fewer
+    else:
+        grid, waves, handed_on = tiles * plan.splits, 0, False
+    partials = x.new_empty(grid * tiling.rows * tiling.tokens, dtype=torch.float32) if handed_on else None
+    tiling.kernel(x.dtype, bits)(
+        grid,
+        tiling.threads,
+        map_x=tile_maps(x, tiling.tokens, TILE_COLUMNS),
+        map_codes=tensor_map(codes, tiling.rows // TILE_ROWS, 32 * bits, swizzled=False),
+        map_scales=scale_map(_words(weight.scales)),
+        map_zeros=_NO_MAP if weight.zeros is None else scale_map(_words(weight.zeros)),
+        map_out=_NO_MAP if direct else tensor_map(out, box, 64),
+        bias=bias,
+        out=out,
+        partials=partials,
+        flags=counters(x.device, grid * tiling.consumers) if handed_on else None,
+        symmetric=weight.zeros is None,
+        m=m,
+        n=n,
+        k=k,
+        chunks=chunks,
+        shift=31 if size is None else max(size // TILE_COLUMNS, 1).bit_length() - 1,
+        middle=weight.scheme.middle_code,
+        scale_words=scale_words,
+        group=max(_GROUP // tiling.tokens, 1),
+        waves=waves,
+        direct=direct,
+        splits=plan.splits,
+        shared=tiling.shared(bits),
+        cluster=plan.splits,
+        dependent=True,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(m: int, n: int, k: int, processors: int, device: int, dtype: torch.dtype, bits: int) -> Wna16Sm90Plan:
+    def resident(tiling: Wna16Sm90Tiling, splits: int) -> int:
+        return tiling.kernel(dtype, bits).resident_clusters(device, tiling.threads, tiling.shared(bits), splits)
+
+    return choose(m, n, k, processors, resident)
+
+
+def choose(m: int, n: int, k: int, processors: int, resident: Callable[[Wna16Sm90Tiling, int], int]) -> Wna16Sm90Plan:
+    """The plan for m rows of x and n rows of the weight.
+
+    Up to 256 rows a tiling that holds them all: the larger of two if there is such a tile for each multiprocessor; else
+    what is done first, clusters that share a tile of either or runs that hand on what they have of a smaller one.
+    Beyond, one of two that do not waste much on rows that are not there.
+
+    Args:
+        resident: how many clusters of so many blocks can run at the same time.
+    """
+    least, few, short, tall, low, high, wide = TILINGS
+    chunks = blocks((k, TILE_COLUMNS))
+
+    def tiles(tiling: Wna16Sm90Tiling) -> int:
+        return blocks((m, tiling.tokens), (n, tiling.rows))
+
+    def shared(tiling: Wna16Sm90Tiling) -> Wna16Sm90Plan:
+        """Clusters of as many blocks as can be, all of them resident."""
+        most = min(_MOST_SPLITS, processors // tiles(tiling), chunks)
+        return Wna16Sm90Plan(
+            tiling, next((each for each in range(most, 1, -1) if resident(tiling, each) >= tiles(tiling)), 1)
+        )
+
+    def work(plan: Wna16Sm90Plan) -> float:
+        """Of a block, in products."""
+        if plan.splits > 1:
+            mine: float = blocks((chunks, plan.splits))
+        else:
+            mine = chunks * tiles(plan.tiling) / processors + _HANDING_ON
+        return mine * plan.tiling.tokens * plan.tiling.rows
+
+    for smaller, larger in ((least, least), (few, few), (short, tall), (low, high), (high, wide)):
+        if m <= larger.tokens:
+            if blocks((n, larger.rows)) >= processors:
+                return Wna16Sm90Plan(larger)
+            return min(Wna16Sm90Plan(smaller), shared(smaller), shared(larger), key=work)
+    padded = [blocks((m, tiling.tokens)) * tiling.tokens for tiling in (low, wide)]
+    return Wna16Sm90Plan(low if padded[0] < 0.9 * padded[1] else wide)
+
+
+def _waves(tiles: int, grid: int) -> int:
+    """Whole tiles of each block; the rest is shared by all.
+
+    Tiles are whole where a last wave that is not full wastes little: blocks at different places along k would not find
+    each other's part of x in L2.
+    """
+    full = blocks((tiles, grid))
+    if tiles >= _FULL_ENOUGH * full * grid:
+        return full
+    return max(tiles // grid - 1, 0)
+
+
+def _words(scales: Tensor) -> Tensor:
+    """Scales as int32 `[tiles, groups * 8]`: a word for the rows g and g + 8."""
+    return scales.view(torch.int32).view(scales.shape[0], -1)
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, bits: int, tokens: int, consumers: int, stages: int) -> Kernel:
+    declared = unit(
+        "wna16/sm90_wna16.cu",
+        needs="sm_90a",
+        ELEMENT=ELEMENTS[dtype],
+        BITS=bits,
+        TOKENS=tokens,
+        CONSUMERS=consumers,
+        STAGES=stages,
+    )
+    return declared.kernel("sm90_wna16", _PARAMETERS)
+
+
+for _dtype, _bits, _tiling in itertools.product(HALVES, (4, 8), TILINGS):
+    _tiling.kernel(_dtype, _bits)

@@ -1,0 +1,245 @@
+"""Control connections between the daemons of one pool, with an admin's token.
+
+The daemon that has the broker asks the others to start, move and end processes (`RemoteHost`). The others forward the
+requests of their own clients to it, and report to it each second which leases they have (`Membership`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from warpbus.errors import ConnectionLostError, UsageError
+from warpbus.pool.broker.leases import PoolGpu
+from warpbus.pool.daemon.control_handler import Asker
+from warpbus.pool.daemon.host import LocalHost, Order
+from warpbus.pool.protocol.address import Address
+from warpbus.pool.protocol.address import address as read_address
+from warpbus.pool.protocol.control_channel import ControlChannel, Tell, need
+
+# A process may have to be started for an answer.
+_SECONDS = 240.0
+_SECONDS_FOR_A_REPORT = 10.0
+_PAUSE = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+async def ask(to: Address, token: str | None, question: Mapping[str, Any], tell: Tell | None = None) -> dict[str, Any]:
+    """Ask another daemon. If this is cancelled, the connection is closed.
+
+    Raises:
+        WarpbusError: what it answers with.
+        ConnectionLostError: it is gone.
+    """
+    loop = asyncio.get_running_loop()
+    control = await asyncio.to_thread(ControlChannel, to, token)
+
+    def told(answer: dict[str, Any]) -> None:
+        if tell is not None:
+            loop.call_soon_threadsafe(tell, answer)
+
+    try:
+        return await asyncio.to_thread(control.ask, question, told, timeout=_SECONDS)
+    finally:
+        control.close()
+
+
+class RemoteHost:
+    """A machine with another daemon. Its methods have the arguments, results and errors of `LocalHost`."""
+
+    def __init__(self, name: str, to: Address, token: str | None) -> None:
+        self.name = name
+        self._to = to
+        self._token = token
+
+    async def receive(self, order: Order) -> str:
+        return str((await self._ask(order.question()))["address"])
+
+    async def end(self, lease: str, why: str) -> None:
+        await self._ask({"do": "end", "lease": lease, "why": why})
+
+    async def call_off(self, lease: str, why: str) -> None:
+        await self._ask({"do": "call off", "lease": lease, "why": why})
+
+    async def send(self, lease: str, to: str, migration_token: bytes, tell: Tell) -> dict[str, Any]:
+        return await self._ask({"do": "send", "lease": lease, "to": to, "migration_token": migration_token}, tell)
+
+    async def save(self, lease: str, tell: Tell) -> dict[str, Any]:
+        return await self._ask({"do": "save", "lease": lease}, tell)
+
+    async def order(self, lease: str) -> Order | None:
+        found = (await self._ask({"do": "order", "lease": lease}))["order"]
+        return None if found is None else Order.read(found)
+
+    async def forget(self, lease: str) -> None:
+        await self._ask({"do": "forget", "lease": lease})
+
+    async def _ask(self, question: Mapping[str, Any], tell: Tell | None = None) -> dict[str, Any]:
+        return await ask(self._to, self._token, question, tell)
+
+
+async def obey(host: LocalHost, question: Mapping[str, Any], tell: Tell) -> dict[str, Any] | None:
+    """What `RemoteHost` asks for, done here; None if it is another kind of question.
+
+    Raises:
+        WarpbusError: as `LocalHost`; UsageError also if the question is malformed.
+    """
+    do = question.get("do")
+    if do == "receive":
+        return {"address": await host.receive(Order.read(question))}
+    if do not in ("end", "call off", "send", "save", "order", "forget"):
+        return None
+    lease = Order.checked(question)
+    if do == "end":
+        await host.end(lease, need(question, "why", str))
+    elif do == "call off":
+        await host.call_off(lease, need(question, "why", str))
+    elif do == "send":
+        return await host.send(lease, need(question, "to", str), need(question, "migration_token", bytes), tell)
+    elif do == "save":
+        return await host.save(lease, tell)
+    elif do == "order":
+        order = await host.order(lease)
+        return {"order": None if order is None else order.question()}
+    else:
+        await host.forget(lease)
+    return {}
+
+
+class Membership:
+    """This daemon in the pool of another one, which has the broker.
+
+    Args:
+        to: the other daemon.
+        token: an admin's there.
+        life: see `LocalBrokerStore.join`.
+        gpus: of this machine.
+    """
+
+    def __init__(self, to: Address, token: str | None, life: str, gpus: list[PoolGpu]) -> None:
+        self._to = to
+        self._token = token
+        self._life = life
+        self._gpus = gpus
+        self._news: list[dict[str, Any]] = []
+        self._control: ControlChannel | None = None
+
+    async def answer(self, question: Mapping[str, Any], asker: Asker, tell: Tell) -> dict[str, Any]:
+        """What the broker's daemon answers."""
+        who = {"tenant": asker.tenant.name, "role": asker.tenant.role, "address": asker.address}
+        return await ask(self._to, self._token, {**question, "for": who}, tell)
+
+    def lost(self, lease: str, why: str, *, arriving: bool) -> None:
+        """To be told with the next report."""
+        self._news.append({"lost": lease, "why": why, "arriving": arriving})
+
+    def arrived(self, lease: str) -> None:
+        """To be told with the next report."""
+        self._news.append({"arrived": lease})
+
+    async def _told(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask over the connection that is kept for reports."""
+        if self._control is None:
+            self._control = await asyncio.to_thread(ControlChannel, self._to, self._token)
+        try:
+            return await asyncio.to_thread(self._control.ask, question, timeout=_SECONDS_FOR_A_REPORT)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    async def report(self, host: LocalHost, measured: list[list[Any]]) -> None:
+        """Say what lives here, and end what ended there.
+
+        Args:
+            host: this machine's leases.
+            measured: of each GPU its name, the part of its time that it computes or None, and bytes in use.
+
+        Raises:
+            WarpbusError: it was not heard, or not understood; the news stay for the next report.
+        """
+        news = self._news
+        question = {
+            "do": "join",
+            "host": host.name,
+            "address": host.address,
+            "life": self._life,
+            "gpus": [{**asdict(gpu), "links": list(gpu.links)} for gpu in self._gpus],
+            "leases": [[lease, each.clients > 0, each.memory] for lease, each in host.tenancies.items()],
+            "news": list(news),
+            "measured": measured,
+        }
+        answer = await self._told(question)
+        del news[: len(question["news"])]
+        for lease in answer["end"]:
+            await host.end(str(lease), "it has ended in the pool: it was not heard of for too long")
+
+
+class HostReport(NamedTuple):
+    """What `Membership.report` says: leases are their ids, whether a client is connected, and bytes in use."""
+
+    measured: list[tuple[str, float | None, int]]
+    gpus: list[PoolGpu]
+    address: str
+    leases: list[tuple[str, bool, int | None]]
+    news: list[dict[str, Any]]
+
+
+def read_report(question: Mapping[str, Any]) -> HostReport:
+    """What another machine reports. Raises UsageError if it is malformed."""
+    try:
+        gpus = [PoolGpu(**{**gpu, "links": tuple(gpu["links"])}) for gpu in need(question, "gpus", list)]
+        for gpu in gpus:
+            for name, kind in (("name", str), ("host", str), ("index", int), ("model", str), ("memory", int)):
+                need({"do": "join", name: getattr(gpu, name)}, name, kind)
+        leases = [(str(lease), bool(connected), memory) for lease, connected, memory in need(question, "leases", list)]
+        news = [dict(each) for each in need(question, "news", list)]
+        measured = [(str(gpu), part, int(memory)) for gpu, part, memory in need(question, "measured", list)]
+    except (TypeError, KeyError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"join: the report is malformed ({error}): is the other machine's Warpbus older?") from None
+    return HostReport(measured, gpus, str(read_address(need(question, "address", str))), leases, news)
+
+
+async def find_broker(name: str, peers: tuple[Address, ...], token: str | None) -> Address | None:
+    """Where the broker of the pool is that the peers belong to; waits until one of them is there.
+
+    Where all peers wait as well, because each was told of the others, the one whose name comes first has the broker.
+
+    Args:
+        name: of this machine.
+        peers: of which one at least has to answer.
+        token: an admin's there.
+
+    Returns:
+        Its address, or None if this machine is the one.
+
+    Raises:
+        WarpbusError: a peer does not let this machine in.
+    """
+    told = False
+    while True:
+        waiting = []
+        for to in peers:
+            try:
+                answer = await ask(to, token, {"do": "broker"})
+            except ConnectionLostError:
+                continue
+            if answer["known"]:
+                at = to if answer["address"] is None else read_address(str(answer["address"]))
+                return replace(at, ca=to.ca)
+            waiting.append(str(answer["host"]))
+        if len(waiting) == len(peers) and name < min(waiting):
+            return None
+        if not told:
+            _log.warning("%s waits for one of its peers: %s", name, ", ".join(map(str, peers)))
+            told = True
+        await asyncio.sleep(_PAUSE)

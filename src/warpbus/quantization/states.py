@@ -1,0 +1,84 @@
+"""Calibration data on its way through a decoder, batch by batch: the inputs of the next layer."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from warpbus.dist import SHARES, Group
+from warpbus.models import ModelConfig
+from warpbus.models.layers import CausalAttention, Rotary, prompt_lengths
+from warpbus.quantization.calibration import Calibration
+
+COMPARED_TOKENS = 2**17
+"""Of more tokens than that the unquantized model sees about half: enough to tell where the inputs have drifted to."""
+
+
+@dataclass
+class States:
+    """A batch on its way through the decoder.
+
+    Attributes:
+        share: the share of all tokens that the batch belongs to.
+        x: what enters the next layer, `[batch, tokens, hidden]`.
+        original: what enters it in the unquantized model, where that runs alongside for this batch.
+        real: bool `[batch, tokens]`, false where there is padding; `None` where there is none. Padding is on the right,
+            so causal attention keeps it from what is real; it only has to be left out of the statistics.
+        positions: int64 `[batch, tokens]`.
+        angles: the rotary cosines and sines of these positions.
+        context: what each token attends to.
+    """
+
+    share: int
+    x: Tensor
+    original: Tensor | None
+    real: Tensor | None
+    positions: Tensor
+    angles: tuple[Tensor, Tensor]
+    context: CausalAttention = field(default_factory=CausalAttention)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """The rows `[tokens, features]` of `[batch, tokens, features]` that are no padding."""
+        return x.flatten(0, 1) if self.real is None else x[self.real]
+
+
+@torch.no_grad()
+def embed(
+    data: Calibration,
+    tokens: int,
+    embedding: Tensor,
+    config: ModelConfig,
+    group: Group,
+    dtype: torch.dtype,
+    *,
+    drift: bool,
+) -> list[States]:
+    """Look this process's shares of the tokens up in the embedding, batch by batch.
+
+    Args:
+        data: all sequences.
+        tokens: of a batch, at most. The batches and their shares do not depend on the number of processes.
+        embedding: `[vocabulary, hidden]`, which may be a file's map: for the CPU only rows are read. A GPU gets all of
+            it, which is less than the rows of many tokens.
+        config: of the model.
+        group: the processes.
+        dtype: of the states.
+        drift: whether the unquantized model is to run alongside.
+    """
+    rotary, embedding = Rotary(config.rope), embedding.to(group.device)
+    states = []
+    batches = data.batches(tokens)
+    for share in group.shares():
+        own = batches[len(batches) * share // SHARES : len(batches) * (share + 1) // SHARES]
+        compared = 0 if not drift else len(own) if data.tokens <= COMPARED_TOKENS else -(-len(own) // 2)
+        for place, batch in enumerate(own):
+            positions = torch.arange(batch.ids.shape[1], device=group.device).expand(batch.ids.shape)
+            x = embedding[batch.ids.to(group.device)].to(dtype)
+            original = x if place < compared else None
+            real = None if batch.real.all() else batch.real.to(group.device)
+            prompts = None
+            if config.prompt_end is not None:
+                prompts = prompt_lengths(batch.ids, config.prompt_end).to(group.device)
+            angles, context = rotary(positions, dtype, prompts), CausalAttention(prompts_bt=prompts)
+            states.append(States(share, x, original, real, positions, angles, context))
+    return states
