@@ -96,7 +96,7 @@ def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Ca
             heads=shape.heads,
             interleaved=shape.interleaved,
             limit=context,
-            settled=True,
+            inputs_ready=True,
         )
 
     def torch_attention(qkv: Tensor, q: Tensor, cache: _Cache, keys: Tensor, values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ norms its input first.
 import torch
 from torch import Tensor, nn
 
-from warpbus.cuda.lent import lent
+from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
@@ -40,7 +40,7 @@ def random_model(
         config: its shape; `warpbus.models.SHAPES` has those of well-known models.
         scheme: of the layers' matrices, whose codes are drawn at random; None: they are in `dtype`.
         device, dtype: where it lies, and of what is not quantized.
-        seed: the same one draws the same model on the same kind of device. On a lent one it becomes torch's own seed.
+        seed: the same one draws the same model on the same kind of device. On a remote one it becomes torch's own seed.
         head: the scheme of the head; None: it is in `dtype`. A tied one is then the embedding rounded, as `load_model`
             does it.
         embedding: where the embedding lies, if not on `device`.
@@ -96,8 +96,8 @@ class _RandomTensors:
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         self._device = device
         self._dtype = dtype
-        # A lent device has one generator, which the seed of all of this process's sets.
-        self._generator = None if lent(device) else torch.Generator(device).manual_seed(seed)
+        # A remote device has one generator, which the seed of all of this process's sets.
+        self._generator = None if remote_backend(device) else torch.Generator(device).manual_seed(seed)
         if self._generator is None:
             torch.manual_seed(seed)
 

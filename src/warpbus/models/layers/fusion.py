@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from warpbus.cuda.lent import lent
+from warpbus.cuda.remote import remote_backend
 from warpbus.kernels.ops.arguments import HALVES
 
 _OLDEST = (8, 0)  # compute capability that the kernels are written for
@@ -20,8 +20,8 @@ def gpu_has_kernels(device: torch.device) -> bool:
     """Whether a device is a GPU that the kernels support, or a pool device backed by one."""
     if device.type == "cuda":
         return _is_young_enough(device)
-    behind = lent(device)
-    capability = None if behind is None else behind.capability()
+    backend = remote_backend(device)
+    capability = None if backend is None else backend.capability()
     return capability is not None and capability >= _OLDEST
 
 

@@ -12,7 +12,7 @@ from torch._C import _acc
 from torch._ops import OpOverload
 from torch.utils import backend_registration
 
-from warpbus.cuda.lent import lend
+from warpbus.cuda.remote import register_remote_backend
 from warpbus.pool.client import attention, autocast, transfers
 from warpbus.pool.client.device_module import DeviceModule
 from warpbus.pool.client.dispatch import Operator
@@ -60,7 +60,7 @@ def register() -> torch.device:
     _keep(rest, *libraries.values())
     replace_storage_methods()
     torch.Generator = Generator  # type: ignore[misc]
-    lend(NAME, RemoteDevice())
+    register_remote_backend(NAME, RemoteDevice())
     return torch.device(NAME, 0)
 
 
