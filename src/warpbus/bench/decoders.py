@@ -110,7 +110,7 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
     settings = getattr(library, f"{name}Config")(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.layers[0].mlp.ffn_size,
+        intermediate_size=config.dense_mlp.ffn_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.attention.num_heads,
         num_key_value_heads=config.attention.num_kv_heads,

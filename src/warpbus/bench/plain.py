@@ -72,8 +72,8 @@ class Layer(nn.Module):
         self.qkv = linear(hidden, sum(config.attention.qkv_rows), config.attention.qkv_bias)
         self.o = linear(width, hidden, config.attention.output_bias)
         self.mlp_norm = PlainRMSNorm(hidden, config.norm.eps)
-        self.gate_up = linear(hidden, 2 * config.layers[0].mlp.ffn_size, False)
-        self.down = linear(config.layers[0].mlp.ffn_size, hidden, False)
+        self.gate_up = linear(hidden, 2 * config.dense_mlp.ffn_size, False)
+        self.down = linear(config.dense_mlp.ffn_size, hidden, False)
         for name in ("keys", "values"):
             self.register_buffer(
                 name, torch.randn(1, config.attention.num_kv_heads, capacity, config.attention.head_dim)

@@ -60,8 +60,8 @@ class _Attention(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.layers[0].mlp.ffn_size, bias=False)
-        self.down = nn.Linear(config.layers[0].mlp.ffn_size, config.hidden_size, bias=False)
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.dense_mlp.ffn_size, bias=False)
+        self.down = nn.Linear(config.dense_mlp.ffn_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
-from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MatrixSpec, NormSpec
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,18 @@ class ModelConfig:
         return self.layers[0].attention
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some layer is a mixture of experts."""
+        return any(isinstance(layer.mlp, MoESpec) for layer in self.layers)
+
+    @property
+    def dense_mlp(self) -> MLPSpec:
+        """The MLP of the first layer of a model without experts."""
+        mlp = self.layers[0].mlp
+        assert isinstance(mlp, MLPSpec)
+        return mlp
+
+    @property
     def norm(self) -> NormSpec:
         """The norms of the layers and the final norm."""
         return self.layers[0].norm
@@ -100,8 +112,7 @@ class ModelConfig:
         if not parameter.startswith("layers."):
             return None
         _, index, name = parameter.split(".", 2)
-        owner = name.rpartition(".")[0]
-        return next((matrix for matrix in self.layers[int(index)].matrices if matrix.name == owner), None)
+        return self.layers[int(index)].by_name.get(name.rpartition(".")[0])
 
     @cached_property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -128,7 +139,7 @@ class ModelConfig:
         head_dim: int | None = None,
         ffn_size: int | None = None,
     ) -> Self:
-        """The same model with the given sizes replaced.
+        """The same model with the given sizes replaced; `ffn_size` is that of the layers without experts.
 
         With fewer layers the first ones are kept; with more layers the last one is repeated.
         """
@@ -143,7 +154,7 @@ class ModelConfig:
                 layer,
                 hidden_size=hidden_size or layer.hidden_size,
                 attention=attention,
-                mlp=replace(layer.mlp, ffn_size=ffn_size or layer.mlp.ffn_size),
+                mlp=replace(layer.mlp, ffn_size=ffn_size) if ffn_size and isinstance(layer.mlp, MLPSpec) else layer.mlp,
             )
             for layer in self.layers
         )

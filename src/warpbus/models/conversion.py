@@ -12,6 +12,7 @@ from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, la
 from warpbus.formats.layout import WRITABLE
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
+from warpbus.models.layer_spec import MLPSpec
 from warpbus.models.loading import quantized_parameters, read_config, tensor_map
 from warpbus.models.padding import padded_size
 from warpbus.qtensor import Scheme
@@ -135,12 +136,15 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Conversio
             f"{model}: config.json declares quantization {source.name}, but no matrix is quantized: check that "
             "config.json belongs to these weights"
         )
-    sizes = {layer.mlp.ffn_size for layer in config.layers}
-    before = max(sizes)
-    ffn = padded_size(before, pad_ffn, _widest_group(config, schemes))
+    dense = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MLPSpec)]
+    sizes = {mlp.ffn_size for mlp in dense}
+    before = max(sizes, default=0)
+    if config.has_experts and pad_ffn not in (0, "0"):
+        raise UsageError(f"--pad-ffn {pad_ffn}: {model} is a mixture of experts, which are not padded: drop it")
+    ffn = before if config.has_experts else padded_size(before, pad_ffn, _widest_group(config, schemes))
     if ffn != before and len(sizes) > 1:
         raise UsageError(f"--pad-ffn {pad_ffn}: the layers of {model} have MLPs of different sizes: drop it")
-    if ffn != before and any(layer.mlp.bias for layer in config.layers):
+    if ffn != before and any(mlp.bias for mlp in dense):
         raise UsageError(f"--pad-ffn {pad_ffn}: the MLP of {model} has biases, which cannot be padded: drop it")
     if source.name == to and ffn == before:
         raise UsageError(f"{model}: is already in format {to}: there is nothing to convert")

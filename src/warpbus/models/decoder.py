@@ -5,15 +5,17 @@ from torch import Tensor, nn
 
 from warpbus.dist import Group
 from warpbus.models.config import ModelConfig, RopeConfig
-from warpbus.models.layer_spec import LayerSpec
+from warpbus.models.layer_spec import LayerSpec, MoESpec
 from warpbus.models.layers import (
     MLP,
     Attention,
     AttentionContext,
     CausalAttention,
     FusedAttention,
+    MoE,
     Norm,
     Rotary,
+    Routing,
     make_norm,
     project,
     prompt_lengths,
@@ -21,10 +23,10 @@ from warpbus.models.layers import (
 
 
 class DecoderLayer(nn.Module):
-    """One layer: attention, then MLP, each with a norm before it and, with `output_norms`, a norm after it.
+    """One layer: attention, then the MLP or experts, each with a norm before it and, with `output_norms`, one after it.
 
     Decoding, training and calibration run the same code: `forward` runs both sublayers; calibration runs them stage by
-    stage (`warpbus.models.layer_spec`) with `enter` and `leave`.
+    stage (`warpbus.models.layer_spec`) with `route`, `enter`, and `leave` or `feed_forward`.
 
     Attributes:
         spec: the table.
@@ -37,7 +39,7 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(spec, rope)
         self.attention_output_norm = self._output_norm()
         self.mlp_norm = make_norm(spec.norm, spec.hidden_size)
-        self.mlp = MLP(spec)
+        self.mlp: MLP | MoE = MoE(spec) if isinstance(spec.mlp, MoESpec) else _dense(spec, gated=spec.mlp.gated)
         self.mlp_output_norm = self._output_norm()
 
     def _output_norm(self) -> Norm | None:
@@ -53,10 +55,18 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         x_btd, norm, residual = self._entered(x_btd, self.attention_norm)
         inner = self.attention.inner(x_btd, layer, positions_bt, angles, context, norm=norm)
-        x_btd = _added(self.attention, inner, self.attention_output_norm, residual)
+        return self.feed_forward(_added(self.attention, inner, self.attention_output_norm, residual))
+
+    def feed_forward(self, x_btd: Tensor) -> Tensor:
+        """The output of the MLP sublayer from its input, both `[batch, tokens, hidden]`."""
         x_btd, norm, residual = self._entered(x_btd, self.mlp_norm)
-        inner = self.mlp.inner(x_btd, norm=norm)
-        return _added(self.mlp, inner, self.mlp_output_norm, residual)
+        if self.mlp_output_norm is None:
+            return self.mlp(x_btd, norm=norm, residual=residual)
+        return residual + self.mlp_output_norm(self.mlp(x_btd, norm=norm))
+
+    def route(self, x_btd: Tensor) -> Routing | None:
+        """The experts of the tokens of `x_btd`, the input of the MLP sublayer; None if the layer has no experts."""
+        return self.mlp.router(self.mlp_norm(x_btd).flatten(0, -2)) if isinstance(self.mlp, MoE) else None
 
     def enter(
         self,
@@ -66,6 +76,7 @@ class DecoderLayer(nn.Module):
         positions_bt: Tensor,
         angles: tuple[Tensor, Tensor],
         context: AttentionContext,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """The input of the matrices that read a stage.
 
@@ -73,19 +84,25 @@ class DecoderLayer(nn.Module):
             stage: one of `LayerSpec.stages`.
             x_btd: the input of the stage's sublayer.
             layer, positions_bt, angles, context: as `forward`.
+            tokens: the tokens that enter an expert's stage, int64 `[n]` of the flattened `[batch, tokens]`.
+
+        Returns:
+            `[batch, tokens, features]`; `[n, features]` for an expert's stage.
         """
         if stage == "attention.normed":
             return self.attention_norm(x_btd)
         if stage == "attention.attended":
             return self.attention.inner(x_btd, layer, positions_bt, angles, context, norm=self.attention_norm)
-        if stage == "mlp.normed":
-            return self.mlp_norm(x_btd)
-        if stage == "mlp.inner":
-            return self.mlp.inner(x_btd, norm=self.mlp_norm)
-        raise ValueError(f"stage {stage!r}: expected one of {', '.join(self.spec.stages)}")
+        branch, _, what = stage.rpartition(".")
+        x = x_btd if tokens is None else x_btd.flatten(0, -2)[tokens]
+        if what == "normed":
+            return self.mlp_norm(x)
+        mlp = self.get_submodule(branch)
+        assert isinstance(mlp, MLP)
+        return mlp.inner(x, norm=self.mlp_norm)
 
     def leave(self, sublayer: str, x_btd: Tensor, inner: Tensor) -> Tensor:
-        """The output of a sublayer.
+        """The output of a sublayer without experts.
 
         Args:
             sublayer: "attention" or "mlp".
@@ -95,6 +112,7 @@ class DecoderLayer(nn.Module):
         if sublayer == "attention":
             _, _, residual = self._entered(x_btd, self.attention_norm)
             return _added(self.attention, inner, self.attention_output_norm, residual)
+        assert isinstance(self.mlp, MLP)
         _, _, residual = self._entered(x_btd, self.mlp_norm)
         return _added(self.mlp, inner, self.mlp_output_norm, residual)
 
@@ -104,6 +122,12 @@ class DecoderLayer(nn.Module):
             return x_btd, norm, x_btd
         normed = norm(x_btd)
         return normed, None, normed * self.spec.normed_residual
+
+
+def _dense(spec: LayerSpec, *, gated: bool) -> MLP:
+    """The MLP of a layer without experts."""
+    (widening,), (down,) = spec.reading("mlp.normed"), spec.reading("mlp.inner")
+    return MLP(widening, down, gated=gated)
 
 
 def _added(sublayer: Attention | MLP, inner: Tensor, output_norm: Norm | None, residual: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from warpbus.cuda.remote import is_gpu
 from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
@@ -17,6 +18,7 @@ from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
 from warpbus.models.families.fields import Fields
+from warpbus.models.layer_spec import FLOAT32_PARAMETERS
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.parallel import Part, Put, Spans, copy_spans, joined, quantized_columns, quantized_rows
 from warpbus.models.placement import place, round_onto
@@ -126,6 +128,10 @@ def load_model(
         UsageError: the model cannot be sharded over so many processes, or a scheme does not fit a matrix.
     """
     config = read_config(checkpoint)
+    if config.has_experts and is_gpu(torch.device(device)):
+        raise UsageError(
+            f"{checkpoint.directory}: a mixture of experts runs only on the CPU in this version: use --device cpu"
+        )
     part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
@@ -258,7 +264,12 @@ class _Source:
         if self.config.tie_embeddings:
             expected.add(self.tied_head_name)
         extras = [name for name in self.checkpoint.names() if name not in expected]
-        extras = [name for name in extras if not (name.endswith(_KNOWN_EXTRAS) or self.is_zero_bias(name))]
+        ignores = BY_NAME[self.config.family].ignores
+        extras = [
+            name
+            for name in extras
+            if not (name.endswith(_KNOWN_EXTRAS) or ignores(self.config, name) or self.is_zero_bias(name))
+        ]
         if extras:
             shown = ", ".join(extras[:3]) + (f" and {len(extras) - 3} more" if len(extras) > 3 else "")
             raise CheckpointError(
@@ -344,11 +355,12 @@ class _Source:
         return rows, *(part.columns(parameter, shape[1]) if len(shape) == 2 else (0, None))
 
     def read_plain(self, parameter: str, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
-        """The parameter in `dtype` on `device`, its parts stacked."""
+        """The parameter on `device`, in `dtype` or what its table says, its parts stacked."""
         rows, width, columns = self.spans(parameter, shape)
         for name, count, _ in rows:
             self.check(name, (count, width) if columns else (count,))
-        stacked = torch.empty(shape, dtype=self.dtype, device=device)
+        dtype = torch.float32 if parameter.endswith(FLOAT32_PARAMETERS) else self.dtype
+        stacked = torch.empty(shape, dtype=dtype, device=device)
         put: Put = torch.Tensor.copy_ if self.staging is None or stacked.device.type == "cpu" else self.staging.put
         parts = stacked.split([sum(span.size for span in spans) for _, _, spans in rows])
         for (name, _, spans), target in zip(rows, parts, strict=True):

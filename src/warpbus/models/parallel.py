@@ -32,7 +32,7 @@ from warpbus.dist import Group
 from warpbus.errors import UsageError
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
-from warpbus.models.layer_spec import Axis, LayerSpec
+from warpbus.models.layer_spec import Axis, LayerSpec, MLPSpec, MoESpec
 from warpbus.models.layers.parallel import RowParallel, VocabularyParallel
 from warpbus.models.padding import blank_matrix, slices
 from warpbus.qtensor import QTensor
@@ -105,20 +105,22 @@ class Part:
         return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)))
 
     def _layer(self, whole: LayerSpec) -> LayerSpec:
-        # The all-reduce adds the bias of every process: only one of them may have it.
-        has_bias = self.rank == 0
         attention = replace(
             whole.attention,
             num_heads=sum(span.size for span in self._queries),
             num_kv_heads=len(self._queries),
-            output_bias=whole.attention.output_bias and has_bias,
+            output_bias=whole.attention.output_bias and self.rank == 0,  # the all-reduce adds that of every process
         )
-        mlp = replace(
-            whole.mlp,
-            ffn_size=sum(span.size for span in self._shard(whole.mlp.ffn_size)),
-            output_bias=whole.mlp.output_bias and has_bias,
-        )
+        if isinstance(whole.mlp, MLPSpec):
+            return replace(whole, attention=attention, mlp=self._mlp(whole.mlp))
+        shared = None if whole.mlp.shared is None else self._mlp(whole.mlp.shared)
+        mlp = replace(whole.mlp, expert=self._mlp(whole.mlp.expert), shared=shared)
         return replace(whole, attention=attention, mlp=mlp)
+
+    def _mlp(self, whole: MLPSpec) -> MLPSpec:
+        """This part's shard of a dense MLP or of an expert."""
+        size = sum(span.size for span in self._shard(whole.ffn_size))
+        return replace(whole, ffn_size=size, output_bias=whole.output_bias and self.rank == 0)
 
     @cached_property
     def vocabulary(self) -> tuple[range, ...]:
@@ -187,11 +189,10 @@ class Part:
         """Add the collectives to a loaded decoder of this part, so that `group` together computes the whole decoder."""
         group = model.group = group.linked()
         for layer, spec in zip(model.layers, self.whole.layers, strict=True):
-            for matrix in spec.matrices:
-                if matrix.is_row_parallel:
-                    parent, _, name = matrix.name.rpartition(".")
-                    owner = layer.get_submodule(parent)
-                    owner.add_module(name, RowParallel(owner.get_submodule(name), group))
+            for path in _reduced(spec):
+                parent, _, name = path.rpartition(".")
+                owner = layer.get_submodule(parent)
+                owner.add_module(name, RowParallel(owner.get_submodule(name), group))
         scoring = [len(tokens) for tokens in self.vocabulary]
         model.add_module("head", VocabularyParallel(model.head, group, scoring))
 
@@ -230,6 +231,17 @@ class Part:
             if min(widths) > 0 and max(widths) * self.world <= _SLACK * size:
                 break
         return (Span(bounds[self.rank], bounds[self.rank + 1]),)
+
+
+def _reduced(spec: LayerSpec) -> list[str]:
+    """The modules of a layer whose outputs are partial sums: of experts only the sum of all."""
+    routed = isinstance(spec.mlp, MoESpec)
+    found = [
+        matrix.name
+        for matrix in spec.matrices
+        if matrix.is_row_parallel and not (routed and matrix.name.startswith("mlp."))
+    ]
+    return found + (["mlp.output"] if routed else [])
 
 
 def _axes(config: ModelConfig, name: str) -> Iterator[Axis]:

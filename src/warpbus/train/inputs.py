@@ -68,6 +68,8 @@ def weight_files(directory: Path) -> Iterator[Path]:
 
 def _check_fit(checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSettings) -> None:
     model = checkpoint.directory
+    if config.has_experts:
+        raise UsageError(f"{model}: a mixture of experts cannot be trained in this version: use a dense model")
     if read_schemes(checkpoint.config).distinct():
         if settings.method == "full":
             raise UsageError(

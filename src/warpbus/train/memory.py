@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
 from warpbus.models.config import ModelConfig
 from warpbus.models.cost import MemoryNeed, packed_bytes
-from warpbus.models.layer_spec import LayerSpec
+from warpbus.models.layer_spec import LayerSpec, MLPSpec
 from warpbus.qtensor import Scheme
 from warpbus.train.fp8 import fits
 from warpbus.train.lora import check_lora
@@ -134,7 +134,7 @@ def _held(config: ModelConfig, settings: TrainingSettings, scheme: Scheme | None
     for name, shape in config.parameters.items():
         matrix = config.matrix(name) if name.endswith(".weight") else None
         if matrix is not None and scheme is not None:
-            packed += matrix.copies * packed_bytes(scheme, *matrix.shape)
+            packed += packed_bytes(scheme, *matrix.shape)
         elif matrix is not None and settings.fp8 and fits(*matrix.shape):
             packed += 2 * _BYTE * matrix.num_weights + _FLOAT
         else:
@@ -212,6 +212,7 @@ class _LayerActivations:
         self, spec: LayerSpec, config: ModelConfig, settings: TrainingSettings, half: int, *, shared: bool
     ) -> None:
         full = settings.method == "full"
+        assert isinstance(spec.mlp, MLPSpec)  # experts are refused when the inputs are read
         self.stream = _FLOAT if full and not shared else half
         qkv, o, self.widening, down = spec.matrices
         names = [matrix.name for matrix in spec.matrices]

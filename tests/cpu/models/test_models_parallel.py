@@ -30,6 +30,9 @@ GLM = HF | WIDE | {"intermediate_size": 256}
 GLM4 = GLM | {"model_type": "glm4", "num_key_value_heads": 4}
 LLAMA = GLM | {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 8}
 QWEN3 = GLM | {"model_type": "qwen3", "intermediate_size": 160}
+MOE = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+GLM4_MOE = GLM | MOE | {"model_type": "glm4_moe", "n_routed_experts": 5, "num_key_value_heads": 4}
+QWEN3_MOE = GLM | MOE | {"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 2}
 CHATGLM1 = CHATGLM6B | {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 45}
 CHATGLM2 = CHATGLM | {"hidden_size": 128, "num_attention_heads": 8, "padded_vocab_size": 45}
 
@@ -90,6 +93,8 @@ def same_logits(directory: Path, world: int, tolerance: float = 1e-5, **options:
         (CHATGLM2, "compressed-tensors", "w8a16-asym"),
         (LLAMA, "awq", "w4a16-g64-asym"),
         (QWEN3, "compressed-tensors", "w2a16-g32-asym"),
+        (GLM4_MOE, "compressed-tensors", "w4a16-g32"),
+        (QWEN3_MOE, "gptq", "w4a16-g32"),
     ],
 )
 def test_logits_of_quantized_models(tmp_path: Path, values: dict[str, Any], form: str, scheme: str, world: int) -> None:
@@ -98,7 +103,7 @@ def test_logits_of_quantized_models(tmp_path: Path, values: dict[str, Any], form
         assert isinstance(model.layers[0].mlp.down.part, QuantizedLinear)
 
 
-@pytest.mark.parametrize("values", [GLM, GLM4, LLAMA, QWEN3, CHATGLM1, CHATGLM2])
+@pytest.mark.parametrize("values", [GLM, GLM4, LLAMA, QWEN3, CHATGLM1, CHATGLM2, GLM4_MOE, QWEN3_MOE])
 def test_logits_of_plain_models(tmp_path: Path, values: dict[str, Any]) -> None:
     directory = write_files(tmp_path / "model", values, plain_tensors(values, torch.float32))
     for model in same_logits(directory, 3):
