@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run
 from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.records import Parameter
@@ -96,7 +96,7 @@ def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Ca
             heads=shape.heads,
             interleaved=shape.interleaved,
             limit=context,
-            settled=True,
+            inputs_ready=True,
         )
 
     def torch_attention(qkv: Tensor, q: Tensor, cache: _Cache, keys: Tensor, values: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _case(run: Run, shape: _Shape, variant: str, context: int, batch: int) -> Ca
         floor_seconds=moved / copy_bandwidth(run.device),
         make=make,
         ours=ours,
-        rivals=[Rival("SDPA", torch.__version__, torch_attention)],
+        rivals=[PeerContender("SDPA", torch.__version__, torch_attention)],
         touched=moved,
     )
 

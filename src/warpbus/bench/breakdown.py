@@ -19,7 +19,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """Launches of one name and role.
 
     Attributes:
@@ -48,7 +48,7 @@ def launches(step: Callable[[], object]) -> list[Launch]:
     return sorted(found, key=lambda each: each.start)
 
 
-def breakdown(found: Sequence[Launch], roles: Mapping[str, Sequence[tuple[str, float]]]) -> list[Row]:
+def breakdown(found: Sequence[Launch], roles: Mapping[str, Sequence[tuple[str, float]]]) -> list[KernelRow]:
     """Sum up the launches of a step.
 
     Args:
@@ -59,7 +59,7 @@ def breakdown(found: Sequence[Launch], roles: Mapping[str, Sequence[tuple[str, f
         The rows, the longest first; their `own` adds up to the whole step, in which the GPU may also have waited.
     """
     counts: dict[str, int] = {}
-    rows: dict[str, Row] = {}
+    rows: dict[str, KernelRow] = {}
     ended = found[0].start if found else 0.0
     for launch in found:
         own, ended = max(launch.end - ended, 0.0), max(ended, launch.end)
@@ -69,13 +69,13 @@ def breakdown(found: Sequence[Launch], roles: Mapping[str, Sequence[tuple[str, f
                 role, least = turns[counts.get(part, 0) % len(turns)]
                 counts[part] = counts.get(part, 0) + 1
                 name = f"{part} {role}".strip()
-        row = rows.get(name, Row(name, 0, 0.0, None if least is None else 0.0))
+        row = rows.get(name, KernelRow(name, 0, 0.0, None if least is None else 0.0))
         total = None if row.least is None or least is None else row.least + least
-        rows[name] = Row(name, row.count + 1, row.own + own, total)
+        rows[name] = KernelRow(name, row.count + 1, row.own + own, total)
     return sorted(rows.values(), key=lambda row: -row.own)
 
 
-def described(rows: Sequence[Row]) -> str:
+def described(rows: Sequence[KernelRow]) -> str:
     """The rows as lines of text."""
     whole = sum(row.own for row in rows)
     lines = [f"{'kernel':{_NAME_WIDTH}} {'launches':>8} {'us':>8} {'share':>6} {'least us':>9}"]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import warpbus
 from warpbus.bench.records import Parameter, Peer, Record, now, ratio
-from warpbus.bench.timing import FULL, QUICK, Call, Effort, Inputs, Timing, measure
+from warpbus.bench.timing import FULL, QUICK, Call, Inputs, Timing, TimingEffort, measure
 from warpbus.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _UNITS = {
 
 
 @dataclass(frozen=True)
-class Rival:
+class PeerContender:
     """A peer that is about to be measured.
 
     Either `call` takes turns with ours on the same inputs, or `alone` gives a timing that was taken without ours, for
@@ -66,7 +66,7 @@ class Case:
     floor_seconds: float | None
     make: Callable[[], Inputs]
     ours: Call
-    rivals: Sequence[Rival]
+    rivals: Sequence[PeerContender]
     touched: int | None = None
 
     def value(self, seconds: float) -> float:
@@ -119,7 +119,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def effort(self) -> Effort:
+    def effort(self) -> TimingEffort:
         """How long each case is measured."""
         return QUICK if self.quick else FULL
 
@@ -308,25 +308,25 @@ def versions() -> dict[str, str]:
     return found
 
 
-def torch_rival(call: Call) -> Rival:
+def torch_rival(call: Call) -> PeerContender:
     """torch doing the same elementwise work beside ours."""
-    return Rival("torch", torch.__version__, call)
+    return PeerContender("torch", torch.__version__, call)
 
 
-def cublas_rival(call: Call) -> Rival:
+def cublas_rival(call: Call) -> PeerContender:
     """cuBLAS, called through torch, beside ours."""
     version = distribution("nvidia-cublas", "nvidia-cublas-cu12")
-    return Rival("cuBLAS", version or f"of CUDA {torch.version.cuda}", call)
+    return PeerContender("cuBLAS", version or f"of CUDA {torch.version.cuda}", call)
 
 
-def cublas_vector_rival() -> Rival:
+def cublas_vector_rival() -> PeerContender:
     """cuBLAS multiplying a weight with one row, as a model does that calls `F.linear` on one token."""
     return cublas_rival(lambda weight, x: F.linear(x[None], weight))
 
 
-def cpu_rival(alone: Callable[[], Timing]) -> Rival:
+def cpu_rival(alone: Callable[[], Timing]) -> PeerContender:
     """torch on the CPU, measured by itself."""
-    return Rival("torch CPU", f"{torch.__version__}, {torch.get_num_threads()} threads", alone=alone)
+    return PeerContender("torch CPU", f"{torch.__version__}, {torch.get_num_threads()} threads", alone=alone)
 
 
 def distribution(*names: str) -> str | None:

@@ -110,7 +110,7 @@ def transformers_model(config: ModelConfig, device: torch.device) -> Any:
     settings = getattr(library, f"{name}Config")(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.layers[0].mlp.ffn_size,
+        intermediate_size=config.dense_mlp.ffn_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.attention.num_heads,
         num_key_value_heads=config.attention.num_kv_heads,
@@ -136,7 +136,7 @@ def transformers(config: ModelConfig, device: torch.device) -> Generate:
     model = transformers_model(config, device)
 
     def generate(prompt: int, tokens: int) -> float:
-        watch = _Stopwatch()
+        watch = _TokenTimes()
         model.generate(
             torch.tensor([random_prompt(config, prompt)], device=device),
             attention_mask=torch.ones(1, prompt, dtype=torch.long, device=device),
@@ -150,7 +150,7 @@ def transformers(config: ModelConfig, device: torch.device) -> Generate:
     return generate
 
 
-class _Stopwatch:
+class _TokenTimes:
     """What transformers hands the prompt to, and then every token as it is chosen."""
 
     def __init__(self) -> None:

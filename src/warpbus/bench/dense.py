@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cublas_rival, cublas_vector_rival, torch_rival
+from warpbus.bench.cases import (
+    Benchmark,
+    Case,
+    PeerContender,
+    Plot,
+    Run,
+    cublas_rival,
+    cublas_vector_rival,
+    torch_rival,
+)
 from warpbus.bench.ceilings import matrix_rate, read_bandwidth
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.records import Parameter
@@ -140,7 +149,7 @@ def _sigmoid_layer(run: Run, n: int, m: int, variant: str) -> Case:
     rivals = [torch_rival(_eager)]
     compiled = _compiled(run, *make())
     if compiled is not None:
-        rivals.append(Rival("torch.compile", torch.__version__, compiled))
+        rivals.append(PeerContender("torch.compile", torch.__version__, compiled))
     return Case(
         parameters={"m": m, "n": n, "k": n, "dtype": dtype_name(dtype), "variant": variant},
         metric="time",

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cpu_rival, torch_rival
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cpu_rival, torch_rival
 from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.timing import Inputs, Timing, measure
 from warpbus.kernels.ops.elementwise import VECTOR_ADD_VARIANTS, vector_add
@@ -66,7 +66,7 @@ def _on_cpu(run: Run, n: int) -> Case:
         floor_seconds=moved / copy_bandwidth(run.device),
         make=make,
         ours=lambda a, b, c, d: vector_add(a, b),
-        rivals=[Rival("numpy", np.__version__, lambda a, b, c, d: np.add(c, d))],
+        rivals=[PeerContender("numpy", np.__version__, lambda a, b, c, d: np.add(c, d))],
     )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cpu_rival, cublas_rival, cublas_vector_rival
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cpu_rival, cublas_rival, cublas_vector_rival
 from warpbus.bench.ceilings import matrix_rate, read_bandwidth
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.timing import Inputs, Timing, measure
@@ -74,7 +74,7 @@ def _matmul_on_cpu(run: Run, n: int) -> Case:
         floor_seconds=2 * n**3 / matrix_rate(run.device, torch.float32),
         make=make,
         ours=lambda a, b, c, d: matmul(a, b, next(iter(MATMUL_RUNGS))),
-        rivals=[Rival("numpy", np.__version__, lambda a, b, c, d: np.matmul(c, d))],
+        rivals=[PeerContender("numpy", np.__version__, lambda a, b, c, d: np.matmul(c, d))],
     )
 
 

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,6 +12,7 @@ from warpbus.bench.ceilings import copy_bandwidth
 from warpbus.bench.data import dtype_name
 from warpbus.bench.decode import step_bytes
 from warpbus.bench.decoders import decode_once
+from warpbus.bench.options import ParallelBenchOptions
 from warpbus.bench.serving import SMALL, SMALL_SHAPE
 from warpbus.dist import SHARES, Group, Send, launch
 from warpbus.engine.engine import Engine
@@ -25,26 +25,7 @@ _TOKENS, _QUICK_TOKENS = 128, 16
 _ROUNDS, _QUICK_ROUNDS = 5, 2
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is decoded, and by how many.
-
-    Attributes:
-        shape: one of `SHAPES`, or `SMALL`; by default that on the CPU, glm-4-9b on GPUs.
-        layers: in place of the shape's.
-        scheme: of the layers; None: in 16 bits.
-        counts: of GPUs (on the CPU: processes), rising; by default 1, 2, 4, ... as there are.
-        tokens: generated in each round.
-    """
-
-    shape: str | None = None
-    layers: int | None = None
-    scheme: str | None = None
-    counts: tuple[int, ...] = ()
-    tokens: int | None = None
-
-
-def parallel_benchmark(work: Work, progress: Progress = lambda what, done, total: None) -> Benchmark:
+def parallel_benchmark(work: ParallelBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
     """The benchmark of some work; `progress` is told of each number of GPUs."""
     return Benchmark(
         "parallel",
@@ -55,7 +36,7 @@ def parallel_benchmark(work: Work, progress: Progress = lambda what, done, total
     )
 
 
-def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
+def _cases(run: Run, work: ParallelBenchOptions, progress: Progress) -> list[Task]:
     shapes = {**SHAPES, SMALL: SMALL_SHAPE}
     shape = work.shape or ("glm-4-9b" if run.on_gpu else SMALL)
     if shape not in shapes:

@@ -45,7 +45,7 @@ class Int4Linear(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
-class RMSNorm(nn.Module):
+class PlainRMSNorm(nn.Module):
     """As the models' own, for one row."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -68,12 +68,12 @@ class Layer(nn.Module):
         super().__init__()
         hidden, width = config.hidden_size, config.attention.width
         self.config = config
-        self.attention_norm = RMSNorm(hidden, config.norm.eps)
+        self.attention_norm = PlainRMSNorm(hidden, config.norm.eps)
         self.qkv = linear(hidden, sum(config.attention.qkv_rows), config.attention.qkv_bias)
         self.o = linear(width, hidden, config.attention.output_bias)
-        self.mlp_norm = RMSNorm(hidden, config.norm.eps)
-        self.gate_up = linear(hidden, 2 * config.layers[0].mlp.ffn_size, False)
-        self.down = linear(config.layers[0].mlp.ffn_size, hidden, False)
+        self.mlp_norm = PlainRMSNorm(hidden, config.norm.eps)
+        self.gate_up = linear(hidden, 2 * config.dense_mlp.ffn_size, False)
+        self.down = linear(config.dense_mlp.ffn_size, hidden, False)
         for name in ("keys", "values"):
             self.register_buffer(
                 name, torch.randn(1, config.attention.num_kv_heads, capacity, config.attention.head_dim)
@@ -112,7 +112,7 @@ class PlainDecoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, capacity, linear) for _ in range(config.num_layers))
-        self.final_norm = RMSNorm(config.hidden_size, config.norm.eps)
+        self.final_norm = PlainRMSNorm(config.hidden_size, config.norm.eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         dim = config.rope.rotary_dim
         angles = torch.arange(capacity)[:, None] * config.rope.theta ** (-torch.arange(0, dim, 2) / dim)

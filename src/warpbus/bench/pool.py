@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
+from warpbus.bench.options import PoolBenchOptions
 from warpbus.bench.pool_plot import WAIT, pool_figure
-from warpbus.bench.pool_processes import Place, daemon, do, echo, link, tenants, why_no_links
+from warpbus.bench.pool_processes import ClientLocation, daemon, do, echo, link, tenants, why_no_links
 from warpbus.bench.pool_training import SMALL_GPT, GptShape
 from warpbus.bench.records import Parameter
 from warpbus.bench.report import say
@@ -33,7 +34,7 @@ _GIGABITS = (1.0, 10.0)
 
 
 @dataclass(frozen=True)
-class Effort:
+class PoolEffort:
     """How much is measured.
 
     Attributes:
@@ -62,7 +63,7 @@ class Effort:
     moves: int
 
 
-FULL = Effort(
+FULL = PoolEffort(
     rounds=5,
     nbytes=256 << 20,
     gpts=(GptShape(), GptShape(context=1024, batch=32)),
@@ -78,7 +79,7 @@ FULL = Effort(
     moves=3,
 )
 QUICK = replace(FULL, rounds=2, gpts=FULL.gpts[:1], steps=5, tokens=32, states=(64 << 20, 1 << 30), moves=2)
-LITTLE = Effort(
+LITTLE = PoolEffort(
     rounds=3,
     nbytes=32 << 20,
     gpts=(SMALL_GPT,),
@@ -96,22 +97,7 @@ LITTLE = Effort(
 """On the CPU."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is measured.
-
-    Attributes:
-        parts: of `PARTS`; empty is all.
-        gigabits: rates of the links between namespaces.
-        shape: of the model that decodes; one of `SHAPES`, or `SMALL`.
-    """
-
-    parts: tuple[str, ...] = ()
-    gigabits: tuple[float, ...] = _GIGABITS
-    shape: str | None = None
-
-
-def pool_benchmark(work: Work, progress: Progress = lambda what, done, total: None) -> Benchmark:
+def pool_benchmark(work: PoolBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
     """The benchmark of some work; `progress` is told of each case.
 
     Raises:
@@ -131,9 +117,9 @@ def pool_benchmark(work: Work, progress: Progress = lambda what, done, total: No
     )
 
 
-def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
+def _cases(run: Run, work: PoolBenchOptions, progress: Progress) -> list[Task]:
     effort = (QUICK if run.quick else FULL) if run.on_gpu else LITTLE
-    measured = _Measured(run, replace(effort, shape=work.shape or effort.shape), work)
+    measured = _PoolMeasurements(run, replace(effort, shape=work.shape or effort.shape), work)
     steps: dict[str, Callable[[], list[Result]]] = {
         "operators": measured.operators,
         "transfers": measured.transfers,
@@ -154,18 +140,18 @@ def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
     return [partial(one, place, name) for place, name in enumerate(wanted)]
 
 
-class _Measured:
+class _PoolMeasurements:
     """Each method measures a part and gives its rows."""
 
-    def __init__(self, run: Run, effort: Effort, work: Work) -> None:
+    def __init__(self, run: Run, effort: PoolEffort, work: PoolBenchOptions) -> None:
         self.run, self.effort, self.work = run, effort, work
         self.here = f"torch on {'this GPU' if run.on_gpu else 'this CPU'}"
 
     @contextmanager
-    def on_loopback(self, *flags: str) -> Iterator[Place]:
+    def on_loopback(self, *flags: str) -> Iterator[ClientLocation]:
         """A daemon on this machine."""
         with daemon("--spare", "1", *flags) as address:
-            yield Place(address)
+            yield ClientLocation(address)
 
     def operators(self) -> list[Result]:
         """What an operator costs the client that it does not read, and a read."""
@@ -247,7 +233,9 @@ class _Measured:
             ),
         ]
 
-    def _train(self, place: Place, device: str | None, gpt: GptShape, recorded: bool = False) -> dict[str, Any]:
+    def _train(
+        self, place: ClientLocation, device: str | None, gpt: GptShape, recorded: bool = False
+    ) -> dict[str, Any]:
         effort = self.effort
         return do(
             "training",
@@ -285,7 +273,7 @@ class _Measured:
         )
         return [self._token(found, found["seconds"]["local"], LOOPBACK)]
 
-    def _generate(self, place: Place, device: str | None) -> dict[str, Any]:
+    def _generate(self, place: ClientLocation, device: str | None) -> dict[str, Any]:
         effort = self.effort
         wanted = {name: getattr(effort, name) for name in ("shape", "scheme", "prompt", "tokens", "rounds")}
         return do("decode", place, device=device, **wanted, half=self.run.on_gpu)
@@ -335,7 +323,7 @@ class _Measured:
                 self.run.note(f"shares by {sharing} were left out: {error}")
         return rows
 
-    def _shared(self, place: Place, sharing: str) -> list[Result]:
+    def _shared(self, place: ClientLocation, sharing: str) -> list[Result]:
         effort = self.effort
         wanted = {"memory": effort.memory, "side": effort.side, "dtype": "bfloat16", "seconds": effort.seconds}
         rate = 2 * effort.side**3 / 1e12
@@ -378,7 +366,7 @@ class _Measured:
         return rows
 
     @contextmanager
-    def _two_gpus(self) -> Iterator[tuple[Place, list[str]]]:
+    def _two_gpus(self) -> Iterator[tuple[ClientLocation, list[str]]]:
         """Two GPUs of one daemon; where there is one, or none, two daemons of one pool."""
         if self.run.on_gpu and torch.cuda.device_count() > 1:
             with self.on_loopback("--name", "bench") as place:

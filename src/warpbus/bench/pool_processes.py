@@ -23,7 +23,7 @@ _BURST_SECONDS = 0.001  # of a shaped link: at its rate, the bytes that may come
 
 
 @dataclass(frozen=True)
-class Place:
+class ClientLocation:
     """Where processes run, and how a client there reaches a daemon.
 
     Attributes:
@@ -51,7 +51,7 @@ def daemon(*flags: str, prefix: Sequence[str] = ()) -> Iterator[str]:
             yield address
 
 
-def do(job: str, place: Place, **arguments: Any) -> dict[str, Any]:
+def do(job: str, place: ClientLocation, **arguments: Any) -> dict[str, Any]:
     """What a job of `pool_client` gives.
 
     Raises:
@@ -82,7 +82,7 @@ class Tenants:
 
 
 @contextmanager
-def tenants(place: Place, shares: Sequence[float], **arguments: Any) -> Iterator[Tenants]:
+def tenants(place: ClientLocation, shares: Sequence[float], **arguments: Any) -> Iterator[Tenants]:
     """Tenants with these shares, which start at the same time.
 
     Raises:
@@ -111,7 +111,7 @@ def echo() -> Iterator[int]:
             process.kill()
 
 
-def _client(job: str, place: Place, arguments: dict[str, Any]) -> subprocess.Popen[str]:
+def _client(job: str, place: ClientLocation, arguments: dict[str, Any]) -> subprocess.Popen[str]:
     asked = json.dumps({"address": place.address, **arguments})
     return subprocess.Popen(
         [*place.prefix, sys.executable, "-m", "warpbus.bench.pool_client", job, asked],
@@ -172,7 +172,7 @@ def why_no_links() -> str | None:
 
 
 @contextmanager
-def link(gigabits: float, *flags: str) -> Iterator[Place]:
+def link(gigabits: float, *flags: str) -> Iterator[ClientLocation]:
     """A daemon with these flags behind a link of so many Gbit/s: TLS and a token, as between machines.
 
     Both ends are network namespaces, and a token bucket filter shapes what each sends (tc-tbf(8)).
@@ -203,7 +203,7 @@ def link(gigabits: float, *flags: str) -> Iterator[Place]:
             guarded = ("--certificate", str(certificate), "--key", str(key), "--tokens", str(tokens))
             inside = ("ip", "netns", "exec")
             with daemon("--host", _SERVER, *guarded, *flags, prefix=(*inside, server)) as address:
-                yield Place(f"{address}?ca={certificate}", (*inside, client), {"WARPBUS_POOL_TOKEN": token})
+                yield ClientLocation(f"{address}?ca={certificate}", (*inside, client), {"WARPBUS_POOL_TOKEN": token})
         finally:
             for name in made:
                 subprocess.run(["ip", "netns", "delete", name], capture_output=True)

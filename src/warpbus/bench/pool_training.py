@@ -46,7 +46,7 @@ class GptShape:
 SMALL_GPT = GptShape(vocabulary=512, width=128, layers=2, heads=4, context=64, batch=4, autocast=False)
 
 
-class _Layer(nn.Module):
+class _GptLayer(nn.Module):
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
         self.heads = shape.heads
@@ -70,7 +70,7 @@ class Gpt(nn.Module):
         torch.manual_seed(7)
         self.token = nn.Embedding(shape.vocabulary, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(_GptLayer(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         nn.init.normal_(self.token.weight, std=0.02)
 

@@ -13,6 +13,7 @@ import torch
 import warpbus
 from warpbus.bench import compressor
 from warpbus.bench.cases import WHOLE, Benchmark, Plot, Progress, Result, Run, Task, distribution
+from warpbus.bench.options import QuantizeBenchOptions
 from warpbus.bench.quantization_floors import Floors
 from warpbus.bench.quantization_process import Timed, timed_run
 from warpbus.bench.records import Parameter
@@ -30,31 +31,7 @@ _DTYPE = torch.float16
 _SHORTEST = 1e-6  # seconds: a record holds no zero
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is quantized, and how often.
-
-    Attributes:
-        shape: one of `SHAPES`.
-        layers: in place of the shape's.
-        counts: how many GPUs (on the CPU: processes) share the work, rising; by default 1, and all that there are.
-        samples, seqlen: random sequences to calibrate on, and the tokens of each.
-        scheme: see `Scheme`.
-        algorithm: one of `METHODS`.
-        directory: where models are written, by default where the system has its temporary files.
-    """
-
-    shape: str = "chatglm2-6b"
-    layers: int | None = None
-    counts: tuple[int, ...] = ()
-    samples: int = 128
-    seqlen: int = 2048
-    scheme: str = "w4a16-g128"
-    algorithm: str = "gptq"
-    directory: Path | None = None
-
-
-def quantize_benchmark(work: Work, progress: Progress = lambda what, done, total: None) -> Benchmark:
+def quantize_benchmark(work: QuantizeBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
     """The benchmark of some work; `progress` is told of each run's matrices."""
     return Benchmark(
         "quantize",
@@ -65,19 +42,7 @@ def quantize_benchmark(work: Work, progress: Progress = lambda what, done, total
     )
 
 
-def parse_counts(text: str, option: str = "gpus") -> tuple[int, ...]:
-    """Numbers separated by commas.
-
-    Raises:
-        UsageError: if they are none.
-    """
-    pieces = text.split(",")
-    if not all(piece.isascii() and piece.isdigit() for piece in pieces):
-        raise UsageError(f"--{option} {text}: expected whole numbers separated by commas, 1,2,4 for instance")
-    return tuple(sorted(set(map(int, pieces))))
-
-
-def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
+def _cases(run: Run, work: QuantizeBenchOptions, progress: Progress) -> list[Task]:
     """One piece of work: what was written once is read by all runs, and the first one's result compared with others."""
     if work.shape not in SHAPES:
         raise UsageError(f"--shape {work.shape}: there is no such shape: choose among {', '.join(SHAPES)}")
@@ -100,7 +65,7 @@ def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
     return [partial(_measure, run, work, counts, progress)]
 
 
-def _measure(run: Run, work: Work, counts: tuple[int, ...], progress: Progress) -> list[Result]:
+def _measure(run: Run, work: QuantizeBenchOptions, counts: tuple[int, ...], progress: Progress) -> list[Result]:
     parent = Path(tempfile.gettempdir()) if work.directory is None else work.directory
     if not parent.is_dir():
         raise UsageError(f"--directory {parent}: there is no such directory: make it or name another")
@@ -136,7 +101,7 @@ def _measure(run: Run, work: Work, counts: tuple[int, ...], progress: Progress) 
                 progress=partial(progress, name),
             )
             base = timed if base is None else base
-            rows = _Rows(run, work, count, f"warpbus, {_named(run, counts[0])}", plan.config)
+            rows = _QuantizeResults(run, work, count, f"warpbus, {_named(run, counts[0])}", plan.config)
             results += rows.times(timed, base, floors.of(count), peers)
             results += rows.costs(timed, base)
             if output != first:
@@ -145,7 +110,7 @@ def _measure(run: Run, work: Work, counts: tuple[int, ...], progress: Progress) 
         return results
 
 
-def _disk_bytes(work: Work) -> int:
+def _disk_bytes(work: QuantizeBenchOptions) -> int:
     """The model, a quantized one to compare with, and the one that is being written."""
     config = SHAPES[work.shape].resized(num_layers=work.layers)
     layers = sum(layer.num_weights for layer in config.layers)
@@ -182,7 +147,7 @@ def _named(run: Run, count: int) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}{'s' if run.on_gpu else 'es'}"
 
 
-def _peers(run: Run, work: Work) -> list[tuple[str, str, float]]:
+def _peers(run: Run, work: QuantizeBenchOptions) -> list[tuple[str, str, float]]:
     """Seconds of others that are installed."""
     version = distribution("llmcompressor")
     if version is None:
@@ -197,7 +162,7 @@ def _peers(run: Run, work: Work) -> list[tuple[str, str, float]]:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _QuantizeResults:
     """The results of a run.
 
     Attributes:
@@ -207,7 +172,7 @@ class _Rows:
     """
 
     run: Run
-    work: Work
+    work: QuantizeBenchOptions
     count: int
     beside: str
     config: ModelConfig

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from warpbus.bench.cases import Benchmark, Case, Plot, Rival, Run, cublas_rival, distribution
+from warpbus.bench.cases import Benchmark, Case, PeerContender, Plot, Run, cublas_rival, distribution
 from warpbus.bench.ceilings import copy_bandwidth, matrix_rate
 from warpbus.bench.data import dtype_name, normal
 from warpbus.bench.dense import LAYERS
@@ -100,10 +100,10 @@ def _layer(run: Run, scheme: Scheme, name: str, m: int, rows: tuple[int, ...], s
 
     rivals = [cublas_rival(lambda x, _, each: F.linear(x, each.dense))]
     if first.tinygemm is not None and m <= TINYGEMM_ROWS:
-        rivals.append(Rival("tinygemm", torch.__version__, lambda _, x, each: each.tinygemm(x)))
+        rivals.append(PeerContender("tinygemm", torch.__version__, lambda _, x, each: each.tinygemm(x)))
     if first.humming is not None:
         version = distribution("humming-kernels") or "unknown"
-        rivals.append(Rival("humming", version, lambda x, _, each: each.humming(x)))
+        rivals.append(PeerContender("humming", version, lambda x, _, each: each.humming(x)))
     moved = int(scheme.bits_per_weight(k) * n * k / 8) + m * (n + k) * dtype.itemsize
     return Case(
         parameters={"shape": name, "m": m, "n": n, "k": k, "dtype": dtype_name(dtype), "variant": str(scheme)},
@@ -164,9 +164,11 @@ def _8_bit_layer(run: Run, variant: str, name: str, m: int, shelf: _Shelf) -> Ca
     rivals = [cublas_rival(lambda x, _, weight: F.linear(x, weight[0]))]
     # What torch offers takes activations that are quantized already.
     if codes == torch.float8_e4m3fn and dtype == torch.bfloat16:
-        rivals.append(Rival("torch._scaled_mm", torch.__version__, partial(_scaled_mm, dtype)))
+        rivals.append(PeerContender("torch._scaled_mm", torch.__version__, partial(_scaled_mm, dtype)))
     elif codes == torch.int8 and m >= _INT_MM_ROWS:
-        rivals.append(Rival("torch._int_mm", torch.__version__, lambda _, x, weight: torch._int_mm(x[0], weight[1].T)))
+        rivals.append(
+            PeerContender("torch._int_mm", torch.__version__, lambda _, x, weight: torch._int_mm(x[0], weight[1].T))
+        )
     moved = n * k + m * (n + k) * dtype.itemsize
     flops = 2 * m * n * k
     return Case(

@@ -15,6 +15,7 @@ import warpbus
 from warpbus.bench import serving_http
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task, distribution
 from warpbus.bench.data import dtype_name
+from warpbus.bench.options import ServingBenchOptions
 from warpbus.bench.records import Parameter
 from warpbus.bench.serving_engine import drive
 from warpbus.bench.serving_floors import ServingFloors
@@ -22,7 +23,7 @@ from warpbus.bench.serving_load import Figures, Load, closed, poisson, prompt_en
 from warpbus.bench.serving_memory import cycle_rows, growth_rows, sleep_rows
 from warpbus.bench.serving_peer import transformers_figures
 from warpbus.bench.serving_plot import serving_figure
-from warpbus.bench.serving_rows import Rival, closed_rows, host_rows, open_rows
+from warpbus.bench.serving_rows import PeerFigures, closed_rows, host_rows, open_rows
 from warpbus.cuda.devices import default_dtype
 from warpbus.engine.engine import Engine
 from warpbus.engine.kv_cache import token_bytes
@@ -47,7 +48,7 @@ _MOST_REQUESTS = 4096
 
 
 @dataclass(frozen=True)
-class Effort:
+class ServingEffort:
     """How much is measured where nothing is asked for.
 
     Attributes:
@@ -66,37 +67,13 @@ class Effort:
     grown: int
 
 
-FULL = Effort((1, 16, 64, 256), (0.25, 0.5, 0.8), 512, 128, 8.0, 10**9)
-QUICK = Effort((1, 16), (0.5,), 512, 32, 3.0, 10**8)
-LITTLE = Effort((1, 4), (0.5,), 32, 8, 2.0, 10**6)
+FULL = ServingEffort((1, 16, 64, 256), (0.25, 0.5, 0.8), 512, 128, 8.0, 10**9)
+QUICK = ServingEffort((1, 16), (0.5,), 512, 32, 3.0, 10**8)
+LITTLE = ServingEffort((1, 4), (0.5,), 32, 8, 2.0, 10**6)
 """On the CPU."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is served, and to how many.
-
-    Attributes:
-        shape: one of `SHAPES` with random weights, or `SMALL`; by default that on the CPU, chatglm2-6b on a GPU.
-        scheme: of its layers; see `Scheme`.
-        concurrency, rates, prompt, tokens: see `Effort`; None or empty leaves it to that.
-        url: of a running server, which is measured in place of an engine in this process.
-        serve: a model directory, or demo, that is served by another process and measured in the same way.
-        peer: also measure transformers.
-    """
-
-    shape: str | None = None
-    scheme: str = "w4a16-g128"
-    concurrency: tuple[int, ...] = ()
-    rates: tuple[float, ...] = ()
-    prompt: int | None = None
-    tokens: int | None = None
-    url: str | None = None
-    serve: str | None = None
-    peer: bool = True
-
-
-def serving_benchmark(work: Work, progress: Progress = lambda what, done, total: None) -> Benchmark:
+def serving_benchmark(work: ServingBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
     """The benchmark of some work; `progress` is told of each load."""
     over_http = work.url is not None or work.serve is not None
     return Benchmark(
@@ -108,22 +85,7 @@ def serving_benchmark(work: Work, progress: Progress = lambda what, done, total:
     )
 
 
-def parse_numbers(option: str, text: str) -> tuple[float, ...]:
-    """Positive numbers separated by commas.
-
-    Raises:
-        UsageError: if they are none.
-    """
-    try:
-        found = tuple(sorted(set(map(float, text.split(",")))))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < each < float("inf") for each in found):
-        raise UsageError(f"--{option} {text}: expected positive numbers separated by commas")
-    return found
-
-
-def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
+def _cases(run: Run, work: ServingBenchOptions, progress: Progress) -> list[Task]:
     """One piece of work: the open loops' rates come of the closed ones."""
     if work.url is not None and work.serve is not None:
         raise UsageError("--url and --serve: give one of them")
@@ -148,7 +110,7 @@ def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
     return [partial(_in_process, run, work, effort, shape, config, Scheme.parse(work.scheme), progress)]
 
 
-def _effort(run: Run, work: Work) -> Effort:
+def _effort(run: Run, work: ServingBenchOptions) -> ServingEffort:
     chosen = LITTLE if not run.on_gpu else QUICK if run.quick else FULL
     return replace(
         chosen,
@@ -163,7 +125,7 @@ def _effort(run: Run, work: Work) -> Effort:
 class _Loads:
     """The loads of a run: every one has prompts of its own, lest they be found in the cache."""
 
-    effort: Effort
+    effort: ServingEffort
     vocabulary: int
     end: Sequence[int] = ()
 
@@ -180,7 +142,13 @@ class _Loads:
 
 
 def _in_process(
-    run: Run, work: Work, effort: Effort, shape: str, config: ModelConfig, scheme: Scheme, progress: Progress
+    run: Run,
+    work: ServingBenchOptions,
+    effort: ServingEffort,
+    shape: str,
+    config: ModelConfig,
+    scheme: Scheme,
+    progress: Progress,
 ) -> list[Result]:
     dtype = default_dtype(run.device, torch.float16)
     floors = ServingFloors.measured(config, scheme, dtype, run.device) if run.on_gpu else None
@@ -217,7 +185,7 @@ def _in_process(
     return measured.rows(run, base, rivals={most: rival} if rival else {}, floors=floors, cached=cached) + rows
 
 
-def _over_http(run: Run, work: Work, effort: Effort, progress: Progress) -> list[Result]:
+def _over_http(run: Run, work: ServingBenchOptions, effort: ServingEffort, progress: Progress) -> list[Result]:
     if not serving_http.HAS_HTTPX:
         raise UsageError("--url and --serve need httpx, which is missing: pip install httpx")
     with ExitStack() as serving:
@@ -245,7 +213,7 @@ def _over_http(run: Run, work: Work, effort: Effort, progress: Progress) -> list
 
 
 @dataclass
-class _Measured:
+class _LoadResults:
     """What each load got, a `Figures` for each round.
 
     Attributes:
@@ -263,7 +231,7 @@ class _Measured:
         run: Run,
         base: dict[str, Parameter],
         *,
-        rivals: Mapping[int, Rival] = MappingProxyType({}),
+        rivals: Mapping[int, PeerFigures] = MappingProxyType({}),
         floors: ServingFloors | None = None,
         cached: int = 0,
     ) -> list[Result]:
@@ -277,7 +245,7 @@ class _Measured:
         """
         rows: list[Result] = []
         least = min(self.closed)
-        alone = Rival(f"warpbus, {least} at once", warpbus.__version__, self.closed[least])
+        alone = PeerFigures(f"warpbus, {least} at once", warpbus.__version__, self.closed[least])
         for concurrency, rounds in self.closed.items():
             load = self.loads[concurrency]
             requests, length = len(load.prompts), len(load.prompts[0]) + load.tokens
@@ -302,10 +270,10 @@ class _Measured:
         return rows
 
 
-def _measured(loads: _Loads, send: Callable[[Load], Figures], rounds: int, progress: Progress) -> _Measured:
+def _measured(loads: _Loads, send: Callable[[Load], Figures], rounds: int, progress: Progress) -> _LoadResults:
     """Send all loads, the largest closed loop last of the closed ones."""
     effort, seed = loads.effort, 0
-    found = _Measured({}, {}, {})
+    found = _LoadResults({}, {}, {})
     total = rounds * len(effort.concurrency) + len(effort.rates)
     for concurrency in sorted(effort.concurrency):
         for _ in range(rounds):
@@ -339,7 +307,7 @@ def _say(run: Run, load: str, rounds: Sequence[Figures]) -> None:
     run.note(f"{load}: {', '.join(said)}")
 
 
-def _transformers(run: Run, config: ModelConfig, load: Load, progress: Progress) -> Rival | None:
+def _transformers(run: Run, config: ModelConfig, load: Load, progress: Progress) -> PeerFigures | None:
     version = distribution("transformers")
     if version is None:
         run.note("transformers is not installed: it was not measured")
@@ -352,7 +320,7 @@ def _transformers(run: Run, config: ModelConfig, load: Load, progress: Progress)
         run.note(f"transformers was left out: it does not work here ({type(error).__name__}: {said[0][:200]}).")
         return None
     run.note(f"transformers, bfloat16, attention {attention}: {figures.tokens_per_second:,.0f} tokens/s")
-    return Rival("transformers", version, [figures])
+    return PeerFigures("transformers", version, [figures])
 
 
 def _rounds(run: Run) -> int:

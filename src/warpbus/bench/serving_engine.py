@@ -4,7 +4,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from warpbus.bench.serving_load import Figures, Host, Load, Source, Trace
+from warpbus.bench.serving_load import Figures, HostTimes, Load, RequestSource, Trace
 from warpbus.engine.engine import Engine, request
 from warpbus.engine.sequence import Sequence
 
@@ -12,7 +12,7 @@ from warpbus.engine.sequence import Sequence
 def drive(engine: Engine, load: Load) -> Figures:
     """Send a load; what the engine kept of earlier prompts is forgotten first, and its memory returned."""
     engine.shrink()
-    source, before = Source(load), engine.stats()
+    source, before = RequestSource(load), engine.stats()
     pending: dict[Sequence, Trace] = {}
     traces: list[Trace] = []
     stepping, cache_bytes = 0.0, 0
@@ -39,7 +39,7 @@ def drive(engine: Engine, load: Load) -> Figures:
                 del pending[sequence]
                 cache_bytes = max(cache_bytes, engine.stats().cache_bytes)
     after = engine.stats()
-    host = Host(
+    host = HostTimes(
         after.steps - before.steps,
         stepping,
         after.planning - before.planning,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from warpbus.bench.servers import serving
-from warpbus.bench.serving_load import Figures, Load, Source, Trace
+from warpbus.bench.serving_load import Figures, Load, RequestSource, Trace
 from warpbus.errors import DataError, DeviceError
 
 KEY_VARIABLE = "WARPBUS_API_KEY"
@@ -84,7 +84,7 @@ def drive(url: str, model: str, load: Load) -> Figures:
 
 
 async def _send(url: str, model: str, load: Load) -> list[Trace]:
-    source, ended = Source(load), asyncio.Event()
+    source, ended = RequestSource(load), asyncio.Event()
     traces: list[Trace] = []
     running: set[asyncio.Task[None]] = set()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

@@ -79,7 +79,7 @@ class Trace:
         self.tokens += tokens
 
 
-class Source:
+class RequestSource:
     """Says which requests of a load are to be sent now. `now` is seconds from the start."""
 
     def __init__(self, load: Load) -> None:
@@ -110,7 +110,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostTimes:
     """What a load took of an engine's process.
 
     Attributes:
@@ -144,10 +144,10 @@ class Figures:
     requests_per_second: float
     first_token: Sequence[float]
     between_tokens: Sequence[float]
-    host: Host | None = None
+    host: HostTimes | None = None
 
     @classmethod
-    def of(cls, traces: Sequence[Trace], host: Host | None = None) -> "Figures":
+    def of(cls, traces: Sequence[Trace], host: HostTimes | None = None) -> "Figures":
         """The figures of answers that are complete."""
         seconds = max(trace.times[-1] for trace in traces) - min(trace.sent for trace in traces)
         gaps = [later - earlier for each in traces for earlier, later in zip(each.times, each.times[1:], strict=False)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from warpbus.bench.decoders import transformers_model
-from warpbus.bench.serving_load import Figures, Load, Source, Trace
+from warpbus.bench.serving_load import Figures, Load, RequestSource, Trace
 from warpbus.errors import DeviceError
 from warpbus.models import ModelConfig
 
@@ -60,7 +60,7 @@ def transformers_figures(config: ModelConfig, device: torch.device, load: Load) 
 
 
 def _send(manager: Any, load: Load) -> list[Trace]:
-    source, start = Source(load), time.perf_counter()
+    source, start = RequestSource(load), time.perf_counter()
     now = heard = 0.0
     pending: dict[str, Trace] = {}
     traces: list[Trace] = []

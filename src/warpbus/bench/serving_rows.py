@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from warpbus.bench.cases import Result
 from warpbus.bench.records import Parameter
-from warpbus.bench.serving_load import QUANTILES, Figures, Host, quantile
+from warpbus.bench.serving_load import QUANTILES, Figures, HostTimes, quantile
 
 FIRST, BETWEEN, OUTPUT, REQUESTS = "first token", "between tokens", "output", "requests"
 """What rows are of."""
@@ -14,7 +14,7 @@ _SHORTEST = 1e-6  # of what a record holds, which is no zero
 
 
 @dataclass(frozen=True)
-class Rival:
+class PeerFigures:
     """Someone else's figures under a load, a `Figures` for each time that it was sent."""
 
     name: str
@@ -25,7 +25,7 @@ class Rival:
 def closed_rows(
     parameters: Mapping[str, Parameter],
     rounds: Sequence[Figures],
-    rivals: Sequence[Rival],
+    rivals: Sequence[PeerFigures],
     *,
     requests: int,
     tokens: int,
@@ -59,7 +59,7 @@ def closed_rows(
 
 
 def open_rows(
-    parameters: Mapping[str, Parameter], rounds: Sequence[Figures], rivals: Sequence[Rival], offered: float
+    parameters: Mapping[str, Parameter], rounds: Sequence[Figures], rivals: Sequence[PeerFigures], offered: float
 ) -> list[Result]:
     """The rate at which requests were answered beside that at which they were sent, and latencies."""
     answered = [each.requests_per_second for each in rounds]
@@ -73,7 +73,7 @@ def open_rows(
     return [rate, *_latencies(parameters, rounds, rivals, None)]
 
 
-def host_rows(parameters: Mapping[str, Parameter], runs: Sequence[Host], computed: float) -> list[Result]:
+def host_rows(parameters: Mapping[str, Parameter], runs: Sequence[HostTimes], computed: float) -> list[Result]:
     """The host's part of the mean step, beside the step; and the cache's memory beside what tokens take.
 
     Args:
@@ -94,7 +94,7 @@ def host_rows(parameters: Mapping[str, Parameter], runs: Sequence[Host], compute
 
 
 def _latencies(
-    parameters: Mapping[str, Parameter], rounds: Sequence[Figures], rivals: Sequence[Rival], floor: float | None
+    parameters: Mapping[str, Parameter], rounds: Sequence[Figures], rivals: Sequence[PeerFigures], floor: float | None
 ) -> list[Result]:
     rows = []
     for of in (FIRST, BETWEEN):

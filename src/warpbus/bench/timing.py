@@ -30,7 +30,7 @@ MAX_SETS = 2048
 
 
 @dataclass(frozen=True)
-class Effort:
+class TimingEffort:
     """How long to measure.
 
     Attributes:
@@ -52,8 +52,8 @@ class Effort:
         return max(min(3, self.samples), min(self.samples, int(self.seconds / sample_seconds)))
 
 
-FULL = Effort(samples=21, sample_seconds=5e-3, seconds=3.0)
-QUICK = Effort(samples=5, sample_seconds=1e-3, seconds=0.5)
+FULL = TimingEffort(samples=21, sample_seconds=5e-3, seconds=3.0)
+QUICK = TimingEffort(samples=5, sample_seconds=1e-3, seconds=0.5)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Timing:
 
 
 def measure(
-    contenders: Sequence[Call], make: Callable[[], Inputs], effort: Effort = FULL, touched: int | None = None
+    contenders: Sequence[Call], make: Callable[[], Inputs], effort: TimingEffort = FULL, touched: int | None = None
 ) -> list[Timing]:
     """Time contenders that do the same work.
 
@@ -118,7 +118,9 @@ def number_of_sets(touched: int, held: int, cache_bytes: int, free_bytes: int) -
     return max(1, min(max(wanted, 2), affordable, MAX_SETS))
 
 
-def _by_clock(contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs], effort: Effort) -> list[Timing]:
+def _by_clock(
+    contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs], effort: TimingEffort
+) -> list[Timing]:
     outputs, estimates = [], []
     for call in contenders:
         start = time.perf_counter()
@@ -150,7 +152,7 @@ def _clocked(call: Call, buffers: Sequence[Inputs], repeats: int) -> float:
 
 
 def _on_gpu(
-    contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs], effort: Effort, touched: int | None
+    contenders: Sequence[Call], first: Inputs, make: Callable[[], Inputs], effort: TimingEffort, touched: int | None
 ) -> list[Timing]:
     # What is compiled or tuned at a first call happens here.
     outputs = [_bytes(call(*first)) for call in contenders]
@@ -186,7 +188,7 @@ def _on_gpu(
     ]
 
 
-def _gpu_repeats(call: Call, buffers: Sequence[Inputs], effort: Effort) -> int:
+def _gpu_repeats(call: Call, buffers: Sequence[Inputs], effort: TimingEffort) -> int:
     estimate = _timed(_looped(call, buffers, 1))
     if estimate < effort.sample_seconds:
         estimate = min(_timed(_looped(call, buffers, 3)) / 3 for _ in range(2))

@@ -12,11 +12,11 @@ import torch
 import warpbus
 from warpbus.bench.cases import Benchmark, Plot, Progress, Result, Run, Task
 from warpbus.bench.ceilings import precision_rate
+from warpbus.bench.options import TrainBenchOptions
 from warpbus.bench.records import Parameter
 from warpbus.bench.report import number, say
 from warpbus.bench.train_plot import train_figure
-from warpbus.bench.train_process import Measured, answer, job
-from warpbus.bench.train_process import Task as Training
+from warpbus.bench.train_process import ProcessMeasurement, TrainBenchTask, answer, job
 from warpbus.bench.train_variants import ONE_BILLION, TINY, Variant, chosen, scales, shape_named
 from warpbus.dist import SHARES, Processes
 from warpbus.errors import DeviceError, UsageError
@@ -34,35 +34,7 @@ _LARGE_ROWS = 4
 _ANSWERS, _ANSWER_TOKENS = 3, 64
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is trained, and how.
-
-    Attributes:
-        shape: a name in `SHAPES_OF_TRAINING`; by default 1b on GPUs, tiny on the CPU.
-        layers: in place of the shape's.
-        counts: of GPUs (on the CPU: processes), rising; by default 1, and 2, 4, 8 as there are for one variant.
-        length, rows: tokens of a row, and the rows that each GPU takes at once.
-        recompute: activations of every n-th layer are computed again; 0: of none.
-        scheme: of the weights of qlora.
-        sharding: "ddp" or "fsdp".
-        price: of an hour of a GPU, in dollars.
-        peer: also measure PyTorch's own parts.
-    """
-
-    shape: str | None = None
-    layers: int | None = None
-    counts: tuple[int, ...] = ()
-    length: int | None = None
-    rows: int | None = None
-    recompute: int = 0
-    scheme: str = "w4a16-g128"
-    sharding: str = "ddp"
-    price: float | None = None
-    peer: bool = True
-
-
-def train_benchmark(work: Work, progress: Progress = lambda what, done, total: None) -> Benchmark:
+def train_benchmark(work: TrainBenchOptions, progress: Progress = lambda what, done, total: None) -> Benchmark:
     """The benchmark of some work; `progress` is told of each run."""
     return Benchmark(
         "train",
@@ -73,7 +45,7 @@ def train_benchmark(work: Work, progress: Progress = lambda what, done, total: N
     )
 
 
-def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
+def _cases(run: Run, work: TrainBenchOptions, progress: Progress) -> list[Task]:
     shape = work.shape or (ONE_BILLION if run.on_gpu else TINY)
     config = shape_named(shape, work.layers)
     variants = chosen(run, shape)
@@ -85,7 +57,7 @@ def _cases(run: Run, work: Work, progress: Progress) -> list[Task]:
         if value is not None and value < 1:
             raise UsageError(f"--{option} {value}: it has to be at least 1")
     if length > config.max_context:
-        raise UsageError(f"--length {length}: the positions of {shape} end at {config.max_context:,}: lower it")
+        raise UsageError(f"--length {length}: the context of {shape} is {config.max_context:,} tokens: lower it")
     if work.price is not None and not work.price > 0:
         raise UsageError(f"--price {work.price:g}: expected dollars for an hour of a GPU, above 0")
     most = torch.cuda.device_count() if run.on_gpu else SHARES
@@ -104,7 +76,7 @@ class _Measurements:
     """All runs of a benchmark, one after the other; `rows` are a GPU's."""
 
     run: Run
-    work: Work
+    work: TrainBenchOptions
     shape: str
     config: ModelConfig
     length: int
@@ -116,8 +88,8 @@ class _Measurements:
         rates = {variant.precision: precision_rate(self.run.device, variant.precision) for variant, _ in planned}
         if self.run.on_gpu:
             torch.cuda.empty_cache()  # other processes work there from now on
-        found: dict[tuple[Variant, int], list[Measured]] = {}
-        plain: dict[tuple[Variant, int], list[Measured]] = {}
+        found: dict[tuple[Variant, int], list[ProcessMeasurement]] = {}
+        plain: dict[tuple[Variant, int], list[ProcessMeasurement]] = {}
         for done, (variant, count) in enumerate(planned):
             self.progress(f"{variant}, {count}", done, len(planned))
             found[variant, count] = self._train(variant, count, plain=False)
@@ -132,7 +104,7 @@ class _Measurements:
         answers = self._answers(planned)
         results: list[Result] = []
         for variant, count in planned:
-            rows = _Rows(self, variant, count, planned[0], found[planned[0]])
+            rows = _VariantResults(self, variant, count, planned[0], found[planned[0]])
             others = None if variant.plain is None else plain.get((variant.plain, count)) or None
             measured = rows.all(found[variant, count], others, rates[variant.precision])
             afterwards = statistics.median(answers[variant.method == "qlora"])
@@ -150,11 +122,11 @@ class _Measurements:
         settings = variant.settings(self.length, self.rows * count, work.recompute, work.scheme, work.sharding)
         return replace(settings, rows_at_once=self.rows)
 
-    def _train(self, variant: Variant, count: int, *, plain: bool) -> list[Measured]:
+    def _train(self, variant: Variant, count: int, *, plain: bool) -> list[ProcessMeasurement]:
         settings = self.settings(variant, count)
         steps = _QUICK_STEPS if self.run.quick or not self.run.on_gpu else _STEPS
-        task = Training(self.config, settings, variant.precision == "tf32", plain, _WARM, steps)
-        said: list[Measured] = []
+        task = TrainBenchTask(self.config, settings, variant.precision == "tf32", plain, _WARM, steps)
+        said: list[ProcessMeasurement] = []
         self._in_processes(job, count, said, task)
         speed = count * self.rows * self.length / statistics.median(said[0].seconds)
         say(f"{'torch, ' if plain else ''}{variant}, {count}: {number(speed)} tokens/s")
@@ -198,7 +170,7 @@ class _Measurements:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _VariantResults:
     """The results of one variant with one number of GPUs.
 
     Attributes:
@@ -209,9 +181,9 @@ class _Rows:
     variant: Variant
     count: int
     base: tuple[Variant, int]
-    before: list[Measured]
+    before: list[ProcessMeasurement]
 
-    def all(self, ours: list[Measured], plain: list[Measured] | None, rate: float) -> list[Result]:
+    def all(self, ours: list[ProcessMeasurement], plain: list[ProcessMeasurement] | None, rate: float) -> list[Result]:
         """Speed, memory, energy, cost and what was learnt, as far as they are known.
 
         Args:
@@ -242,8 +214,8 @@ class _Rows:
         metric: str,
         unit: str,
         values: Any,
-        ours: list[Measured],
-        plain: list[Measured] | None,
+        ours: list[ProcessMeasurement],
+        plain: list[ProcessMeasurement] | None,
         floor: float | None = None,
     ) -> Result | None:
         samples, base = values(ours, self.count), values(self.before, self.base[1])
@@ -275,18 +247,18 @@ class _Rows:
     def _tokens(self, count: int) -> int:
         return count * self.of.rows * self.of.length
 
-    def _speeds(self, found: list[Measured], count: int) -> list[float]:
+    def _speeds(self, found: list[ProcessMeasurement], count: int) -> list[float]:
         return [self._tokens(count) / seconds for seconds in found[0].seconds]
 
-    def _seconds(self, found: list[Measured], count: int) -> list[float]:
+    def _seconds(self, found: list[ProcessMeasurement], count: int) -> list[float]:
         """Of all GPUs together, for a million tokens."""
         return [1e6 * count / speed for speed in self._speeds(found, count)]
 
-    def _joules(self, found: list[Measured], count: int) -> list[float]:
+    def _joules(self, found: list[ProcessMeasurement], count: int) -> list[float]:
         joules = [each.joules for each in found if each.joules is not None]
         return [1e3 * sum(joules) / (self._tokens(count) * len(found[0].seconds))] if len(joules) == count else [0.0]
 
-    def _dollars(self, found: list[Measured], count: int) -> list[float]:
+    def _dollars(self, found: list[ProcessMeasurement], count: int) -> list[float]:
         price = (self.of.work.price or 0.0) / 3600
         return [price * seconds for seconds in self._seconds(found, count)]
 
@@ -294,5 +266,5 @@ class _Rows:
         return "GPU" if self.of.run.on_gpu else "process"
 
 
-def _perplexity(found: list[Measured]) -> float:
+def _perplexity(found: list[ProcessMeasurement]) -> float:
     return math.exp(found[0].loss)

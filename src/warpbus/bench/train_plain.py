@@ -60,8 +60,8 @@ class _Attention(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.layers[0].mlp.ffn_size, bias=False)
-        self.down = nn.Linear(config.layers[0].mlp.ffn_size, config.hidden_size, bias=False)
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.dense_mlp.ffn_size, bias=False)
+        self.down = nn.Linear(config.dense_mlp.ffn_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -69,7 +69,7 @@ class _MLP(nn.Module):
         return y
 
 
-class _Layer(nn.Module):
+class _PlainLayer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm.eps)
@@ -114,7 +114,7 @@ class PlainModel(nn.Module):
         self.config = config
         self._loss: Callable[..., Tensor] = _summed_loss
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(_PlainLayer(config) for _ in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.hidden_size, config.norm.eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -128,11 +128,11 @@ class PlainModel(nn.Module):
     def recompute(self, every: int) -> None:
         """Compute the activations of every n-th layer again in the backward pass."""
         for layer in list(self.layers)[::every]:
-            cast(_Layer, layer).recompute = True
+            cast(_PlainLayer, layer).recompute = True
 
     def compile_parts(self) -> None:
         """Compile the layers, which share their graphs as ours do, and the loss: what torch calls regional."""
-        compiled = torch.compile(_Layer.forward)
+        compiled = torch.compile(_PlainLayer.forward)
         for layer in self.layers:
             layer.forward = MethodType(compiled, layer)
         self._loss = torch.compile(_summed_loss)

@@ -22,7 +22,7 @@ from warpbus.train import TrainingSettings
 from warpbus.train.compiling import compile_layers
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import attach_lora
-from warpbus.train.methods import FullMethod, LoraMethod, Method, PrefixMethod
+from warpbus.train.methods import FullMethod, LoraMethod, PrefixMethod, TrainingMethod
 from warpbus.train.ptuning import TrainedPrefix
 from warpbus.train.recompute import recompute_layers
 from warpbus.train.sharding import clip_gradients, distribute
@@ -33,7 +33,7 @@ _PROMPT = 128
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainBenchTask:
     """What a run does.
 
     Attributes:
@@ -53,7 +53,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProcessMeasurement:
     """What one process found.
 
     Attributes:
@@ -69,8 +69,8 @@ class Measured:
     joules: float | None
 
 
-def job(group: Group, send: Send, task: Task) -> None:
-    """What each process does; each sends what it `Measured`."""
+def job(group: Group, send: Send, task: TrainBenchTask) -> None:
+    """What each process does; each sends what it measured as a `ProcessMeasurement`."""
     torch.set_float32_matmul_precision("high" if task.tf32 else "highest")
     device, settings = group.device, task.settings
     cuda = device.type == "cuda"
@@ -106,7 +106,7 @@ def job(group: Group, send: Send, task: Task) -> None:
             seconds.append(time.perf_counter() - started)
     last = losses[-max(1, math.ceil(_LEARNT_OVER * len(losses))) :]
     memory = torch.cuda.max_memory_allocated(device) if cuda else None
-    send(Measured(tuple(seconds), sum(last) / len(last), memory, meter.total))
+    send(ProcessMeasurement(tuple(seconds), sum(last) / len(last), memory, meter.total))
 
 
 def answer(group: Group, send: Send, config: ModelConfig, scheme: Scheme | None, tokens: int, rounds: int) -> None:
@@ -118,7 +118,7 @@ def answer(group: Group, send: Send, config: ModelConfig, scheme: Scheme | None,
     send([decode_once(engine, _PROMPT, tokens) / (tokens - 1) for _ in range(rounds)])
 
 
-def _built(task: Task, group: Group) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
+def _built(task: TrainBenchTask, group: Group) -> tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]:
     """A module with what is trained, and what computes its loss."""
     settings = task.settings
     module = _plain(task, group.device) if task.plain else _ours(task, group.device)
@@ -135,13 +135,13 @@ def _built(task: Task, group: Group) -> tuple[nn.Module, Callable[[Tensor, Tenso
     return module, lambda tokens, targets: parallel(tokens, targets, positions, None)  # each row is one document
 
 
-def _ours(task: Task, device: torch.device) -> Method:
+def _ours(task: TrainBenchTask, device: torch.device) -> TrainingMethod:
     config, settings = task.config, task.settings
     model = random_model(config, None, device, _weights_dtype(settings))
     if settings.quantize is not None:
         _round(model, Scheme.parse(settings.quantize), device, _weights_dtype(settings))
     torch.manual_seed(0)  # of what is trained beside the weights: the same in every process
-    made: Method
+    made: TrainingMethod
     if settings.method == "full":
         made = FullMethod(model.requires_grad_(True))
     elif settings.method == "lora":
@@ -167,7 +167,7 @@ def _round(model: Decoder, scheme: Scheme, device: torch.device, dtype: torch.dt
                 setattr(owner, name, QuantizedLinear(rounded, bias, dtype=dtype))
 
 
-def _plain(task: Task, device: torch.device) -> PlainModel:
+def _plain(task: TrainBenchTask, device: torch.device) -> PlainModel:
     """The same weights as ours has."""
     settings = task.settings
     source = random_model(task.config, None, device, _weights_dtype(settings))

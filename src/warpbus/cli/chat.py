@@ -99,7 +99,7 @@ def chat(
             progress=progress,
             planned=None if as_json else lambda plan: Console(stderr=True).print(memory_table(plan)),
         )
-    conversation = Conversation(llm, params, system, None if named is None else named[0])
+    conversation = ChatSession(llm, params, system, None if named is None else named[0])
     if text is not None:
         _answer_one(conversation, text, as_json, llm.plan)
     elif sys.stdin.isatty():
@@ -122,14 +122,14 @@ def chat(
                     print(_dropped(conversation.dropped), file=sys.stderr)
 
 
-class Conversation:
-    """The messages so far and the model that answers them. Knows nothing of the terminal.
+class ChatSession:
+    """A conversation and the model that answers it, independent of the terminal.
 
     Attributes:
         messages: without the system message.
         system: the system message, or None.
-        dropped: turns that the last answer had to leave out because the context is full.
-        completion: the last answer, or None if it was interrupted or there is none.
+        dropped: number of turns dropped from the last prompt because the context was full.
+        completion: the last answer; None if it was interrupted or there is none.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None, adapter: str | None = None) -> None:
@@ -143,7 +143,7 @@ class Conversation:
         self._answers = 0
 
     def ask(self, text: str) -> Generator[Chunk, None, None]:
-        """The answer to a new message, in pieces. What came of an interrupted one stays in the conversation.
+        """Stream the answer to a new message. The text of an interrupted answer stays in the conversation.
 
         Raises:
             ContextLengthError: the message alone does not fit the context.
@@ -165,7 +165,7 @@ class Conversation:
                 self.messages.pop()
 
     def last_question(self) -> str | None:
-        """Take back the last message and its answer; the message, or None if there is none."""
+        """Remove the last message and its answer; returns the message, or None if there is none."""
         while self.messages:
             message = self.messages.pop()
             if message["role"] == "user":
@@ -173,11 +173,11 @@ class Conversation:
         return None
 
     def clear(self) -> None:
-        """Forget all messages; the system message stays."""
+        """Remove all messages except the system message."""
         self.messages.clear()
 
     def _fitting_prompt(self) -> list[int]:
-        """The conversation as token ids, the oldest turns dropped until an answer has a quarter of the context."""
+        """The conversation as token ids; drops the oldest turns until a quarter of the context is free."""
         self.dropped = 0
         wanted = min(self._params.max_tokens, self._llm.max_model_len // 4)
         head = [{"role": "system", "content": self.system}] if self.system else []
@@ -200,9 +200,9 @@ class Conversation:
 
 
 class Terminal:
-    """Reads messages and commands from a person, and shows the answers as they come."""
+    """The interactive loop: reads messages and commands, and streams the answers."""
 
-    def __init__(self, conversation: Conversation, console: Console, read: Callable[[str], str] = input) -> None:
+    def __init__(self, conversation: ChatSession, console: Console, read: Callable[[str], str] = input) -> None:
         self._conversation = conversation
         self._console = console
         self._read = read
@@ -277,7 +277,7 @@ class Terminal:
         self._console.print(f"[red]{escape(text)}[/]")
 
 
-def _answer_one(conversation: Conversation, text: str, as_json: bool, plan: MemoryPlan | None) -> None:
+def _answer_one(conversation: ChatSession, text: str, as_json: bool, plan: MemoryPlan | None) -> None:
     pieces = _texts(conversation.ask(text))
     if not as_json:
         for piece in pieces:
@@ -350,7 +350,7 @@ def _loading(model: str) -> Iterator[LoadProgress]:
 
 @contextmanager
 def _line_editing(console: Console) -> Iterator[None]:
-    """Arrow keys and a history that is kept in the home directory, where Python has readline."""
+    """Enable line editing and a history file in the home directory, if Python has readline."""
     try:
         import readline
     except ImportError:

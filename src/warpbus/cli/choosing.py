@@ -1,4 +1,4 @@
-"""What `warpbus quantize` does where it is to choose itself: --recommend, auto and --bits."""
+"""How `warpbus quantize` chooses scheme and algorithm: --recommend, auto and --bits."""
 
 import json
 import os
@@ -30,17 +30,17 @@ DEFAULT_SCHEME, DEFAULT_ALGORITHM = "w4a16-g128", "gptq"
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the flags say of scheme and algorithm, checked.
+class QuantizeRequest:
+    """The scheme and algorithm that the flags ask for, checked.
 
     Attributes:
-        model: as it was typed.
-        scheme, algorithm: what is asked for; `None`: whatever is best, if `tried`.
-        tried: whether candidates are to be tried.
+        model: as typed.
+        scheme, algorithm: as requested; None lets trials decide, if `tried`.
+        tried: whether candidates are tried.
         goal, memory: see `Recommendation`.
-        bits: on average; `None`: one scheme for all matrices.
-        calibration: file.
-        data: the arguments of `quantize` and of trials that decide what a model is calibrated on, and where.
+        bits: average bits per weight; None for one scheme for all matrices.
+        calibration: the calibration file.
+        data: the arguments of `quantize` and of trials that select calibration data and device.
     """
 
     model: str
@@ -66,27 +66,29 @@ class Wish:
         bits: float | None,
         calibration: Path | None,
         **data: Any,
-    ) -> "Wish":
-        """Look at the flags.
+    ) -> "QuantizeRequest":
+        """Check the flags.
 
         Raises:
-            UsageError: if they contradict each other, or there is no calibration data to choose with.
+            UsageError: they contradict each other, or trials have no calibration data.
         """
         if algorithm is not None and algorithm not in (*ALGORITHMS, AUTO):
             raise UsageError(f"--algorithm is {algorithm!r}: choose from {', '.join((*ALGORITHMS, AUTO))}")
         tried = recommend or AUTO in (scheme, algorithm)
         for flag, value in (("--goal", goal), ("--memory", memory)):
             if value is not None and not tried:
-                raise UsageError(f"{flag} needs --recommend or --algorithm auto: say who is to choose")
+                raise UsageError(f"{flag} needs --recommend or --algorithm auto: add one of them")
         if goal is not None and goal not in GOALS:
             raise UsageError(f"--goal is {goal!r}: choose from {', '.join(GOALS)}")
         if bits is not None and (tried or scheme is not None):
-            raise UsageError("--bits chooses the schemes itself: leave --scheme, --recommend and auto out")
+            raise UsageError("--bits chooses the schemes itself: drop --scheme, --recommend and auto")
         if calibration is None and (tried or bits is not None or algorithm != "rtn"):
             if model == DEMO:
                 calibration = calibration_path()
             elif tried or bits is not None:
-                raise UsageError("choosing needs --calibration: a .txt or .jsonl of texts like those the model is for")
+                raise UsageError(
+                    "choosing needs --calibration: a .txt or .jsonl of texts like those the model will see"
+                )
         if tried:
             scheme, algorithm = (None if each == AUTO else each for each in (scheme, algorithm))
         else:
@@ -96,7 +98,7 @@ class Wish:
 
     def recommendation(self, damping: float) -> Recommendation:
         """Try the candidates."""
-        from warpbus.engine import Stored, least_memory  # it takes longer to load than all else here
+        from warpbus.engine import Stored, least_memory  # slow to import, and rarely needed
 
         assert self.calibration is not None
         memory = None if self.memory is None else parse_memory(self.memory, _card(self.data["device"]))
@@ -121,7 +123,7 @@ class Wish:
             )
 
     def choice(self, damping: float) -> "Choice":
-        """What to quantize to and how; what was chosen is shown on stderr."""
+        """The scheme and algorithm to use; a choice made by trials is printed to stderr."""
         console = Console(stderr=True)
         if self.tried:
             found = self.recommendation(damping)
@@ -147,7 +149,7 @@ class Wish:
         return Choice(schemes, self.algorithm, {"bits": self.bits})
 
     def show(self, found: Recommendation, *, as_json: bool) -> None:
-        """Print what is recommended, and the command that does it."""
+        """Print the recommendation and the command that applies it."""
         command = self.command(found, "OUTPUT")
         if as_json:
             print(json.dumps(found.to_json() | {"command": command}, ensure_ascii=False))
@@ -157,7 +159,7 @@ class Wish:
         console.print(command, highlight=False, markup=False, soft_wrap=True)
 
     def command(self, found: Recommendation, output: str) -> str:
-        """The command line that does what is recommended."""
+        """The command line that applies a recommendation."""
         chosen = found.chosen
         words = ["warpbus", "quantize", self.model, output, "--scheme", chosen.scheme, "--algorithm", chosen.algorithm]
         if chosen.algorithm != "rtn" and self.model != DEMO:
@@ -177,8 +179,8 @@ class Choice:
 
 
 def _card(device: str) -> int:
-    """Bytes of the memory that a share of is meant by a percentage."""
-    place = resolve_device(device)
-    if place.type == "cuda":
-        return torch.cuda.get_device_properties(place).total_memory
+    """Total memory in bytes of the device, which percentages refer to."""
+    resolved = resolve_device(device)
+    if resolved.type == "cuda":
+        return torch.cuda.get_device_properties(resolved).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

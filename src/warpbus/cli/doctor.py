@@ -40,7 +40,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuReport:
     """An NVIDIA GPU as torch sees it.
 
     Attributes:
@@ -161,7 +161,7 @@ def _kernel_cache() -> dict[str, Any]:
     return {"path": str(directory), "entries": len(sizes), "bytes": sum(sizes)}
 
 
-def _gpu(torch: Any, index: int) -> Gpu:
+def _gpu(torch: Any, index: int) -> GpuReport:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     others = [other for other in range(torch.cuda.device_count()) if other != index]
@@ -170,7 +170,7 @@ def _gpu(torch: Any, index: int) -> Gpu:
         free = torch.cuda.mem_get_info(index)[0]
     except RuntimeError as error:  # full, in exclusive use by another process, or fallen off the bus
         problem = next(iter(str(error).splitlines()), type(error).__name__)
-    return Gpu(
+    return GpuReport(
         index=index,
         name=properties.name,
         capability=f"{properties.major}.{properties.minor}",

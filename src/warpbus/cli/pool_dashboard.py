@@ -61,7 +61,7 @@ def dashboard(
         allowed_hosts=tuple(allowed_host or ()),
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    asker = _Asker(where, token)
+    asker = _StatusClient(where, token)
     asker.ask()  # a wrong address or token ends it here
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     serve_pool_page(
@@ -69,7 +69,7 @@ def dashboard(
     )
 
 
-class _Asker:
+class _StatusClient:
     """Asks a daemon for the pool's status over one connection, which it makes again where it was lost."""
 
     def __init__(self, where: Where, token: str | None) -> None:

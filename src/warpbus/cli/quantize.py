@@ -1,4 +1,4 @@
-"""`warpbus quantize`: write a quantized copy of a model."""
+"""`warpbus quantize` writes a quantized copy of a model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from warpbus.cli.verdict import check_output
 from warpbus.errors import UsageError
 
 _AT_ONCE = (None, "gptq", "awq", "smoothquant")
-"""The values of --algorithm with which several processes begin at once: nothing is tried before, all share the work."""
+"""Values of --algorithm with which worker processes are started early: no trials run first, and all share the work."""
 
 
 def quantize(
@@ -19,51 +19,54 @@ def quantize(
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="w<2|3|4|8>a16, then -g32, -g64 or -g128 (else one scale a row), then -asym; or w8a8-int8, w8a8-fp8; "
-            "or auto",
+            help="w<2|3|4|8>a16, then -g32, -g64 or -g128 (else one scale per row), then -asym; or w8a8-int8, "
+            "w8a8-fp8; or auto",
             show_default="w4a16-g128",
         ),
     ] = None,
     algorithm: Annotated[
         str | None,
         typer.Option(
-            help="gptq, awq, smoothquant (for w8a8), or rtn: quick, no calibration, worse; or auto: what --recommend "
-            "says, whatever the scheme unless --scheme names one",
+            help="gptq, awq, smoothquant (for w8a8), or rtn (fast, no calibration, less accurate); or auto: as "
+            "recommended by --recommend, for any scheme unless --scheme is given",
             show_default="gptq",
         ),
     ] = None,
     recommend: Annotated[
-        bool, typer.Option("--recommend", help="try candidates on sample layers, print what to take, write nothing")
+        bool,
+        typer.Option("--recommend", help="try candidates on sample layers, print the recommendation, write nothing"),
     ] = False,
     goal: Annotated[
-        str | None, typer.Option(help="of --recommend and auto: quality, speed or size", show_default="quality")
+        str | None, typer.Option(help="goal of --recommend and auto: quality, speed or size", show_default="quality")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="of --recommend and auto: what the model may take to run, such as 6GB")
+        str | None, typer.Option(help="for --recommend and auto: memory limit of the running model, such as 6GB")
     ] = None,
     bits: Annotated[
-        float | None, typer.Option(help="bits a weight on average, such as 3.5: a scheme for each matrix")
+        float | None, typer.Option(help="average bits per weight, such as 3.5: chooses a scheme for each matrix")
     ] = None,
     layout: Annotated[
         str, typer.Option("--format", help="compressed-tensors, gptq, gptq-v2 or awq")
     ] = "compressed-tensors",
     calibration: Annotated[Path | None, typer.Option(help=".txt, or .jsonl of texts or conversations")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="sequences to calibrate on, at most")] = 128,
-    seqlen: Annotated[int, typer.Option(min=1, help="tokens of a sequence, at most")] = 2048,
-    seed: Annotated[int, typer.Option(help="of the draw of the sequences")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="maximum number of calibration sequences")] = 128,
+    seqlen: Annotated[int, typer.Option(min=1, help="maximum tokens per sequence")] = 2048,
+    seed: Annotated[int, typer.Option(help="random seed for choosing sequences")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    gpus: Annotated[str, typer.Option(help="all, how many, or their numbers, such as 0,2")] = "all",
-    processes: Annotated[int, typer.Option(help="that share the work, with --device cpu or --cluster")] = 1,
+    gpus: Annotated[str, typer.Option(help="all, a number of GPUs, or GPU indexes such as 0,2")] = "all",
+    processes: Annotated[int, typer.Option(help="number of processes, with --device cpu or --cluster")] = 1,
     cluster: Annotated[
-        str | None, typer.Option(help="a Ray cluster that has --processes GPUs: auto, or ray://HOST:PORT")
+        str | None, typer.Option(help="a Ray cluster with --processes GPUs: auto, or ray://HOST:PORT")
     ] = None,
-    damping: Annotated[float, typer.Option(min=0.0, help="share of the mean added to each Hessian's diagonal")] = 0.01,
+    damping: Annotated[
+        float, typer.Option(min=0.0, help="fraction of the mean added to each Hessian's diagonal")
+    ] = 0.01,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="remove what an earlier run to OUTPUT has finished, and start anew")
+        bool, typer.Option("--restart", help="discard the finished layers of an earlier run to OUTPUT and start over")
     ] = False,
     rank_timeout: Annotated[
-        float, typer.Option(min=10, help="seconds after which the run ends if one of its processes is stopped")
+        float, typer.Option(min=10, help="seconds after which the run ends if one of its processes is stalled")
     ] = 300.0,
     evaluate: Annotated[
         str | None,
@@ -71,17 +74,19 @@ def quantize(
     ] = None,
     questions: Annotated[Path | None, typer.Option(help="with --evaluate: .jsonl of multiple-choice questions")] = None,
     max_perplexity_increase: Annotated[
-        str | None, typer.Option(metavar="PERCENT", help="with --evaluate: exit with 1 above it, such as 5%")
+        str | None, typer.Option(metavar="PERCENT", help="with --evaluate: exit with 1 above this increase, such as 5%")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0.0, help="of a GPU-hour, to estimate the cost")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="price of a GPU-hour, to estimate the cost")] = None,
     electricity: Annotated[float | None, typer.Option(min=0.0, help="price of a kWh, to estimate the cost")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the errors as a PNG here, and what --evaluate found")] = None,
-    html: Annotated[Path | None, typer.Option(help="with --evaluate: write a page here")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="write a PNG of the errors and of the results of --evaluate here")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="with --evaluate: write an HTML report here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
 ) -> None:
-    """Quantize the linear layers of MODEL and write it to OUTPUT, which vLLM, SGLang and transformers load too.
+    """Quantize the linear layers of MODEL and write it to OUTPUT. vLLM, SGLang and transformers can load the result.
 
-    The packaged model brings its data: warpbus quantize demo poet-w4 --evaluate demo
+    The packaged model includes its data: warpbus quantize demo poet-w4 --evaluate demo
     """
     from warpbus.quantization.early import start_processes
 
@@ -89,12 +94,12 @@ def quantize(
     if at_once and output and cluster is None and is_here(model):
         start_processes(device=device, gpus=gpus, processes=processes)  # before anything else loads torch
 
-    from warpbus.cli.choosing import Wish
+    from warpbus.cli.choosing import QuantizeRequest
     from warpbus.cli.quantizing import shown
     from warpbus.quantization import quantize as run
     from warpbus.quantization.driver import check_arguments
 
-    wish = Wish.of(
+    request = QuantizeRequest.of(
         model,
         scheme,
         algorithm,
@@ -110,15 +115,15 @@ def quantize(
         device=device,
     )
     if recommend:
-        wish.show(wish.recommendation(damping), as_json=as_json)
+        request.show(request.recommendation(damping), as_json=as_json)
         return
     if output is None:
         raise UsageError("OUTPUT is missing: name a new directory for the quantized model")
-    if wish.scheme is not None and wish.algorithm is not None:  # before a model is downloaded
+    if request.scheme is not None and request.algorithm is not None:  # before a model is downloaded
         check_arguments(
-            scheme=wish.scheme,
-            algorithm=wish.algorithm,
-            calibration=wish.calibration,
+            scheme=request.scheme,
+            algorithm=request.algorithm,
+            calibration=request.calibration,
             samples=samples,
             seqlen=seqlen,
             device=device,
@@ -136,7 +141,7 @@ def quantize(
         html=html,
         as_json=as_json,
     )
-    chosen = wish.choice(damping)
+    chosen = request.choice(damping)
     with shown(output) as progress:
         report = run(
             model_directory(model),
@@ -144,7 +149,7 @@ def quantize(
             scheme=chosen.scheme,
             algorithm=chosen.algorithm,
             layout=layout,
-            calibration=wish.calibration,
+            calibration=request.calibration,
             samples=samples,
             seqlen=seqlen,
             seed=seed,

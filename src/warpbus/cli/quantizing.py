@@ -1,4 +1,4 @@
-"""What the terminal shows while a model is quantized, all of it on stderr."""
+"""The terminal output of a quantization run, on stderr."""
 
 import signal
 import threading
@@ -23,11 +23,10 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def shown(output: Path) -> Iterator[Progress]:
-    """The progress to hand to `quantize`: what the run needs, what was there already, then a bar.
+    """The progress callbacks for `quantize`: print the estimate and what an earlier run finished, then show a bar.
 
     Raises:
-        typer.Exit: after Ctrl-C and SIGTERM, with 128 and the signal's number; what is kept and how to go on has been
-            said.
+        typer.Exit: after Ctrl-C and SIGTERM, with 128 and the signal's number, after a message on how to resume.
     """
     console = Console(stderr=True, soft_wrap=True)
 
@@ -49,10 +48,10 @@ def shown(output: Path) -> Iterator[Progress]:
         def begun(found: Begun) -> None:
             checking.close()
             if found.found == "removed parts":
-                say(f"{output}: what an earlier run had finished is removed")
+                say(f"{output}: the finished layers of an earlier run were removed")
             elif found.layers:
-                say(f"{output}: {found.layers} layers are finished already: going on from there")
-            # Not before: what is printed beside a bar breaks it.
+                say(f"{output}: resuming after {found.layers} finished layers")
+            # Not before: printing while a bar is shown breaks it.
             show = stack.enter_context(progress_bar())
             progress.matrix = lambda done, total, result: show("quantizing", done, total)
 
@@ -65,11 +64,12 @@ def shown(output: Path) -> Iterator[Progress]:
             stack.close()
             kept = FinishedParts(output)
             count = len(kept.parts())
-            said = "terminated" if isinstance(stopped, Terminated) else "interrupted"
+            cause = "Terminated" if isinstance(stopped, Terminated) else "Interrupted"
+            parts = "1 finished part" if count == 1 else f"{count} finished parts"
             say(
-                f"{said}: {count} finished parts are kept in {kept.directory}: the same command goes on from there"
+                f"{cause}. {parts} kept in {kept.directory}: run the same command to resume."
                 if count
-                else f"{said}: nothing was finished yet"
+                else f"{cause}. No part was finished."
             )
             number = signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT
             raise typer.Exit(128 + number) from None
@@ -77,7 +77,7 @@ def shown(output: Path) -> Iterator[Progress]:
 
 @contextmanager
 def _terminated() -> Iterator[None]:
-    """Within it, the first SIGTERM raises `Terminated`; later ones do nothing, since parts are being written."""
+    """A block in which the first SIGTERM raises `Terminated`; later ones are ignored while parts are being written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""`warpbus serve`: models behind an API in the form of OpenAI's, and a page to chat with them."""
+"""`warpbus serve`: an OpenAI-compatible API and a chat page for one or more models."""
 
 from __future__ import annotations
 
@@ -27,57 +27,56 @@ def serve(
     models: Annotated[
         list[str], typer.Argument(help="model directories, names on a hub, or demo for the packaged poet")
     ],
-    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen on; 0: any free port")] = 8000,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="what requests call the models, one for each; else their directories' names"),
+        typer.Option(help="model names in the API, one per model; default: the names of their directories"),
     ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=DIR: answer requests for NAME by the model with this LoRA or prefix; MODEL:NAME=DIR where it "
-            "fits several"
+            help="NAME=DIR: serve the LoRA or prefix in DIR as model NAME; MODEL:NAME=DIR if it fits several models"
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    dtype: Annotated[str, typer.Option(help="of activations: auto, float32, float16 or bfloat16")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="the longest conversation, in tokens")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="the most answers that are computed together")] = 256,
-    max_queue: Annotated[int, typer.Option(help="the most requests that wait beyond these")] = 1024,
-    memory: Annotated[str | None, typer.Option(help="of the GPU, for each model: 6GB, 5.5GiB, 50%")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="how the cache is kept: auto, int8 or fp8")] = "auto",
+    dtype: Annotated[str, typer.Option(help="dtype of activations: auto, float32, float16 or bfloat16")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="maximum context length in tokens")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="maximum number of sequences in a batch")] = 256,
+    max_queue: Annotated[int, typer.Option(help="maximum number of waiting requests")] = 1024,
+    memory: Annotated[str | None, typer.Option(help="GPU memory per model: 6GB, 5.5GiB, 50%")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the KV cache: auto, int8 or fp8")] = "auto",
     kv_cache_tokens: Annotated[
-        int | None, typer.Option(help="the most tokens that the cache holds; requests without room wait")
+        int | None, typer.Option(help="maximum number of tokens in the KV cache; requests beyond that wait")
     ] = None,
-    prefix_caching: Annotated[bool, typer.Option(help="prompts that begin alike share what is stored of it")] = True,
-    speculation: Annotated[int, typer.Option(help="the most tokens guessed from the text so far, in a step")] = 0,
-    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs that a model is cut over")] = 1,
-    api_key: Annotated[list[str] | None, typer.Option(help=f"one that is accepted; also {KEY_VARIABLE}")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="a file with an accepted key a line")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="reuse the KV cache of common prompt prefixes")] = True,
+    speculation: Annotated[int, typer.Option(help="n-gram speculative decoding: maximum draft tokens per step")] = 0,
+    tensor_parallel_size: Annotated[int, typer.Option(help="number of GPUs per model")] = 1,
+    api_key: Annotated[list[str] | None, typer.Option(help=f"accepted API key; also {KEY_VARIABLE}")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="file with one accepted API key per line")] = None,
     share_prefixes: Annotated[
-        bool, typer.Option("--share-prefixes", help="share stored prompts among all API keys, not within each alone")
+        bool, typer.Option("--share-prefixes", help="share the prefix cache among all API keys")
     ] = False,
-    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate; the server then speaks TLS")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="its PEM key")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate; enables TLS")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="let other machines in without a key or without TLS")
+        bool, typer.Option("--insecure", help="accept unauthenticated or unencrypted connections from other machines")
     ] = False,
-    allow_origin: Annotated[list[str] | None, typer.Option(help="web origin whose pages may call the API")] = None,
-    allowed_host: Annotated[list[str] | None, typer.Option(help="further name of this machine, on loopback")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="the longest answer that a request may ask for")] = None,
-    max_n: Annotated[int, typer.Option(help="the most answers to a prompt")] = 16,
-    max_body_bytes: Annotated[int, typer.Option(help="of a request")] = 2 << 20,
-    max_connections: Annotated[int, typer.Option(help="open at the same time")] = 1024,
-    request_timeout: Annotated[float, typer.Option(help="seconds that an answer may take")] = 3600.0,
-    shutdown_timeout: Annotated[float, typer.Option(help="seconds that running answers get at the end")] = 30.0,
+    allow_origin: Annotated[list[str] | None, typer.Option(help="allowed CORS origin")] = None,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="additional host name accepted on loopback")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="maximum max_tokens of a request")] = None,
+    max_n: Annotated[int, typer.Option(help="maximum n of a request")] = 16,
+    max_body_bytes: Annotated[int, typer.Option(help="maximum size of a request")] = 2 << 20,
+    max_connections: Annotated[int, typer.Option(help="maximum number of open connections")] = 1024,
+    request_timeout: Annotated[float, typer.Option(help="maximum seconds per answer")] = 3600.0,
+    shutdown_timeout: Annotated[float, typer.Option(help="seconds for running requests to finish at shutdown")] = 30.0,
     watchdog_timeout: Annotated[
-        float, typer.Option(min=10, help="seconds after which an engine that stands still is started again")
+        float, typer.Option(min=10, help="seconds after which a stalled engine is restarted")
     ] = 300.0,
 ) -> None:
-    """Serve MODELS behind an API in the form of OpenAI's, with a page to chat with them.
+    """Serve MODELS with an OpenAI-compatible API and a chat page.
 
-    It answers this machine alone. For others: --host, --api-key, --ssl-certfile and --ssl-keyfile.
+    Binds to localhost by default. To expose it: --host, --api-key, --ssl-certfile and --ssl-keyfile.
     """
     with serve_extra("serving"):
         from warpbus.server.listening import ModelToServe
@@ -87,9 +86,9 @@ def serve(
 
     names = served_model_name or [model_name(model) for model in models]
     if len(names) != len(models):
-        raise UsageError(f"--served-model-name: {len(names)} for {len(models)} models: give one for each, in order")
+        raise UsageError(f"--served-model-name: {len(names)} for {len(models)} models: give one per model, in order")
     if len(set(names)) < len(names):
-        raise UsageError(f"two models are called {_twice(names)}: tell them apart by --served-model-name")
+        raise UsageError(f"two models are called {_twice(names)}: give different names with --served-model-name")
     options = ServerOptions(
         host=host,
         port=port,
@@ -121,7 +120,7 @@ def serve(
         watchdog_timeout=watchdog_timeout,
         tensor_parallel=tensor_parallel_size,
     )
-    service.devices()  # which are not there is said before anything is downloaded
+    service.devices()  # raises for missing GPUs, before anything is downloaded
     directories = [model_directory(name, processes=tensor_parallel_size) for name in models]
     adapters = adapters_by_model(adapter or [], dict(zip(names, directories, strict=True)))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -142,7 +141,7 @@ def serve(
 
 @contextmanager
 def serve_extra(what: str) -> Iterator[None]:
-    """Around imports of the server: UsageError where packages of the extra `serve` are missing."""
+    """A block that imports the server: UsageError if packages of the extra `serve` are missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -158,7 +157,7 @@ def serve_extra(what: str) -> Iterator[None]:
 
 
 def keys_of(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """The keys that are accepted: given, of a file, and of the environment.
+    """The accepted API keys: from options, a file, and the environment.
 
     Raises:
         DataError: the file cannot be read, or has no key.
@@ -170,7 +169,7 @@ def keys_of(given: list[str], file: Path | None) -> tuple[str, ...]:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--api-key-file {file}: cannot be read ({error}); give a text file of keys") from None
         if len(found) == len(given):
-            raise DataError(f"--api-key-file {file}: it has no key; give one a line")
+            raise DataError(f"--api-key-file {file}: has no key; give one per line")
     found += [key for key in (os.environ.get("WARPBUS_API_KEY"),) if key]
     return tuple(dict.fromkeys(found))
 

@@ -1,4 +1,4 @@
-"""`warpbus train`: train a model from scratch, go on training one, or train an adapter for one."""
+"""`warpbus train`: trains a model from scratch, continues training one, or trains an adapter for one."""
 
 import json
 import os
@@ -20,17 +20,17 @@ def train(
     data: Annotated[Path, typer.Option(help=".jsonl of conversations or texts, or .txt")],
     valid: Annotated[Path | None, typer.Option(help="held-out data of the same form")] = None,
     method: Annotated[str, typer.Option(help="full: all weights; or an adapter: lora or ptuning")] = "full",
-    steps: Annotated[int, typer.Option(min=0, help="optimizer steps; 0: as many as --epochs makes")] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="optimizer steps; 0: computed from --epochs")] = 0,
     epochs: Annotated[float, typer.Option(min=0.001, help="passes over the data")] = 1.0,
-    length: Annotated[int, typer.Option(min=8, help="tokens in a row; documents are packed into rows")] = 512,
+    length: Annotated[int, typer.Option(min=8, help="tokens per row; documents are packed into rows")] = 512,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="rows in an optimizer step, over all GPUs (128; adapters: 16)")
+        int | None, typer.Option(min=1, help="rows per optimizer step, over all GPUs (128; adapters: 16)")
     ] = None,
     rows_at_once: Annotated[
-        int | None, typer.Option(min=1, help="rows in one forward pass; more are accumulated (128; adapters: 4)")
+        int | None, typer.Option(min=1, help="rows per forward pass; gradients are accumulated (128; adapters: 4)")
     ] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(min=0.0, help="at its peak (0.001; lora: 0.0003; ptuning: 0.01)")
+        float | None, typer.Option(min=0.0, help="peak learning rate (0.001; lora: 0.0003; ptuning: 0.01)")
     ] = None,
     warmup: Annotated[
         int | None, typer.Option(min=0, help="steps over which the learning rate rises (200; adapters: 20)")
@@ -38,49 +38,49 @@ def train(
     weight_decay: Annotated[
         float | None, typer.Option(min=0.0, help="of matrices; biases and norms have none (0.1; adapters: 0)")
     ] = None,
-    clip: Annotated[float, typer.Option(min=0.0, help="largest norm of a gradient")] = 1.0,
-    rank: Annotated[int, typer.Option(min=1, help="of lora: rows of its first matrix")] = 8,
-    alpha: Annotated[float, typer.Option(min=0.0, help="of lora: its scaling is alpha / rank")] = 16.0,
-    dropout: Annotated[float, typer.Option(min=0.0, help="of lora: share of its inputs left out")] = 0.0,
+    clip: Annotated[float, typer.Option(min=0.0, help="maximum gradient norm")] = 1.0,
+    rank: Annotated[int, typer.Option(min=1, help="lora: rank")] = 8,
+    alpha: Annotated[float, typer.Option(min=0.0, help="lora: scaling times rank")] = 16.0,
+    dropout: Annotated[float, typer.Option(min=0.0, help="lora: dropout rate of its inputs")] = 0.0,
     target: Annotated[
-        list[str] | None, typer.Option(help="of lora: a linear such as attention.qkv; repeatable; all by default")
+        list[str] | None, typer.Option(help="lora: a matrix such as attention.qkv; repeatable; all by default")
     ] = None,
-    prefix_tokens: Annotated[int, typer.Option(min=1, help="of ptuning: tokens that the prefix stands for")] = 64,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="ptuning: length of the prefix in tokens")] = 64,
     quantize: Annotated[
-        str | None, typer.Option(metavar="SCHEME", help="of adapters: round the model while loading: w4a16-g64")
+        str | None, typer.Option(metavar="SCHEME", help="adapters: quantize the model while loading, such as w4a16-g64")
     ] = None,
-    fp8: Annotated[bool, typer.Option("--fp8", help="multiply in FP8 in the layers")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="multiply matrices of the layers in FP8")] = False,
     recompute: Annotated[
-        int, typer.Option(min=0, help="compute activations of every n-th layer again instead of keeping them")
+        int, typer.Option(min=0, help="recompute the activations of every n-th layer instead of keeping them")
     ] = 0,
     compile: Annotated[bool, typer.Option("--compile", help="use torch.compile")] = False,
     dtype: Annotated[str, typer.Option(help="bfloat16, float32, or auto: bfloat16 on a GPU")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of this machine; torchrun works too")] = 1,
-    processes: Annotated[int, typer.Option(min=1, help="that share the work, with --device cpu or --cluster")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="number of GPUs of this machine; torchrun works too")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="number of processes, with --device cpu or --cluster")] = 1,
     cluster: Annotated[
-        str | None, typer.Option(help="a Ray cluster that has --processes GPUs: auto, or ray://HOST:PORT")
+        str | None, typer.Option(help="a Ray cluster with --processes GPUs: auto, or ray://HOST:PORT")
     ] = None,
     sharding: Annotated[
-        str, typer.Option(help="ddp: each GPU has the whole model; fsdp: each has a part of it")
+        str, typer.Option(help="ddp: each GPU has the whole model; fsdp: each has a shard of it")
     ] = "ddp",
     valid_every: Annotated[int, typer.Option(min=1, help="steps between validations")] = 250,
     save_every: Annotated[int, typer.Option(min=1, help="steps between checkpoints")] = 500,
-    keep: Annotated[
-        str, typer.Option(help="what is written: last, after all steps; best, after the one that --valid found best")
-    ] = "last",
-    workers: Annotated[int, typer.Option(min=1, help="processes to tokenize with")] = min(16, os.cpu_count() or 1),
-    seed: Annotated[int, typer.Option(min=0, help="of fresh weights, of the shuffles and of dropout")] = 0,
+    keep: Annotated[str, typer.Option(help="weights to write: last step, or best step by validation loss")] = "last",
+    workers: Annotated[int, typer.Option(min=1, help="number of tokenizing processes")] = min(16, os.cpu_count() or 1),
+    seed: Annotated[int, typer.Option(min=0, help="of initial weights, shuffling and dropout")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUTPUT if it exists")] = False,
     rank_timeout: Annotated[
-        float, typer.Option(min=10, help="seconds after which the run ends if one of its processes is stopped")
+        float, typer.Option(min=10, help="seconds after which the run ends if one of its processes is stalled")
     ] = 300.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only reckon memory and time by number of GPUs")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only estimate memory and time per number of GPUs")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
-    """Train MODEL on --data, or an adapter for it, and write that to OUTPUT.
+    """Train MODEL, or an adapter for it, on --data and write the result to OUTPUT.
 
-    OUTPUT.training keeps the state: the same command goes on where an interrupted run stopped, on any number of GPUs.
+    OUTPUT.training holds checkpoints: the same command resumes an interrupted run, on any number of GPUs.
     """
     from warpbus.cli.tables import training_table
     from warpbus.cli.training import is_silent, shown
@@ -90,8 +90,8 @@ def train(
     from warpbus.train.job import check_arguments
     from warpbus.train.plan import plan_training
 
-    place = resolve_device(device)
-    on_gpus = device != "cpu" if cluster else place.type == "cuda"
+    resolved = resolve_device(device)
+    on_gpus = device != "cpu" if cluster else resolved.type == "cuda"
     settings = TrainingSettings.of(
         method,
         steps=steps,
@@ -124,7 +124,7 @@ def train(
         check_arguments(valid, settings, device, gpus, processes, cluster)
     directory = model_directory(model)
     if dry_run:
-        needs = plan_training(directory, data, settings, place, workers=workers)
+        needs = plan_training(directory, data, settings, resolved, workers=workers)
         if as_json:
             print(json.dumps(needs.to_json(), ensure_ascii=False))
         else:
@@ -159,6 +159,6 @@ def train(
         validated = summary["valid_loss"]
         losses = f"loss {summary['loss']:.4f}" + ("" if validated is None else f", validation {validated:.4f}")
         if keep == "best":
-            losses += f" after step {summary['best_step']:,}, which is kept"
-        said = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
-        console.print(f"{said}\nloss curve: {curve}", highlight=False, markup=False)
+            losses += f" after step {summary['best_step']:,}, which was written"
+        text = f"{output}: {summary['tokens']:,} tokens in {summary['seconds']:,.0f} s, {losses}"
+        console.print(f"{text}\nloss curve: {curve}", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""What the terminal shows of a training run, all of it on stderr."""
+"""The terminal output of a training run, on stderr."""
 
 import os
 import signal
@@ -10,21 +10,20 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from warpbus.train import Begun, Stopped
-from warpbus.train import Progress as Step
+from warpbus.train import Stopped, TrainingProgress, TrainingStarted
 
 
 def is_silent() -> bool:
-    """Whether another process of a torchrun job speaks for this one."""
+    """Whether this process prints nothing: only the first process of a torchrun job does."""
     return os.environ.get("RANK", "0") != "0"
 
 
 @contextmanager
-def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Step], None]]]:
-    """The functions to hand to `train` as `begun` and `report`: a bar with the loss, the speed and the time left.
+def shown(output: Path) -> Iterator[tuple[Callable[[TrainingStarted], None], Callable[[TrainingProgress], None]]]:
+    """The callbacks `begun` and `report` for `train`: a progress bar with loss, speed and remaining time.
 
     Raises:
-        typer.Exit: after SIGINT or SIGTERM; what is kept and how to go on has been said.
+        typer.Exit: after SIGINT or SIGTERM, with 128 and the signal's number, after a message on how to resume.
     """
     console = Console(stderr=True, soft_wrap=True)
     columns = (
@@ -45,27 +44,28 @@ def shown(output: Path) -> Iterator[tuple[Callable[[Begun], None], Callable[[Ste
         with Progress(*columns, console=console, disable=silent) as bar:
             task = bar.add_task("reading model and data", total=None, steps="", figures="")
 
-            def begun(start: Begun) -> None:
+            def begun(start: TrainingStarted) -> None:
                 if start.step:
-                    say(f"{output}: {start.step:,} of {start.steps:,} steps are done: going on from there")
-                say(f"training {start.trained:,} numbers of a model of {start.parameters:,}")
-                # The time left is reckoned from the steps of this session alone.
+                    say(f"{output}: resuming after {start.step:,} of {start.steps:,} steps")
+                share = start.trained / start.parameters
+                say(f"trainable parameters: {start.trained:,} of {start.parameters:,} ({share:.1%})")
+                # The remaining time is estimated from the steps of this session only.
                 bar.reset(task, total=start.steps, completed=start.step, description="training")
                 bar.update(task, steps=f"{start.step:,}/{start.steps:,}")
 
-            def report(step: Step) -> None:
+            def report(step: TrainingProgress) -> None:
                 speed = step.tokens_per_second
-                told = f"{speed / 1e3:,.0f}k" if speed >= 1e4 else f"{speed:,.0f}"
-                figures = f"loss {step.loss:.3f}  {told} tokens/s"
+                rate = f"{speed / 1e3:,.0f}k" if speed >= 1e4 else f"{speed:,.0f}"
+                figures = f"loss {step.loss:.3f}  {rate} tokens/s"
                 bar.update(task, completed=step.step, steps=f"{step.step:,}/{step.steps:,}", figures=figures)
                 if step.valid_loss is not None:
                     say(f"step {step.step:,}: loss {step.loss:.4f}, validation {step.valid_loss:.4f}")
 
             yield begun, report
     except Stopped as stopped:
-        going_on = "" if stopped.state is None else "; the same command goes on from there"
-        say(f"{stopped}{going_on}")
+        resume = "" if stopped.state is None else "; run the same command to resume"
+        say(f"{stopped}{resume}")
         raise typer.Exit(128 + stopped.signal) from None
     except KeyboardInterrupt:
-        say("interrupted: the same command goes on from what was saved, if there is something")
+        say("Interrupted. Run the same command to resume from the last checkpoint, if there is one.")
         raise typer.Exit(128 + signal.SIGINT) from None

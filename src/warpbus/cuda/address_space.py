@@ -184,7 +184,7 @@ class HostSpace:
 
 
 class WholeSpace:
-    """Memory of a lent device, whose addresses are not known here: all of it is there from the beginning, zeroed."""
+    """Memory of a remote device, whose addresses are not known here: all of it is there from the beginning, zeroed."""
 
     page = 1
 
@@ -211,7 +211,7 @@ class WholeSpace:
 
     def export(self) -> list[int]:
         raise DeviceError(
-            f"{self.device}: memory of a lent device is not exported: only that of this machine's GPUs is"
+            f"{self.device}: memory of a remote device is not exported: only that of this machine's GPUs is"
         )
 
     def tensor(self, offset: int, size: int) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from warpbus.cuda.lent import REMOTE, is_gpu, lent
+from warpbus.cuda.remote import REMOTE, is_gpu, remote_backend
 from warpbus.errors import DeviceError, UsageError
 
 _in_thread = threading.local()
@@ -45,15 +45,15 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def _resolve_remote(device: str | torch.device, found: torch.device) -> torch.device:
-    behind = lent(found)
-    if behind is None:
+    backend = remote_backend(found)
+    if backend is None:
         raise DeviceError(
             f"device {device}: no remote GPU is connected: connect first, by "
             "gpu = warpbus.pool.connect('warpbus://host:7700', memory='8GB')"
         )
     if found.index:
         raise DeviceError(f"device {device}: a process has one remote GPU: give {REMOTE} or {REMOTE}:0")
-    behind.check()
+    backend.check()
     return torch.device(REMOTE, 0)
 
 
@@ -72,7 +72,7 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def default_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
     """What a checkpoint stored as `stored` is computed in: float32 on the CPU, its own 16 bits on a GPU.
 
-    On a lent device it is what is behind that counts.
+    On a remote device it is what is behind that counts.
     """
     return stored if is_gpu(device) and stored in DTYPES.values() else torch.float32
 
@@ -81,13 +81,13 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes that this process can still have on a device; `None` where the system does not say.
 
     Of main memory it is what the kernel calls available, or what is left up to the limit of a container (cgroup); of a
-    lent device, what the lease has left.
+    remote device, what the lease has left.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    behind = lent(device)
-    if behind is not None:
-        return behind.free_memory()
+    backend = remote_backend(device)
+    if backend is not None:
+        return backend.free_memory()
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -29,7 +29,7 @@ class _Utilization(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-class _Process(ctypes.Structure):
+class _ProcessInfo(ctypes.Structure):
     """nvmlProcessInfo_v2_t, which the functions of version 3 fill."""
 
     _fields_ = (
@@ -118,10 +118,10 @@ class Inventory:
         not_told = self._library.nvmlDeviceGetP2PStatus(*devices, ctypes.c_int(_NVLINK), ctypes.byref(status))
         return not not_told and status.value == 0
 
-    def _running(self, name: str, device: ctypes.c_void_p) -> list[_Process]:
+    def _running(self, name: str, device: ctypes.c_void_p) -> list[_ProcessInfo]:
         room = 64
         while True:
-            count, found = ctypes.c_uint(room), (_Process * room)()
+            count, found = ctypes.c_uint(room), (_ProcessInfo * room)()
             status = getattr(self._library, name)(device, ctypes.byref(count), found)
             if status == _INSUFFICIENT_SIZE and room < 2**16:
                 room *= 2

@@ -35,7 +35,7 @@ class IpcLocation:
     offset: int
 
 
-class Shared:
+class IpcExport:
     """Memory of this process's GPU, for others to read. It must not be given back to the driver while they do.
 
     What torch's allocator keeps for later counts as not given back.

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from warpbus.cuda.lent import lent
+from warpbus.cuda.remote import remote_backend
 from warpbus.errors import DeviceError
 
 # The tests compile for these, on machines without a GPU too.
@@ -76,10 +76,10 @@ class Cubin:
 def architecture(device: int | torch.device) -> str:
     """The architecture that code for a GPU is compiled for, with the instructions of its own generation: "sm_90a".
 
-    Of a lent device it is that of the GPU behind it.
+    Of a remote device it is that of the GPU behind it.
     """
-    behind = lent(device) if isinstance(device, torch.device) else None
-    capability = None if behind is None else behind.capability()
+    backend = remote_backend(device) if isinstance(device, torch.device) else None
+    capability = None if backend is None else backend.capability()
     return _own_architecture(device) if capability is None else _named(*capability)
 
 

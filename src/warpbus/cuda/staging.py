@@ -9,7 +9,7 @@ _BYTES = 2**23  # of a buffer: what a core has just written is read from its cac
 
 
 @dataclass(frozen=True)
-class _PinnedBuffer:
+class _HostBuffer:
     """Pinned memory, and when the GPU has done the last copy that it takes part in."""
 
     memory: Tensor
@@ -33,7 +33,7 @@ class PinnedStaging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers = [
-            _PinnedBuffer(torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event(blocking=True))
+            _HostBuffer(torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event(blocking=True))
             for _ in range(2)
         ]
 
@@ -60,7 +60,7 @@ class PinnedStaging:
         """A contiguous copy on the CPU of a tensor on the GPU, which is there when this returns."""
         found = torch.empty(source.shape, dtype=source.dtype)
         given, taken = (tensor.reshape(-1).view(torch.uint8) for tensor in (source, found))
-        before: tuple[_PinnedBuffer, Tensor] | None = None
+        before: tuple[_HostBuffer, Tensor] | None = None
         for part, onto in zip(given.split(_BYTES), taken.split(_BYTES), strict=True):
             buffer = self._next()
             buffer.memory[: len(part)].copy_(part, non_blocking=True)
@@ -72,13 +72,13 @@ class PinnedStaging:
             _take(*before)
         return found
 
-    def _next(self) -> _PinnedBuffer:
+    def _next(self) -> _HostBuffer:
         """The buffer that was used longer ago, free again."""
         self._buffers.reverse()
         self._buffers[0].done.synchronize()
         return self._buffers[0]
 
 
-def _take(buffer: _PinnedBuffer, onto: Tensor) -> None:
+def _take(buffer: _HostBuffer, onto: Tensor) -> None:
     buffer.done.synchronize()
     onto.copy_(buffer.memory[: len(onto)])

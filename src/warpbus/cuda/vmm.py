@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from warpbus.cuda.address_space import AddressSpace, DeviceSpace, HostSpace, WholeSpace, rounded_up
-from warpbus.cuda.lent import lent
+from warpbus.cuda.remote import remote_backend
 from warpbus.cuda.virtual_memory import VirtualMemory
 from warpbus.errors import UsageError
 
@@ -24,14 +24,14 @@ class Arena:
     On a GPU memory comes in pieces of at most 64 MiB (`address_space.PIECE`): of what one `resize` adds, all but the
     last are of that size. Growing disturbs no kernel that runs. Shrinking waits for the GPU and unmaps whole pieces:
     of what lies beyond `size`, less than one piece stays. On the CPU memory is taken when it is first written to, and
-    goes by pages. On a lent device there is no reserving: all of it is taken at once, and stays until `resize(0)`.
+    goes by pages. On a remote device there is no reserving: all of it is taken at once, and stays until `resize(0)`.
 
     New memory's content is undefined on GPUs (it may be what another arena held), else zero. Not to be resized from two
     threads at once, nor on a GPU while a graph is being captured.
 
     Args:
         reserve: bytes, rounded up to pages. Addresses cost nothing: a terabyte will do.
-        device: the CPU, a GPU, or a lent device (`warpbus.cuda.lent`).
+        device: the CPU, a GPU, or a remote device (`warpbus.cuda.remote`).
 
     Attributes:
         reserved: bytes of addresses.
@@ -111,7 +111,7 @@ def mapped_bytes(device: torch.device) -> int:
 
 
 def _space(reserve: int, device: torch.device) -> AddressSpace:
-    if lent(device) is not None:
+    if remote_backend(device) is not None:
         return WholeSpace(reserve, device)
     if device.type != "cuda":
         return HostSpace(reserve)

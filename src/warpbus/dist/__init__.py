@@ -1,7 +1,7 @@
-"""Processes that work together: joining them (`group`), adding up over them (`tree`), and starting them (`processes`).
+"""Multi-process jobs: process groups (`group`), reproducible sums (`tree`), and starting workers (`processes`).
 
-The public names are loaded when they are first used: the command line starts interpreters (`interpreters`) before it
-loads torch, which takes each of them and itself seconds.
+The public names are imported on first use: the command line starts workers (`interpreters`) before it imports torch,
+which takes seconds in each process.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpbus.dist.group import Group, joined_group
-    from warpbus.dist.outcome import Job, Line, Receive, Send
+    from warpbus.dist.outcome import Job, JobPipe, Receive, Send
     from warpbus.dist.processes import Processes, launch
     from warpbus.dist.shares import SHARES
     from warpbus.dist.tree import TreeSum
@@ -19,7 +19,7 @@ __all__ = [
     "SHARES",
     "Group",
     "Job",
-    "Line",
+    "JobPipe",
     "Patience",
     "ProcessDiedError",
     "ProcessStalledError",
@@ -31,12 +31,12 @@ __all__ = [
     "launch",
 ]
 
-# None has the name of a file of this room, which would hide it.
+# No public name may equal the name of a module of this package, which would hide it.
 _FILES = {
     "SHARES": "shares",
     "Group": "group",
     "Job": "outcome",
-    "Line": "outcome",
+    "JobPipe": "outcome",
     "Patience": "watchdog",
     "ProcessDiedError": "watchdog",
     "ProcessStalledError": "watchdog",

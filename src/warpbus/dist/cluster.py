@@ -1,4 +1,4 @@
-"""Starting the processes of a job on the machines of a Ray cluster (extra `cluster`)."""
+"""Starts the processes of a job on the machines of a Ray cluster (extra `cluster`)."""
 
 import importlib
 import socket
@@ -12,16 +12,16 @@ from typing import Any, Self
 import torch
 
 from warpbus.dist.group import join
-from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
+from warpbus.dist.outcome import Done, JobFailure, Job, Message, Receive
 from warpbus.dist.ray_cluster import connect, load_ray
 from warpbus.dist.watchdog import Heartbeat, Patience, Pulse, Watchdog
 from warpbus.errors import DeviceError, WarpbusError
 
-# How long the job may wait for its GPUs or cores to become free.
+# How long the job waits for free GPUs or cores.
 _SECONDS_FOR_RESOURCES = 60
-# A process that lost another one may be heard of before the lost one, whose end says more; Ray needs a while to see it.
+# The failure of a process that lost a peer may arrive before the peer's own failure, which Ray reports later.
 _SECONDS_FOR_THE_CAUSE = 30.0
-# A call that waits for messages returns empty-handed after this long, so that no thread of an actor waits forever.
+# A call that waits for messages returns an empty list after this time, so that no thread of an actor waits forever.
 _SECONDS_OF_SILENCE = 5.0
 
 
@@ -37,24 +37,24 @@ def launch_on_cluster(
 ) -> None:
     """Run `function(group, send, *arguments)` in processes of a Ray cluster, and return when all have returned.
 
-    As `launch`, but processes may be on any machine of the cluster, on as few as Ray can (placement strategy PACK). On
-    each machine Warpbus has to be installed, and paths among the arguments have to lead to the same files. The
-    processes end with the job and with this process.
+    Like `launch`, but on any machines of the cluster, as few as possible (placement strategy PACK). Each machine needs
+    Warpbus installed, and paths among the arguments have to refer to the same files everywhere. The processes end with
+    the job and with this process.
 
     Args:
         function: see `Processes`.
         arguments: see `Processes`; they are copied.
-        processes: how many.
+        processes: number of processes.
         address: "auto", the cluster that this machine belongs to, or "ray://HOST:PORT".
-        gpus: one GPU for each process, which is its `cuda:0`; else one CPU core.
+        gpus: each process gets one GPU, its `cuda:0`; otherwise one CPU core.
         receive: see `Processes`.
         patience: see `Processes`.
 
     Raises:
         UsageError: Ray is not installed, or there is no cluster at `address`.
-        WarpbusError: what one of the processes raised, with its class and message.
-        DeviceError: the cluster has too few free GPUs or cores, a process or its machine died or stood still for too
-            long, or a process stopped at an exception of another kind.
+        WarpbusError: raised by one of the processes, with its class and message.
+        DeviceError: the cluster has too few free GPUs or cores, a process or its machine died or made no progress for
+            too long, or a process raised another exception.
     """
     with ClusterProcesses(
         function, processes=processes, address=address, gpus=gpus, receive=receive, patience=patience
@@ -63,7 +63,10 @@ def launch_on_cluster(
 
 
 class ClusterProcesses:
-    """Processes of a Ray cluster, used as `Processes`; arguments and errors as of `launch_on_cluster`."""
+    """The processes of a job on a Ray cluster, with the interface of `Processes`.
+
+    Arguments and errors as `launch_on_cluster`.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class ClusterProcesses:
         self._receive = receive
         self._address = address
         self._ray = load_ray()
-        self._crew = _Crew(self._ray, processes, address, gpus, patience or Patience())
+        self._pool = _ActorPool(self._ray, processes, address, gpus, patience or Patience())
         self._connected_here = False
 
     def __enter__(self) -> Self:
@@ -87,20 +90,20 @@ class ClusterProcesses:
         return self
 
     def run(self, *arguments: object) -> None:
-        """Let all processes do the job, once; returns when all have returned."""
-        self._crew.run(self._function, arguments, self._receive)
+        """Run the job in all processes, once; returns when all have returned."""
+        self._pool.run(self._function, arguments, self._receive)
 
     def tell(self, what: object) -> None:
-        """As `Processes.tell`, but it does not wait."""
-        self._crew.tell(what)
+        """As `Processes.tell`, but never blocks."""
+        self._pool.tell(what)
 
     def hurry(self) -> None:
         """As `Processes.hurry`."""
-        self._crew.watchdog.hurry()
+        self._pool.watchdog.hurry()
 
     def kill(self) -> None:
         """As `Processes.kill`."""
-        self._crew.kill()
+        self._pool.kill()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -109,38 +112,42 @@ class ClusterProcesses:
             self._ray.shutdown()
 
 
-class _QueueLine:
-    """The `Line` of a job in an actor."""
+class _QueuePipe:
+    """The `JobPipe` of a job in a Ray actor."""
 
     def __init__(
-        self, said: "SimpleQueue[Message | Done | Failure | Heartbeat]", told: "SimpleQueue[Any]", *, on_cpu: bool
+        self,
+        outgoing: "SimpleQueue[Message | Done | JobFailure | Heartbeat]",
+        incoming: "SimpleQueue[Any]",
+        *,
+        on_cpu: bool,
     ) -> None:
-        self._said = said
-        self._told = told
-        self.pulse = Pulse(said.put, on_cpu=on_cpu)
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self.pulse = Pulse(outgoing.put, on_cpu=on_cpu)
 
     def __call__(self, content: object, /) -> None:
-        self._said.put(Message(content))
+        self._outgoing.put(Message(content))
 
     def heard(self, timeout: float | None) -> list[Any]:
-        told = []
+        messages = []
         try:
-            told.append(self._told.get(timeout != 0.0, timeout))
+            messages.append(self._incoming.get(timeout != 0.0, timeout))
             while True:
-                told.append(self._told.get_nowait())
+                messages.append(self._incoming.get_nowait())
         except Empty:
-            return told
+            return messages
 
     def step(self) -> AbstractContextManager[None]:
         return self.pulse.step()
 
 
 class _Actor:
-    """A process of the job. `run` works in one thread of it while `messages` and `hear` are called in others."""
+    """A worker process of the job. `run` occupies one thread; `messages` and `hear` are called in others."""
 
     def __init__(self) -> None:
-        self._said: SimpleQueue[Message | Done | Failure | Heartbeat] = SimpleQueue()
-        self._told: SimpleQueue[Any] = SimpleQueue()
+        self._outgoing: SimpleQueue[Message | Done | JobFailure | Heartbeat] = SimpleQueue()
+        self._incoming: SimpleQueue[Any] = SimpleQueue()
 
     def node(self) -> str:
         return load_ray().util.get_node_ip_address()
@@ -153,33 +160,33 @@ class _Actor:
     def run(self, place: tuple[str, int, int, str], work: tuple[Job, tuple[object, ...]]) -> None:
         meeting, rank, world, device = place
         function, arguments = work
-        line = _QueueLine(self._said, self._told, on_cpu=device == "cpu")
-        line.pulse.start()
+        pipe = _QueuePipe(self._outgoing, self._incoming, on_cpu=device == "cpu")
+        pipe.pulse.start()
         try:
             group = join(meeting, rank, world, torch.device(device))
-            function(group, line, *arguments)
+            function(group, pipe, *arguments)
         except BaseException as error:
-            self._said.put(Failure.of(error))
+            self._outgoing.put(JobFailure.of(error))
         else:
-            self._said.put(Done())
-        line.pulse.stop()
+            self._outgoing.put(Done())
+        pipe.pulse.stop()
 
     def hear(self, what: object) -> None:
-        self._told.put(what)
+        self._incoming.put(what)
 
-    def messages(self) -> list[Message | Done | Failure | Heartbeat]:
-        """What has been said since the last call; waits a while for it."""
+    def messages(self) -> list[Message | Done | JobFailure | Heartbeat]:
+        """The messages since the last call; waits up to `_SECONDS_OF_SILENCE` for the first."""
         try:
-            said = [self._said.get(timeout=_SECONDS_OF_SILENCE)]
+            messages = [self._outgoing.get(timeout=_SECONDS_OF_SILENCE)]
         except Empty:
             return []
-        while not self._said.empty():
-            said.append(self._said.get())
-        return said
+        while not self._outgoing.empty():
+            messages.append(self._outgoing.get())
+        return messages
 
 
-class _Crew:
-    """The actors of one job and what the cluster holds for them."""
+class _ActorPool:
+    """The actors of one job and their placement group."""
 
     def __init__(self, ray: Any, processes: int, address: str, gpus: bool, patience: Patience) -> None:
         names = {rank: f"process {rank} of cluster {address}" for rank in range(processes)}
@@ -212,7 +219,7 @@ class _Crew:
             util.remove_placement_group(held)
 
     def tell(self, what: object) -> None:
-        # A group of one thread: what is told stays in its order.
+        # A concurrency group with one thread keeps the order of messages.
         self._actors[0].hear.options(concurrency_group="hear").remote(what)
 
     def kill(self) -> None:
@@ -235,41 +242,41 @@ class _Crew:
             self._nodes.append(self._get(rank, answer))
 
     def _listen(self, receive: Receive, running: list[Any]) -> None:
-        """Hand on messages until all have returned."""
+        """Pass messages to `receive` until all processes have returned."""
         asked = {actor.messages.remote(): rank for rank, actor in enumerate(self._actors)}
         while asked:
             ready, _ = self._ray.wait(list(asked))
             rank = asked.pop(ready[0])
-            said = self._get(rank, ready[0])
-            if not said and self._ray.wait([running[rank]], timeout=0)[0]:
-                self._get(rank, running[rank])  # it did not begin: the function could not be loaded there
-            for outcome in said:
+            outcomes = self._get(rank, ready[0])
+            if not outcomes and self._ray.wait([running[rank]], timeout=0)[0]:
+                self._get(rank, running[rank])  # it did not start: the function could not be imported there
+            for outcome in outcomes:
                 self.watchdog.heard(rank, outcome)
                 if isinstance(outcome, Message):
                     with self.watchdog.busy():
                         receive(outcome.content)
-                elif isinstance(outcome, Failure):
+                elif isinstance(outcome, JobFailure):
                     raise self._cause(rank, outcome, asked)
-            if any(isinstance(outcome, Done) for outcome in said):
+            if any(isinstance(outcome, Done) for outcome in outcomes):
                 self.watchdog.done(rank)
             else:
                 asked[self._actors[rank].messages.remote()] = rank
 
-    def _cause(self, rank: int, failure: Failure, asked: dict[Any, int]) -> WarpbusError:
-        """The exception to raise after `failure` of a process, which another one's end may have caused."""
+    def _cause(self, rank: int, failure: JobFailure, asked: dict[Any, int]) -> WarpbusError:
+        """The exception to raise after `failure` of a process, which the death of another process may have caused."""
         end = time.monotonic() + _SECONDS_FOR_THE_CAUSE
         while failure.kind is None and asked and time.monotonic() < end:
             ready, _ = self._ray.wait(list(asked), timeout=end - time.monotonic())
             for answer in ready:
                 other = asked.pop(answer)
                 try:
-                    said = self._get(other, answer)
+                    outcomes = self._get(other, answer)
                 except DeviceError as death:
                     return death
-                for outcome in said:
-                    if isinstance(outcome, Failure) and outcome.kind is not None:
+                for outcome in outcomes:
+                    if isinstance(outcome, JobFailure) and outcome.kind is not None:
                         return outcome.error(self._name(other))
-                if all(isinstance(outcome, Message | Heartbeat) for outcome in said):
+                if all(isinstance(outcome, Message | Heartbeat) for outcome in outcomes):
                     asked[self._actors[other].messages.remote()] = other
         return failure.error(self._name(rank))
 
@@ -285,7 +292,7 @@ class _Crew:
         except self._ray.exceptions.RayError as error:
             first = str(error).strip().splitlines()[-1]
             raise DeviceError(
-                f"{self._name(rank)} could not begin: {first}: install the same Warpbus on each machine of the cluster"
+                f"{self._name(rank)} could not start: {first}: install the same Warpbus on each machine of the cluster"
             ) from error
 
     def _name(self, rank: int) -> str:

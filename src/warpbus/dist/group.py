@@ -1,4 +1,4 @@
-"""The processes of one job on `torch.distributed`: NCCL between GPUs, gloo between CPUs."""
+"""The process group of a job, on `torch.distributed`: NCCL between GPUs, gloo between CPUs."""
 
 import os
 import platform
@@ -17,8 +17,8 @@ from warpbus.dist.peers import Peers
 from warpbus.dist.shares import SHARES
 from warpbus.errors import UsageError
 
-# How long a process waits for the others, at their start and in an exchange by gloo or NCCL, before the job ends:
-# longer than any honest wait, as for the one that checks what an earlier run has written.
+# Timeout of the rendezvous and of gloo and NCCL collectives: longer than any legitimate wait, such as for a process that
+# checks the files of an earlier run.
 _PATIENCE = timedelta(minutes=30)
 
 # torch 2.13 renamed it.
@@ -27,14 +27,14 @@ _all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.dis
 
 @dataclass(frozen=True)
 class Group:
-    """One process's place among those of its job.
+    """The process group of a job, as one of its processes sees it.
 
     Attributes:
         rank: 0 .. world - 1.
-        world: how many processes there are.
-        device: this process's own device.
-        peers: what exchanges small tensors of GPUs, and otherwise why nothing does; see `linked`.
-        meeting: done once the processes have found each other, see `meet`; `None` where they have.
+        world: number of processes.
+        device: this process's device.
+        peers: exchanges small GPU tensors, or the reason why there is no peer memory; see `linked`.
+        meeting: completes when the processes are connected, see `meet`; None if they are.
     """
 
     rank: int
@@ -49,19 +49,18 @@ class Group:
         return self.rank == 0
 
     def meet(self) -> None:
-        """Wait until the processes have found each other.
+        """Wait until the processes are connected; raises the error if that failed.
 
-        The first exchange does so by itself; who calls `torch.distributed` calls this before. It raises what kept them
-        from it.
+        The methods of this class call it. Call it before using `torch.distributed` directly.
         """
         if self.meeting is not None:
             self.meeting.result()
 
     def linked(self) -> "Group":
-        """The same group with the quickest `all_reduce` and `all_gather` of its devices; every process calls it.
+        """The same group with the fastest `all_reduce` and `all_gather` of its devices; every process calls it.
 
-        GPUs of one machine that reach each other's memory exchange small tensors through it (`Peers`), and all others
-        by NCCL. `describe` tells which.
+        GPUs of one machine with peer access exchange small tensors through peer memory (`Peers`) and others by NCCL.
+        `describe` tells which is used.
         """
         if self.world == 1 or self.device.type != "cuda" or self.peers is not None:
             return self
@@ -69,7 +68,7 @@ class Group:
         return replace(self, peers=Peers.open(self.rank, self.world, self.device), meeting=None)
 
     def describe(self) -> str:
-        """How it exchanges tensors: "4 GPUs: up to 512 KiB through each other's memory, others by NCCL"."""
+        """How tensors are exchanged: "4 GPUs: up to 512 KiB through each other's memory, others by NCCL"."""
         if self.device.type != "cuda":
             return f"{self.world} CPU process{'es' if self.world > 1 else ''}"
         if self.world == 1:
@@ -80,7 +79,7 @@ class Group:
         return f"{self.world} GPUs: all by NCCL" + (f" ({self.peers})" if self.peers else "")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` up over the processes, in place."""
+        """All-reduce `tensor` over the processes, in place."""
         if self.world > 1:
             self.meet()
             torch.distributed.all_reduce(tensor)
@@ -90,13 +89,12 @@ class Group:
         """The sum of the processes' tensors, plus `residual`, on every process.
 
         Args:
-            tensor: floating, of one shape and dtype on all processes; its content is lost.
-            residual: alike, the same on all processes.
+            tensor: floating point, of the same shape and dtype on all processes; its content is overwritten.
+            residual: same shape and dtype, equal on all processes.
 
         Returns:
-            the same bits on every process and at every run. Added in float32 in the order of ranks and rounded once
-            where the sum is taken by `Peers` (see `linked`) or on the CPU; NCCL adds in the tensors' dtype. It can be
-            captured in a CUDA graph.
+            the sum, bit-identical on every process and in every run. `Peers` (see `linked`) and the CPU add in float32
+            in rank order and round once; NCCL adds in the tensors' dtype. Can be captured in a CUDA graph.
         """
         if self.world == 1:
             return tensor if residual is None else residual + tensor
@@ -111,7 +109,7 @@ class Group:
         return tensor if residual is None else tensor.add_(residual)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all processes, `[world, ...]`, in rank order; they have one shape and dtype."""
+        """The tensors of all processes, `[world, ...]`, in rank order; all have the same shape and dtype."""
         if isinstance(self.peers, Peers) and self.peers.takes(tensor):
             return self.peers.gather(tensor)
         tensor = tensor.contiguous()
@@ -119,20 +117,20 @@ class Group:
         if self.world == 1:
             return gathered.copy_(tensor[None])
         self.meet()
-        # As bytes: the transports do not know every dtype.
+        # As bytes: the transports do not support every dtype.
         into, own = (part.view(-1).view(torch.uint8) for part in (gathered, tensor))
         _all_gather(into, own)
         return gathered
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fill `tensor` with that of rank 0, in place; contiguous, of one shape and dtype on all processes."""
+        """Copy the tensor of rank 0 into `tensor`; contiguous, of the same shape and dtype on all processes."""
         if self.world > 1:
             self.meet()
             torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
         return tensor
 
     def smallest(self, value: int) -> int:
-        """The smallest of the processes' values, on every process: of what they have room for, for instance."""
+        """The minimum of the processes' values, on every process."""
         if self.world == 1:
             return value
         self.meet()
@@ -141,7 +139,7 @@ class Group:
         return int(least)
 
     def alike(self) -> bool:
-        """Whether the processes' devices are of one kind, on which the same work gives the same bits; all call it."""
+        """Whether all devices are the same model, so that equal work has bit-identical results; every process calls it."""
         of_cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else of_cpu
         digest = sha256(f"{kind}, torch {torch.__version__}".encode()).digest()[:16]
@@ -149,20 +147,20 @@ class Group:
         return bool((kinds == kinds[0]).all())
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         if self.world > 1:
             self.meet()
             torch.distributed.barrier()
 
     def shares(self, rank: int | None = None) -> range:
-        """The shares of `SHARES` that a rank does, this process's own if none is given.
+        """The shares, of `SHARES`, that a rank processes; by default this process's.
 
         Raises:
-            UsageError: if there are more processes than shares.
+            UsageError: there are more processes than shares.
         """
         if self.world > SHARES:
             raise UsageError(
-                f"{self.world} processes: the work is cut into {SHARES} shares: use at most {SHARES} processes"
+                f"{self.world} processes: the work has {SHARES} shares: use at most {SHARES} processes"
             )
         rank = self.rank if rank is None else rank
         return range(SHARES * rank // self.world, SHARES * (rank + 1) // self.world)
@@ -171,8 +169,8 @@ class Group:
         """Concatenate the processes' tensors along axis 0 in rank order, on every process.
 
         Args:
-            tensor: [n, ...] of any dtype; n may differ between processes, dtype and the other axes may not.
-            lengths: n of each rank, where the caller knows them; it saves a wait for the device.
+            tensor: `[n, ...]` of any dtype; only n may differ between processes.
+            lengths: n of each rank, if the caller knows them; this saves a synchronization.
         """
         if self.world == 1:
             return tensor
@@ -185,21 +183,21 @@ class Group:
         return gathered
 
     def exchange(self, sent: Iterable[tuple[int, torch.Tensor]], received: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Send tensors to ranks and fill tensors from ranks, all at once; every process of the group calls it.
+        """Send tensors to ranks and receive tensors from ranks, all at once; every process of the group calls it.
 
-        Tensors are contiguous, of any dtype, and not empty on one side only. Those from one rank to another are matched
-        in their order.
+        Tensors are contiguous, of any dtype, and empty on both sides or on none. Tensors from one rank to another are
+        matched in order.
         """
         self.meet()
         distributed = torch.distributed
         operations = [
-            # As bytes: the transports do not know every dtype.
+            # As bytes: the transports do not support every dtype.
             distributed.P2POp(operation, tensor.view(-1).view(torch.uint8), rank)
             for operation, messages in ((distributed.isend, sent), (distributed.irecv, received))
             for rank, tensor in messages
             if tensor.numel()
         ]
-        # In a batch NCCL uses the communicator of the whole group instead of opening one for each pair.
+        # In a batch NCCL uses the communicator of the whole group instead of creating one per pair.
         for work in distributed.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
@@ -210,19 +208,17 @@ class Group:
 
 
 def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
-    """Take this process's place among those of a job; `device` is its own.
+    """Join the process group of a job with this process and its device.
 
-    It returns at once: to find each other takes GPUs seconds, in which a process can prepare what is its own (see
-    `Group.meet`). When they have met, all are there and have exchanged something, so that the job's first exchange is
-    a quick one: a GPU has its context, and NCCL its communicator, which it makes at once because it is told the device.
+    Returns immediately: connecting takes seconds on GPUs, in which a process can do local work (see `Group.meet`). Once
+    connected, contexts and communicators exist and one exchange has run, so that the job's first exchange is fast.
 
-    A process that waits for another one for half an hour, here or in an exchange, gives up, and so ends the job: gloo
-    raises an exception, NCCL's watchdog kills the process, and a GPU that waits in an exchange of `Peers` stops with an
-    error that names the other (`lost_peer`). A process that dies ends the job at once, and one that stands still after
-    `Patience.limit`, see `Processes`.
+    A process that waits for another one for half an hour, here or in a collective, ends the job: gloo raises an
+    exception, NCCL's watchdog kills the process, and a kernel of `Peers` aborts with an error that names the other GPU
+    (`lost_peer`). A process that dies ends the job immediately; a stalled one after `Patience.limit`, see `Processes`.
 
     Args:
-        meeting: where the processes find each other: `file:///PATH` of a new file, or `tcp://HOST:PORT`, free on the
+        meeting: the rendezvous address: `file:///PATH` of a new file, or `tcp://HOST:PORT` with a free port on the
             machine of rank 0.
     """
     if device.type == "cuda":
@@ -237,7 +233,7 @@ def join(meeting: str, rank: int, world: int, device: torch.device) -> Group:
 
 def _find_others(meeting: str, rank: int, world: int, device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # each thread has its own
+        torch.cuda.set_device(device)  # the current device is per thread
     torch.distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=meeting,
@@ -251,14 +247,14 @@ def _find_others(meeting: str, rank: int, world: int, device: torch.device) -> N
 
 @contextmanager
 def joined_group(device: str) -> Iterator[Group]:
-    """Join the job that `RANK`, `WORLD_SIZE` and `LOCAL_RANK` describe (torchrun sets them), or be alone.
+    """Join the job described by `RANK`, `WORLD_SIZE` and `LOCAL_RANK` (set by torchrun), or a group of one process.
 
     Args:
-        device: as in `resolve_device`; in a job of several processes each takes the GPU of its local rank.
+        device: as `resolve_device`; in a job of several processes each uses the GPU of its local rank.
 
     Raises:
-        UsageError: a device that is no name, or one GPU for several processes.
-        DeviceError: a GPU that is not there.
+        UsageError: the device name is invalid, or several processes would share one GPU.
+        DeviceError: the GPU does not exist.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     own = resolve_device(device)

@@ -1,11 +1,10 @@
-"""The interpreters that become a job's processes.
+"""Starts the Python interpreters of a job's worker processes.
 
-They are plain ones and not started by `multiprocessing`, which would run the main module of the starting process once
-more in each: a user's script would need a guard against that, and the command line would be loaded.
+They are started directly, not by `multiprocessing`, which would run the main module of the parent process again in each
+of them: a user's script would need an `if __name__ == "__main__"` guard, and the command line would be imported.
 
-Loading torch takes each of them seconds, and the starting process too. Who knows that it is going to need them calls
-`start_early` before it loads torch itself, so that all load it at the same time, and the processes find each other
-while the starting one loads the rest. Nothing in this file loads torch by itself.
+Importing torch takes seconds, in the parent and in each worker. A caller that knows that it will need workers calls
+`start_early` before it imports torch itself, so that all import it at the same time. This module does not import torch.
 """
 
 import atexit
@@ -28,7 +27,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
-from warpbus.dist.pipe_line import PipeLine
+from warpbus.dist.worker_pipe import WorkerPipe
 from warpbus.errors import DeviceError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -36,16 +35,15 @@ _DEVICE_FILES = Path("/dev")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a process belongs. It gets this first, then the job's function, then the arguments when they are there, and
-    then what the job is told.
+class WorkerSpec:
+    """The first message to a worker. The job's function, its arguments and messages to the job follow.
 
     Attributes:
-        rank: its number, of `world`.
-        world: how many processes the job has.
-        device: its own, such as "cuda:0" or "cpu".
-        meeting: as in `join`.
-        key: the starting process's for sharing memory, which tensors among the arguments are passed in.
+        rank: of the worker, from 0.
+        world: number of workers.
+        device: of the worker, such as "cuda:0" or "cpu".
+        meeting: see `join`.
+        key: the parent's `multiprocessing` authentication key, needed to share tensors among the arguments.
     """
 
     rank: int
@@ -57,56 +55,57 @@ class Place:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """One of them as the starting process sees it.
+    """A worker as the parent process sees it.
 
     Attributes:
-        place: of its process, which has been sent.
-        process, connection: itself, and the pipe to it.
+        spec: the spec that was sent to it.
+        process: its process.
+        connection: the pipe to it.
     """
 
-    place: Place
+    spec: WorkerSpec
     process: subprocess.Popen[bytes]
     connection: Connection
 
 
 @dataclass(frozen=True)
-class Crew:
-    """All of a job.
+class ProcessPool:
+    """The workers of a job.
 
     Attributes:
         members: in rank order.
-        directory: where they meet; to be removed when they have ended.
+        directory: holds the rendezvous file; to be removed when the workers have ended.
     """
 
     members: list[Interpreter]
     directory: Path
 
     @classmethod
-    def start(cls, devices: Sequence[str], module: str, environment: Mapping[str, str]) -> "Crew":
-        """Start one for each device; arguments as of `start_early`.
+    def start(cls, devices: Sequence[str], module: str, environment: Mapping[str, str]) -> "ProcessPool":
+        """Start one worker per device; arguments as `start_early`.
 
         Raises:
-            DeviceError: the system refuses a folder for temporary files, a pipe or a process.
+            DeviceError: the system cannot create a temporary directory, a pipe or a process.
         """
         try:
-            crew = cls([], Path(tempfile.mkdtemp(prefix="warpbus-")))  # of this user alone
+            pool = cls([], Path(tempfile.mkdtemp(prefix="warpbus-")))  # of this user alone
         except OSError as error:
             raise _cannot_start(error) from error
         try:
             key = bytes(multiprocessing.current_process().authkey)
             for rank, device in enumerate(devices):
-                place = Place(rank, len(devices), device, f"file://{crew.directory}/meeting", key)
-                crew.members.append(_start(place, module, environment))
+                spec = WorkerSpec(rank, len(devices), device, f"file://{pool.directory}/meeting", key)
+                pool.members.append(_start(spec, module, environment))
         except OSError as error:
-            crew.end()
+            pool.end()
             raise _cannot_start(error) from error
         except BaseException:
-            crew.end()
+            pool.end()
             raise
-        return crew
+        return pool
 
     def end(self) -> None:
-        """End all at once, whatever they do."""
+        """Kill all workers."""
         for each in self.members:
             each.process.kill()
         for each in self.members:
@@ -115,44 +114,45 @@ class Crew:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-_early: list[Crew] = []
+_early: list[ProcessPool] = []
 
 
 def start_early(devices: Sequence[str], module: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Start the interpreters of a job on these devices, which `crew_of` hands out.
+    """Start the workers of a later job on these devices; `process_pool` returns them.
 
-    They end with this process at the latest. A single device needs none; if it is a GPU, it is opened.
+    They end with this process at the latest. A single device needs no worker; if it is a GPU, it is initialized.
 
     Args:
         devices: in rank order.
-        module: what they load before they are told of the job, see `worker.main`.
-        environment: variables that they get where this process has none of that name.
+        module: imported by the workers before they receive the job, see `worker.main`.
+        environment: environment variables of the workers; variables of this process take precedence.
     """
     if len(devices) == 1:
         open_device(devices[0])
         return
     atexit.register(_end_early)
-    _early.append(Crew.start(devices, module, environment))
+    _early.append(ProcessPool.start(devices, module, environment))
 
 
-def crew_of(devices: Sequence[str], module: str, environment: Mapping[str, str]) -> Crew:
-    """The interpreters of a job on these devices: those that were started early for just these, or new ones.
+def process_pool(devices: Sequence[str], module: str, environment: Mapping[str, str]) -> ProcessPool:
+    """The workers of a job on these devices: those that `start_early` started for the same devices, or new ones.
 
     Args:
         devices: in rank order.
-        module: what new ones load before they are told of the job.
-        environment: of new ones.
+        module: imported by new workers before they receive the job.
+        environment: of new workers.
     """
-    if [[each.place.device for each in crew.members] for crew in _early] == [list(devices)]:
+    if [[each.spec.device for each in pool.members] for pool in _early] == [list(devices)]:
         return _early.pop()
     _end_early()
-    return Crew.start(devices, module, environment)
+    return ProcessPool.start(devices, module, environment)
 
 
 def count_gpus() -> int:
-    """How many GPUs the driver shows this process (CUDA_VISIBLE_DEVICES says which).
+    """The number of GPUs that this process can use (see CUDA_VISIBLE_DEVICES).
 
-    By their files, where numbers say which of them: the driver takes longer to say it the more there are, up to a second.
+    Counts device files if CUDA_VISIBLE_DEVICES has plain numbers or is not set: initializing the driver takes up to a
+    second on machines with many GPUs.
     """
     there = len([file for file in _DEVICE_FILES.glob("nvidia*") if file.name[6:].isdecimal()])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")
@@ -167,17 +167,17 @@ def count_gpus() -> int:
 
 
 def open_device(device: str) -> None:
-    """Have a GPU opened in the background: the driver takes long to make a context, and needs no Python for it."""
+    """Create a GPU's context in a background thread: the driver takes long and does not hold the interpreter lock."""
     kind, _, index = device.partition(":")
     if kind == "cuda":
         threading.Thread(target=_open, args=(int(index),), name="open", daemon=True).start()
 
 
 def load(module: str) -> ModuleType:
-    """Import a module that loads torch.
+    """Import a module that imports torch.
 
-    What torch makes on the way stays. To look for garbage among it takes a tenth of the time to load it, and longer
-    than all else at the end of the process: it is not done.
+    The objects that torch creates are permanent. Garbage collection is off meanwhile and skips them later: it would
+    take a tenth of the import time, and longer than everything else at the end of the process.
     """
     if module in sys.modules:
         return sys.modules[module]
@@ -190,31 +190,31 @@ def load(module: str) -> ModuleType:
 
 
 def main(descriptor: int, parent: int, device: str, module: str) -> NoReturn:
-    """What an interpreter does, see `worker.main`.
+    """The main function of a worker's interpreter, see `worker.main`.
 
     Args:
-        descriptor: of the pipe to the process `parent`.
-        parent: with it this process ends, however it ends.
+        descriptor: file descriptor of the pipe to the parent.
+        parent: process id of the parent; this process ends when the parent does.
         device: of this process.
         module: see `start_early`.
     """
     os.set_inheritable(descriptor, False)
     end_with(parent)
     open_device(device)
-    line = PipeLine(Connection(descriptor), on_cpu=device == "cpu")
-    line.pulse.start()  # before torch is loaded, which may take long
-    load("warpbus.dist.worker").main(line, module)
+    pipe = WorkerPipe(Connection(descriptor), on_cpu=device == "cpu")
+    pipe.pulse.start()  # before torch is imported, which may take long
+    load("warpbus.dist.worker").main(pipe, module)
     raise AssertionError("a worker ends by itself")
 
 
-def _start(place: Place, module: str, environment: Mapping[str, str]) -> Interpreter:
+def _start(spec: WorkerSpec, module: str, environment: Mapping[str, str]) -> Interpreter:
     mine, other = Pipe()
-    threads = max(1, (os.cpu_count() or 1) // place.world)
+    threads = max(1, (os.cpu_count() or 1) // spec.world)
     own = {"OMP_NUM_THREADS": str(threads), **environment, **os.environ}
     own.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo listens on no other interface
     program = (
         f"import sys; sys.path = {sys.path!r}; from warpbus.dist.interpreters import main; "
-        f"main({other.fileno()}, {os.getpid()}, {place.device!r}, {module!r})"
+        f"main({other.fileno()}, {os.getpid()}, {spec.device!r}, {module!r})"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -224,15 +224,15 @@ def _start(place: Place, module: str, environment: Mapping[str, str]) -> Interpr
         process_group=0,
     )
     other.close()
-    with suppress(ConnectionError):  # it has died: who reads what it says finds out
-        mine.send(place)
-    return Interpreter(place, process, mine)
+    with suppress(ConnectionError):  # it has died: reading its messages will report that
+        mine.send(spec)
+    return Interpreter(spec, process, mine)
 
 
 def _cannot_start(error: OSError) -> DeviceError:
     return DeviceError(
-        f"a process cannot be started ({error}): see that the folder for temporary files is there (TMPDIR) and has room, "
-        "and that memory, processes and open files are not used up"
+        f"a process cannot be started ({error}): check that the temporary directory (TMPDIR) exists and has free space, and "
+        "that memory, processes and open files are below their limits"
     )
 
 
@@ -243,15 +243,15 @@ def _end_early() -> None:
 
 def _open(index: int) -> None:
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    with suppress(OSError):  # there is no driver, which torch finds out too
+    with suppress(OSError):  # there is no driver; torch reports that later
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
-            # The one that CUDA's runtime, and so torch, uses in this process.
+            # The primary context, which the CUDA runtime and so torch use in this process.
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, also by kill -9."""
+    """Ask the kernel to kill this process when its parent dies, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before

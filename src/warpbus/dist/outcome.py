@@ -1,4 +1,4 @@
-"""What the processes of a job tell the one that started them: messages, and how the job ended."""
+"""Messages from the worker processes of a job to the process that started them, and how the job ended."""
 
 import traceback
 from collections.abc import Callable
@@ -9,34 +9,34 @@ from typing import Any, Protocol
 from warpbus.errors import DeviceError, WarpbusError
 
 Receive = Callable[[Any], None]
-"""Called with each message of a job."""
+"""Called in the parent process with each message of a job."""
 
 Send = Callable[[object], None]
-"""Hands a message to `Receive` of the process that started the job."""
+"""Sends a message to `Receive` in the parent process."""
 
 Job = Callable[..., None]
-"""`job(group, send, *arguments)`, a function of a module that the other processes can import."""
+"""`job(group, send, *arguments)`, a function of a module that the worker processes can import."""
 
 
-class Line(Protocol):
-    """A `Send` that is also told things while the job runs (`Processes.tell`)."""
+class JobPipe(Protocol):
+    """A `Send` that also receives messages while the job runs (sent by `Processes.tell`)."""
 
     def __call__(self, content: object, /) -> None:
-        """Hand a message to `Receive` of the process that started the job."""
+        """Send a message to `Receive` in the parent process."""
         ...
 
     def heard(self, timeout: float | None) -> list[Any]:
-        """All that has been told since the last call; waits up to `timeout` seconds for something, for None forever."""
+        """All messages received since the last call. Waits up to `timeout` seconds for the first; None waits forever."""
         ...
 
     def step(self) -> AbstractContextManager[None]:
-        """A block that should not take long: heartbeats tell the starting process for how long it makes no progress."""
+        """A block that should be short: heartbeats report how long it has made no progress."""
         ...
 
 
 @dataclass(frozen=True)
 class Message:
-    """What the job handed to `send`."""
+    """A message that the job passed to `send`."""
 
     content: object
 
@@ -47,13 +47,13 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Failure:
+class JobFailure:
     """The job has raised an exception.
 
     Attributes:
-        kind: its class where it is a `WarpbusError`, which says all by itself.
-        message: its message, or the class and the first line of the message of any other exception.
-        trace: where any other exception came from.
+        kind: the class of a `WarpbusError`; None for any other exception.
+        message: the message of a `WarpbusError`; class and first line of the message of any other exception.
+        trace: the traceback of any other exception.
     """
 
     kind: type[WarpbusError] | None
@@ -61,15 +61,15 @@ class Failure:
     trace: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failure":
-        """The failure that the exception being handled is."""
+    def of(cls, error: BaseException) -> "JobFailure":
+        """The failure for the exception that is being handled."""
         if isinstance(error, WarpbusError):
             return cls(type(error), str(error))
         first = next(iter(str(error).splitlines()), "")
         return cls(None, f"{type(error).__name__}: {first}".removesuffix(": "), traceback.format_exc())
 
     def error(self, process: str) -> WarpbusError:
-        """The exception that the starting process raises; `process` names the one that failed."""
+        """The exception to raise in the parent process; `process` is the name of the worker that failed."""
         if self.kind is not None:
             return self.kind(self.message)
         error = DeviceError(f"{process} stopped at {self.message}: run it again, and report it if it happens again")

@@ -1,4 +1,4 @@
-"""Memory of several GPUs of one machine that all of them write to, for exchanges that have to be quick."""
+"""Low-latency collectives through peer-to-peer memory of the GPUs of one machine."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ from warpbus.kernels.ops.peers import (
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-# Why there is none: processes agree on the last of these that any of them found.
+# Reasons against peer memory; the processes agree on the last one that any of them found.
 _REASONS = (
     "",
     f"more than {MOST_RANKS} GPUs",
@@ -39,16 +39,17 @@ _REASONS = (
 class Peers:
     """Exchanges tensors of up to `MOST_BYTES` through the GPUs' memory (`warpbus.kernels.ops.peers`).
 
-    Exchanges of one group come in the same order on all GPUs, one after the other: on one stream, or streams that wait
-    for each other. They can be captured in CUDA graphs.
+    The exchanges of a group have to run in the same order on all GPUs, one after the other: on one stream, or on streams
+    that wait for each other. They can be captured in CUDA graphs.
 
-    A GPU that another one leaves waiting for `PATIENCE` seconds stops: CUDA's next call fails, and `lost_peer` says why.
+    A kernel that waits for another GPU for more than `PATIENCE` seconds aborts: the next CUDA call fails, and
+    `lost_peer` returns the reason.
     """
 
     most_bytes = MOST_BYTES
 
     def __init__(self, memory: Tensor, addresses: list[int], rank: int) -> None:
-        self._memory = memory  # is there as long as this is
+        self._memory = memory  # keeps the memory allocated
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
         self._epochs = new_epochs(memory.device)
         self._rank = rank
@@ -57,10 +58,14 @@ class Peers:
 
     @classmethod
     def open(cls, rank: int, world: int, device: torch.device) -> "Peers | str":
-        """Set it up between all processes of the job, each of which calls this with its own GPU; or say why not."""
+        """Set up peer memory; every process of the job calls this with its own GPU.
+
+        Returns:
+            the `Peers`, or the reason why there is no peer memory.
+        """
         if reason := _agreed(_obstacle(rank, world, device), device):
             return reason
-        # Multicast is not used, and what is not asked for cannot fail.
+        # Multicast is not used, and its setup can fail.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         found: Peers | None = None
         try:
@@ -75,20 +80,20 @@ class Peers:
                 found = cls(memory, addresses, rank)
         except RuntimeError:
             found = None
-        # This is also where each waits until the others' memory is zero.
+        # This also waits until the memory of all other processes is zero.
         reason = _agreed(0 if found is not None else len(_REASONS) - 1, device)
         torch.cuda.synchronize(device)
         return reason or found or ""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is exchanged here: by its size alone, which is the same on all GPUs."""
+        """Whether a tensor is small enough; depends only on its size, so that all GPUs agree."""
         return fits(tensor)
 
     def sum(self, tensor: Tensor, residual: Tensor | None) -> Tensor:
         """See `peer_sum`.
 
         Raises:
-            DeviceError: another GPU did not come to an exchange before.
+            DeviceError: another GPU did not take part in an earlier exchange.
         """
         self._check()
         return peer_sum(tensor, residual, self._addresses, self._epochs, self._rank, self._missing)
@@ -97,19 +102,19 @@ class Peers:
         """See `peer_gather`.
 
         Raises:
-            DeviceError: another GPU did not come to an exchange before.
+            DeviceError: another GPU did not take part in an earlier exchange.
         """
         self._check()
         return peer_gather(tensor, self._addresses, self._epochs, self._rank, self._missing)
 
     def failure(self) -> DeviceError | None:
-        """The error of an exchange to which another GPU did not come, or `None`. It reads the host's memory alone."""
+        """The error of an exchange that another GPU did not take part in, or None. It reads host memory only."""
         missing = int(self._missing)
         if not missing:
             return None
         return DeviceError(
             f"GPU {self._rank} waited {PATIENCE:g} s for GPU {missing - 1} in an exchange: the process of GPU "
-            f"{missing - 1} is stuck or computes something else; see what it printed, and start the job again"
+            f"{missing - 1} is stuck or runs different code; see its output, and start the job again"
         )
 
     def _check(self) -> None:
@@ -121,12 +126,12 @@ _opened: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
 def lost_peer() -> DeviceError | None:
-    """The first `Peers.failure` of this process: the reason for CUDA's "unspecified launch failure", if there is one."""
+    """The first `Peers.failure` of this process, which explains CUDA's "unspecified launch failure"; None if none."""
     return next((error for peers in _opened if (error := peers.failure())), None)
 
 
 def _obstacle(rank: int, world: int, device: torch.device) -> int:
-    """The number of the reason that this process sees."""
+    """The index in `_REASONS` that this process finds; 0 if nothing prevents peer memory."""
     machine = sha256(socket.gethostname().encode())
     if _BOOT_ID.is_file():
         machine.update(_BOOT_ID.read_bytes())
@@ -152,7 +157,7 @@ def _uuid(index: int) -> bytes:
 
 
 def _agreed(reason: int, device: torch.device) -> str:
-    """The gravest reason that any process found, on all of them."""
+    """The reason with the highest index that any process found, the same on all processes."""
     gravest = torch.tensor([reason], device=device)
     torch.distributed.all_reduce(gravest, torch.distributed.ReduceOp.MAX)
     return _REASONS[int(gravest)]

@@ -1,4 +1,4 @@
-"""Starting the processes of a job on this machine."""
+"""Starts the worker processes of a job on this machine."""
 
 import shutil
 import signal
@@ -15,19 +15,19 @@ from typing import Self
 import torch
 
 from warpbus.dist.group import Group
-from warpbus.dist.interpreters import crew_of
-from warpbus.dist.outcome import Done, Failure, Job, Message, Receive
+from warpbus.dist.interpreters import process_pool
+from warpbus.dist.outcome import Done, JobFailure, Job, Message, Receive
 from warpbus.dist.watchdog import SECONDS_BETWEEN_HEARTBEATS, Heartbeat, Patience, ProcessDiedError, Watchdog
 from warpbus.errors import UsageError, WarpbusError
 
-# A process that lost another one may be heard of before the lost one, whose end says more.
+# The failure of a process that lost a peer may arrive before the peer's own failure, which is the cause.
 _SECONDS_FOR_THE_CAUSE = 1.0
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_TERMINATE = 2.0
 
 
 def launch(function: Job, arguments: Sequence[object], *, devices: Sequence[torch.device], receive: Receive) -> None:
-    """Run `function(group, send, *arguments)` in one process a device, and return when all have returned.
+    """Run `function(group, send, *arguments)` in one process per device, and return when all have returned.
 
     See `Processes`.
     """
@@ -36,8 +36,8 @@ def launch(function: Job, arguments: Sequence[object], *, devices: Sequence[torc
 
 
 @dataclass
-class _Member:
-    """One process as the starting one sees it."""
+class _WorkerProcess:
+    """A worker process as the parent sees it."""
 
     rank: int
     name: str
@@ -46,36 +46,36 @@ class _Member:
 
 
 class Processes:
-    """One process a device, which start at once and then run one job.
+    """One worker process per device; they start immediately and run one job.
 
         with Processes(function, devices=devices, receive=receive) as processes:
-            ...  # meanwhile they load torch and the function's module, open their devices, and find each other
+            ...  # meanwhile they import torch and the function's module, open their devices, and connect
             processes.run(*arguments)
 
-    With one device there is no other process: `run` calls the function, unless it is to be `apart`.
+    With one device no process is started and `run` calls the function, unless `apart` is set.
 
-    However the block is left, no process is left behind, and if this process dies, by kill -9 too, so do the others
-    (on Linux). A block belongs to one thread, which has to live as long as it. Ctrl-C in a terminal reaches only this
-    process, which ends the others.
+    All processes have ended when the block is left. If this process dies, even by SIGKILL, so do the workers (on Linux).
+    The block must run in one thread, which has to outlive it. Ctrl-C in a terminal reaches only this process, which ends
+    the workers.
 
     Args:
-        function: a function of a module, called as `function(group, send, *arguments)`. `send(message)` hands a message
-            to `receive`; those of one process arrive in their order. Messages and arguments are pickled, but tensors
-            among them are shared, and have to fit into shared memory.
-        devices: of the processes in rank order; several GPUs, each once, or the CPU several times.
-        receive: called here, within `run`, with each message.
-        apart: one device has a process of its own, too. What the function gets as `send` is then always a `Line`.
-        environment: variables of the processes, where this one has none of that name.
-        parting: each leaves as soon as it is done. That is for functions that end after all have got what they need of
-            each other; otherwise they stay until the last one is done.
-        patience: how long a process that stands still is waited for, see `Patience`.
+        function: a function of a module, called as `function(group, send, *arguments)`. `send(message)` passes a
+            message to `receive`; messages of one process arrive in order. Messages and arguments are pickled; tensors
+            among them are passed in shared memory.
+        devices: of the processes in rank order; distinct GPUs, or the CPU several times.
+        receive: called here, inside `run`, with each message.
+        apart: start a process also for a single device; `send` is then always a `JobPipe`.
+        environment: environment variables of the workers; variables of this process take precedence.
+        exit_early: each worker exits as soon as its function returns. Use it only if no worker needs another one after
+            that. Otherwise all stay until the last one has finished.
+        patience: how long to wait for a process that makes no progress, see `Patience`.
 
     Raises:
         UsageError: no device, or devices that cannot work together.
-        WarpbusError: from `run`: what one of the processes raised, with its class and message.
-        ProcessDiedError: from `run`: a process was killed, or left.
-        ProcessStalledError: from `run`: a process stood still for `patience.limit`.
-        DeviceError: from `run`: a process stopped at an exception of another kind; or none can be started.
+        WarpbusError: from `run`: raised by one of the processes, with its class and message.
+        ProcessDiedError: from `run`: a process was killed, or exited.
+        ProcessStalledError: from `run`: a process made no progress for `patience.limit` seconds.
+        DeviceError: from `run`: a process raised another exception, or none can be started.
     """
 
     def __init__(
@@ -86,31 +86,31 @@ class Processes:
         receive: Receive,
         apart: bool = False,
         environment: Mapping[str, str] = MappingProxyType({}),
-        parting: bool = False,
+        exit_early: bool = False,
         patience: Patience | None = None,
     ) -> None:
         _check(devices)
         names = {rank: f"process {rank} on {device}" for rank, device in enumerate(devices)}
         self._watchdog = Watchdog(names, patience or Patience(), self.kill)
-        self._parting = parting
+        self._exit_early = exit_early
         self._environment = environment
         self._apart = apart or len(devices) > 1
         self._function = function
         self._devices = devices
         self._receive = receive
-        self._members: list[_Member] = []
+        self._members: list[_WorkerProcess] = []
         self._directory = Path()
         self._finished = False
 
     def __enter__(self) -> Self:
         if not self._apart:
             return self
-        crew = crew_of([str(device) for device in self._devices], self._function.__module__, self._environment)
-        self._directory = crew.directory
-        for each in crew.members:
-            rank = each.place.rank
-            name = f"process {rank} on {each.place.device}"
-            self._members.append(_Member(rank, name, each.process, each.connection))
+        pool = process_pool([str(device) for device in self._devices], self._function.__module__, self._environment)
+        self._directory = pool.directory
+        for each in pool.members:
+            rank = each.spec.rank
+            name = f"process {rank} on {each.spec.device}"
+            self._members.append(_WorkerProcess(rank, name, each.process, each.connection))
         try:
             for member in self._members:
                 _send(member, self._function)
@@ -120,7 +120,7 @@ class Processes:
         return self
 
     def run(self, *arguments: object) -> None:
-        """Let all processes do the job, once; returns when all have returned."""
+        """Run the job in all processes, once; returns when all have returned."""
         if not self._apart:
             device = self._devices[0]
             if device.type == "cuda":
@@ -134,12 +134,12 @@ class Processes:
         self._finished = True
 
     def _listen(self) -> None:
-        """Hand on messages until all are done."""
+        """Pass messages to `receive` until all processes have finished."""
         working = {member.connection: member for member in self._members}
         while working:
             heard = wait(list(working), SECONDS_BETWEEN_HEARTBEATS)
             if not heard and self._watchdog.verdict is not None:
-                raise self._watchdog.verdict  # it was killed, and has not ended yet
+                raise self._watchdog.verdict  # the process was killed, but has not ended yet
             for ready in heard:
                 assert isinstance(ready, Connection)
                 member = working[ready]
@@ -151,25 +151,25 @@ class Processes:
                 elif isinstance(outcome, Done):
                     del working[ready]
                     self._watchdog.done(member.rank)
-                    if self._parting:
+                    if self._exit_early:
                         member.connection.close()
                 elif not isinstance(outcome, Heartbeat):
                     raise self._cause(member, outcome)
 
     def tell(self, what: object) -> None:
-        """Tell the first process something, where `Line.heard` has it. Another thread than that of `run` may call it.
+        """Send a message to the first process, which gets it from `JobPipe.heard`.
 
-        Only after the first message has come from there, and from one thread at a time. It waits while the process
-        does not listen and its pipe is full.
+        May be called from any one thread at a time, after the first message from that process has arrived. Blocks while
+        the pipe is full.
         """
         _send(self._members[0], what)
 
     def hurry(self) -> None:
-        """Wait only seconds from now on for a process that stands still; the thread of `run`, or another, may call it."""
+        """From now on wait only seconds for a process that makes no progress; any thread may call this."""
         self._watchdog.hurry()
 
     def kill(self) -> None:
-        """Let `run` end with `ProcessDiedError` at once; another thread may call it."""
+        """Kill the processes, so that `run` raises `ProcessDiedError`; any thread may call this."""
         for member in list(self._members):
             member.process.kill()
 
@@ -178,8 +178,8 @@ class Processes:
     ) -> None:
         self._end(at_once=not self._finished)
 
-    def _cause(self, member: _Member, outcome: Failure | None) -> WarpbusError:
-        """The exception to raise after the first process that failed, or died where `outcome` is None."""
+    def _cause(self, member: _WorkerProcess, outcome: JobFailure | None) -> WarpbusError:
+        """The exception to raise after a process failed, or died if `outcome` is None."""
         if self._watchdog.verdict is not None:
             return self._watchdog.verdict
         if outcome is None:
@@ -195,17 +195,17 @@ class Processes:
                 for connection in ready:
                     assert isinstance(connection, Connection)
                     other = others[connection]
-                    said = _next(other)
-                    if said is None:
+                    found = _next(other)
+                    if found is None:
                         return _death(other)
-                    if isinstance(said, Failure) and said.kind is not None:
-                        return said.error(other.name)
-                    if not isinstance(said, Message | Heartbeat):
+                    if isinstance(found, JobFailure) and found.kind is not None:
+                        return found.error(other.name)
+                    if not isinstance(found, Message | Heartbeat):
                         del others[connection]
         return outcome.error(member.name)
 
     def _end(self, *, at_once: bool) -> None:
-        """End all processes and wait for them; `at_once` is for those that may still be at work."""
+        """End all processes and wait for them; `at_once` terminates processes that may still be working."""
         for member in self._members:
             if at_once:
                 member.process.terminate()
@@ -219,7 +219,7 @@ class Processes:
                 member.process.kill()
         end = time.monotonic() + _SECONDS_TO_TERMINATE
         for member in self._members:
-            with suppress(subprocess.TimeoutExpired):  # in a call of a driver not even SIGKILL ends it at once
+            with suppress(subprocess.TimeoutExpired):  # inside a driver call, even SIGKILL takes effect late
                 member.process.wait(max(0.0, end - time.monotonic()))
             member.connection.close()
         self._members = []
@@ -232,36 +232,36 @@ def _check(devices: Sequence[torch.device]) -> None:
         raise UsageError("no device: give at least one")
     names = ", ".join(map(str, devices))
     if len({device.type for device in devices}) > 1:
-        raise UsageError(f"devices {names}: GPUs and the CPU cannot share a job: give devices of one kind")
+        raise UsageError(f"devices {names}: a job cannot use GPUs and the CPU together: give devices of one kind")
     if devices[0].type == "cuda" and len(set(devices)) < len(devices):
         raise UsageError(f"devices {names}: two processes cannot share one GPU: give each once")
 
 
-def _send(member: _Member, what: object) -> None:
-    with suppress(OSError):  # it has died: what reads its messages finds out
+def _send(member: _WorkerProcess, what: object) -> None:
+    with suppress(OSError):  # it has died: reading its messages will report that
         member.connection.send(what)
 
 
-def _next(member: _Member) -> Message | Done | Failure | Heartbeat | None:
-    """What a process says next; None once it has died."""
+def _next(member: _WorkerProcess) -> Message | Done | JobFailure | Heartbeat | None:
+    """The next message of a process; None once it has died."""
     try:
-        said = member.connection.recv()
-    except (EOFError, OSError):  # OSError: it died amid a message
+        message = member.connection.recv()
+    except (EOFError, OSError):  # OSError: it died inside a message
         return None
-    assert isinstance(said, Message | Done | Failure | Heartbeat)
-    return said
+    assert isinstance(message, Message | Done | JobFailure | Heartbeat)
+    return message
 
 
-def _death(member: _Member) -> ProcessDiedError:
+def _death(member: _WorkerProcess) -> ProcessDiedError:
     report = "report it if it happens again"
     try:
         code = member.process.wait(_SECONDS_TO_TERMINATE)
     except subprocess.TimeoutExpired:
         return ProcessDiedError(f"{member.name} has closed its pipe", f"run it again, and {report}")
     if code >= 0:
-        return ProcessDiedError(f"{member.name} ended with exit code {code}", "see what it printed, and run it again")
+        return ProcessDiedError(f"{member.name} ended with exit code {code}", "see its output, and run it again")
     name = {known.value: known.name for known in signal.Signals}.get(-code, "unknown")
     advice = f"run it again, and {report}"
     if -code == signal.SIGKILL:
-        advice = "somebody killed it, or the system for want of memory (see dmesg): run it again"
+        advice = "it was killed by a user, or by the system because memory ran out (see dmesg): run it again"
     return ProcessDiedError(f"{member.name} was killed by signal {-code} ({name})", advice)

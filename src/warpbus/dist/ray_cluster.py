@@ -1,4 +1,4 @@
-"""Ray (extra `cluster`), imported when it is asked for, and the connection to a cluster of it."""
+"""Imports Ray (extra `cluster`) on demand and connects to a Ray cluster."""
 
 import importlib
 from typing import Any
@@ -7,7 +7,7 @@ from warpbus.errors import UsageError
 
 
 def load_ray() -> Any:
-    """The module `ray`. It takes about a second.
+    """The module `ray`. Importing it takes about a second.
 
     Raises:
         UsageError: it is not installed.
@@ -19,14 +19,14 @@ def load_ray() -> Any:
 
 
 def connect(ray: Any, address: str) -> bool:
-    """Connect this process to a cluster, unless it is connected to one.
+    """Connect this process to a cluster, unless it is connected already.
 
     Args:
         ray: the module.
         address: "auto", the cluster that this machine belongs to, or "ray://HOST:PORT".
 
     Returns:
-        Whether it was not connected before; then the caller has to call `ray.shutdown`.
+        True if this call made the connection; then the caller has to call `ray.shutdown`.
 
     Raises:
         UsageError: there is no cluster.

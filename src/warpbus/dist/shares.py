@@ -1,6 +1,6 @@
-"""How finely work is cut, whatever the number of processes."""
+"""The number of shares that work is divided into, independent of the number of processes."""
 
-# Work is cut into the same shares whatever the number of processes, and a share goes to one process as a whole. What a
-# share gives, and the order in which shares are added up (`TreeSum`), are then the same in a job of 1, 2 or 8
-# processes, bit for bit. A power of two, so that 1, 2, 4 and 8 processes have equal loads.
+# Each share is processed as a whole by one process. The result of a share, and the order in which shares are added up
+# (`TreeSum`), are then bit-identical in a job of 1, 2 or 8 processes. A power of two, so that 1, 2, 4 and 8 processes
+# have equal loads.
 SHARES = 8

@@ -1,4 +1,4 @@
-"""The sum of one tensor a share, with the same bits in a job of any number of processes."""
+"""Sums one tensor per share, bit-identical for any number of processes."""
 
 import torch
 from torch import Tensor
@@ -8,19 +8,19 @@ from warpbus.dist.shares import SHARES
 
 
 class TreeSum:
-    """Adds up one tensor a share, over the shares of all processes.
+    """Adds up one tensor per share over the shares of all processes.
 
-    Floating-point addition is not associative. Here the additions follow one binary tree, which halves the range of
-    shares: share 0 + share 1, share 2 + share 3, ..., then the sums of two, then those of four. Processes only decide
-    where an addition is done. A process adds what its own shares allow; of what is left each process adds up one slice
-    of the elements, since the tree is the same for every element.
+    Floating-point addition is not associative. Here the additions follow one fixed binary tree over the shares: share 0
+    + share 1, share 2 + share 3, ..., then sums of two shares, then of four. The number of processes only decides where
+    an addition is computed. Each process adds up the subtrees within its own shares; the rest of the tree is computed
+    for one slice of the elements by each process.
 
         total = TreeSum(group, (n, n))
         for share in group.shares():
             total.add(share, statistics(share))
         sum_of_all = total.total()
 
-    At most log2(SHARES) + 1 tensors are alive while shares come in.
+    At most log2(SHARES) + 1 tensors are in memory while shares are added.
 
     Args:
         group: the processes; each makes its own `TreeSum` and calls `total`.
@@ -36,9 +36,9 @@ class TreeSum:
         self._next = group.shares().start
 
     def add(self, share: int, tensor: Tensor | None) -> None:
-        """Give a share's tensor, which from then on belongs to the sum and is changed in place.
+        """Add a share's tensor, which the sum takes over and changes in place.
 
-        Shares come in rising order; one without data is left out, or given as None.
+        Shares have to be added in ascending order. A share without data is omitted, or added as None.
         """
         own = self._group.shares()
         if not self._next <= share < own.stop:
@@ -55,7 +55,7 @@ class TreeSum:
 
     def total(self) -> Tensor:
         """The sum over all shares, on every process. The `TreeSum` is empty afterwards."""
-        self._merge_up_to(SHARES)  # those of which the last shares were left out
+        self._merge_up_to(SHARES)  # in case the last shares were omitted
         group, nodes = self._group, self._nodes
         self._nodes, self._next = {}, SHARES
         if group.world == 1:
@@ -70,13 +70,13 @@ class TreeSum:
                 _merge(self._nodes, node)
 
     def _nothing(self) -> Tensor:
-        # x + -0.0 has the bits of x also where x is -0.0: as if the share were not there.
+        # x + -0.0 has the bits of x, even for x = -0.0: as if the share did not exist.
         return torch.full(self._shape, -0.0, dtype=self._dtype, device=self._group.device)
 
     def _add_slices(self, mine: list[Tensor]) -> Tensor:
-        """Finish the tree: this process adds up its slice of the elements of all that is left, then all get all slices.
+        """Finish the tree: each process sums its slice of the elements over all subtrees, then all slices are exchanged.
 
-        Each process sends and receives no more than twice a tensor's bytes, and needs memory for one more.
+        Each process sends and receives at most twice the bytes of a tensor, and needs memory for one more.
         """
         group, total = self._group, mine[0]
         flat = [tensor.view(-1) for tensor in mine]
@@ -97,19 +97,19 @@ class TreeSum:
             parts.update(zip(_roots(group.shares(rank)), rows, strict=True))
         for node in _inner_nodes():
             _merge(parts, node)
-        if group.rank:  # the first process's slice is where the sum grew
+        if group.rank:  # the first process computed its slice in place
             own_part.copy_(parts[range(SHARES)])
         group.exchange([(rank, own_part) for rank in others], [(rank, flat[0][slices[rank]]) for rank in others])
         return total
 
 
 def _rows(tensors: list[Tensor]) -> Tensor:
-    """Tensors of one length one below the other; of a single one no copy is made."""
+    """Stack tensors of the same length; a single one is not copied."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _inner_nodes() -> list[range]:
-    """The nodes of the tree over the shares that have children, each after its children."""
+    """The inner nodes of the tree over the shares, children before parents."""
     sizes = [2**level for level in range(1, SHARES.bit_length())]
     return [range(start, start + size) for size in sizes for start in range(0, SHARES, size)]
 
@@ -119,7 +119,7 @@ def _is_within(node: range, shares: range) -> bool:
 
 
 def _roots(shares: range) -> list[range]:
-    """The largest nodes of the tree that lie within `shares`: what one process can add up by itself."""
+    """The largest nodes of the tree within `shares`: the subtrees that one process can sum by itself."""
     within = [node for node in _inner_nodes() if _is_within(node, shares)]
     within += [range(share, share + 1) for share in shares]
     return sorted(
@@ -129,7 +129,7 @@ def _roots(shares: range) -> list[range]:
 
 
 def _merge(nodes: dict[range, Tensor], node: range) -> None:
-    """Put the sum of a node's children in their place, in place of the left one's elements."""
+    """Replace a node's children by their sum, computed in place in the left child."""
     middle = (node.start + node.stop) // 2
     left, right = nodes.pop(range(node.start, middle), None), nodes.pop(range(middle, node.stop), None)
     if left is not None and right is not None:

@@ -1,6 +1,6 @@
-"""Finds processes of a job that no longer go on, though they live: stopped by a signal, or hanging in a call.
+"""Detects stalled processes of a job: alive, but stopped by a signal or hanging in a call.
 
-Each process sends heartbeats from a thread of its own (`Pulse`); the starting process checks them (`Watchdog`).
+Each worker sends heartbeats from a separate thread (`Pulse`); the parent process checks them (`Watchdog`).
 """
 
 import logging
@@ -16,16 +16,16 @@ from warpbus.errors import DeviceError, UsageError
 
 SECONDS_BETWEEN_HEARTBEATS = 1.0
 SHORTEST_LIMIT = 10.0
-"""Seconds: with a shorter limit, processes would be ended that are only slow to get a core."""
+"""Seconds: a shorter limit would end processes that only wait for a CPU core."""
 
-# A process on the CPU makes progress in a step while it uses at least this share of a core.
+# A CPU process makes progress in a step if it uses at least this share of a core.
 _LEAST_SHARE = 0.05
 
 _log = logging.getLogger("warpbus.dist")
 
 
 class ProcessDiedError(DeviceError):
-    """A process of a job has ended before the job. `what` is the message without its advice."""
+    """A process ended before its job was done. `what` is the message without the advice."""
 
     def __init__(self, what: str, advice: str) -> None:
         super().__init__(f"{what}: {advice}")
@@ -33,28 +33,28 @@ class ProcessDiedError(DeviceError):
 
 
 class ProcessStalledError(ProcessDiedError):
-    """A process of a job stood still for too long, and was ended."""
+    """A process made no progress for too long, and was killed."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A process lives.
+    """A sign of life of a process.
 
     Attributes:
-        in_step: for how many seconds its step has made no progress (see `Pulse`); 0 outside of steps.
+        in_step: seconds for which the current step has made no progress (see `Pulse`); 0 outside of steps.
     """
 
     in_step: float
 
 
 class Pulse:
-    """Sends heartbeats from a thread, and knows how long the job's step takes.
+    """Sends heartbeats from a thread, with the time that the job's current step has made no progress.
 
-    On a GPU no progress is seen within a step, so that its whole duration counts. On the CPU a step may honestly take
-    minutes; there only time counts in which the process hardly uses a core.
+    On a GPU progress inside a step cannot be seen, so that its whole duration counts. On the CPU a step may
+    legitimately take minutes; only time in which the process uses hardly any CPU counts.
 
     Args:
-        send: called with each heartbeat; they end where it raises OSError.
+        send: called with each heartbeat; heartbeats stop when it raises OSError.
         on_cpu: the job computes on the CPU.
     """
 
@@ -65,11 +65,11 @@ class Pulse:
         self._step: float | None = None  # when it began
 
     def start(self) -> None:
-        """Send heartbeats from now on."""
+        """Start sending heartbeats."""
         threading.Thread(target=self._run, name="warpbus-heartbeats", daemon=True).start()
 
     def stop(self) -> None:
-        """Send no more of them."""
+        """Stop sending heartbeats."""
         self._ending.set()
 
     @contextmanager
@@ -90,7 +90,7 @@ class Pulse:
             step = self._step
             try:
                 self._send(Heartbeat(0.0 if step is None else now - max(step, progress)))
-            except OSError:  # the starting process has gone, and this one ends
+            except OSError:  # the parent process has exited, and this one will
                 return
             if self._ending.wait(SECONDS_BETWEEN_HEARTBEATS):
                 return
@@ -98,28 +98,29 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a job waits for a process that does not go on: that sends no heartbeat, or stays in one step.
+    """How long a job waits for a stalled process: one that sends no heartbeat, or makes no progress in a step.
 
     Attributes:
-        limit: after so many seconds the job ends with `ProcessStalledError`.
-        report: after so many seconds, unless `limit` is shorter, a line in the log names the process.
-        told: called with the same in words, and with "" when all go on again; in a thread of its own.
+        limit: seconds after which the job ends with `ProcessStalledError`.
+        report: seconds after which the process is named in the log, unless `limit` is shorter.
+        on_stall: called with a description of the stalled processes, and with "" when all make progress again; runs in
+            the watchdog's thread.
     """
 
     limit: float = 300.0
     report: float = 30.0
-    told: Callable[[str], None] = lambda what: None
+    on_stall: Callable[[str], None] = lambda description: None
 
 
 def check_limit(name: str, seconds: float) -> None:
-    """Raises UsageError where an option `name`, which becomes `Patience.limit`, is too short."""
+    """Check an option `name` that becomes `Patience.limit`; raises UsageError if it is too short."""
     if not seconds >= SHORTEST_LIMIT:
         raise UsageError(f"{name} is {seconds:g} s: give {SHORTEST_LIMIT:g} or more, or inf for no limit")
 
 
 @dataclass
 class _Watched:
-    """What is known of a process: seconds since it was heard of, and those of its step without progress."""
+    """State of a process: seconds since its last message, and seconds of its step without progress."""
 
     silent: float = 0.0
     in_step: float = 0.0
@@ -128,16 +129,16 @@ class _Watched:
 class Watchdog:
     """Watches the processes of a job, in a thread, while a `with` block runs.
 
-    Time counts only while the starting process listens, and in pieces of at most two heartbeats: neither a receiver
-    that blocks nor a machine that was suspended as a whole makes a process seem stopped.
+    Time counts only while the parent process receives messages, and at most two heartbeat intervals at once: neither a
+    receiver that blocks nor a suspended machine makes a process look stalled.
 
     Args:
         names: of the processes, by rank.
-        patience: how long they are waited for.
-        kill: called when a process is given up; what listens then finds the processes dead, and raises `verdict`.
+        patience: the limits.
+        kill: called to kill a stalled job; the receiving thread then raises `verdict`.
 
     Attributes:
-        verdict: why a process was given up; None until then.
+        verdict: the error for a stalled process; None until then.
     """
 
     def __init__(self, names: Mapping[int, str], patience: Patience, kill: Callable[[], None]) -> None:
@@ -148,7 +149,7 @@ class Watchdog:
         self._kill = kill
         self._watched = {rank: _Watched() for rank in names}
         self._listening = True
-        self._told = ""
+        self._reported = ""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="warpbus-watchdog", daemon=True)
 
@@ -162,21 +163,21 @@ class Watchdog:
         self._ending.set()
         self._thread.join()
 
-    def heard(self, rank: int, said: object) -> None:
-        """Something has come from a process."""
+    def heard(self, rank: int, message: object) -> None:
+        """A message of a process has arrived."""
         watched = self._watched.get(rank)
         if watched is not None:
             watched.silent = 0.0
-            if isinstance(said, Heartbeat):
-                watched.in_step = said.in_step
+            if isinstance(message, Heartbeat):
+                watched.in_step = message.in_step
 
     def done(self, rank: int) -> None:
-        """A process has nothing more to do: it is watched no longer."""
+        """A process has finished and is no longer watched."""
         self._watched.pop(rank, None)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """The starting process does not listen while this block runs."""
+        """The parent process does not receive messages while this block runs."""
         self._listening = False
         try:
             yield
@@ -184,7 +185,7 @@ class Watchdog:
             self._listening = True
 
     def hurry(self) -> None:
-        """From now on wait only `SHORTEST_LIMIT` seconds for a process that stands still; at most `limit`."""
+        """From now on wait only `SHORTEST_LIMIT` seconds for a stalled process, or `limit` if that is shorter."""
         self._limit = min(self._limit, SHORTEST_LIMIT)
 
     def _run(self) -> None:
@@ -203,26 +204,27 @@ class Watchdog:
 
     def _judge(self) -> None:
         limit = self._limit
-        what, seconds = self._standing_still(min(limit, self._patience.report))
+        stalled, seconds = self._stalled(min(limit, self._patience.report))
         if seconds >= limit:
             self.verdict = ProcessStalledError(
-                f"{what}, and was ended", "see whether something stopped it (SIGSTOP) or its GPU hangs, and run it again"
+                f"{stalled}, and was killed", "check if it was stopped (SIGSTOP) or its GPU hangs, and run it again"
             )
-        if bool(what) != bool(self._told):
-            _log.warning("%s", f"{what}: it is given up after {limit:g} s" if what else "all processes go on again")
-            self._patience.told(what)
-            self._told = what
+        if bool(stalled) != bool(self._reported):
+            action = f"{stalled}: it is killed after {limit:g} s" if stalled else "all processes make progress again"
+            _log.warning("%s", action)
+            self._patience.on_stall(stalled)
+            self._reported = stalled
 
-    def _standing_still(self, least: float) -> tuple[str, float]:
-        """The processes that have stood still for so long, in words, and the seconds of the longest of them."""
+    def _stalled(self, least: float) -> tuple[str, float]:
+        """A description of the processes stalled for at least `least` seconds, and the longest time of them."""
         watched = sorted(self._watched.items())
-        # Where one sends nothing, others may wait for it in a step: it is to blame.
-        for find, said in ((_silent, "sent no heartbeat"), (_in_step, "been in one step without progress")):
+        # Processes in a step may wait for one that is silent: report the silent ones first.
+        for find, state in ((_silent, "sent no heartbeat"), (_in_step, "been in one step without progress")):
             found = {rank: seconds for rank, each in watched if (seconds := find(each)) >= least}
             if found:
                 longest = max(found.values())
                 names = " and ".join(self._names[rank] for rank in found)
-                return f"{names} {'has' if len(found) == 1 else 'have'} {said} for {longest:.0f} s", longest
+                return f"{names} {'has' if len(found) == 1 else 'have'} {state} for {longest:.0f} s", longest
         return "", 0.0
 
 

@@ -1,4 +1,4 @@
-"""The main program of a process that `Processes` starts, once its interpreter is there (see `interpreters`)."""
+"""The main function of a worker process that `Processes` starts (see `interpreters`)."""
 
 import multiprocessing
 from typing import NoReturn
@@ -6,42 +6,42 @@ from typing import NoReturn
 import torch
 
 from warpbus.dist.group import join
-from warpbus.dist.interpreters import Place, load
-from warpbus.dist.outcome import Done, Failure, Job
+from warpbus.dist.interpreters import WorkerSpec, load
+from warpbus.dist.outcome import Done, JobFailure, Job
 from warpbus.dist.peers import lost_peer
-from warpbus.dist.pipe_line import PipeLine
+from warpbus.dist.worker_pipe import WorkerPipe
 
 
-def main(line: PipeLine, module: str) -> NoReturn:
-    """Do a job's part, then wait for the end.
+def main(pipe: WorkerPipe, module: str) -> NoReturn:
+    """Run the job, then wait until the parent closes the pipe.
 
     Args:
-        line: to the starting process.
-        module: what to load while the processes find each other, before the starting one says more. If it has a
-            function `get_ready(device)`, that is called then, too.
+        pipe: to the parent process.
+        module: imported while the processes connect to each other, before the job arrives. If it has a function
+            `get_ready(device)`, that is called as well.
     """
     try:
-        _work(line, module)
+        _work(pipe, module)
     except BaseException as error:
-        # Of an exchange that nobody came to, CUDA says only that a launch failed.
-        line.report(Failure.of(lost_peer() or error))
+        # If a peer GPU did not take part in an exchange, CUDA reports only a failed launch.
+        pipe.report(JobFailure.of(lost_peer() or error))
     else:
-        line.report(Done())
-    line.pulse.stop()
-    # It stays until it is told to go: the others may still read from its memory and sockets, and what they would say of
-    # its end should not hide why it failed.
+        pipe.report(Done())
+    pipe.pulse.stop()
+    # Stay alive until the parent closes the pipe: other workers may still read this process's memory and sockets, and
+    # their errors about its exit must not hide the original error.
     while True:
-        line.received()
+        pipe.received()
 
 
-def _work(line: PipeLine, module: str) -> None:
-    place: Place = line.received()
-    multiprocessing.current_process().authkey = place.key
-    # To find each other is mostly to wait: the module is loaded meanwhile, and the job begins.
-    group = join(place.meeting, place.rank, place.world, torch.device(place.device))
+def _work(pipe: WorkerPipe, module: str) -> None:
+    spec: WorkerSpec = pipe.received()
+    multiprocessing.current_process().authkey = spec.key
+    # Connecting the processes is mostly waiting: import the module meanwhile.
+    group = join(spec.meeting, spec.rank, spec.world, torch.device(spec.device))
     get_ready = getattr(load(module), "get_ready", None)
     if get_ready is not None:
         get_ready(group.device)
-    function: Job = line.received()
-    arguments = line.received()
-    function(group, line, *arguments)
+    function: Job = pipe.received()
+    arguments = pipe.received()
+    function(group, pipe, *arguments)

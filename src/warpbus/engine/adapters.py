@@ -13,7 +13,7 @@ from warpbus.models.adapters import Lora, LowRank, Prefix
 from warpbus.models.layers import Adapted, QuantizedLinear, Selection
 from warpbus.models.layers.adapted import padded
 from warpbus.models.layers.parallel import Parallel
-from warpbus.models.parallel import Lines, Part, Span, copy_lines, joined
+from warpbus.models.parallel import Part, Span, Spans, copy_spans, joined
 
 Adapter = Lora | Prefix
 
@@ -47,7 +47,7 @@ def adapt(model: Decoder, adapters: abc.Sequence[Adapter]) -> Selection:
 def cut(adapter: Adapter, part: Part) -> Adapter:
     """One process's shard of an adapter: the rows and columns of a and b that belong to its part of each linear."""
     if isinstance(adapter, Prefix):
-        keys = part.key_lines
+        keys = part.kv_spans
         return Prefix(adapter.name, _heads(adapter.keys_lthd, keys), _heads(adapter.values_lthd, keys))
     return Lora(adapter.name, {name: _cut(low, name, part) for name, low in adapter.parts.items()})
 
@@ -131,12 +131,12 @@ def _cut(low: LowRank, name: str, part: Part) -> LowRank:
     _, columns = part.columns(f"{name}.weight", width)
     a = low.a.new_empty(rank, sum(span.size for span in columns))
     b = low.b.new_empty(sum(span.size for span in rows), rank)
-    copy_lines(a, low.a, (Span(0, rank),), columns, low.a.numel())
-    copy_lines(b, low.b, rows, None, low.b.numel())
+    copy_spans(a, low.a, (Span(0, rank),), columns, low.a.numel())
+    copy_spans(b, low.b, rows, None, low.b.numel())
     return LowRank(a, b)
 
 
-def _heads(x_lthd: Tensor, keys: Lines) -> Tensor:
+def _heads(x_lthd: Tensor, keys: Spans) -> Tensor:
     """The heads of keys or values that belong to these rows of the full key projection."""
     rows = [x_lthd.flatten(2)[..., span.start : span.stop] for span in keys]
     return torch.cat(rows, dim=-1).unflatten(-1, (-1, x_lthd.shape[-1]))

@@ -154,7 +154,7 @@ class DecodeAttention(FusedAttention):
             limit=self._limit,
             stored=self._slot_mapping is not None,
             # Positions, block tables and cached tokens are complete before the kernel starts.
-            settled=self._slot_mapping is None,
+            inputs_ready=self._slot_mapping is None,
         )
         return attended.view(len(qkv_btr), 1, -1)
 

@@ -25,7 +25,7 @@ from functools import partial
 
 import torch
 
-from warpbus.cuda.lent import is_gpu
+from warpbus.cuda.remote import is_gpu
 from warpbus.engine.adapters import adapt, check_adapter, salt_of
 from warpbus.engine.blocks import BLOCK, BlockAllocator
 from warpbus.engine.instance import ModelInstance, cache_blocks, commit_blocks
@@ -66,8 +66,8 @@ class Engine:
         kv_dtype: see `KV_DTYPES`; other than "auto" on a GPU only.
         prefill_tokens: the most prompt tokens per step.
         cache_tokens: the most tokens in the cache, prefixes excluded. None: what `max_num_seqs` sequences need, or what
-            fits the free memory. The cache allocates memory as it needs it, except on a lent device: there it allocates
-            all at once, up to three quarters of what the lease has left.
+            fits the free memory. The cache allocates memory as it needs it, except on a remote device: there it
+            allocates all at once, up to three quarters of what the lease has left.
         mixed_rows: the most tokens of a step that both decodes and prefills.
         most_graphs: how many CUDA graphs are kept, the last used ones; None: all.
         prefix_caching: prompts with a common prefix share the blocks of it.
@@ -483,7 +483,7 @@ class Engine:
     def _require_offloadable(self) -> OffloadableModel:
         if self._instance.offloadable is None:
             raise UsageError(
-                "this engine cannot sleep: its weights are laid out within a planned memory, or on a lent GPU: leave "
+                "this engine cannot sleep: its weights are laid out within a planned memory, or on a remote GPU: leave "
                 "that out, or give the lease back"
             )
         return self._instance.offloadable

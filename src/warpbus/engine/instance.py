@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from warpbus.cuda.devices import free_memory
-from warpbus.cuda.lent import lent
+from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.engine.blocks import BLOCK
 from warpbus.engine.kv_cache import KVCache, token_bytes
@@ -17,7 +17,7 @@ from warpbus.errors import DeviceError
 from warpbus.models import Decoder
 
 _RESERVE = 0.1  # of the free memory at the start of an engine: for activations and other programs
-_RESERVE_LENT = 0.25  # the same on a lent device, where the cache allocates all of its memory at once, for good
+_RESERVE_REMOTE = 0.25  # the same on a remote device, where the cache allocates all of its memory at once, for good
 
 
 @dataclass
@@ -77,7 +77,7 @@ def _affordable_blocks(model: Decoder, prefixes: Prefixes, kv_dtype: str, *, wan
     if free is None:
         return wanted
     block_bytes = BLOCK * token_bytes(model.config, weight.dtype, kv_dtype)
-    reserve = _RESERVE if lent(weight.device) is None else _RESERVE_LENT
+    reserve = _RESERVE if remote_backend(weight.device) is None else _RESERVE_REMOTE
     return min(wanted, int(free * (1 - reserve)) // block_bytes - (1 + prefixes.blocks + prefixes.extra_blocks))
 
 

@@ -48,9 +48,9 @@ class KVCache:
         self.committed = 0
         stored = stored_dtype(kv_dtype, dtype)
         shape = (count, config.num_layers, 2, config.attention.num_kv_heads, BLOCK)
-        self._parts = [_Part((*shape, config.attention.head_dim), stored, device)]
+        self._parts = [_ArenaTensor((*shape, config.attention.head_dim), stored, device)]
         if stored != dtype:
-            self._parts.append(_Part(shape, torch.float32, device))
+            self._parts.append(_ArenaTensor(shape, torch.float32, device))
         self.layers: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         for layer in range(config.num_layers):
             keys, values, *scales = (part.data[:, layer, which] for part in self._parts for which in (0, 1))
@@ -117,7 +117,7 @@ class KVCache:
         self.committed = committed
 
 
-class _Part:
+class _ArenaTensor:
     """The part of all blocks that has one element type: keys and values, or their scales."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

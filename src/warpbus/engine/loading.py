@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from warpbus.cuda.devices import default_dtype, resolve_dtype
-from warpbus.cuda.lent import lent
 from warpbus.cuda.memory_size import parse_memory
+from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.engine.adapters import Adapter, adapt, cut, stacked_bytes
 from warpbus.engine.blocks import BLOCK
@@ -68,7 +68,7 @@ def open_model(
     prefixes = Prefixes(adapters, config)
     plan = None
     if options.memory is not None:
-        if lent(device) is not None:
+        if remote_backend(device) is not None:
             raise UsageError(
                 f"memory is {options.memory!r}, but {device} is leased with a memory of its own: leave it out, and "
                 "give warpbus.pool.connect() that much"
@@ -105,7 +105,7 @@ def build_engine(
         group: the processes that share the model; each calls this.
         progress: called while the weights are read; see `warpbus.models.Progress`.
         can_sleep: the engine can `sleep`, unless its memory is planned, which leaves no room to move the weights, or
-            its device is lent.
+            its device is remote.
 
     Raises:
         UsageError: an option does not fit the model.
@@ -114,7 +114,7 @@ def build_engine(
     """
     plan = opened.plan
     # Graphs use memory: with limited memory few are kept.
-    limited = plan is not None or lent(opened.device) is not None
+    limited = plan is not None or remote_backend(opened.device) is not None
     if plan is not None:
         enforce(plan, opened.device)
     decoder = load_model(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from warpbus.dist import Group
-from warpbus.dist.outcome import Failure
+from warpbus.dist.outcome import JobFailure
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.sampling_params import SamplingParams
@@ -94,7 +94,7 @@ class RequestFailed:
     """From the engine: it refused a request, or the request failed by itself; it has ended."""
 
     number: int
-    failure: Failure
+    failure: JobFailure
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Reply:
     """From the engine: the answer to `Ask` or `MoveTo`."""
 
     number: int
-    answer: Stats | Moved | Failure | None
+    answer: Stats | Moved | JobFailure | None
 
 
 Event = Loading | Ready | StepResults | RequestFailed | Reply

@@ -62,7 +62,7 @@ class EngineMigration:
         device: of the same type as the engine's.
 
     Raises:
-        UsageError: the engine sleeps, is on a lent GPU, is one of several that share a model, or is there already, or
+        UsageError: the engine sleeps, is on a remote GPU, is one of several that share a model, or is there already, or
             the device is of another type.
     """
 

@@ -46,7 +46,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _OffloadedRange:
     """A part of a storage that tensors use: the bytes `[start, end)`, which move to `offset` in the arena."""
 
     tensors: list[Tensor]
@@ -129,7 +129,7 @@ class OffloadableModel:
         return Transfer(self.nbytes, end - copying, end - start)
 
     @torch.no_grad()
-    def _move(self, spans: list[_Span]) -> None:
+    def _move(self, spans: list[_OffloadedRange]) -> None:
         left = 0
         for span in spans:
             size = rounded_up(span.end - span.start, ALIGNMENT)
@@ -182,7 +182,7 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device(gpus[0] if gpus else "cpu")
 
 
-def _spans(model: nn.Module, device: torch.device) -> list[_Span]:
+def _spans(model: nn.Module, device: torch.device) -> list[_OffloadedRange]:
     """What to move and where to, in the order of the model, which is about the order of allocation."""
     groups: dict[int, list[Tensor]] = {}
     for tensor in _tensors(model):
@@ -193,7 +193,7 @@ def _spans(model: nn.Module, device: torch.device) -> list[_Span]:
         # From a multiple of the alignment, so that all tensors keep theirs.
         start = min(tensor.storage_offset() * tensor.element_size() for tensor in tensors) // ALIGNMENT * ALIGNMENT
         end = max(_end(tensor) for tensor in tensors)
-        spans.append(_Span(tensors, start, end, offset))
+        spans.append(_OffloadedRange(tensors, start, end, offset))
         offset += rounded_up(end - start, ALIGNMENT)
     return spans
 
@@ -204,7 +204,7 @@ def _end(tensor: Tensor) -> int:
     return int(tensor.storage_offset() + steps + 1) * tensor.element_size()
 
 
-def _bytes(span: _Span) -> Tensor:
+def _bytes(span: _OffloadedRange) -> Tensor:
     """The bytes of a span, uint8 `[end - start]`."""
     tensor = span.tensors[0]
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -8,15 +8,15 @@ from math import prod
 import torch
 from torch import Tensor
 
-from warpbus.cuda.lent import lent
+from warpbus.cuda.remote import remote_backend
 from warpbus.errors import DeviceError
 
 
 class Readback:
     """Tensors on their way from the device; the constructor does not wait for it.
 
-    A lent device gets one request for all tensors, sent here and not when they are read: it handles messages in order,
-    so that a later request would wait for the next step.
+    A remote device gets one request for all tensors, sent here and not when they are read: it handles messages in
+    order, so that a later request would wait for the next step.
 
     Args:
         tensors: at least one, all on one device, of elements of 4 or 8 bytes.
@@ -26,7 +26,7 @@ class Readback:
         self._tensors = list(tensors)
         self._wait: Callable[[], Tensor] | None = None
         device = tensors[0].device
-        remote = lent(device)
+        remote = remote_backend(device)
         if device.type == "cuda":
             joined = self._joined()
             host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
@@ -41,7 +41,7 @@ class Readback:
         """The tensors on the host. Waits for the device.
 
         Raises:
-            DeviceError: a lent device had no memory for the step.
+            DeviceError: a remote device had no memory for the step.
         """
         if self._wait is None:
             return self._tensors

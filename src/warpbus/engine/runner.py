@@ -46,7 +46,7 @@ class SampledTokens:
         """The tokens; None where the logits hold NaN or infinity. Waits for the step.
 
         Raises:
-            DeviceError: a lent device had no memory for the step.
+            DeviceError: a remote device had no memory for the step.
         """
         chosen, best, *rest = self._readback.read()
         logprobs = {} if self._logprobs is None else self._logprobs.with_tensors(rest).read()

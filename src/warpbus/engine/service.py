@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from warpbus.cuda.devices import resolve_device
-from warpbus.dist.outcome import Failure
+from warpbus.dist.outcome import JobFailure
 from warpbus.engine.adapters import check_adapter
 from warpbus.engine.answer import Answer, Inbox, RequestTimes
 from warpbus.engine.loading import load_engine
@@ -486,7 +486,7 @@ class Service:
         future = self._queries.get(reply.number)
         if future is None or future.done():
             return
-        if isinstance(reply.answer, Failure):
+        if isinstance(reply.answer, JobFailure):
             future.set_exception(reply.answer.error("the engine"))
         else:
             future.set_result(reply.answer)

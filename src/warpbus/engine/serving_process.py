@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from warpbus.dist import Group, Line
-from warpbus.dist.outcome import Failure
+from warpbus.dist import Group, JobPipe
+from warpbus.dist.outcome import JobFailure
 from warpbus.engine.grammar import GrammarCompiler, GrammarMatcher
 from warpbus.engine.messages import (
     Abort,
@@ -49,7 +49,7 @@ _PATIENCE = timedelta(minutes=30)
 
 def serve(
     group: Group,
-    pipe: Line,
+    pipe: JobPipe,
     load: LoadEngine,
     model: Path,
     options: ServiceOptions,
@@ -84,7 +84,7 @@ def serve(
             running = loop.run_once(commands)
 
 
-def _progress_reporter(pipe: Line) -> Progress:
+def _progress_reporter(pipe: JobPipe) -> Progress:
     """Sends the progress of loading to the service, at a limited rate."""
     reported = -1
 
@@ -118,7 +118,7 @@ class _Lockstep:
         if self._others:
             torch.distributed.barrier(self._host_group)
 
-    def next_commands(self, pipe: Line, patience: float) -> list[Command]:
+    def next_commands(self, pipe: JobPipe, patience: float) -> list[Command]:
         """The commands that have arrived; waits up to `patience` seconds for the first one."""
         commands: list[Command] = []
         if self._first:
@@ -176,7 +176,7 @@ class _SequenceFactory:
 class _ServingLoop:
     """The serving loop: executes commands, runs a step, and sends the results of both."""
 
-    def __init__(self, engine: ServedEngine, group: Group, pipe: Line, requests: _SequenceFactory) -> None:
+    def __init__(self, engine: ServedEngine, group: Group, pipe: JobPipe, requests: _SequenceFactory) -> None:
         self._engine = engine
         self._group = group
         self._pipe = pipe
@@ -232,7 +232,7 @@ class _ServingLoop:
         except MemoryError:
             raise
         except Exception as error:
-            self._events.append(RequestFailed(command.number, Failure.of(request_fault(error, command.number))))
+            self._events.append(RequestFailed(command.number, JobFailure.of(request_fault(error, command.number))))
         else:
             self._sequences[command.number] = sequence
 
@@ -247,14 +247,14 @@ class _ServingLoop:
                 raise UsageError("the engine is on its way to another GPU already: try again when it is there")
             self._move = ServedMove(command.number, self._engine, command.device)
         except WarpbusError as error:
-            self._events.append(Reply(command.number, Failure.of(error)))
+            self._events.append(Reply(command.number, JobFailure.of(error)))
 
     def _advance_move(self, move: ServedMove) -> None:
         try:
             finished = move.advance()
         except WarpbusError as error:
             self._move = None
-            self._events.append(Reply(move.number, Failure.of(error)))
+            self._events.append(Reply(move.number, JobFailure.of(error)))
             return
         if finished is not None:
             self._move = None
@@ -269,10 +269,10 @@ class _ServingLoop:
             if sequence.ended:
                 self._sequences.pop(sequence.index, None)
             if sequence.error is not None:
-                self._events.append(RequestFailed(sequence.index, Failure.of(sequence.error)))
+                self._events.append(RequestFailed(sequence.index, JobFailure.of(sequence.error)))
 
     def _reply(self, ask: Ask) -> None:
-        answer: Stats | Failure | None = None
+        answer: Stats | JobFailure | None = None
         try:
             if ask.query == "stats":
                 answer = self._engine.stats()
@@ -283,9 +283,9 @@ class _ServingLoop:
                 self._engine.wake()
                 self._asleep = False
         except UsageError as error:
-            answer = Failure.of(error)
+            answer = JobFailure.of(error)
         except WarpbusError as error:
             if self._group.world > 1:  # the other processes may have succeeded
                 raise
-            answer = Failure.of(error)
+            answer = JobFailure.of(error)
         self._events.append(Reply(ask.number, answer))

@@ -1,7 +1,7 @@
 """The state of all running sequences on the device, and the step over it: from tokens to the logits of the next ones.
 
 On a GPU a step is a CUDA graph, captured once per number of rows and bound of the cache length, and launched as one; on
-a lent GPU it is a recorded program, which the lender's side captures as a graph.
+a remote GPU it is a recorded program, which the lender's side captures as a graph.
 A row is one token: the last token of a sequence, a draft that follows it, or a token of a prompt. Knows nothing of
 requests, sampling or text; `runner` chooses the rows.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from warpbus.cuda.capture import Graph, GraphMemory, capture
-from warpbus.cuda.lent import LentDevice, Recorded, lent
+from warpbus.cuda.remote import Recorded, RemoteBackend, remote_backend
 from warpbus.cuda.streams import running_on
 from warpbus.engine.attention import DecodeAttention, PositionedAttention
 from warpbus.engine.blocks import BLOCK
@@ -165,7 +165,7 @@ class StepExecutor:
         # Graphs run one after another: their kernels share counters.
         counted = max(rows * model.config.attention.num_kv_heads, workspace.MOST_OF_A_PRODUCT)
         self._counters = torch.zeros(counted, dtype=torch.int32, device=device)
-        remote = lent(device)
+        remote = remote_backend(device)
         self._graphs: _GraphCache | _ProgramCache | None = None
         if graphs:
             self._graphs = _GraphCache(device, most_graphs) if remote is None else _ProgramCache(remote, most_graphs)
@@ -275,7 +275,7 @@ class StepExecutor:
 
     def _replay(self, graphs: "_GraphCache | _ProgramCache", key: GraphKey) -> None:
         def work() -> None:
-            with workspace.lent(self._counters):
+            with workspace.use_counters(self._counters):
                 scores = self._compute(key)
             self._scores[: len(scores)].copy_(scores)
 
@@ -293,7 +293,7 @@ class StepExecutor:
             self._loaded_slots = padded
 
     def _whole_blocks(self, longest: int) -> int:
-        """A bound of the cache length without a graph: attention reads whole blocks anyway, and a lent device has to
+        """A bound of the cache length without a graph: attention reads whole blocks anyway, and a remote device has to
         learn each new kind of call, which changes with the bound."""
         return min(-(-longest // BLOCK) * BLOCK, self._capacity)
 
@@ -310,8 +310,8 @@ class StepExecutor:
         decode = use == "decode"
         positions = self.positions.index_select(0, slots) if decode else self._host_rows[1, :rows].int()
         slot_mapping = None if decode else self._host_rows[2, :rows]
-        # After positions and block tables, which attention takes as complete when it starts (`settled`): this kernel
-        # starts only when those that compute them have ended.
+        # After positions and block tables, which attention takes as complete when it starts (`inputs_ready`): this
+        # kernel starts only when those that compute them have ended.
         tokens = self.last.index_select(0, slots)
         if not decode:
             known = self._host_rows[0, :rows]
@@ -367,14 +367,14 @@ class _GraphCache:
 
 
 class _ProgramCache:
-    """The same on a lent device, with recorded programs: one short message runs a program, and the pool's side makes a
-    graph of it.
+    """The same on a remote device, with recorded programs: one short message runs a program, and the pool's side makes
+    a graph of it.
 
     Args:
         most: programs that are kept; None: all.
     """
 
-    def __init__(self, device: LentDevice, most: int | None) -> None:
+    def __init__(self, device: RemoteBackend, most: int | None) -> None:
         self._recorded: dict[GraphKey, Recorded] = {}  # least recently used first
         self._device = device
         self._most = most

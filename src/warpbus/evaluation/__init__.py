@@ -1,4 +1,4 @@
-"""How good and how fast models are, one or several side by side."""
+"""Measures the quality and speed of models and compares them."""
 
 from warpbus.evaluation.choices import Question, choice_accuracy, read_questions
 from warpbus.evaluation.likelihood import Score, score

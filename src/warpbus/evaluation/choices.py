@@ -1,4 +1,4 @@
-"""Multiple choice: which of several continuations a model finds likeliest."""
+"""Multiple choice: which of several continuations is the most likely for a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +57,8 @@ def _question(where: str, record: dict[str, Any]) -> Question:
 
 @torch.no_grad()
 def choice_accuracy(model: Decoder, template: Template, questions: Sequence[Question]) -> float:
-    """The share of questions whose right answer has the highest mean log-likelihood a token, its stop token included.
+    """The accuracy: share of questions whose right answer has the highest mean log-likelihood per token, including its
+    stop token.
 
     Raises:
         NumericError: if the model's scores are NaN or infinite.
@@ -79,12 +80,11 @@ def _texts(template: Template, question: Question) -> list[Document]:
 
 @dataclass(frozen=True)
 class _Row:
-    """Texts that begin alike: their beginning once, then the rest of each, see `BranchedAttention`.
+    """Texts with a common prefix: the prefix once, then the rest of each text, see `BranchedAttention`.
 
     Attributes:
-        ids, positions, branches: of its tokens.
-        scored: of each token that is to be predicted the place of the token before it, its id, and the number of its
-            text among all.
+        ids, positions, branches: of the tokens.
+        scored: for each predicted token the index of the token before it, its id, and the number of its text.
     """
 
     ids: list[int]
@@ -112,7 +112,7 @@ class _Row:
 
 
 def _likelihoods(model: Decoder, groups: Sequence[Sequence[Document]]) -> torch.Tensor:
-    """The mean log-likelihood of the tokens to be predicted of each text. Those of a group begin alike."""
+    """The mean log-likelihood of the predicted tokens of each text. Texts of a group share a prefix."""
     branched = model.config.prompt_end is None  # else prompts are looked for in whole sequences
     if not branched:
         groups = [[text] for group in groups for text in group]
@@ -146,7 +146,7 @@ def _padded(rows: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
 
 
 def _last_run(answers: list[bool]) -> list[bool]:
-    """Earlier answers of a conversation are given: only the last is weighed."""
+    """Mask all answers but the last: earlier answers of a conversation are part of the prompt."""
     end = len(answers) - answers[::-1].index(True)
     start = end
     while start > 0 and answers[start - 1]:

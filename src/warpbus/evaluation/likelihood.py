@@ -14,13 +14,13 @@ from warpbus.models.documents import Document
 
 @dataclass(frozen=True)
 class Score:
-    """What a model makes of the predicted tokens of some documents.
+    """The scores of a model on some documents.
 
     Attributes:
-        perplexity: exp of the mean negative log-likelihood of a token.
-        divergence: mean Kullback-Leibler divergence of the model from the reference, in nats a token.
-        agreement: share of tokens where the model's likeliest token is the reference's.
-        tokens: how many tokens were predicted.
+        perplexity: exp of the mean negative log-likelihood per token.
+        divergence: mean Kullback-Leibler divergence of the model from the reference, in nats per token.
+        agreement: share of tokens for which model and reference have the same most likely token.
+        tokens: number of predicted tokens.
     """
 
     perplexity: float
@@ -29,7 +29,7 @@ class Score:
     tokens: int
 
 
-# Scores of the whole vocabulary that are held at a time, for each model: 256 MiB in float32.
+# Logits in memory at a time, per model: 256 MiB in float32.
 _HELD = 2**26
 
 
@@ -41,16 +41,16 @@ def score(
 ) -> dict[str, Score]:
     """Score models on documents; the first model is the reference of the others.
 
-    Each model may be on a device of its own; likelihoods are computed in float32 and summed in float64.
+    Models may be on different devices; likelihoods are computed in float32 and summed in float64.
 
     Args:
-        models: of one vocabulary, by name.
-        documents: none empty; their answers are what is predicted, but never a document's first token.
-        progress: called with the documents that are done and all there are.
+        models: by name, all with the same vocabulary.
+        documents: not empty; their answers are predicted, except a document's first token.
+        progress: called with the number of finished documents and their total.
 
     Raises:
-        DataError: if nothing in the documents is to be predicted.
-        NumericError: if a model's scores are NaN or infinite.
+        DataError: the documents have nothing to predict.
+        NumericError: a model's scores are NaN or infinite.
     """
     device = {name: next(model.parameters()).device for name, model in models.items()}
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in models}
@@ -75,17 +75,17 @@ def score(
         done += len(picked)
         progress(done, len(documents))
     if predicted_tokens == 0:
-        raise DataError("the documents hold nothing to predict: expected texts, or conversations with answers")
+        raise DataError("the documents have nothing to predict: expected texts, or conversations with answers")
     scores = {}
     for name, total in sums.items():
         mean = total / predicted_tokens
         if not mean.isfinite().all():
             raise NumericError(
-                f"{name}: its scores are NaN or infinite: the checkpoint is damaged, or its numbers do not fit the "
+                f"{name}: its scores are NaN or infinite: the checkpoint is damaged, or its values overflow the "
                 "dtype (try bfloat16 or float32)"
             )
         perplexity, divergence, agreement = float(mean[0].exp()), float(mean[1]), float(mean[2])
-        # Rounding can leave a divergence of nothing a little below zero.
+        # Rounding can make a divergence of zero slightly negative.
         scores[name] = Score(perplexity, max(0.0, divergence), agreement, predicted_tokens)
     return scores
 

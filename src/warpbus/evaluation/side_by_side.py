@@ -1,4 +1,4 @@
-"""Models side by side: the numbers of each, gathered."""
+"""Measures several models on the same data for comparison."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of one model; `None` where it was not asked for.
+    """The measurements of one model; None for those that were not requested.
 
     Attributes:
-        name: what the reports call it.
+        name: the model's name in reports.
         model: its directory.
-        scheme: how its weights are quantized, or its dtype.
-        perplexity: of the documents' predicted tokens.
-        divergence: mean KL divergence from the first model, nats a token.
-        agreement: share of tokens where its likeliest token is the first model's.
-        accuracy: share of multiple-choice questions answered rightly.
-        tokens: predicted tokens.
-        disk_bytes: its weight files.
-        weight_bytes: its weights in memory.
+        scheme: quantization scheme of its weights, or their dtype.
+        perplexity: of the predicted tokens of the documents.
+        divergence: mean KL divergence from the first model, in nats per token.
+        agreement: share of tokens with the same most likely token as the first model.
+        accuracy: share of multiple-choice questions answered correctly.
+        tokens: number of predicted tokens.
+        disk_bytes: size of the weight files.
+        weight_bytes: size of the weights in memory.
         tokens_per_second: greedy decoding of one sequence.
-        peak_bytes: memory at most while decoding.
+        peak_bytes: peak memory while decoding.
     """
 
     name: str
@@ -65,24 +65,24 @@ def evaluate(
 ) -> list[Evaluation]:
     """Measure models on the same documents; the first is the reference of the others.
 
-    All models are in memory together while they are scored.
+    All models are in memory at the same time while they are scored.
 
     Args:
-        models: names and directories; they have to share a vocabulary.
+        models: names and directories; all must have the same vocabulary.
         data: `.txt` or `.jsonl` (see `read_documents`).
         questions: `.jsonl` of multiple-choice questions (see `read_questions`).
-        length: longer documents are cut, as are those that a model's positions do not reach.
-        limit: use this many documents and questions at most.
-        speed: also measure decoding, each model in a process of its own.
-        device: where to run.
-        dtype: of the activations; float32 on the CPU and the checkpoint's own on a GPU by default.
-        progress: called with what is being done, how much of it is done and how much there is.
+        length: maximum tokens per document; limited by the smallest context of the models.
+        limit: maximum number of documents and of questions.
+        speed: also measure decoding, each model in a separate process.
+        device: the device to run on.
+        dtype: of the activations; by default float32 on the CPU and the checkpoint's dtype on a GPU.
+        progress: called with the name of the phase, the finished items and their total.
 
     Raises:
-        UsageError: if two models have one name.
-        CheckpointError: if a model is not understood.
-        DataError: if the vocabularies differ, or a file is missing or malformed, or holds nothing to predict.
-        NumericError: if a model's scores are NaN or infinite.
+        UsageError: two models have the same name.
+        CheckpointError: a model is not supported.
+        DataError: the vocabularies differ, or a file is missing, malformed, or has nothing to predict.
+        NumericError: a model's scores are NaN or infinite.
     """
     checkpoints = {name: Checkpoint(path) for name, path in models}
     if len(checkpoints) < len(models):
@@ -153,11 +153,11 @@ def evaluate(
 def check_data(
     model: Path, *, data: Path, questions: Path | None = None, length: int = 512, limit: int | None = None
 ) -> None:
-    """Find out before a long job what `evaluate` would say of the data after it.
+    """Check the data before a long job, with the errors that `evaluate` would raise after it.
 
     Raises:
-        CheckpointError: if the model is not understood.
-        DataError: if a file is missing or malformed, or holds nothing to predict.
+        CheckpointError: the model is not supported.
+        DataError: a file is missing or malformed, or has nothing to predict.
     """
     checkpoint, tokenizer = Checkpoint(model), load_tokenizer(model)
     template = find_template(model, checkpoint.config, tokenizer)
@@ -197,6 +197,6 @@ def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _weight_bytes(model: Decoder) -> int:
-    """Bytes of all weights, a tied head counted once."""
+    """Bytes of all weights; a tied head is counted once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in tensors}.values())

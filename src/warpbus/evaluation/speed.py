@@ -1,7 +1,6 @@
-"""How fast a model generates and how much memory that takes, measured in a process of its own.
+"""Measures generation speed and peak memory of a model in a separate process.
 
-A fresh process, since a peak of memory cannot be taken back: side by side in one process, each model would show the
-peak of those before it.
+Peak memory cannot be reset: in one process, each model would show the peak of those before it.
 """
 
 import json
@@ -24,8 +23,8 @@ class Speed:
     """Greedy decoding of one sequence.
 
     Attributes:
-        tokens_per_second: the median of several runs, without the reading of the prompt.
-        peak_bytes: the GPU memory allocated at most, or on the CPU the process's resident memory at most.
+        tokens_per_second: the median of several runs, without prefill.
+        peak_bytes: peak GPU memory allocated, or on the CPU the peak resident memory of the process.
         device: its name.
     """
 
@@ -38,7 +37,7 @@ def measure_speed(model: Path, *, device: str = "auto", dtype: str = "auto", tok
     """Generate `tokens` tokens, at least 2, in a fresh process.
 
     Raises:
-        WarpbusError: if that process fails; the message is its own.
+        WarpbusError: the process failed; the message is that of the process.
     """
     code = "from warpbus.evaluation.speed import main; main()"
     command = [sys.executable, "-c", code, str(model), device, dtype, str(tokens)]
@@ -51,7 +50,7 @@ def measure_speed(model: Path, *, device: str = "auto", dtype: str = "auto", tok
 
 
 def main() -> None:
-    """What the fresh process does: arguments are model, device, dtype and tokens; prints a `Speed` as JSON."""
+    """The main function of the process: arguments are model, device, dtype and tokens; prints a `Speed` as JSON."""
     model, device, dtype, tokens = sys.argv[1:]
     try:
         print(json.dumps(asdict(_measure(model, device, dtype, int(tokens)))))
@@ -61,14 +60,14 @@ def main() -> None:
 
 def _measure(model: str, device: str, dtype: str, tokens: int) -> Speed:
     llm = LLM(model, device=device, dtype=dtype)
-    # Ids rather than a text, so that every model is given the same; stop tokens would end a run early.
+    # Token ids instead of text, so that all models get the same prompt; stop tokens would end a run early.
     prompt = [[*range(10, 26), *llm.tokenizer.prompt_suffix]]
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(prompt, params)
     rates = []
     for _ in range(_RUNS):
         completion = llm.generate(prompt, params)[0]
-        # The first token comes with the prompt: its time is not in these seconds.
+        # The first token is computed by the prefill, whose time is not counted.
         rates.append((len(completion.token_ids) - 1) / completion.decode_seconds)
     if llm.device.type == "cuda":
         peak, name = torch.cuda.max_memory_allocated(llm.device), torch.cuda.get_device_name(llm.device)
@@ -78,6 +77,6 @@ def _measure(model: str, device: str, dtype: str, tokens: int) -> Speed:
 
 
 def _peak_resident_bytes() -> int:
-    # Not getrusage: its maximum survives exec, and is then that of the process which started this one.
+    # Not getrusage: its maximum survives exec and may be that of the parent process.
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))

@@ -1,4 +1,4 @@
-"""The verdict on a quantization: the model before and after, and what it took to get there."""
+"""The verdict on a quantization: the model before and after, and the cost of the quantization."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,8 +28,8 @@ class Verdict:
 
     Attributes:
         before, after: as measured on the same documents.
-        quantization: what was done, and what it cost.
-        allowed: the increase of the perplexity that is allowed, as a share of what it was; `None`: any.
+        quantization: the report of the quantization.
+        allowed: the largest accepted relative increase of the perplexity; None for any.
     """
 
     before: Evaluation
@@ -39,17 +39,17 @@ class Verdict:
 
     @property
     def increase(self) -> float:
-        """Of the perplexity, as a share of what it was; negative where it fell."""
+        """The relative increase of the perplexity; negative if it fell."""
         return self.after.perplexity / self.before.perplexity - 1
 
     @property
     def passed(self) -> bool | None:
-        """Whether the increase is allowed; `None` where nothing was demanded."""
+        """Whether the increase is accepted; None if there is no limit."""
         return None if self.allowed is None else self.increase <= self.allowed
 
     @property
     def title(self) -> str:
-        """What was done to which model."""
+        """The title: model, scheme and algorithm."""
         return f"{Path(self.quantization.model).name}: {self.quantization.scheme}, {self.quantization.algorithm}"
 
     def check(self) -> None:
@@ -64,7 +64,7 @@ class Verdict:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The quantization's report, and "verdict" in addition."""
+        """The report of the quantization, with the key "verdict" added."""
         found = {
             "before": asdict(self.before),
             "after": asdict(self.after),
@@ -75,7 +75,7 @@ class Verdict:
         return self.quantization.to_json() | {"verdict": found}
 
     def sentences(self) -> list[str]:
-        """What matters most, in English and in Chinese."""
+        """The main results as sentences, in English and in Chinese."""
         done = self.quantization
         change = f"{self.before.perplexity:.2f} → {self.after.perplexity:.2f} ({self.increase:+.2%})"
         smaller = self.before.disk_bytes / self.after.disk_bytes
@@ -88,7 +88,7 @@ class Verdict:
         return [english + ".", chinese + "。"]
 
     def sections(self) -> list[list[Row]]:
-        """All figures as texts: quality; size and speed; what it took."""
+        """All figures as text: quality; size and speed; cost of the quantization."""
         return [self._quality(), self._gains(), self._effort()]
 
     def _quality(self) -> list[Row]:
@@ -219,15 +219,15 @@ def judge(
     device: torch.device,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Verdict:
-    """Measure a model that was quantized beside the original, both in memory together.
+    """Compare a quantized model with the original; both are in memory at the same time.
 
     Args:
-        done: the report of its quantization.
+        done: the report of the quantization.
         data, questions, length, limit, device, progress: see `evaluate`.
         allowed: see `Verdict`.
 
     Raises:
-        DeviceError: if the models do not fit the device's memory together.
+        DeviceError: the device's memory is too small for both models.
         WarpbusError: see `evaluate`.
     """
     models = [("original", Path(done.model)), ("quantized", Path(done.output))]
@@ -244,7 +244,7 @@ def judge(
 
 
 def _errors(done: Report) -> list[Sequence[str]]:
-    """A row a layer; scheme and algorithm where they are not those of the whole."""
+    """One row per layer; with scheme and algorithm if they differ from those of the model."""
     rows: list[Sequence[str]] = []
     for layer in sorted({each.layer for each in done.layers}):
         cells = {each.linear: done.cell(each, " · ") for each in done.layers if each.layer == layer}

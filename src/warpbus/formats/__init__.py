@@ -1,4 +1,4 @@
-"""Bytes on disk and named tensors: model directories (`checkpoint`, `writer`) and quantized layers in them."""
+"""File formats: reading and writing model directories (`checkpoint`, `writer`) and the quantized layers in them."""
 
 from warpbus.formats.checkpoint import Checkpoint
 from warpbus.formats.compressed_tensors import (

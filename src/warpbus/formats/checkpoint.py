@@ -19,7 +19,7 @@ from warpbus.errors import CheckpointError, TensorError
 from warpbus.formats.safetensors_io import CHUNK_BYTES, raw_bytes, read_header, shown
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor on disk."""
 
     @property
@@ -32,7 +32,7 @@ class Stored(Protocol):
     def chunks(self) -> Iterator[bytes | memoryview]: ...
 
 
-_Reader = Callable[[Path], dict[str, Stored]]
+_Reader = Callable[[Path], dict[str, StoredTensor]]
 
 _MAX_PICKLE_BYTES = 2**26  # names and shapes of all tensors; a thousand of them take about 0.1 MB
 
@@ -41,19 +41,19 @@ class Checkpoint:
     """A model directory: its configuration, and its tensors by name.
 
     Opening it reads the configuration and the headers of all files, so that a missing, truncated or damaged file is
-    noticed at once; it reads no tensor.
+    reported immediately; no tensor is read.
 
     Args:
-        directory: where the model is.
-        weights: `False` for a model that is still to be trained: weights are not looked for.
+        directory: of the model.
+        weights: False for a model without weights yet, which will be trained.
 
     Attributes:
-        directory: where the model is.
+        directory: of the model.
         config: the parsed `config.json`.
         total_bytes: bytes of all tensors together.
 
     Raises:
-        CheckpointError: if there is no such directory, no `config.json` or no weights in it, or a file is damaged.
+        CheckpointError: the directory, its `config.json` or its weights are missing, or a file is damaged.
     """
 
     def __init__(self, directory: str | Path, *, weights: bool = True) -> None:
@@ -74,8 +74,8 @@ class Checkpoint:
         self.total_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @classmethod
-    def of_tensors(cls, directory: Path, tensors: Mapping[str, Stored]) -> Self:
-        """Tensors of a directory that is no model (yet): a checkpoint without a configuration."""
+    def of_tensors(cls, directory: Path, tensors: Mapping[str, StoredTensor]) -> Self:
+        """A checkpoint without configuration, for the tensors of a directory that is not a complete model."""
         self = cls.__new__(cls)
         self.directory, self.config = directory, {}
         self._tensors = dict(tensors)
@@ -109,8 +109,8 @@ class Checkpoint:
             expected: the shape that it has to have.
 
         Returns:
-            A contiguous CPU tensor, mapped from the file where it can be: pages are read when they are touched, and
-            given back when the tensor is dropped. Writing to it does not change the file.
+            A contiguous CPU tensor, memory-mapped if possible: pages are read when they are accessed and freed with the
+            tensor. Writing to it does not change the file.
 
         Raises:
             TensorError: if there is no such tensor, or its shape is not `expected`.
@@ -152,7 +152,7 @@ class Checkpoint:
             raise CheckpointError(f"{file}: expected a JSON object, found {type(parsed).__name__}")
         return parsed
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredTensor:
         try:
             return self._tensors[name]
         except KeyError:
@@ -161,7 +161,7 @@ class Checkpoint:
                 "and that config.json belongs to it"
             ) from None
 
-    def _find_tensors(self) -> dict[str, Stored]:
+    def _find_tensors(self) -> dict[str, StoredTensor]:
         kinds: tuple[tuple[str, _Reader], ...] = (
             ("model.safetensors", _read_safetensors),
             ("pytorch_model.bin", _read_pickle),
@@ -177,9 +177,9 @@ class Checkpoint:
             "or pytorch_model.bin"
         )
 
-    def _read_shards(self, index_name: str, index: dict[str, Any], reader: _Reader) -> dict[str, Stored]:
+    def _read_shards(self, index_name: str, index: dict[str, Any], reader: _Reader) -> dict[str, StoredTensor]:
         weight_map = shards_by_tensor(index_name, index)
-        shards: dict[str, dict[str, Stored]] = {}
+        shards: dict[str, dict[str, StoredTensor]] = {}
         for shard in sorted(set(weight_map.values())):
             if not (self.directory / shard).is_file():
                 raise CheckpointError(f"{self.directory}: {shard}, named by {index_name}, is missing: download it")
@@ -190,8 +190,8 @@ class Checkpoint:
         return {name: shards[shard][name] for name, shard in weight_map.items()}
 
 
-def stored_tensors(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, by name: safetensors, or a pickle where its name ends in `.bin`; none is read.
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, by name: safetensors, or a pickle if its name ends in `.bin`; none is read.
 
     Raises:
         CheckpointError: if the file cannot be read or is damaged.
@@ -200,10 +200,10 @@ def stored_tensors(file: Path) -> dict[str, Stored]:
 
 
 def shards_by_tensor(index_name: str, index: Mapping[str, Any]) -> dict[str, str]:
-    """The file of each tensor, as an index says it; all are plain names of files beside it.
+    """The file of each tensor according to an index; all are plain file names in the same directory.
 
     Raises:
-        CheckpointError: if it says something else. It may come from anyone: it must not make us open files elsewhere.
+        CheckpointError: the index is malformed. It is untrusted: it must not make us open files elsewhere.
     """
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -214,13 +214,13 @@ def shards_by_tensor(index_name: str, index: Mapping[str, Any]) -> dict[str, str
     return weight_map
 
 
-def _read_safetensors(file: Path) -> dict[str, Stored]:
+def _read_safetensors(file: Path) -> dict[str, StoredTensor]:
     return dict(read_header(file))
 
 
 @dataclass(frozen=True)
 class _Pickled:
-    """A tensor of a `.bin` file, which is opened anew for each: the map of the file goes away with the tensor."""
+    """A tensor of a `.bin` file. The file is opened again for each tensor, so that its memory map is freed with it."""
 
     file: Path
     name: str
@@ -240,8 +240,8 @@ class _Pickled:
         return (data[start : start + CHUNK_BYTES] for start in range(0, self.nbytes, CHUNK_BYTES))
 
 
-def _read_pickle(file: Path) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+def _read_pickle(file: Path) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
     limit = file.stat().st_size
     for name, tensor in _load_pickle(file).items():
         nbytes = tensor.numel() * tensor.dtype.itemsize
@@ -255,7 +255,7 @@ def _read_pickle(file: Path) -> dict[str, Stored]:
 
 
 def _check_archive(file: Path) -> None:
-    """Refuse what would be larger in memory than on disk: PyTorch stores tensors as they are, and no large pickle."""
+    """Refuse archives that expand in memory: PyTorch stores tensors uncompressed, and its pickles are small."""
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
@@ -282,7 +282,7 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has its numbers in memory, one after another: those without any, in pieces or quantized have not."""
+    """Whether a tensor is dense and contiguous in memory: not sparse, quantized, or without storage."""
     odd = tensor.is_nested or tensor.is_quantized
     return not odd and tensor.layout == torch.strided and tensor.device.type == "cpu"
 

@@ -1,4 +1,4 @@
-"""The files of a model directory that go along when its weights get another form."""
+"""The files of a model directory that are copied when its weights are converted."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Files and directories that are there complete or not at all: what reports, states and checkpoints share."""
+"""Atomic writing of files and directories, for reports, training states and checkpoints."""
 
 import errno
 import fcntl
@@ -14,10 +14,10 @@ from warpbus.errors import CheckpointError, StorageError
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write a temporary sibling of `path`, then give it the name `path`; missing parents are made.
+    """Let `write` write a temporary file next to `path`, then rename it to `path`; missing parents are created.
 
     Raises:
-        StorageError: if it could not be written; what was at `path` before is still there then.
+        StorageError: it could not be written; an existing file at `path` is kept.
     """
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
@@ -29,7 +29,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     except BaseException as error:
         with suppress(OSError):
             partial.unlink()
-        # torch.save reports a failed write as a RuntimeError, to a file with what the system said as its context.
+        # torch.save reports a failed write as a RuntimeError, with the OSError as its context.
         if isinstance(error, OSError | RuntimeError):
             cause = error.__context__ if isinstance(error.__context__, OSError) else error
             reason = " ".join((getattr(cause, "strerror", None) or str(cause)).split())
@@ -53,7 +53,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; `None` if it is not there or not JSON."""
+    """The content of a JSON file; None if it does not exist or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -61,15 +61,15 @@ def read_json(path: Path) -> Any:
 
 
 def check_target(directory: Path, *, overwrite: bool, configs: Sequence[str] = ("config.json",)) -> None:
-    """Refuse a directory that a model, or an adapter, must not take the place of.
+    """Check that a model or adapter may be written to a directory.
 
     Args:
-        directory: where it is to be.
-        overwrite: whether it may take the place of another one.
-        configs: the files by which one of them is known.
+        directory: the output.
+        overwrite: whether an existing model or adapter may be replaced.
+        configs: the files that identify a model or adapter.
 
     Raises:
-        StorageError: if it exists and is not to be overwritten, or is no model directory.
+        StorageError: it exists and `overwrite` is not set, or it is not a model directory.
     """
     if not directory.exists():
         return
@@ -86,10 +86,10 @@ def check_target(directory: Path, *, overwrite: bool, configs: Sequence[str] = (
 
 
 def put_in_place(written: Path, directory: Path, aside: Path) -> None:
-    """Give a complete directory its name; one that has the name already goes `aside` first and is removed last.
+    """Rename a complete directory to its final name; an existing one is moved `aside` first and removed last.
 
     Raises:
-        OSError: if a directory cannot be renamed; what was at `directory` is there again then.
+        OSError: a directory cannot be renamed; the existing one is moved back.
     """
     exists = directory.exists()
     if exists:
@@ -106,7 +106,7 @@ def put_in_place(written: Path, directory: Path, aside: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file, or a directory's list of names. Raises OSError."""
+    """Flush a file, or the entries of a directory, to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,19 +118,19 @@ def sync(path: Path) -> None:
 
 
 def free_space(path: Path) -> int:
-    """Bytes that are free on the disk that a path is on, whether or not it is there yet."""
+    """Free bytes on the disk of a path, whether or not the path exists."""
     path = path.resolve()
     return shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free
 
 
 def check_space(path: Path, expected: int) -> None:
-    """Raises StorageError if the disk that a path is on has not `expected` free bytes."""
+    """Raise StorageError if the disk of a path has fewer than `expected` free bytes."""
     if free_space(path) < expected:
         raise disk_full(path, expected)
 
 
 def storage_error(path: Path, error: OSError, *, needed: int) -> StorageError:
-    """What to raise for a failed write of `needed` bytes to `path`."""
+    """The error to raise for a failed write of `needed` bytes to `path`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return disk_full(path, needed)
     return StorageError(f"{path}: cannot be written: {error.strerror or error}")
@@ -149,15 +149,15 @@ def _size(count: int) -> str:
 
 
 class FileLock:
-    """What one process at a time can have, until `release` or until it ends, however it ends.
+    """A lock that one process at a time holds, until `release` or until the process ends for any reason.
 
     Args:
-        path: of an empty file, which is there as long as the lock is held, or until the next holder releases it.
-        what: what is locked, for the message.
-        wait: until another process that has it lets it go.
+        path: of an empty lock file, which exists while the lock is held.
+        what: the locked path, for messages.
+        wait: wait until another process releases the lock.
 
     Raises:
-        StorageError: if another process has it and is not waited for, or the file system has no locks.
+        StorageError: another process holds it and `wait` is not set, or the file system has no locks.
     """
 
     def __init__(self, path: Path, what: Path, *, wait: bool = False) -> None:
@@ -183,8 +183,8 @@ class FileLock:
             os.close(self._descriptor)
 
     def release(self) -> None:
-        """Let others have it; the file goes away."""
-        # Removed while it is held: whoever opened it before sees that it is gone, and opens it anew.
+        """Release the lock and remove its file."""
+        # Removed while the lock is held: a process that has opened it already notices and opens it again.
         with suppress(OSError):
             self._path.unlink()
         # Not only closed: a forked child may have the same descriptor.

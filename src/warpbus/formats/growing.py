@@ -1,15 +1,15 @@
-"""`GrowingCheckpoint`: a model directory that grows part by part, and goes on where it was when it is killed.
+"""`GrowingCheckpoint`: a model directory that is written part by part and can be resumed after a crash.
 
 Until the model is complete its parts are in `OUTPUT.quantization/`:
 
-    run.json                  what decides the result, and its SHA-256
+    run.json                  the identity of the run, and its SHA-256
     PART.safetensors          the tensors of a part
-    PART.json                 size and checksum of that file, and what the caller says about the part
-    order.json, model/        while `finish` is at work
+    PART.json                 size and checksum of that file, and facts about the part from the caller
+    order.json, model/        while `finish` runs
 
-Every file is written under another name, synced and renamed, PART.json last, so a part is there whole or not at all.
-`finish` moves the parts into `model/` and renames that to OUTPUT; what it had done when it was killed is undone when
-the checkpoint is opened again.
+Every file is written under a temporary name, synced and renamed, PART.json last, so that a part is complete or missing.
+`finish` moves the parts into `model/` and renames that to OUTPUT. If it is killed, its changes are undone when the
+checkpoint is opened again.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ from warpbus.formats.safetensors_io import can_store, shown, write_file
 from warpbus.formats.writer import INDEX, shard_index, shard_name
 
 WAITING = 2
-"""Parts that wait for the disk at most, besides the one that is being written."""
+"""Maximum number of parts that wait for the disk, besides the one that is being written."""
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _RUN, _ORDER, _MODEL = "run.json", "order.json", "model"
@@ -56,7 +56,7 @@ _RUN, _ORDER, _MODEL = "run.json", "order.json", "model"
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A part on its way to the disk; `ready` are the moments at which its tensors on GPUs have their values."""
+    """A part waiting to be written; `ready` are the CUDA events after which its GPU tensors are complete."""
 
     part: str
     tensors: dict[str, Tensor]
@@ -67,24 +67,24 @@ class _Waiting:
 class GrowingCheckpoint(FinishedParts):
     """A checkpoint that is written part by part, in the background, by one process at a time.
 
-    Use it in a `with` statement, or call `close`: parts that wait are written then, and the lock is given back. Parts
-    of another identity are never removed unless `restart` says so.
+    Use it in a `with` statement, or call `close`: waiting parts are written then, and the lock is released. Parts of
+    another identity are removed only with `restart`.
 
     Args:
-        output: where the model is going to be. Missing parents are made.
-        identity: all that decides the result, as JSON.
-        overwrite: replace a model that is there already; it is removed only once the new one is in its place.
-        restart: remove the parts of an earlier run, of whatever identity.
-        expected_bytes: of all that is going to be written; free space is checked, with what is there already.
+        output: the model directory to create. Missing parents are created.
+        identity: everything that determines the result, as JSON.
+        overwrite: replace an existing model; it is removed only after the new one is in its place.
+        restart: remove the parts of an earlier run, whatever its identity.
+        expected_bytes: total bytes to be written; free space is checked, counting parts that exist already.
 
     Attributes:
-        found: what was there: "nothing", "finished parts" of the same identity, or "removed parts" after a restart.
-        found_parts: how many parts those were.
+        found: "nothing", "finished parts" of the same identity, or "removed parts" after a restart.
+        found_parts: number of those parts.
 
     Raises:
-        UsageError: if there are finished parts of another identity; the message says what differs.
-        StorageError: if another process is writing the same output, if the output exists and is not to be overwritten
-            or is no model, if the directory is in use for something else, cannot be written, or has too little space.
+        UsageError: there are finished parts of another identity; the message lists the differences.
+        StorageError: another process writes the same output; the output exists without `overwrite`, or is not a model;
+            or the directory is used for something else, cannot be written, or has too little space.
     """
 
     found: Literal["nothing", "finished parts", "removed parts"]
@@ -128,17 +128,17 @@ class GrowingCheckpoint(FinishedParts):
         self.close()
 
     def commit(self, part: str, tensors: Mapping[str, Tensor], facts: Any = None) -> None:
-        """Hand a finished part over; returns at once unless `WAITING` parts wait already.
+        """Queue a finished part for writing; returns immediately unless `WAITING` parts are queued already.
 
         Args:
-            part: its name, of letters, digits, "_", "." and "-". A part that is there is replaced.
-            tensors: on any device; they must not be changed afterwards. Those on a GPU stay there until their turn.
-            facts: what `facts` is to give later, as JSON.
+            part: its name, of letters, digits, "_", "." and "-". An existing part is replaced.
+            tensors: on any device; they must not be changed afterwards. GPU tensors are copied when they are written.
+            facts: JSON that `facts` returns later.
 
         Raises:
-            UsageError: if the name cannot be a file's, or the checkpoint is closed.
-            TensorError: if the format has no such dtype.
-            StorageError: if a part before it could not be written; those that were are kept.
+            UsageError: the name is not a valid file name, or the checkpoint is closed.
+            TensorError: the format has no such dtype.
+            StorageError: an earlier part could not be written; finished parts are kept.
         """
         self._require_open()
         if not _PART.fullmatch(part) or part in OTHERS:
@@ -165,22 +165,21 @@ class GrowingCheckpoint(FinishedParts):
     def finish(
         self, config: Mapping[str, Any], files: Sequence[tuple[str, Path | bytes]], order: Sequence[str]
     ) -> Path:
-        """Put the model in its place and forget the parts.
+        """Assemble the model from the parts and move it to the output.
 
         Args:
-            config: of `config.json`.
-            files: what else belongs to the model: names, and what they are copied from or hold.
+            config: content of `config.json`.
+            files: further files of the model: names, and their sources or contents.
             order: all parts, in the order in which they become shards.
 
         Returns:
             The model directory.
 
         Raises:
-            UsageError: if `order` does not name every part once, or a file has no plain or another file's name.
-            TensorError: if two parts have a tensor of the same name.
-            CheckpointError: if a part is damaged, or a file to copy is not there.
-            StorageError: if something cannot be written; the parts are kept, and a model that was to be overwritten
-                is still there.
+            UsageError: `order` does not name every part once, or a file name is not plain or not unique.
+            TensorError: two parts have a tensor of the same name.
+            CheckpointError: a part is damaged, or a file to copy does not exist.
+            StorageError: something cannot be written; the parts and a model to be overwritten are kept.
         """
         self._require_open()
         self.drain()
@@ -213,7 +212,7 @@ class GrowingCheckpoint(FinishedParts):
         return self.output
 
     def discard(self) -> None:
-        """Forget all parts, and close. Raises StorageError if they cannot be removed."""
+        """Remove all parts and close. Raises StorageError if they cannot be removed."""
         self._require_open()
         self._queue.join()
         try:
@@ -223,7 +222,7 @@ class GrowingCheckpoint(FinishedParts):
         self.close()
 
     def close(self) -> None:
-        """Write what waits, keep the parts, and let others have the output. A second call does nothing."""
+        """Write the waiting parts, keep all parts, and release the lock. A second call does nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -262,11 +261,11 @@ class GrowingCheckpoint(FinishedParts):
                 raise UsageError(
                     f"{self.output}: {self.directory} holds finished parts of a run that differs: "
                     f"{'; '.join(differences(run.get('identity'), identity))}: use the same to go on, "
-                    "or start anew with --restart (in Python restart=True), which removes them"
+                    "or start over with --restart (in Python restart=True), which removes them"
                 )
             self._forget()
         if not self.directory.exists():
-            # Renamed when it has its run.json, so that a directory without one is somebody else's.
+            # Renamed once it has its run.json, so that a directory without one belongs to something else.
             created = self._aside("created")
             shutil.rmtree(created, ignore_errors=True)
             created.mkdir()
@@ -287,7 +286,7 @@ class GrowingCheckpoint(FinishedParts):
         shards: Mapping[str, str],
         index: Mapping[str, Any],
     ) -> None:
-        """Make the model in a directory of its own; `_undo` takes it back."""
+        """Assemble the model in a separate directory; `_undo` reverts this."""
         model = self.directory / _MODEL
         names = ["config.json", INDEX, *shards.values(), *(name for name, _ in files)]
         write_json(self.directory / _ORDER, {"parts": list(shards), "files": sorted(names)})
@@ -302,14 +301,14 @@ class GrowingCheckpoint(FinishedParts):
         sync(model)
 
     def _undo(self) -> None:
-        """Take back what a `finish` has done that did not end."""
+        """Revert an interrupted `finish`."""
         order = read_json(self.directory / _ORDER)
         if order is None:
             return
         model = self.directory / _MODEL
         moved = not any(self.tensors_file(part).exists() for part in order["parts"])
         if moved and not model.exists() and self.output.is_dir():
-            # The model was put in its place, and is there unless somebody has changed it.
+            # The model was moved to the output, and is complete unless it was changed since.
             if sorted(file.name for file in self.output.iterdir()) != order["files"]:
                 self._forget()
                 return
@@ -331,7 +330,7 @@ class GrowingCheckpoint(FinishedParts):
         self._sound.clear()
 
     def _work(self) -> None:
-        """The background thread; after an error it only takes what is handed over."""
+        """The background thread; after an error it discards what is queued."""
         while (waiting := self._queue.get()) is not None:
             try:
                 if self._error is None:
@@ -339,7 +338,7 @@ class GrowingCheckpoint(FinishedParts):
             except BaseException as error:
                 self._error = error
             finally:
-                del waiting  # what it holds is large
+                del waiting  # free its tensors
                 self._queue.task_done()
         self._queue.task_done()
 
@@ -353,7 +352,7 @@ class GrowingCheckpoint(FinishedParts):
             nonlocal checksum
             checksum = write_file(partial, tensors, checksum=True)
 
-        # Without its facts a part is not there, so tensors and facts always belong together.
+        # A part without facts counts as missing, so tensors and facts always belong together.
         self.facts_file(part).unlink(missing_ok=True)
         replace_file(file, write)
         record = {"bytes": file.stat().st_size, "crc32": checksum, "facts": waiting.facts}
@@ -364,8 +363,8 @@ class GrowingCheckpoint(FinishedParts):
     def _raise_error(self) -> None:
         if isinstance(self._error, OSError):
             raise StorageError(
-                f"{self._error}; the {len(self.parts())} finished parts are kept in {self.directory}: "
-                "the same command goes on from there"
+                f"{self._error}; finished parts kept in {self.directory}: {len(self.parts())}: "
+                "run the same command to resume"
             ) from self._error
         if self._error is not None:
             raise self._error
@@ -379,13 +378,13 @@ class GrowingCheckpoint(FinishedParts):
 
 
 def discard_parts(output: str | Path) -> None:
-    """Remove what an interrupted run has finished; nothing happens where there is none.
+    """Remove the finished parts of an interrupted run, if there are any.
 
     Args:
-        output: where the model was going to be.
+        output: the output of the run.
 
     Raises:
-        StorageError: if another process is writing to it, or the parts cannot be removed.
+        StorageError: another process is writing to it, or the parts cannot be removed.
     """
     parts = FinishedParts(output)
     if not (parts.directory / _RUN).is_file():
@@ -402,7 +401,7 @@ def discard_parts(output: str | Path) -> None:
 
 
 def _on_host(waiting: _Waiting) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous; copied from a GPU beside what it computes meanwhile."""
+    """The tensors on the CPU, contiguous; copies from a GPU overlap with its computation."""
     streams = {device: torch.cuda.Stream(device) for device in waiting.ready}
     stagings = {device: PinnedStaging(device) for device in waiting.ready}
     copied = {}

@@ -1,13 +1,13 @@
-"""What distinguishes two runs, in words: the differences between their identities, as an error can list them."""
+"""Describes the differences between the identities of two runs, for error messages."""
 
 import json
 from typing import Any
 
 _SHOWN = 40
-"""Characters of a value at most for it to be shown."""
+"""Longer values are not shown."""
 
 _LISTED = 6
-"""Differences that are listed at most."""
+"""Maximum number of differences listed."""
 
 
 def differences(before: Any, after: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`Layout`: how a file holds quantized matrices. The interface behind which each format stands."""
+"""`Layout`: the interface of the quantized file formats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class Layout:
     """A format that can be read.
 
     Attributes:
-        name: what it is called on the command line.
-        parts: the endings of the tensors that a quantized matrix may have, for instance `.qweight`.
+        name: on the command line.
+        parts: the suffixes of the tensors that a quantized matrix may have, for instance `.qweight`.
         detect: whether a config.json describes it.
-        read_schemes: the schemes of the layers by their names, from a config.json that describes this format; raises
-            CheckpointError for one that is not understood.
+        read_schemes: the schemes of the layers by name, from a config.json that describes this format; raises
+            CheckpointError for an unsupported one.
         is_quantized: `(checkpoint, prefix)`: whether the linear layer `prefix` is stored quantized.
         from_tensors: `(checkpoint, prefix, scheme)`: the matrix of the linear layer `prefix`; raises TensorError,
             CheckpointError or SchemeError, with the name of the tensor that is wrong.
@@ -41,7 +41,7 @@ class Layout:
     from_tensors: Callable[[Checkpoint, str, Scheme], QTensor]
 
     def stored(self, checkpoint: Checkpoint, prefix: str) -> list[str]:
-        """The names of the tensors that a checkpoint has for the quantized linear layer `prefix`."""
+        """The tensors that store the quantized linear layer `prefix` in a checkpoint."""
         return [prefix + part for part in self.parts if prefix + part in checkpoint]
 
 
@@ -50,9 +50,9 @@ class WritableLayout(Layout):
     """A format that can be written, too.
 
     Attributes:
-        scale_dtype: the only dtype that its scales have; `None` where that is free.
-        check: `(scheme, shape, name)`: raises SchemeError for a matrix that the format cannot hold.
-        check_zeros: `(zeros, name)`: raises SchemeError for zero points uint8 that it cannot hold.
+        scale_dtype: the dtype that scales must have; None for any.
+        check: `(scheme, shape, name)`: raises SchemeError for a matrix that the format cannot represent.
+        check_zeros: `(zeros, name)`: raises SchemeError for uint8 zero points that it cannot represent.
         to_tensors: `(prefix, weight)`: the tensors of the linear layer `prefix`.
         quantization_config: `(schemes, ignore)`: what config.json holds under `quantization_config`; `schemes` is that
             of all quantized linear layers or that of each by its name, `ignore` are the names of those that are not
@@ -79,10 +79,10 @@ def layout_named(name: str) -> WritableLayout:
 
 
 def layout_of(config: Config) -> Layout | None:
-    """The format of a model's quantized matrices, from its `config.json`; `None` if it is not quantized.
+    """The format of a model's quantized matrices, from its `config.json`; None if it is not quantized.
 
     Raises:
-        CheckpointError: if it is quantized in a format that is not understood.
+        CheckpointError: the quantized format is not supported.
     """
     for each in LAYOUTS:
         if each.detect(config):
@@ -101,14 +101,14 @@ def read_schemes(config: Config) -> Schemes:
     """The schemes of a model's quantized matrices, from its `config.json`; none if it is not quantized.
 
     Raises:
-        CheckpointError: if it is quantized in a way that is not understood.
+        CheckpointError: the quantization is not supported.
     """
     found = layout_of(config)
     return Schemes(None) if found is None else found.read_schemes(config)
 
 
 def _any_zeros(zeros: Tensor, name: str) -> None:
-    """What a format checks that can hold all zero points."""
+    """`check_zeros` of a format that can represent all zero points."""
 
 
 def _any_matrix(scheme: Scheme, shape: tuple[int, int], name: str) -> None:

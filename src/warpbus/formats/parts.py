@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that is still growing: what `GrowingCheckpoint` has written, and how it is checked."""
+"""Reads and checks the finished parts that `GrowingCheckpoint` has written."""
 
 import zlib
 from pathlib import Path
@@ -9,14 +9,14 @@ from warpbus.formats.files import read_json
 from warpbus.formats.safetensors_io import Entry, read_header
 
 OTHERS = ("run", "order")
-"""No names of parts: `run.json` and `order.json` are something else."""
+"""Names that parts cannot have, because of `run.json` and `order.json`."""
 
 
 class FinishedParts:
-    """The parts that are on the disk, for anyone to read.
+    """The finished parts on disk.
 
     Args:
-        output: where the model is going to be.
+        output: the output of the run.
     """
 
     def __init__(self, output: str | Path) -> None:
@@ -25,12 +25,12 @@ class FinishedParts:
         self._sound: dict[str, dict[str, Any]] = {}
 
     def parts(self) -> list[str]:
-        """The names of the parts, sorted; those whose file has not the size it should have are left out."""
+        """The names of the parts, sorted, without those whose file has the wrong size."""
         found = sorted(file.stem for file in self.directory.glob("*.json") if file.stem not in OTHERS)
         return [part for part in found if self._recorded(part) is not None]
 
     def facts(self, part: str) -> Any:
-        """What was said about a part when it was committed, or `None` if it is not there or damaged.
+        """The facts that a part was committed with; None if it is missing or damaged.
 
         The first call for a part reads its file and compares the checksum.
         """
@@ -41,22 +41,22 @@ class FinishedParts:
         """The tensors of a part by name; none is read yet, see `Entry.read`.
 
         Raises:
-            CheckpointError: if the part is not there or damaged.
+            CheckpointError: the part is missing or damaged.
         """
         if self._checked(part) is None:
             raise CheckpointError(f"{self.tensors_file(part)}: missing or damaged: run the same command again")
         return read_header(self.tensors_file(part))
 
     def tensors_file(self, part: str) -> Path:
-        """Where the tensors of a part are, once they are."""
+        """The path of the tensors of a part."""
         return self.directory / f"{part}.safetensors"
 
     def facts_file(self, part: str) -> Path:
-        """Where the facts of a part are, once they are."""
+        """The path of the facts of a part."""
         return self.directory / f"{part}.json"
 
     def _recorded(self, part: str) -> dict[str, Any] | None:
-        """The record of a part whose file has the size that it should have."""
+        """The record of a part if its file has the right size."""
         record = read_json(self.facts_file(part))
         if not isinstance(record, dict) or not record.keys() >= {"bytes", "crc32", "facts"}:
             return None

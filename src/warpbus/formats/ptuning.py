@@ -60,7 +60,7 @@ def read_prefix(directory: Path, columns: int) -> Tensor:
             f"{directory}: config.json: pre_seq_len: expected an integer from 1 to {MAX_TOKENS}, found {tokens!a:.80}"
         )
     start = _ENCODER if f"{_ENCODER}{_EMBEDDING}" in checkpoint else _ENCODER.partition(".")[2]
-    encoder = _Encoder(checkpoint, start)
+    encoder = _PrefixEncoder(checkpoint, start)
     projected = f"{start}{_FIRST}.weight" in checkpoint
     declared = checkpoint.config.get("prefix_projection") or False
     if declared is not projected:
@@ -94,7 +94,7 @@ def write_prefix(directory: Path, rows: Tensor, config: Mapping[str, Any], *, ov
         writer.finish()
 
 
-class _Encoder:
+class _PrefixEncoder:
     """The tensors of a prefix encoder, each checked before it is read."""
 
     def __init__(self, checkpoint: Checkpoint, start: str) -> None:

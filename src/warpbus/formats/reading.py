@@ -1,4 +1,4 @@
-"""What the readers of quantized formats share: values of `config.json` and tensors, each refused by its name."""
+"""Helpers of the readers of quantized formats: checked values of `config.json` and checked tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +49,7 @@ def scheme_of(where: str, bits: int, group_size: int | None, symmetric: bool) ->
 
 
 def unreadable(where: str, found: object, expected: str) -> CheckpointError:
-    """The error for a value of config.json that is not understood."""
+    """The error for a value of config.json that is not supported."""
     described = ascii(found)
     if len(described) > 80:
         described = f"{described[:80]}..."

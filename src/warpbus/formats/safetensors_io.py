@@ -1,15 +1,15 @@
-"""Safetensors files: read through the `safetensors` library behind a check of the header, and written here.
+"""Safetensors files: read by the `safetensors` library after a check of the header, and written here.
 
-A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes one after another.
+A file is an 8-byte little-endian length, a JSON header of that length, and the bytes of the tensors.
 
-**Reading.** The header is checked in full before the library sees the file, so that a damaged or hostile file ends in
-one line that says what is wrong. The library then maps the file, privately: pages are read from the disk when they are
-touched, and writing to a tensor does not change the file. A map stays whole, with all pages that were touched, until
-its last tensor is gone, and to open a file of 2,000 tensors takes the library milliseconds. So a map serves several
-reads, but no more than `MAPPED_BYTES` of them: a model is read tensor by tensor in that much memory.
+**Reading.** The header is checked completely before the library opens the file, so that a damaged or hostile file ends
+in a one-line error. The library then maps the file privately: pages are read from the disk on access, and writing to a
+tensor does not change the file. A map keeps all accessed pages until its last tensor is freed, and opening a file of
+2,000 tensors takes milliseconds. Therefore one map serves reads of up to `MAPPED_BYTES`, which bounds the memory for
+reading a model tensor by tensor.
 
-**Writing** does not use the library: its order of the tensors depends on its version, and a checksum would need a
-second pass over the file. The bytes of a file depend on its tensors alone.
+**Writing** does not use the library: its tensor order depends on its version, and a checksum would need a second pass
+over the file. The bytes of a file depend only on its tensors.
 """
 
 import json
@@ -31,7 +31,7 @@ from warpbus.errors import CheckpointError
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
 MAX_DIMENSIONS = 64
 MAPPED_BYTES = 2**25
-"""Bytes of tensors that are read through one map of their file."""
+"""Maximum bytes of tensors read through one map of a file."""
 COPIED_BYTES = 2**16
 """Tensors of up to so many bytes are copied, so that a norm that is kept does not keep a whole map."""
 CHUNK_BYTES = 2**20
@@ -71,7 +71,7 @@ class MappedFile:
     def tensor(self, name: str, nbytes: int) -> Tensor:
         """Read a tensor. Raises CheckpointError if the file is gone, or its size has changed."""
         try:
-            # Touching a map beyond the end of its file kills the process.
+            # Accessing a map beyond the end of its file kills the process (SIGBUS).
             if self.path.stat().st_size != self._nbytes:
                 raise CheckpointError(f"{self.path.name}: changed while it was being read: start again")
             mapped = self._map
@@ -109,8 +109,8 @@ class Entry:
         return self.file.tensor(self.name, self.nbytes)
 
     def chunks(self) -> Iterator[bytes]:
-        """The tensor's bytes in order, at most `CHUNK_BYTES` at a time: read and not mapped, so that the memory of this
-        process does not grow by the tensor.
+        """The tensor's bytes in order, at most `CHUNK_BYTES` at a time. They are read, not mapped, so that memory does
+        not grow by the size of the tensor.
 
         Raises:
             CheckpointError: if the file cannot be read, or is shorter than when its header was read.
@@ -171,20 +171,20 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def write_file(file: Path, tensors: Mapping[str, Tensor], *, checksum: bool = False) -> int | None:
-    """Write tensors to a new safetensors file and wait until the disk has it.
+    """Write tensors to a new safetensors file and sync it to the disk.
 
     Args:
         file: where to write.
         tensors: contiguous CPU tensors.
-        checksum: whether to compute one, which takes as long as writing to a fast disk.
+        checksum: whether to compute a checksum, which takes as long as writing to a fast disk.
 
     Returns:
-        the CRC-32 of the file, as of `zlib.crc32`, or `None` if it was not asked for.
+        the CRC-32 of the file, as `zlib.crc32`, or None without `checksum`.
 
     Raises:
-        OSError: if the file cannot be written; the caller removes what is there of it.
+        OSError: the file cannot be written; the caller removes the partial file.
     """
-    # The widest elements first: every tensor is then aligned to its element.
+    # The largest elements first, so that every tensor is aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -206,7 +206,7 @@ def write_file(file: Path, tensors: Mapping[str, Tensor], *, checksum: bool = Fa
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """The bytes of a contiguous CPU tensor, without a copy."""
     # Not reshape: a contiguous axis of length 1 may have any stride, which the view of bytes refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
@@ -217,7 +217,7 @@ def can_store(dtype: torch.dtype) -> bool:
 
 
 def shown(name: str) -> str:
-    """A tensor's name as a one-line message can print it."""
+    """A tensor's name, escaped for a one-line message."""
     text = name if name.isprintable() and name else ascii(name)
     return text if len(text) <= 200 else f"{text[:200]}..."
 

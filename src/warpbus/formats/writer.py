@@ -1,4 +1,4 @@
-"""`CheckpointWriter`: writes a model directory that is there complete or not at all."""
+"""`CheckpointWriter`: writes a model directory atomically."""
 
 import json
 import os
@@ -19,22 +19,22 @@ INDEX = "model.safetensors.index.json"
 
 
 class CheckpointWriter:
-    """Writes a model directory: everything goes to a hidden sibling directory, which `finish` renames.
+    """Writes a model directory: everything goes to a hidden directory next to it, which `finish` renames.
 
-    Use it in a `with` statement: leaving it before `finish` has returned removes all that was written. A write that
-    fails does so by itself.
+    Use it in a `with` statement: leaving the block before `finish` has returned removes everything written. A failed
+    write does so as well.
 
     Args:
-        directory: where the model is to be. Missing parents are made.
-        shard_bytes: a file of weights is closed before it would grow beyond this size.
-        overwrite: replace a model that is there already; it is removed only once the new one is in its place.
-        expected_bytes: what is going to be written; if given, free space is checked before anything is.
-        weights: the name of the file of weights where there is one shard.
-        config: the file that tells a directory that may be overwritten.
+        directory: the model directory to create. Missing parents are created.
+        shard_bytes: maximum size of a file of weights.
+        overwrite: replace an existing model; it is removed only after the new one is in its place.
+        expected_bytes: bytes to be written; if given, free space is checked first.
+        weights: the file name of the weights if there is one shard.
+        config: the file that identifies a directory that may be overwritten.
 
     Raises:
-        StorageError: if the target exists and is not to be overwritten or is no model directory, cannot be written,
-            or has too little space.
+        StorageError: the target exists and `overwrite` is not set, is not a model directory, cannot be written, or has
+            too little space.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class CheckpointWriter:
         self.abort()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor into the checkpoint.
+        """Add a tensor to the checkpoint.
 
-        It is kept until its shard is written, so do not change it in place afterwards. At most one shard is held.
+        It is kept until its shard is written, so do not change it in place afterwards. At most one shard is in memory.
 
         Raises:
             TensorError: if the name was added before, or the format has no such dtype.
@@ -97,7 +97,7 @@ class CheckpointWriter:
             raise TensorError(f"tensor {shown(name)}: safetensors has no type for {tensor.dtype}")
         held = tensor.detach().cpu().contiguous()
         if held.untyped_storage().nbytes() > held.nbytes:
-            held = held.clone()  # a slice would keep alive all that it was cut from
+            held = held.clone()  # a slice would keep the storage of the whole tensor
         if self._pending and self._pending_bytes + held.nbytes > self._shard_bytes:
             self._flush()
         self._names.add(name)
@@ -131,19 +131,18 @@ class CheckpointWriter:
             sync(self._partial / filename)
 
     def finish(self, check: Callable[[Path], None] | None = None) -> Path:
-        """Write what is held, name the shards, and put the directory in its place.
+        """Write the last shard, name the shards, and move the directory to its final name.
 
         Args:
-            check: called with the directory that has the complete model, before it gets its name; what it raises
-                keeps the model from getting it.
+            check: called with the directory of the complete model before it is renamed; if it raises, the model is
+                discarded.
 
         Returns:
             The model directory.
 
         Raises:
-            UsageError: if no tensor was added.
-            StorageError: if something could not be written; nothing is left then, and a model that was to be
-                overwritten is still there.
+            UsageError: no tensor was added.
+            StorageError: something could not be written; nothing is left, and a model to be overwritten is kept.
         """
         self._require_open()
         if self._pending:
@@ -176,7 +175,7 @@ class CheckpointWriter:
         return self.directory
 
     def abort(self) -> None:
-        """Remove all that was written; does nothing after `finish`."""
+        """Remove everything written; does nothing after `finish`."""
         if self._open:
             self._open = False
             self._pending.clear()
@@ -193,11 +192,11 @@ class CheckpointWriter:
 
     def _require_open(self) -> None:
         if not self._open:
-            raise UsageError(f"{self.directory}: this writer has finished or failed: make a new one")
+            raise UsageError(f"{self.directory}: this writer has finished or failed: create a new one")
 
     @contextmanager
     def _writing(self, filename: str, needed: int) -> Iterator[None]:
-        """Turn a failed write into a StorageError, with nothing left on the disk."""
+        """Turn a failed write into a StorageError and remove everything written."""
         try:
             yield
         except OSError as error:
@@ -207,12 +206,12 @@ class CheckpointWriter:
 
 
 def shard_name(number: int, count: int) -> str:
-    """What the format calls the shard `number`, counted from 0, of `count`."""
+    """The file name of shard `number`, counted from 0, of `count`."""
     return f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
 def shard_index(weight_map: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
-    """What `INDEX` holds: the file of each tensor, and the bytes of all tensors."""
+    """The content of `INDEX`: the file of each tensor, and the bytes of all tensors."""
     return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
 
 

@@ -3,7 +3,16 @@
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
 from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import Family, TensorMap
-from warpbus.models.layer_spec import AttentionSpec, Axis, LayerSpec, MatrixSpec, MLPSpec, NormSpec
+from warpbus.models.layer_spec import (
+    AttentionSpec,
+    Axis,
+    LayerSpec,
+    MatrixSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+    RouterSpec,
+)
 from warpbus.models.loading import (
     Progress,
     check_loadable,
@@ -26,11 +35,13 @@ __all__ = [
     "LayerSpec",
     "MLPSpec",
     "MatrixSpec",
+    "MoESpec",
     "ModelConfig",
     "NormSpec",
     "Progress",
     "RopeConfig",
     "RopeScaling",
+    "RouterSpec",
     "TensorMap",
     "check_loadable",
     "load_layer",

@@ -1,4 +1,4 @@
-"""What a decoder looks like, in one vocabulary for every family."""
+"""The shape of a decoder, in one vocabulary for every family."""
 
 import math
 from collections.abc import Iterator
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
-from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MatrixSpec, NormSpec
+from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MatrixSpec, MLPSpec, MoESpec, NormSpec
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretching of the low rotary frequencies (`rope_type: llama3`)."""
+    """Llama 3's scaling of the low rotary frequencies (`rope_type: llama3`)."""
 
     factor: float
     low_freq_factor: float
@@ -25,12 +25,12 @@ class RopeConfig:
 
     Attributes:
         theta: the base of the frequencies.
-        rotary_dim: how many of the head's first dimensions rotate.
+        rotary_dim: number of leading dimensions of each head that rotate.
         interleaved: rotate the pairs (2i, 2i+1), as GLM does, rather than (i, i + rotary_dim / 2), as Llama does.
         position_scale: positions are divided by this first (chatglm2-6b-32k, `rope_type: linear`).
-        scaling: Llama 3's change of the frequencies.
-        two_dimensional: each half of the head is a plane that rotates by a position of its own (ChatGLM-6B), in halves
-            within the plane. `rotary_dim` is that of a plane, half of the head.
+        scaling: Llama 3's frequency scaling.
+        two_dimensional: each half of the head, a plane, rotates by its own position (ChatGLM-6B), with pairs
+            (i, i + rotary_dim / 2) in the plane. `rotary_dim` is that of a plane, half of the head.
     """
 
     theta: float
@@ -42,7 +42,7 @@ class RopeConfig:
 
     @property
     def planes(self) -> int:
-        """The parts of a head that rotate by positions of their own."""
+        """Number of parts of a head that have separate positions."""
         return 2 if self.two_dimensional else 1
 
 
@@ -53,13 +53,13 @@ class ModelConfig:
     Attributes:
         family: the name of the family that declares it (`warpbus.models.families`).
         vocab_size: tokens of the embedding and of the head.
-        layers: the table of each layer. Layers may differ in their MLPs; their attention and norms are alike.
-        rope: the rotary positions.
-        max_context: the longest sequence the positions allow, in tokens.
-        tie_embeddings: the head is the embedding.
+        layers: the table of each layer. Layers may differ in their MLPs; attention and norms are the same in all.
+        rope: the rotary position embedding.
+        max_context: the longest sequence that the positions allow, in tokens.
+        tie_embeddings: the head shares the weight of the embedding.
         stop_ids: generation ends at any of these tokens.
-        prompt_end: the token after which generation begins (<sop> of ChatGLM-6B): those of a sequence before its first
-            one see each other in both directions. None where all attention is causal.
+        prompt_end: the token after which generation begins (<sop> of ChatGLM-6B). Tokens before the first one in a
+            sequence attend to each other in both directions. None if all attention is causal.
     """
 
     family: str
@@ -82,26 +82,37 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The attention of every layer: the KV cache has one shape."""
+        """The attention of every layer; all are the same, so that the KV cache has one shape."""
         return self.layers[0].attention
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some layer is a mixture of experts."""
+        return any(isinstance(layer.mlp, MoESpec) for layer in self.layers)
+
+    @property
+    def dense_mlp(self) -> MLPSpec:
+        """The MLP of the first layer of a model without experts."""
+        mlp = self.layers[0].mlp
+        assert isinstance(mlp, MLPSpec)
+        return mlp
+
+    @property
     def norm(self) -> NormSpec:
-        """Of the layers' norms and the final one."""
+        """The norms of the layers and the final norm."""
         return self.layers[0].norm
 
     @property
     def matrices(self) -> Iterator[tuple[int, MatrixSpec]]:
-        """All matrices of the layers, each with its layer's number."""
+        """All matrices of the layers, each with the index of its layer."""
         return ((index, matrix) for index, layer in enumerate(self.layers) for matrix in layer.matrices)
 
     def matrix(self, parameter: str) -> MatrixSpec | None:
-        """The matrix that a parameter such as `layers.0.mlp.down.weight` is the weight or bias of; None if of none."""
+        """The matrix whose weight or bias is `parameter`, such as `layers.0.mlp.down.weight`; None if there is none."""
         if not parameter.startswith("layers."):
             return None
         _, index, name = parameter.split(".", 2)
-        owner = name.rpartition(".")[0]
-        return next((matrix for matrix in self.layers[int(index)].matrices if matrix.name == owner), None)
+        return self.layers[int(index)].by_name.get(name.rpartition(".")[0])
 
     @cached_property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -115,7 +126,7 @@ class ModelConfig:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, the tied head counted once."""
+        """Parameters of the whole model, a tied head is counted once."""
         return sum(map(math.prod, self.parameters.values()))
 
     def resized(
@@ -128,9 +139,9 @@ class ModelConfig:
         head_dim: int | None = None,
         ffn_size: int | None = None,
     ) -> Self:
-        """A model of the same kind in other sizes, those that are given.
+        """The same model with the given sizes replaced; `ffn_size` is that of the layers without experts.
 
-        With fewer layers it has the first ones, with more the last one is repeated.
+        With fewer layers the first ones are kept; with more layers the last one is repeated.
         """
         attention = replace(
             self.attention,
@@ -143,7 +154,7 @@ class ModelConfig:
                 layer,
                 hidden_size=hidden_size or layer.hidden_size,
                 attention=attention,
-                mlp=replace(layer.mlp, ffn_size=ffn_size or layer.mlp.ffn_size),
+                mlp=replace(layer.mlp, ffn_size=ffn_size) if ffn_size and isinstance(layer.mlp, MLPSpec) else layer.mlp,
             )
             for layer in self.layers
         )

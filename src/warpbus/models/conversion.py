@@ -1,4 +1,4 @@
-"""What a conversion of a model is going to be, from the headers of its files alone."""
+"""Plans the conversion of a model from the headers of its files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,26 +12,27 @@ from warpbus.formats import Checkpoint, Layout, WritableLayout, layout_named, la
 from warpbus.formats.layout import WRITABLE
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
+from warpbus.models.layer_spec import MLPSpec
 from warpbus.models.loading import quantized_parameters, read_config, tensor_map
 from warpbus.models.padding import padded_size
 from warpbus.qtensor import Scheme
 
 PLAIN = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""What a model may be converted to besides the formats: matrices that are not quantized any more."""
+"""The conversion targets that are not quantized formats: all matrices are dequantized to the dtype."""
 
 _SMALLEST_SHARD, _LARGEST_SHARD = 2**24, 4 * 2**30
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """A matrix of the file that is quantized, or widened, or both.
+class ConvertedMatrix:
+    """A matrix of the file that is converted to another format, padded to another shape, or both.
 
     Attributes:
         prefix: its tensor's name without `.weight`.
         scheme: None if it is not quantized.
-        shape: what it has.
-        target: what it is to have.
-        parts: that are widened each, one below the other.
+        shape: in the source.
+        target: the shape in the output.
+        parts: how many matrices are stacked along the rows; each is padded separately.
     """
 
     prefix: str
@@ -42,17 +43,17 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A conversion that can begin.
+class ConversionPlan:
+    """A conversion whose arguments and headers were checked.
 
     Attributes:
         checkpoint: the model.
         config: of its decoder.
-        source: the format that it has.
-        target: the format that it is to have; None if its matrices are not to be quantized any more.
-        dtype: of all weights, where there is no target.
-        ffn: the size that its FFNs had, and the size that they are to have.
-        matrices: what is quantized, or widened, or both.
+        source: the quantized format of the model.
+        target: the quantized format of the output; None if the matrices are dequantized.
+        dtype: of all weights of the output, if `target` is None.
+        ffn: the FFN size of the source and of the output.
+        matrices: the matrices that are quantized, padded, or both.
     """
 
     checkpoint: Checkpoint
@@ -61,16 +62,16 @@ class Plan:
     target: WritableLayout | None
     dtype: torch.dtype | None
     ffn: tuple[int, int]
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[ConvertedMatrix, ...]
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """Of the quantized matrices, by their prefixes."""
+        """The schemes of the quantized matrices, by prefix."""
         return {matrix.prefix: matrix.scheme for matrix in self.matrices if matrix.scheme is not None}
 
     @property
     def copied(self) -> list[str]:
-        """The tensors that are none of `matrices`, nor biases of zeros that the decoder does not have."""
+        """The tensors to copy: all but those of `matrices`, and zero biases that the decoder does not have."""
         known = {name for names in tensor_map(self.config).values() for name in names}
         biases = {f"{prefix}.bias" for prefix in self.schemes} - known
         taken = biases | {
@@ -82,7 +83,7 @@ class Plan:
 
     @property
     def expected_bytes(self) -> int:
-        """What is going to be written, to a few kilobytes."""
+        """Bytes that will be written, to a few kilobytes."""
         matrices = 0.0
         for matrix in self.matrices:
             scheme = matrix.scheme if self.dtype is None else None
@@ -92,7 +93,7 @@ class Plan:
 
     @property
     def shard_bytes(self) -> int:
-        """No more than the largest tensor is held at a time."""
+        """The size of a shard: about that of the largest tensor, since a shard is buffered in memory."""
         largest = max(self.checkpoint.nbytes(name) for name in self.checkpoint.names())
         return min(max(largest, _SMALLEST_SHARD), _LARGEST_SHARD)
 
@@ -111,15 +112,15 @@ class Plan:
         return config | {"quantization_config": self.target.quantization_config(self.schemes, self._unquantized())}
 
     def _unquantized(self) -> list[str]:
-        """The linear layers that are not quantized, by the names that the checkpoint has for them."""
+        """The matrices that are not quantized, by their names in the checkpoint."""
         tensors = tensor_map(replace(self.config, tie_embeddings=False))
-        linears = [f"layers.{index}.{matrix.name}" for index, matrix in self.config.matrices]
-        names = [name.removesuffix(".weight") for linear in ("head", *linears) for name in tensors[f"{linear}.weight"]]
+        matrices = ["head", *(f"layers.{index}.{matrix.name}" for index, matrix in self.config.matrices)]
+        names = [name.removesuffix(".weight") for matrix in matrices for name in tensors[f"{matrix}.weight"]]
         return [name for name in names if name not in self.schemes]
 
 
-def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Plan:
-    """Look at everything that the headers tell; arguments and errors as in `convert`."""
+def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> ConversionPlan:
+    """Check the arguments and the headers of the model; arguments and errors as `convert`."""
     if to not in PLAIN and to not in WRITABLE:
         raise UsageError(f"--to {to}: expected one of {', '.join((*WRITABLE, *PLAIN))}")
     checkpoint = Checkpoint(model)
@@ -132,19 +133,22 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Plan:
     schemes = quantized_parameters(checkpoint, config)
     if not schemes:
         raise CheckpointError(
-            f"{model}: config.json says that it is quantized as {source.name}, but no matrix is: check that "
+            f"{model}: config.json declares quantization {source.name}, but no matrix is quantized: check that "
             "config.json belongs to these weights"
         )
-    sizes = {layer.mlp.ffn_size for layer in config.layers}
-    before = max(sizes)
-    ffn = padded_size(before, pad_ffn, _widest_group(config, schemes))
+    dense = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MLPSpec)]
+    sizes = {mlp.ffn_size for mlp in dense}
+    before = max(sizes, default=0)
+    if config.has_experts and pad_ffn not in (0, "0"):
+        raise UsageError(f"--pad-ffn {pad_ffn}: {model} is a mixture of experts, which are not padded: drop it")
+    ffn = before if config.has_experts else padded_size(before, pad_ffn, _widest_group(config, schemes))
     if ffn != before and len(sizes) > 1:
-        raise UsageError(f"--pad-ffn {pad_ffn}: the layers of {model} have MLPs of different sizes: leave it out")
-    if ffn != before and any(layer.mlp.bias for layer in config.layers):
-        raise UsageError(f"--pad-ffn {pad_ffn}: the MLP of {model} has biases, which are not widened: leave it out")
+        raise UsageError(f"--pad-ffn {pad_ffn}: the layers of {model} have MLPs of different sizes: drop it")
+    if ffn != before and any(mlp.bias for mlp in dense):
+        raise UsageError(f"--pad-ffn {pad_ffn}: the MLP of {model} has biases, which cannot be padded: drop it")
     if source.name == to and ffn == before:
-        raise UsageError(f"{model}: is in the format {to} already: there is nothing to convert")
-    return Plan(
+        raise UsageError(f"{model}: is already in format {to}: there is nothing to convert")
+    return ConversionPlan(
         checkpoint=checkpoint,
         config=config,
         source=source,
@@ -156,7 +160,7 @@ def prepare(model: Path, output: Path, to: str, pad_ffn: int | str) -> Plan:
 
 
 def _widest_group(config: ModelConfig, schemes: Mapping[str, Scheme]) -> int | None:
-    """The largest group of columns along an FFN."""
+    """The largest group size among matrices whose columns are the FFN's; None if none of them has groups."""
     narrowing = (
         schemes.get(f"layers.{index}.{matrix.name}.weight")
         for index, matrix in config.matrices
@@ -165,8 +169,8 @@ def _widest_group(config: ModelConfig, schemes: Mapping[str, Scheme]) -> int | N
     return max((each.group_size for each in narrowing if each is not None and each.group_size), default=None)
 
 
-def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int | None) -> list[Matrix]:
-    """What is quantized, and what is to be widened to an FFN of `ffn`."""
+def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int | None) -> list[ConvertedMatrix]:
+    """The matrices that are quantized, or that change their shape with an FFN of size `ffn`."""
     tensors, found = tensor_map(config), []
     ends = ("embedding.weight", "head.weight")
     for parameter in schemes:
@@ -176,7 +180,7 @@ def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int | Non
     shape = (config.vocab_size, config.hidden_size)
     for parameter in filter(schemes.__contains__, ends):
         prefix = tensors[parameter][0].removesuffix(".weight")
-        found.append(Matrix(prefix, schemes[parameter], shape, shape, parts=1))
+        found.append(ConvertedMatrix(prefix, schemes[parameter], shape, shape, parts=1))
     for (index, before), (_, after) in zip(config.matrices, wide.matrices, strict=True):
         parameter = f"layers.{index}.{before.name}.weight"
         if parameter not in schemes and before.shape == after.shape:
@@ -185,7 +189,7 @@ def _matrices(config: ModelConfig, schemes: Mapping[str, Scheme], ffn: int | Non
         shares = zip(names, before.part_rows(len(names)), after.part_rows(len(names)), strict=True)
         for name, rows, new_rows in shares:
             found.append(
-                Matrix(
+                ConvertedMatrix(
                     prefix=name.removesuffix(".weight"),
                     scheme=schemes.get(parameter),
                     shape=(rows, before.columns.length),

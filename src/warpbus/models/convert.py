@@ -1,4 +1,4 @@
-"""`convert`: a quantized checkpoint in, the same model in another format out, one matrix in memory at a time."""
+"""`convert` writes a quantized checkpoint in another format, with one matrix in memory at a time."""
 
 import hashlib
 import time
@@ -14,13 +14,13 @@ from warpbus.errors import StorageError, TensorError
 from warpbus.formats import Checkpoint, CheckpointWriter
 from warpbus.formats.companions import find_companions
 from warpbus.formats.safetensors_io import raw_bytes
-from warpbus.models.conversion import Matrix, Plan, prepare
+from warpbus.models.conversion import ConversionPlan, ConvertedMatrix, prepare
 from warpbus.models.loading import quantized_parameters, read_config
 from warpbus.models.padding import pad_columns, pad_plain, pad_rows
 from warpbus.qtensor import QTensor, Scheme, Schemes
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many tensors it has been done with, and how many there are."""
+"""Called with the name of the current phase, the number of finished tensors, and their total."""
 
 _WEIGHTS_AT_ONCE = 2**22
 _CONSTANTS = "inv_freq"  # rotary frequencies that some exporters wrote: they keep their dtype
@@ -28,16 +28,16 @@ _CONSTANTS = "inv_freq"  # rotary frequencies that some exporters wrote: they ke
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done.
+    """The result of a conversion.
 
     Attributes:
-        source: the format that the model had.
-        target: the format that it has now, or a dtype.
-        schemes: of its matrices.
-        matrices: how many of them are quantized.
-        ffn: the FFN's size before and after.
-        scales: how many scales were written; 0 for a dtype.
-        scales_rounded: how many of them the target's dtype could not hold exactly.
+        source: the format of the model.
+        target: the format of the output, or its dtype.
+        schemes: of the quantized matrices.
+        matrices: number of quantized matrices.
+        ffn: the FFN size before and after.
+        scales: number of scales written; 0 if the output is not quantized.
+        scales_rounded: number of scales that the target's dtype cannot represent exactly.
         bytes_before, bytes_after: of all tensors.
     """
 
@@ -58,7 +58,7 @@ class Conversion:
         return asdict(self)
 
     def summary(self) -> str:
-        """What was done, a line for each fact."""
+        """A summary for the terminal, one line per fact."""
         lines = [
             f"{self.output}: {self.matrices} matrices of {self.schemes} from {self.source} to {self.target}, "
             f"{self.bytes_before / 1e6:,.1f} MB to {self.bytes_after / 1e6:,.1f} MB"
@@ -79,29 +79,29 @@ def convert(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write a quantized model in another format. Codes, scales and zero points stay what they are.
+    """Write a quantized model in another format. Codes, scales and zero points do not change.
 
-    What the target cannot hold is refused before anything is written. What was written is read back and compared, bit
-    for bit, before the output gets its name. Scales become float16 where the target asks for it.
+    A model that the target format cannot represent is refused before anything is written. The output is read back and
+    compared bit for bit before it gets its final name. Scales become float16 if the target format requires it.
 
     Args:
         model: a model directory, quantized in a format of `warpbus.formats`.
         output: a new directory.
-        to: a format, see `layout_named`; or "float16" or "bfloat16" for the matrices that the codes stand for.
+        to: a format, see `layout_named`; or "float16" or "bfloat16" for dequantized matrices.
         pad_ffn: see `padded_size`.
         overwrite: replace a model that is at `output`.
         progress: see `Progress`.
 
     Raises:
-        UsageError: if an argument is wrong, the model is not quantized, or has the format already.
-        SchemeError: if the target cannot hold a matrix; the message names it.
-        CheckpointError: if the model cannot be read or is not complete.
-        TensorError: if a tensor is missing, has the wrong shape or type, or values that the target's dtype cannot hold.
-        StorageError: if the output exists, cannot be written, or is not what was written when it is read back.
+        UsageError: an argument is wrong, or the model is not quantized or already has the format.
+        SchemeError: the target cannot represent a matrix; the message names it.
+        CheckpointError: the model cannot be read or is not complete.
+        TensorError: a tensor is missing, has the wrong shape or type, or values that overflow the target's dtype.
+        StorageError: the output exists, cannot be written, or differs from what was written when it is read back.
     """
     started = time.perf_counter()
     plan = prepare(Path(model), Path(output), to, pad_ffn)
-    job = _Job(plan, Path(output), progress or (lambda what, done, total: None))
+    job = _RunningConversion(plan, Path(output), progress or (lambda what, done, total: None))
     scales, rounded = job.check()
     digests: dict[str, bytes] = {}
     with CheckpointWriter(
@@ -129,15 +129,15 @@ def convert(
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One model on its way."""
+class _RunningConversion:
+    """The conversion of one model."""
 
-    plan: Plan
+    plan: ConversionPlan
     output: Path
     progress: Progress
 
     def check(self) -> tuple[int, int]:
-        """Find every reason not to begin; gives how many scales there are, and how many are going to be rounded."""
+        """Check every matrix before anything is written; returns the number of scales, and of those to be rounded."""
         if self.plan.target is None:
             return 0, 0
         self.plan.written_config()
@@ -157,7 +157,7 @@ class _Job:
         return scales, rounded
 
     def write(self, writer: CheckpointWriter, digests: dict[str, bytes]) -> int:
-        """Write all tensors and what they were meant to be; gives their bytes."""
+        """Write all tensors and store their digests in `digests`; returns the bytes written."""
         copied, written = self.plan.copied, 0
         total = len(copied) + len(self.plan.matrices)
 
@@ -181,7 +181,7 @@ class _Job:
         return written
 
     def compare(self, directory: Path, digests: dict[str, bytes]) -> None:
-        """Read everything back. Raises StorageError if it is not what was meant."""
+        """Read everything back; raises StorageError if a digest differs."""
         found = Checkpoint(directory)
         quantized_parameters(found, read_config(found))
         target, quantized = self.plan.target, self.plan.schemes
@@ -197,12 +197,12 @@ class _Job:
                 read = target.from_tensors(found, prefix, scheme)
             if _digest(read) != expected:
                 raise StorageError(
-                    f"{self.output}: {name}: what was read back is not what was written: nothing is kept: "
-                    "check the disk, and try again"
+                    f"{self.output}: {name}: the data read back differs from what was written; the output was "
+                    "discarded: check the disk, and try again"
                 )
         self.progress("reading back", len(digests), len(digests))
 
-    def _read(self, matrix: Matrix, scheme: Scheme) -> QTensor:
+    def _read(self, matrix: ConvertedMatrix, scheme: Scheme) -> QTensor:
         weight = self.plan.source.from_tensors(self.plan.checkpoint, matrix.prefix, scheme)
         if weight.shape != matrix.shape:
             raise TensorError(
@@ -211,7 +211,7 @@ class _Job:
             )
         return weight
 
-    def _scales(self, matrix: Matrix, weight: QTensor) -> Tensor:
+    def _scales(self, matrix: ConvertedMatrix, weight: QTensor) -> Tensor:
         """The scales in the target's dtype."""
         dtype = None if self.plan.target is None else self.plan.target.scale_dtype
         if dtype is None or weight.scales.dtype == dtype:
@@ -220,13 +220,13 @@ class _Job:
         lost = ~scales.isfinite() | ((scales == 0) & (weight.scales != 0))
         if bool(lost.any()):
             raise TensorError(
-                f"{matrix.prefix}: a scale is {float(weight.scales[lost][0]):g}, which float16 cannot hold, and "
-                f"{self.output} is to have such scales: use compressed-tensors"
+                f"{matrix.prefix}: a scale is {float(weight.scales[lost][0]):g}, which float16 cannot represent, but "
+                f"{self.output} needs float16 scales: use compressed-tensors"
             )
         return scales
 
-    def _convert(self, matrix: Matrix) -> QTensor | Tensor:
-        """A matrix as it is meant to be in the output."""
+    def _convert(self, matrix: ConvertedMatrix) -> QTensor | Tensor:
+        """The matrix of the output."""
         grown = matrix.target != matrix.shape
         if matrix.scheme is None:
             plain = self._cast(
@@ -242,20 +242,20 @@ class _Job:
         return weight if self.plan.dtype is None else _finite(matrix.prefix, _dense(weight, self.plan.dtype))
 
     def _tensors(self, prefix: str, converted: QTensor | Tensor) -> dict[str, Tensor]:
-        """A matrix as the tensors of the output."""
+        """The tensors that store a matrix in the output."""
         if isinstance(converted, QTensor) and self.plan.target is not None:
             return self.plan.target.to_tensors(prefix, converted)
         return {f"{prefix}.weight": cast(Tensor, converted)}
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor that is not quantized, in the output's dtype if there is one for all."""
+        """An unquantized tensor, converted to `plan.dtype` if that is set."""
         if self.plan.dtype is None or not tensor.is_floating_point() or name.endswith(_CONSTANTS):
             return tensor
         return _finite(name, tensor.to(self.plan.dtype))
 
 
 def _dense(weight: QTensor, dtype: torch.dtype) -> Tensor:
-    """The weights that a matrix stands for, each product rounded once."""
+    """Dequantize a matrix; each product is rounded once."""
     dense = torch.empty(weight.shape, dtype=dtype)
     height = max(1, _WEIGHTS_AT_ONCE // weight.shape[1])
     for start in range(0, weight.shape[0], height):
@@ -266,12 +266,12 @@ def _dense(weight: QTensor, dtype: torch.dtype) -> Tensor:
 
 def _finite(name: str, tensor: Tensor) -> Tensor:
     if not bool(tensor.isfinite().all()):
-        raise TensorError(f"{name}: has values that {tensor.dtype} cannot hold, or that are no numbers: use bfloat16")
+        raise TensorError(f"{name}: has values that overflow {tensor.dtype}, or NaNs: use bfloat16")
     return tensor
 
 
 def _digest(value: QTensor | Tensor) -> bytes:
-    """Of all bits of a tensor or a quantized matrix, of its shape and of its types."""
+    """SHA-256 of the data, shapes and dtypes of a tensor or a quantized matrix."""
     digest = hashlib.sha256()
     parts: list[Tensor | None] = [value] if isinstance(value, Tensor) else [value.qweight, value.scales, value.zeros]
     for part in parts:

@@ -93,7 +93,7 @@ def parameter_bytes(config: ModelConfig, dtype: torch.dtype, quantized: Mapping[
         quantized: the parameters that are quantized, and their schemes.
     """
     return {
-        name: math.prod(shape[:-2]) * packed_bytes(quantized[name], *shape[-2:])
+        name: packed_bytes(quantized[name], shape[0], shape[1])
         if name in quantized
         else math.prod(shape) * dtype.itemsize
         for name, shape in config.parameters.items()
@@ -111,22 +111,15 @@ def kv_cache_bytes(config: ModelConfig, dtype: torch.dtype, stored: torch.dtype)
     return config.num_layers * 2 * config.attention.num_kv_heads * vector
 
 
-def inner_features(layer: LayerSpec) -> int:
-    """Features that enter the last matrices of a layer's MLP."""
-    return sum(matrix.columns.length for matrix in layer.reading("mlp.inner"))
-
-
 def activation_features(layer: LayerSpec) -> int:
     """Numbers of a token that are alive at once while it passes through a layer, with room to spare."""
-    projected, widened = (
-        sum(matrix.shape[0] for matrix in layer.reading(stage)) for stage in ("attention.normed", "mlp.normed")
-    )
-    return 4 * layer.hidden_size + 2 * projected + widened + inner_features(layer)
+    projected = sum(matrix.shape[0] for matrix in layer.reading("attention.normed"))
+    return 4 * layer.hidden_size + 2 * projected + layer.mlp.widened + layer.mlp.inner
 
 
 def forward_flop(config: ModelConfig) -> int:
-    """FLOP of the matrix products of a token: two per weight of the layers and the head, none for the embedding."""
-    layers = sum(layer.num_weights for layer in config.layers)
+    """FLOP of the matrix products of a token: two per weight that it is multiplied with, none for the embedding."""
+    layers = sum(layer.active_weights for layer in config.layers)
     return 2 * (layers + config.vocab_size * config.hidden_size)
 
 

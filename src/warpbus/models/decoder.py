@@ -1,19 +1,21 @@
-"""The decoder that every family shares. Knows nothing of files, tokens' meaning, sampling or caches."""
+"""The decoder that every family shares. It does not depend on files, tokenizers, sampling or the KV cache."""
 
 import torch
 from torch import Tensor, nn
 
 from warpbus.dist import Group
 from warpbus.models.config import ModelConfig, RopeConfig
-from warpbus.models.layer_spec import LayerSpec
+from warpbus.models.layer_spec import LayerSpec, MoESpec
 from warpbus.models.layers import (
     MLP,
     Attention,
     AttentionContext,
     CausalAttention,
     FusedAttention,
+    MoE,
     Norm,
     Rotary,
+    Routing,
     make_norm,
     project,
     prompt_lengths,
@@ -21,10 +23,10 @@ from warpbus.models.layers import (
 
 
 class DecoderLayer(nn.Module):
-    """One layer: attention, then MLP, each normed before, and with `output_norms` also after.
+    """One layer: attention, then the MLP or experts, each with a norm before it and, with `output_norms`, one after it.
 
-    Decoding, training and calibration run the same code: `forward` goes through both sublayers, and calibration stops
-    at the stages of the layer's table (`warpbus.models.layer_spec`) by `enter` and `leave`.
+    Decoding, training and calibration run the same code: `forward` runs both sublayers; calibration runs them stage by
+    stage (`warpbus.models.layer_spec`) with `route`, `enter`, and `leave` or `feed_forward`.
 
     Attributes:
         spec: the table.
@@ -37,7 +39,7 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(spec, rope)
         self.attention_output_norm = self._output_norm()
         self.mlp_norm = make_norm(spec.norm, spec.hidden_size)
-        self.mlp = MLP(spec)
+        self.mlp: MLP | MoE = MoE(spec) if isinstance(spec.mlp, MoESpec) else _dense(spec, gated=spec.mlp.gated)
         self.mlp_output_norm = self._output_norm()
 
     def _output_norm(self) -> Norm | None:
@@ -53,10 +55,18 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         x_btd, norm, residual = self._entered(x_btd, self.attention_norm)
         inner = self.attention.inner(x_btd, layer, positions_bt, angles, context, norm=norm)
-        x_btd = _added(self.attention, inner, self.attention_output_norm, residual)
+        return self.feed_forward(_added(self.attention, inner, self.attention_output_norm, residual))
+
+    def feed_forward(self, x_btd: Tensor) -> Tensor:
+        """The output of the MLP sublayer from its input, both `[batch, tokens, hidden]`."""
         x_btd, norm, residual = self._entered(x_btd, self.mlp_norm)
-        inner = self.mlp.inner(x_btd, norm=norm)
-        return _added(self.mlp, inner, self.mlp_output_norm, residual)
+        if self.mlp_output_norm is None:
+            return self.mlp(x_btd, norm=norm, residual=residual)
+        return residual + self.mlp_output_norm(self.mlp(x_btd, norm=norm))
+
+    def route(self, x_btd: Tensor) -> Routing | None:
+        """The experts of the tokens of `x_btd`, the input of the MLP sublayer; None if the layer has no experts."""
+        return self.mlp.router(self.mlp_norm(x_btd).flatten(0, -2)) if isinstance(self.mlp, MoE) else None
 
     def enter(
         self,
@@ -66,58 +76,73 @@ class DecoderLayer(nn.Module):
         positions_bt: Tensor,
         angles: tuple[Tensor, Tensor],
         context: AttentionContext,
+        tokens: Tensor | None = None,
     ) -> Tensor:
-        """What enters the matrices that read a stage, computed from `x_btd`, the input of the stage's sublayer.
+        """The input of the matrices that read a stage.
 
         Args:
             stage: one of `LayerSpec.stages`.
-            layer, positions_bt, angles, context: as of `forward`.
+            x_btd: the input of the stage's sublayer.
+            layer, positions_bt, angles, context: as `forward`.
+            tokens: the tokens that enter an expert's stage, int64 `[n]` of the flattened `[batch, tokens]`.
+
+        Returns:
+            `[batch, tokens, features]`; `[n, features]` for an expert's stage.
         """
         if stage == "attention.normed":
             return self.attention_norm(x_btd)
         if stage == "attention.attended":
             return self.attention.inner(x_btd, layer, positions_bt, angles, context, norm=self.attention_norm)
-        if stage == "mlp.normed":
-            return self.mlp_norm(x_btd)
-        if stage == "mlp.inner":
-            return self.mlp.inner(x_btd, norm=self.mlp_norm)
-        raise ValueError(f"stage {stage!r}: expected one of {', '.join(self.spec.stages)}")
+        branch, _, what = stage.rpartition(".")
+        x = x_btd if tokens is None else x_btd.flatten(0, -2)[tokens]
+        if what == "normed":
+            return self.mlp_norm(x)
+        mlp = self.get_submodule(branch)
+        assert isinstance(mlp, MLP)
+        return mlp.inner(x, norm=self.mlp_norm)
 
     def leave(self, sublayer: str, x_btd: Tensor, inner: Tensor) -> Tensor:
-        """The output of a sublayer.
+        """The output of a sublayer without experts.
 
         Args:
             sublayer: "attention" or "mlp".
             x_btd: its input.
-            inner: what `enter` gave for its last stage.
+            inner: the result of `enter` for its last stage.
         """
         if sublayer == "attention":
             _, _, residual = self._entered(x_btd, self.attention_norm)
             return _added(self.attention, inner, self.attention_output_norm, residual)
+        assert isinstance(self.mlp, MLP)
         _, _, residual = self._entered(x_btd, self.mlp_norm)
         return _added(self.mlp, inner, self.mlp_output_norm, residual)
 
     def _entered(self, x_btd: Tensor, norm: Norm) -> tuple[Tensor, Norm | None, Tensor]:
-        """A sublayer's input, the norm that is still to be applied to it, and what its output is added to."""
+        """A sublayer's input, the norm still to be applied to it, and the residual that its output is added to."""
         if not self.spec.normed_residual:
             return x_btd, norm, x_btd
         normed = norm(x_btd)
         return normed, None, normed * self.spec.normed_residual
 
 
+def _dense(spec: LayerSpec, *, gated: bool) -> MLP:
+    """The MLP of a layer without experts."""
+    (widening,), (down,) = spec.reading("mlp.normed"), spec.reading("mlp.inner")
+    return MLP(widening, down, gated=gated)
+
+
 def _added(sublayer: Attention | MLP, inner: Tensor, output_norm: Norm | None, residual: Tensor) -> Tensor:
-    """`residual + output_norm(output(inner))`, in one pass where there is no such norm."""
+    """`residual + output_norm(output(inner))`; without an output norm the residual is fused into the projection."""
     if output_norm is None:
         return project(sublayer.output, inner, residual=residual)
     return residual + output_norm(project(sublayer.output, inner))
 
 
 class Decoder(nn.Module):
-    """Tokens to logits. `hidden` and `logits` are apart, so that a caller computes the logits it needs.
+    """Computes logits from tokens; `hidden` and `logits` are separate so that a caller computes only those it needs.
 
     Attributes:
-        config: its own shape.
-        group: the processes of which each has a part like this one (`warpbus.models.parallel`); None where it is whole.
+        config: the shape of this decoder, which may be one part of a sharded model.
+        group: the processes that share the model (`warpbus.models.parallel`); None if it is not sharded.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -144,10 +169,10 @@ class Decoder(nn.Module):
         Args:
             tokens_bt: token ids `[batch, tokens]`.
             positions_bt: integer positions of the same shape; 0, 1, 2, ... by default.
-            context: what to attend to; the row itself, causally, by default. Where the model has a `prompt_end`, the
-                prompts of a `CausalAttention` that has none are found in the tokens.
-            prompts_bt: as of `transform`, for a context of another kind; by default found in the tokens, which have to
-                be whole sequences then.
+            context: what to attend to; by default each row attends causally to itself. If the model has a
+                `prompt_end` and a `CausalAttention` has no prompt lengths, they are computed from the tokens.
+            prompts_bt: as `transform`, for other contexts; by default computed from the tokens, which then have to be
+                whole sequences.
 
         Returns:
             `[batch, tokens, hidden]`.
@@ -160,13 +185,13 @@ class Decoder(nn.Module):
         return self.final_norm(self.transform(self.embed(tokens_bt), positions_bt, context, prompts_bt))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, `[..., vocabulary]`, for the output of `hidden`."""
+        """Logits of the next token, `[..., vocabulary]`, for the output of `hidden`."""
         return project(self.head, hidden)
 
     def embed(self, tokens_bt: Tensor) -> Tensor:
-        """What enters the first layer, `[batch, tokens, hidden]`, on the device of the tokens.
+        """The input of the first layer, `[batch, tokens, hidden]`, on the device of the tokens.
 
-        The embedding may lie on the CPU while all else is on a GPU: then only the rows that are needed go there.
+        The embedding may be on the CPU while the rest of the model is on a GPU; then only the needed rows are copied.
         """
         rows = self.embedding(tokens_bt.to(self.embedding.weight.device))
         return rows.to(tokens_bt.device)
@@ -178,14 +203,14 @@ class Decoder(nn.Module):
         context: AttentionContext | FusedAttention,
         prompts_bt: Tensor | None = None,
     ) -> Tensor:
-        """What leaves the last layer, not normed.
+        """The output of the last layer, before the final norm.
 
         Args:
             x_btd: from `embed`.
-            positions_bt: as of `hidden`; may be left out for a `FusedAttention`.
+            positions_bt: as `hidden`; may be omitted for a `FusedAttention`.
             context: what to attend to.
-            prompts_bt: where positions are two-dimensional, how many tokens of each sequence are its prompt (see
-                `prompt_lengths`); those of the context by default, if it is a `CausalAttention`.
+            prompts_bt: for two-dimensional positions, the prompt length of each sequence (see `prompt_lengths`); by
+                default that of the context, if it is a `CausalAttention`.
         """
         angles = None
         if not isinstance(context, FusedAttention):
@@ -198,7 +223,7 @@ class Decoder(nn.Module):
         return x_btd
 
     def scores(self, x: Tensor) -> Tensor:
-        """Scores of the next token, `[..., vocabulary]`, for the output of `transform`."""
+        """Logits of the next token, `[..., vocabulary]`, for the output of `transform`."""
         return project(self.head, x, norm=self.final_norm)
 
     def forward(
@@ -208,13 +233,13 @@ class Decoder(nn.Module):
         context: AttentionContext | FusedAttention | None = None,
         prompts_bt: Tensor | None = None,
     ) -> Tensor:
-        """Logits `[batch, tokens, vocabulary]`; arguments as in `hidden`."""
+        """Logits `[batch, tokens, vocabulary]`; arguments as `hidden`."""
         return self.logits(self.hidden(tokens_bt, positions_bt, context, prompts_bt))
 
     def _prompted(
         self, tokens_bt: Tensor, context: AttentionContext, prompts_bt: Tensor | None, prompt_end: int
     ) -> tuple[AttentionContext, Tensor]:
-        """A context that knows the prompts if it is a `CausalAttention`, and the prompts."""
+        """The context, with prompt lengths if it is a `CausalAttention`, and the prompt lengths."""
         documents = None
         if isinstance(context, CausalAttention):
             documents, prompts_bt = context.documents_bt, context.prompts_bt if prompts_bt is None else prompts_bt

@@ -11,13 +11,21 @@ produce:
     mlp.normed          the normed hidden states          read by  mlp.gate_up (mlp.up without a gate)
     mlp.inner           the activated inner features      read by  mlp.down
 
-The matrices of a sublayer's last stage write to the residual stream.
+In a mixture of experts the MLP has these two stages per expert, over the tokens that are routed to it, and two for the
+shared expert, over all tokens: `mlp.experts.3.normed`, `mlp.experts.3.inner`, `mlp.shared.normed`, `mlp.shared.inner`.
+Each expert's matrices are rows of the table, so that each has its own scheme, calibration statistics and place.
+
+The matrices of a branch's last stage write to the residual stream; a sublayer without experts is one branch.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
+
+FLOAT32_PARAMETERS = ("mlp.router.bias",)
+"""Endings of the parameters that stay in float32 whatever the dtype of the model."""
 
 AxisName = Literal["hidden", "heads", "kv_heads", "ffn"]
 
@@ -68,7 +76,7 @@ class MatrixSpec:
         reads: the stage whose output enters it.
         bias: whether a bias `[rows]` is added.
         folds_into: see `FoldTarget`; None if the layer's function does not allow it.
-        copies: how many matrices of this shape are stacked on a leading axis (experts).
+        expert: the number of the routed expert that it belongs to; None if all tokens pass through it.
     """
 
     name: str
@@ -77,18 +85,17 @@ class MatrixSpec:
     reads: str
     bias: bool = False
     folds_into: FoldTarget | None = None
-    copies: int = 1
+    expert: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(rows, columns)` of each copy."""
+        """`(rows, columns)`."""
         return sum(axis.length for axis in self.rows), self.columns.length
 
     @property
     def num_weights(self) -> int:
-        """Elements of all copies, without the bias."""
-        rows, columns = self.shape
-        return self.copies * rows * columns
+        """Elements, without the bias."""
+        return math.prod(self.shape)
 
     @property
     def is_row_parallel(self) -> bool:
@@ -196,30 +203,127 @@ class MLPSpec:
     bias: bool = False
     output_bias: bool = False
 
-    def matrices(self, hidden: Axis, *, foldable: bool) -> tuple[MatrixSpec, ...]:
-        """The rows of the table, in the order of the computation."""
+    def matrices(
+        self, hidden: Axis, *, foldable: bool, prefix: str = "mlp", expert: int | None = None
+    ) -> tuple[MatrixSpec, ...]:
+        """The rows of the table, in the order of the computation.
+
+        Args:
+            hidden: the residual stream.
+            foldable: factors on the inputs of both matrices can be moved into what precedes them.
+            prefix: of the names of matrices and stages.
+            expert: see `MatrixSpec`.
+        """
         ffn = Axis("ffn", self.ffn_size)
-        # silu(gate) * up is linear in up; GELU is not linear in what enters it.
-        foldable = foldable and self.gated
-        name, rows = ("mlp.gate_up", (ffn, ffn)) if self.gated else ("mlp.up", (ffn,))
+        name, rows = (f"{prefix}.gate_up", (ffn, ffn)) if self.gated else (f"{prefix}.up", (ffn,))
         return (
             MatrixSpec(
                 name,
                 rows,
                 hidden,
-                reads="mlp.normed",
+                reads=f"{prefix}.normed",
                 bias=self.bias,
-                folds_into=FoldTarget("mlp_norm") if foldable else None,
+                folds_into=FoldTarget("mlp_norm") if foldable and self.gated else None,
+                expert=expert,
             ),
             MatrixSpec(
-                "mlp.down",
+                f"{prefix}.down",
                 (hidden,),
                 ffn,
-                reads="mlp.inner",
+                reads=f"{prefix}.inner",
                 bias=self.output_bias,
-                folds_into=FoldTarget(name, len(rows) - 1) if foldable else None,
+                # silu(gate) * up is linear in up; GELU is not linear in what enters it.
+                folds_into=FoldTarget(name, len(rows) - 1) if foldable and self.gated else None,
+                expert=expert,
             ),
         )
+
+    @property
+    def widened(self) -> int:
+        """Features per token that the first projections produce."""
+        return self.ffn_size * (2 if self.gated else 1)
+
+    @property
+    def inner(self) -> int:
+        """Features per token that enter the last projections."""
+        return self.ffn_size
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the MLP's weights that a token does not use."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How a token chooses its experts.
+
+    Attributes:
+        experts: number of routed experts.
+        top_k: experts per token.
+        scoring: "sigmoid": each expert's score by itself (GLM-4.5); "softmax": over all experts (Qwen 3).
+        normalized: the weights of a token's experts are divided by their sum.
+        scale: the weights are multiplied by this (`routed_scaling_factor`).
+        groups, top_groups: experts form `groups` groups of consecutive experts; only experts of the `top_groups` best
+            groups are chosen, a group's score being the sum of its two best experts' scores.
+        bias: a float32 correction is added to the scores for the choice, not for the weights.
+    """
+
+    experts: int
+    top_k: int
+    scoring: Literal["sigmoid", "softmax"]
+    normalized: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """A mixture of experts in place of the MLP: routed experts, and an expert that all tokens share.
+
+    Attributes:
+        router: chooses the experts. It is never quantized.
+        expert: a routed expert.
+        shared: the shared expert; None if there is none.
+    """
+
+    router: RouterSpec
+    expert: MLPSpec
+    shared: MLPSpec | None = None
+
+    def matrices(self, hidden: Axis, *, foldable: bool) -> tuple[MatrixSpec, ...]:
+        """The rows of the table, expert by expert, each in the order of the computation."""
+        del foldable  # all experts and the router read one norm: a factor of one of them would change the others
+        routed = (
+            matrix
+            for index in range(self.router.experts)
+            for matrix in self.expert.matrices(hidden, foldable=False, prefix=f"mlp.experts.{index}", expert=index)
+        )
+        shared = () if self.shared is None else self.shared.matrices(hidden, foldable=False, prefix="mlp.shared")
+        return (*routed, *shared)
+
+    def parameters(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the router's parameters by their names."""
+        found: dict[str, tuple[int, ...]] = {"mlp.router.weight": (self.router.experts, hidden_size)}
+        return found | ({"mlp.router.bias": (self.router.experts,)} if self.router.bias else {})
+
+    @property
+    def widened(self) -> int:
+        """Features per token that the first projections produce."""
+        return self.router.top_k * self.expert.widened + (0 if self.shared is None else self.shared.widened)
+
+    @property
+    def inner(self) -> int:
+        """Features per token that enter the last projections."""
+        return self.router.top_k * self.expert.inner + (0 if self.shared is None else self.shared.inner)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the MLP's weights that a token does not use."""
+        shared = 0 if self.shared is None else self.shared.inner
+        return 1 - self.inner / (self.router.experts * self.expert.inner + shared)
 
 
 @dataclass(frozen=True)
@@ -237,7 +341,7 @@ class LayerSpec:
 
     hidden_size: int
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     norm: NormSpec
     output_norms: bool = False
     normed_residual: float = 0.0
@@ -250,26 +354,50 @@ class LayerSpec:
         foldable = not self.normed_residual
         return (*self.attention.matrices(hidden, foldable=foldable), *self.mlp.matrices(hidden, foldable=foldable))
 
+    @cached_property
+    def by_name(self) -> Mapping[str, MatrixSpec]:
+        """All matrices by their names."""
+        return {matrix.name: matrix for matrix in self.matrices}
+
     def matrix(self, name: str) -> MatrixSpec:
         """The matrix of that name. Raises KeyError."""
-        found = next((matrix for matrix in self.matrices if matrix.name == name), None)
-        if found is None:
-            raise KeyError(name)
-        return found
+        return self.by_name[name]
 
-    @property
+    @cached_property
     def num_weights(self) -> int:
         """Elements of all matrices."""
         return sum(matrix.num_weights for matrix in self.matrices)
 
+    @cached_property
+    def active_weights(self) -> int:
+        """Elements of the matrices that a token is multiplied with."""
+        mlp = sum(matrix.num_weights for matrix in self.matrices if matrix.name.startswith("mlp."))
+        return self.num_weights - round(mlp * self.mlp.idle_share)
+
     def reading(self, stage: str) -> tuple[MatrixSpec, ...]:
         """The matrices that a stage's output enters."""
-        return tuple(matrix for matrix in self.matrices if matrix.reads == stage)
+        return self._readers.get(stage, ())
 
     @cached_property
+    def _readers(self) -> Mapping[str, tuple[MatrixSpec, ...]]:
+        found: dict[str, tuple[MatrixSpec, ...]] = {}
+        for matrix in self.matrices:
+            found[matrix.reads] = (*found.get(matrix.reads, ()), matrix)
+        return found
+
+    @property
     def stages(self) -> tuple[str, ...]:
         """The stages in the order of the computation."""
-        return tuple(dict.fromkeys(matrix.reads for matrix in self.matrices))
+        return tuple(self._readers)
+
+    @cached_property
+    def branches(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+        """Of each sublayer its branches, whose outputs are added; each branch as its stages."""
+        found: dict[str, dict[str, list[str]]] = {"attention": {}, "mlp": {}}
+        for stage in self.stages:
+            branch = stage.rpartition(".")[0]
+            found[branch.partition(".")[0]].setdefault(branch, []).append(stage)
+        return {sublayer: tuple(map(tuple, branches.values())) for sublayer, branches in found.items()}
 
     @cached_property
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -280,21 +408,11 @@ class LayerSpec:
             if self.output_norms:
                 found |= self.norm.parameters(f"{sublayer}_output_norm", self.hidden_size)
         for matrix in self.matrices:
-            leading = (matrix.copies,) if matrix.copies > 1 else ()
-            found[f"{matrix.name}.weight"] = (*leading, *matrix.shape)
+            found[f"{matrix.name}.weight"] = matrix.shape
             if matrix.bias:
-                found[f"{matrix.name}.bias"] = (*leading, matrix.shape[0])
+                found[f"{matrix.name}.bias"] = matrix.shape[:1]
         if self.attention.qk_norm:
             found |= {f"attention.{part}_norm.weight": (self.attention.head_dim,) for part in "qk"}
+        if isinstance(self.mlp, MoESpec):
+            found |= self.mlp.parameters(self.hidden_size)
         return found
-
-
-def sublayer_of(stage: str) -> str:
-    """The sublayer that a stage belongs to: "attention" or "mlp"."""
-    return stage.partition(".")[0]
-
-
-def stages_by_sublayer(spec: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each sublayer and its stages, in the order of the computation."""
-    for sublayer in dict.fromkeys(map(sublayer_of, spec.stages)):
-        yield sublayer, tuple(stage for stage in spec.stages if sublayer_of(stage) == sublayer)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder, one tensor at a time."""
+"""Loads a decoder from a checkpoint, one tensor at a time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from warpbus.cuda.remote import is_gpu
 from warpbus.cuda.staging import PinnedStaging
 from warpbus.dist import Group
 from warpbus.errors import CheckpointError, TensorError, UnknownArchitectureError, UsageError
@@ -17,14 +18,15 @@ from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder, DecoderLayer
 from warpbus.models.families import BY_NAME, MODEL_TYPES, TensorMap, family_of
 from warpbus.models.families.fields import Fields
+from warpbus.models.layer_spec import FLOAT32_PARAMETERS
 from warpbus.models.layers import QuantizedLinear
-from warpbus.models.parallel import Lines, Part, Put, copy_lines, joined, quantized_columns, quantized_rows
+from warpbus.models.parallel import Part, Put, Spans, copy_spans, joined, quantized_columns, quantized_rows
 from warpbus.models.placement import place, round_onto
-from warpbus.models.row_order import lines_in_file
+from warpbus.models.row_order import spans_in_file
 from warpbus.qtensor import QTensor, Scheme
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of the file that have been read so far, and with all that will be."""
+"""Called with the bytes of the file that were read so far, and the bytes to read in total."""
 
 # Constants that some exporters wrote next to the weights.
 _KNOWN_EXTRAS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
@@ -34,14 +36,13 @@ _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_config(checkpoint: Checkpoint) -> ModelConfig:
-    """Read what a checkpoint's config.json and generation_config.json say of the model.
+    """Read the model's shape from config.json, and its stop tokens from generation_config.json if that lists any.
 
-    The stop ids are those of generation_config.json where it names any. Ids past the vocabulary, which are never
-    generated, are left out.
+    Stop ids beyond the vocabulary, which cannot be generated, are dropped.
 
     Raises:
-        UnknownArchitectureError: for a model_type that no family declares.
-        CheckpointError: for a value that is missing, senseless or not supported; the message names its key.
+        UnknownArchitectureError: no family declares the model_type.
+        CheckpointError: a value is missing, invalid or not supported; the message names its key.
     """
     generation = Fields(checkpoint.load_json("generation_config.json") or {}, "generation_config.json")
     try:
@@ -53,15 +54,15 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def check_loadable(config: dict[str, Any], *, processes: int = 1) -> None:
-    """What can be said against a model before its weights are there.
+    """Check that a model is supported, before its weights are downloaded.
 
     Args:
-        config: its `config.json`.
-        processes: that are to share it.
+        config: its parsed `config.json`.
+        processes: the number of processes that will share it.
 
     Raises:
-        CheckpointError: as of `read_config`.
-        UsageError: it cannot be cut for so many.
+        CheckpointError: as `read_config`.
+        UsageError: the model cannot be sharded over so many processes.
     """
     Part(_parsed(config), 0, processes)
 
@@ -77,12 +78,12 @@ def _parsed(config: dict[str, Any]) -> ModelConfig:
 
 
 def tensor_map(config: ModelConfig) -> TensorMap:
-    """From each parameter of the decoder to the checkpoint's tensors that are stacked along rows to make it."""
+    """Map each parameter of the decoder to the tensors of the checkpoint that are stacked along its rows."""
     return BY_NAME[config.family].tensors(config)
 
 
 def part_rows(config: ModelConfig, parameter: str, count: int, total: int) -> list[int]:
-    """How the `total` rows of a decoder's parameter are shared by the `count` tensors of the file that make it."""
+    """Rows of each of the `count` tensors of the file that make up the `total` rows of a decoder's parameter."""
     matrix = config.matrix(parameter)
     return [total] if matrix is None else matrix.part_rows(count)
 
@@ -93,47 +94,55 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
     progress: Progress | None = None,
-    linears: Scheme | None = None,
+    layer_scheme: Scheme | None = None,
     head: Scheme | None = None,
     embedding: torch.device | str | None = None,
     group: Group | None = None,
 ) -> Decoder:
-    """Load a whole model, plain or quantized in any format that `warpbus.formats` reads, for inference.
+    """Load a model for inference, unquantized or quantized in any format that `warpbus.formats` reads.
 
-    At most one tensor of the file is in memory besides the model (for a fused quantized matrix, its parts); it is on
-    the CPU, and goes to a GPU a piece at a time.
+    Besides the model, at most one tensor of the file (for a fused quantized matrix, its parts) is in memory. It stays
+    on the CPU; a GPU receives it in chunks.
 
     Args:
-        device: where the model will lie.
-        dtype: of its parameters and activations. Where kernels take the quantized matrices packed, their scales are
-            rounded to it; elsewhere they keep the file's.
+        device: the device of the model.
+        dtype: of its parameters and activations. Scales of matrices that are packed for kernels are rounded to it;
+            other scales keep the dtype of the file.
         progress: see `Progress`.
-        linears: a symmetric scheme that the matrices of the layers are rounded to as they come, but for those that the
-            file has quantized.
-        head: the same for the head.
-        embedding: where the embedding lies, if not on `device`. A tied head cannot be apart from it, but rounded.
-        group: the processes that compute the model together, each on its own device with a part of it, see
-            `warpbus.models.parallel`. `config` of the decoder is then that of the part, but for the vocabulary; hidden
-            states and logits are the whole ones, with the same bits on every process. Each has the whole embedding,
-            and reads no more than its part of the file, or of formats other than compressed-tensors one matrix at a
-            time.
+        layer_scheme: a symmetric scheme. Matrices of the layers that the file does not hold quantized are rounded to
+            it while loading.
+        head: a symmetric scheme that the head is rounded to.
+        embedding: the device of the embedding; `device` by default. A tied head is on the same device as the embedding
+            unless `head` is given.
+        group: the processes of tensor parallelism (`warpbus.models.parallel`), each with its own device. The decoder
+            then has the config of this process's part, with the whole vocabulary and embedding. Hidden states and
+            logits are complete and bit-identical on every process. Each process reads only its part of the file; in
+            formats other than compressed-tensors it reads each matrix as a whole.
 
     Returns:
         the decoder in eval mode, its parameters without gradients.
 
     Raises:
-        TensorError: if a tensor is missing or has the wrong shape or type.
-        CheckpointError: if the config is not understood, or if there are weights that the decoder has no use for.
-        UsageError: more processes than the model can be cut for, or a scheme that does not fit a matrix.
+        TensorError: a tensor is missing or has the wrong shape or type.
+        CheckpointError: the config is not supported, or the file has weights that the decoder does not use.
+        UsageError: the model cannot be sharded over so many processes, or a scheme does not fit a matrix.
     """
     config = read_config(checkpoint)
+    if config.has_experts and is_gpu(torch.device(device)):
+        raise UsageError(
+            f"{checkpoint.directory}: a mixture of experts runs only on the CPU in this version: use --device cpu"
+        )
     part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
     if part is not None:
         part.narrow(model)
     source = replace(
-        _Source.open(checkpoint, config, device, dtype), linears=linears, head=head, embedding=embedding, part=part
+        _Source.open(checkpoint, config, device, dtype),
+        layer_scheme=layer_scheme,
+        head=head,
+        embedding=embedding,
+        part=part,
     )
     total = source.nbytes(list(source.tensors))
     done = 0
@@ -153,12 +162,12 @@ def load_model(
     if part is not None and group is not None:
         part.join(model, group)
     if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()  # what was in between the file and the model
+        torch.cuda.empty_cache()  # staging and intermediate tensors
     return model.eval()
 
 
 def quantized_parameters(checkpoint: Checkpoint, config: ModelConfig) -> Mapping[str, Scheme]:
-    """The parameters of the decoder whose matrices the file has in quantized form, and their schemes.
+    """The schemes of those parameters of the decoder that the file holds quantized.
 
     Raises:
         CheckpointError: as `load_model`.
@@ -174,10 +183,10 @@ def load_layer(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> DecoderLayer:
-    """Load one layer alone; arguments, result and errors as in `load_model`.
+    """Load a single layer; arguments, result and errors as `load_model`.
 
     Raises:
-        UsageError: if there is no layer `index`.
+        UsageError: there is no layer `index`.
     """
     if not 0 <= index < config.num_layers:
         raise UsageError(f"layer {index}: expected 0 to {config.num_layers - 1}, the layers of {checkpoint.directory}")
@@ -193,13 +202,14 @@ def load_layer(
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint with its names translated, and where its tensors are to go.
+    """Reads the decoder's parameters from a checkpoint onto a device.
 
     Attributes:
-        layout: how the file holds quantized matrices; None if it has none.
-        schemes: of the parameters whose matrices it has quantized.
-        part: what of the model is read; all where it is None.
-        staging: what copies tensors to a GPU.
+        tensors: see `tensor_map`.
+        layout: the format of the file's quantized matrices; None if it has none.
+        schemes: of the parameters that the file holds quantized.
+        part: the part of the model to read; None for all of it.
+        staging: copies tensors to a GPU; None on the CPU.
     """
 
     checkpoint: Checkpoint
@@ -209,7 +219,7 @@ class _Source:
     schemes: Mapping[str, Scheme]
     device: torch.device | str
     dtype: torch.dtype
-    linears: Scheme | None = None
+    layer_scheme: Scheme | None = None
     head: Scheme | None = None
     embedding: torch.device | str | None = None
     part: Part | None = None
@@ -219,7 +229,7 @@ class _Source:
     def open(
         cls, checkpoint: Checkpoint, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
     ) -> "_Source":
-        """Compare the names in the file with those that the decoder needs, before anything is read."""
+        """Check the tensor names of the file against those the decoder needs, before any tensor is read."""
         layout, tensors = layout_of(checkpoint.config), tensor_map(config)
         schemes = {} if layout is None else _read_schemes(checkpoint, layout, tensors)
         staging = PinnedStaging(torch.device(device)) if torch.device(device).type == "cuda" else None
@@ -229,7 +239,7 @@ class _Source:
         return source
 
     def files_names(self, parameter: str) -> list[str]:
-        """The tensors that are in the file for this parameter."""
+        """The tensors that store this parameter in the file."""
         names = self.tensors[parameter]
         if self.layout is None or parameter not in self.schemes:
             return list(names)
@@ -240,21 +250,26 @@ class _Source:
         return sum(self.checkpoint.nbytes(name) for parameter in parameters for name in self.files_names(parameter))
 
     def refuse_prefix(self) -> None:
-        """A prefix of ChatGLM's P-Tuning belongs beside a model; that config.json tells of one does no harm."""
+        """Refuse a P-Tuning prefix among the weights: it is an adapter. A config.json that mentions one is accepted."""
         name = next((name for name in self.checkpoint.names() if name.startswith(_PREFIX_ENCODER)), None)
         if name is not None:
             raise CheckpointError(
-                f"{self.checkpoint.directory}: {name}: this is a P-Tuning prefix: give it as an adapter, beside the "
-                "model that it was trained on"
+                f"{self.checkpoint.directory}: {name}: this is a P-Tuning prefix: pass it as an adapter of the model "
+                "that it was trained on"
             )
 
     def refuse_unexpected(self) -> None:
-        """Weights that the decoder would leave out mean another architecture than config.json says."""
+        """Refuse weights that the decoder would ignore: the architecture is not the one in config.json."""
         expected = {name for parameter in self.tensors for name in self.files_names(parameter)}
         if self.config.tie_embeddings:
             expected.add(self.tied_head_name)
         extras = [name for name in self.checkpoint.names() if name not in expected]
-        extras = [name for name in extras if not (name.endswith(_KNOWN_EXTRAS) or self.is_zero_bias(name))]
+        ignores = BY_NAME[self.config.family].ignores
+        extras = [
+            name
+            for name in extras
+            if not (name.endswith(_KNOWN_EXTRAS) or ignores(self.config, name) or self.is_zero_bias(name))
+        ]
         if extras:
             shown = ", ".join(extras[:3]) + (f" and {len(extras) - 3} more" if len(extras) > 3 else "")
             raise CheckpointError(
@@ -263,7 +278,7 @@ class _Source:
             )
 
     def is_zero_bias(self, name: str) -> bool:
-        """Whether a tensor is a bias of zeros, as AutoGPTQ gave every layer that it quantized."""
+        """Whether a tensor is a bias of zeros: AutoGPTQ adds one to every layer that it quantizes."""
         prefix = name.removesuffix(".bias")
         if prefix == name or self.layout is None or not self.layout.is_quantized(self.checkpoint, prefix):
             return False
@@ -271,23 +286,23 @@ class _Source:
 
     @property
     def tied_head_name(self) -> str:
-        """What the head would be called if it were not the embedding."""
+        """The tensor name that an untied head would have."""
         return tensor_map(replace(self.config, tie_embeddings=False))["head.weight"][0]
 
     def check_tied_head(self, embedding: torch.Tensor) -> None:
-        """Some files hold a tied head a second time; one that differs is not tied."""
+        """Check that a head stored in the file equals the embedding that it is tied to."""
         name = self.tied_head_name
         if name not in self.checkpoint:
             return
         head = self.checkpoint.tensor(name, expected=tuple(embedding.shape))
         if not torch.equal(head.to(self.dtype), embedding.to("cpu")):
             raise CheckpointError(
-                f"{self.checkpoint.directory}: {name}: it differs from the embedding, although config.json says "
+                f"{self.checkpoint.directory}: {name}: differs from the embedding, although config.json sets "
                 "tie_word_embeddings: set that to false"
             )
 
     def fill(self, module: nn.Module, parameter: str, path: str) -> None:
-        """Read the decoder's `parameter` and put it at `path` within `module`."""
+        """Read the decoder's `parameter` and store it at `path` within `module`."""
         owner_path, _, leaf = path.rpartition(".")
         owner = module.get_submodule(owner_path)
         scheme = self.rounded_to(parameter, owner)
@@ -311,49 +326,50 @@ class _Source:
             setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
 
     def rounded_to(self, parameter: str, owner: nn.Module) -> Scheme | None:
-        """The scheme that a plain matrix is to be rounded to."""
+        """The scheme to round an unquantized matrix to; None to keep it."""
         if parameter == "head.weight":
             return self.head
-        return self.linears if isinstance(owner, nn.Linear) and parameter.endswith(".weight") else None
+        return self.layer_scheme if isinstance(owner, nn.Linear) and parameter.endswith(".weight") else None
 
     def put(self, module: nn.Module, path: str, weight: QTensor | PackedWeight) -> None:
-        """A quantized layer in the place of the linear one at `path` within `module`."""
+        """Replace the linear layer at `path` within `module` by a quantized one."""
         parent, _, name = path.rpartition(".")
         linear = cast(nn.Linear, module.get_submodule(path))
         bias = None if linear.bias is None else linear.bias.data
         setattr(module.get_submodule(parent), name, QuantizedLinear(weight, bias, dtype=self.dtype))
 
-    def lines(self, parameter: str, shape: tuple[int, ...]) -> tuple[list[tuple[str, int, Lines]], int, Lines | None]:
-        """What is read of the file for a parameter of this shape.
+    def spans(self, parameter: str, shape: tuple[int, ...]) -> tuple[list[tuple[str, int, Spans]], int, Spans | None]:
+        """The parts of the file's tensors to read for a parameter of this shape.
 
         Returns:
-            of each tensor its name, how many rows it has and which are read; how many columns they have, and which are
-            read (0 and None where a parameter is a vector).
+            for each tensor its name, its number of rows and the rows to read; then the number of columns and the
+            columns to read (0 and None for a vector).
         """
         part = self.part or Part(self.config, 0, 1)
         names = self.tensors[parameter]
         fused = part.rows(parameter, shape[0])
         if len(names) == 1:
-            count, lines = joined(fused)
-            fused = ((count, lines_in_file(self.config, parameter, lines)),)
-        rows = [(name, count, lines) for name, (count, lines) in zip(names, fused, strict=True)]
+            count, spans = joined(fused)
+            fused = ((count, spans_in_file(self.config, parameter, spans)),)
+        rows = [(name, count, spans) for name, (count, spans) in zip(names, fused, strict=True)]
         return rows, *(part.columns(parameter, shape[1]) if len(shape) == 2 else (0, None))
 
     def read_plain(self, parameter: str, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
-        """The parameter in the wanted dtype and place, its parts stacked."""
-        rows, width, columns = self.lines(parameter, shape)
+        """The parameter on `device`, in `dtype` or what its table says, its parts stacked."""
+        rows, width, columns = self.spans(parameter, shape)
         for name, count, _ in rows:
             self.check(name, (count, width) if columns else (count,))
-        stacked = torch.empty(shape, dtype=self.dtype, device=device)
+        dtype = torch.float32 if parameter.endswith(FLOAT32_PARAMETERS) else self.dtype
+        stacked = torch.empty(shape, dtype=dtype, device=device)
         put: Put = torch.Tensor.copy_ if self.staging is None or stacked.device.type == "cpu" else self.staging.put
-        parts = stacked.split([sum(span.size for span in lines) for _, _, lines in rows])
-        for (name, _, lines), target in zip(rows, parts, strict=True):
-            # A GPU converts a copy that it makes first: of some rows at a time, not of the whole tensor.
-            copy_lines(target, self.checkpoint.tensor(name), lines, columns, _ELEMENTS_AT_ONCE, put)
+        parts = stacked.split([sum(span.size for span in spans) for _, _, spans in rows])
+        for (name, _, spans), target in zip(rows, parts, strict=True):
+            # On a GPU the conversion makes a copy: a few rows at a time, so that it stays small.
+            copy_spans(target, self.checkpoint.tensor(name), spans, columns, _ELEMENTS_AT_ONCE, put)
         return stacked
 
     def check(self, name: str, expected: tuple[int, ...]) -> None:
-        """Refuse a tensor before memory is set aside for it."""
+        """Check a tensor's shape and dtype before memory is allocated for it."""
         found, dtype = self.checkpoint.shape(name), self.checkpoint.dtype(name)
         if found != expected:
             raise TensorError(
@@ -369,9 +385,9 @@ class _Source:
     def read_quantized(self, parameter: str, linear: nn.Linear) -> QTensor:
         """The quantized matrix on the CPU, its parts stacked."""
         layout, scheme = cast(Layout, self.layout), self.schemes[parameter]
-        rows, width, columns = self.lines(parameter, (linear.out_features, linear.in_features))
+        rows, width, columns = self.spans(parameter, (linear.out_features, linear.in_features))
         parts = []
-        for name, count, lines in rows:
+        for name, count, spans in rows:
             part = layout.from_tensors(self.checkpoint, _prefix(name), scheme)
             if part.shape != (count, width):
                 raise TensorError(
@@ -379,13 +395,13 @@ class _Source:
                     f"config.json says, found {list(part.shape)}"
                 )
             where = f"{self.checkpoint.directory}: {name}"
-            parts += [quantized_columns(piece, columns or (), where) for piece in quantized_rows(part, lines)]
-        # Stacking also makes a copy: what stays in memory must not be a map of a file that may change.
+            parts += [quantized_columns(piece, columns or (), where) for piece in quantized_rows(part, spans)]
+        # Concatenating copies: the result must not be a memory map of a file that may change.
         return QTensor.concatenate(parts)
 
 
 def _read_schemes(checkpoint: Checkpoint, layout: Layout, tensors: TensorMap) -> dict[str, Scheme]:
-    """The schemes of the parameters whose matrices a file has quantized."""
+    """The schemes of the parameters that a file holds quantized."""
     declared = layout.read_schemes(checkpoint.config)
     schemes = {}
     for parameter, names in tensors.items():
@@ -395,8 +411,8 @@ def _read_schemes(checkpoint: Checkpoint, layout: Layout, tensors: TensorMap) ->
             continue
         if not all(kinds):
             raise CheckpointError(
-                f"{checkpoint.directory}: {', '.join(names)}: some of them are quantized and some are not: "
-                "expected all or none, since they are computed as one matrix"
+                f"{checkpoint.directory}: {', '.join(names)}: some of these are quantized and some are not: "
+                "expected all or none, since they are fused into one matrix"
             )
         found = [declared.of(prefix) for prefix in prefixes]
         scheme = found[0]
@@ -404,12 +420,12 @@ def _read_schemes(checkpoint: Checkpoint, layout: Layout, tensors: TensorMap) ->
             listed = ", ".join(f"{prefix} {other or 'none'}" for prefix, other in zip(prefixes, found, strict=True))
             raise CheckpointError(
                 f"{checkpoint.directory}: config.json: schemes of {listed}: expected one scheme, since they are "
-                "computed as one matrix"
+                "fused into one matrix"
             )
         if scheme is None:
             raise CheckpointError(
-                f"{checkpoint.directory}: {names[0]}: it is stored quantized, but no group of config.json's "
-                "quantization_config has it: name it among the targets of one, or take it out of ignore"
+                f"{checkpoint.directory}: {names[0]}: is stored quantized, but no group of quantization_config in "
+                "config.json covers it: add it to the targets of a group, or remove it from ignore"
             )
         schemes[parameter] = scheme
     return schemes

@@ -1,22 +1,23 @@
-"""Tensor parallelism (Shoeybi et al., 2019): which rows and columns of a decoder's matrices each process has.
+"""Tensor parallelism (Shoeybi et al., 2019): which rows and columns of a decoder's matrices each process holds.
 
 Each axis of a matrix is sharded by what it counts (`warpbus.models.layer_spec.Axis`):
 
     heads, kv_heads  by KV heads, each with its queries     ffn     evenly, in whole groups of scales
     vocabulary       the head's rows, by tokens             hidden  replicated
 
-Matrices whose columns are sharded give partial sums, which are added up over the processes; all else is replicated.
-So a layer adds up twice over the processes (`warpbus.models.layers.parallel`), and between these sums each works alone.
+Matrices whose columns are sharded produce partial sums, which an all-reduce adds up; everything else is replicated.
+A layer therefore has two all-reduces (`warpbus.models.layers.parallel`) and no other communication.
 
-Heads. Where there are at least as many KV heads as processes, a process has whole KV heads with all their queries.
-Where there are fewer, the queries are dealt out and their KV heads are repeated: of ChatGLM2's 2, each is on 2 of 4
-processes, with 8 queries. The attention kernels take as many queries for each KV head, so a process whose KV heads have
-unequal shares (3 processes for 2 KV heads) gets heads of zeros besides: zero rows in qkv, zero columns in o.
+Heads. If there are at least as many KV heads as processes, each process holds whole KV heads with all their queries.
+Otherwise the query heads are divided and the KV heads are replicated: each of ChatGLM2's two KV heads is on two of
+four processes, with 8 query heads. The attention kernels need the same number of query heads for each KV head. A
+process whose KV heads have unequal numbers of queries (3 processes, 2 KV heads) is padded with zero heads: zero rows in
+qkv, zero columns in o.
 
-The FFN is cut at whole groups of scales where that costs no balance, else at the groups' halves or quarters, to which
-scales and zero points are repeated. No weight changes: of 13696 = 107 * 128 columns, two processes have 54 and 53 times
-128. With a w8a8 scheme a process finds the scale of a token's inputs to o and down in its own columns, so that results
-differ in the last bits of 8 from those of one process.
+The FFN is sharded in whole quantization groups if that keeps the processes balanced, otherwise in halves or quarters of
+groups, whose scales and zero points are repeated. No weight changes: of 13696 = 107 * 128 columns, two processes have
+54 * 128 and 53 * 128. With a w8a8 scheme each process computes the activation scales of o and down from its own
+columns, so that results differ from those of one process in the last of their 8 bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,23 +32,23 @@ from warpbus.dist import Group
 from warpbus.errors import UsageError
 from warpbus.models.config import ModelConfig
 from warpbus.models.decoder import Decoder
-from warpbus.models.layer_spec import Axis, LayerSpec
+from warpbus.models.layer_spec import Axis, LayerSpec, MLPSpec, MoESpec
 from warpbus.models.layers.parallel import RowParallel, VocabularyParallel
 from warpbus.models.padding import blank_matrix, slices
 from warpbus.qtensor import QTensor
 from warpbus.qtensor.scheme import GROUP_SIZES
 
-_UNITS = tuple(sorted(GROUP_SIZES, reverse=True))  # of the FFN, the best first
-_SLACK = 1.02  # how much more than its even share of the FFN a process may have for the sake of a larger unit
+_UNITS = tuple(sorted(GROUP_SIZES, reverse=True))  # columns that the FFN is sharded in, preferred first
+_SLACK = 1.02  # a process may have this multiple of its even share of the FFN if a larger unit needs it
 _VOCABULARY_UNIT = 8
 
 Put = Callable[[Tensor, Tensor], object]
-"""Copies the second tensor, of the CPU, to the first."""
+"""Copies the second tensor, which is on the CPU, to the first."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The rows or columns `[start, stop)` of a whole matrix, then so many of zeros."""
+    """The rows or columns `[start, stop)` of a whole matrix, followed by `zeros` rows or columns of zeros."""
 
     start: int
     stop: int
@@ -58,16 +59,16 @@ class Span:
         return self.stop - self.start + self.zeros
 
     def times(self, size: int) -> "Span":
-        """The same where each is `size` rows or columns."""
+        """The span in units of `size` rows or columns."""
         return Span(self.start * size, self.stop * size, self.zeros * size)
 
     def after(self, offset: int) -> "Span":
-        """The same of a matrix that has `offset` more rows or columns at its beginning."""
+        """The span moved by `offset` rows or columns."""
         return Span(self.start + offset, self.stop + offset, self.zeros)
 
 
-Lines = tuple[Span, ...]
-"""What a process has of one axis of a matrix, in this order."""
+Spans = tuple[Span, ...]
+"""The rows or columns of one axis of a matrix that a process holds, in this order."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,11 @@ class Part:
 
     Attributes:
         whole: the config of the whole decoder.
-        rank, world: which process of how many.
+        rank: the process, from 0.
+        world: the number of processes.
 
     Raises:
-        UsageError: more processes than the model can be cut for.
+        UsageError: the model cannot be sharded over so many processes.
     """
 
     whole: ModelConfig
@@ -93,49 +95,54 @@ class Part:
         most = min(heads, -(-narrowest // finest), whole.vocab_size)
         if self.world > most:
             raise UsageError(
-                f"{self.world} GPUs: the model has {heads} heads and an FFN of {narrowest}, cut at "
+                f"{self.world} GPUs: the model has {heads} heads and an FFN of {narrowest}, sharded in "
                 f"multiples of {finest}: use at most {most} GPUs"
             )
 
     @cached_property
     def config(self) -> ModelConfig:
-        """This part's own: its heads, KV heads and FFN. The vocabulary is the whole one, and so is the hidden size."""
+        """The config of this part: its own heads, KV heads and FFN; vocabulary and hidden size of the whole model."""
         return replace(self.whole, layers=tuple(map(self._layer, self.whole.layers)))
 
     def _layer(self, whole: LayerSpec) -> LayerSpec:
-        # What is added up over the processes has its bias once.
-        has_bias = self.rank == 0
         attention = replace(
             whole.attention,
             num_heads=sum(span.size for span in self._queries),
             num_kv_heads=len(self._queries),
-            output_bias=whole.attention.output_bias and has_bias,
+            output_bias=whole.attention.output_bias and self.rank == 0,  # the all-reduce adds that of every process
         )
-        mlp = replace(
-            whole.mlp,
-            ffn_size=sum(span.size for span in self._shard(whole.mlp.ffn_size)),
-            output_bias=whole.mlp.output_bias and has_bias,
-        )
+        if isinstance(whole.mlp, MLPSpec):
+            return replace(whole, attention=attention, mlp=self._mlp(whole.mlp))
+        shared = None if whole.mlp.shared is None else self._mlp(whole.mlp.shared)
+        mlp = replace(whole.mlp, expert=self._mlp(whole.mlp.expert), shared=shared)
         return replace(whole, attention=attention, mlp=mlp)
+
+    def _mlp(self, whole: MLPSpec) -> MLPSpec:
+        """This part's shard of a dense MLP or of an expert."""
+        size = sum(span.size for span in self._shard(whole.ffn_size))
+        return replace(whole, ffn_size=size, output_bias=whole.output_bias and self.rank == 0)
 
     @cached_property
     def vocabulary(self) -> tuple[range, ...]:
-        """The tokens that each process scores."""
+        """The range of token ids whose logits each process computes."""
         size = self.whole.vocab_size
         unit = _VOCABULARY_UNIT if size >= _VOCABULARY_UNIT * self.world else 1
         return tuple(range(start, stop) for start, stop in pairwise(_even(size, unit, self.world)))
 
     def has(self, parameter: str) -> bool:
-        """Whether this part has anything of a parameter of the decoder."""
+        """Whether this part holds a shard of a parameter of the decoder."""
         matrix = self.config.matrix(parameter)
         return matrix is None or matrix.bias or not parameter.endswith(".bias")
 
-    def rows(self, parameter: str, total: int) -> tuple[tuple[int, Lines], ...]:
-        """The rows of a parameter that this part has: for each matrix that was fused, how many it has, and which.
+    def rows(self, parameter: str, total: int) -> tuple[tuple[int, Spans], ...]:
+        """The rows of a parameter that this part holds.
 
         Args:
             parameter: of the decoder, for instance `layers.0.mlp_norm.weight`.
-            total: how many rows this part's own parameter has.
+            total: rows of this part's own parameter.
+
+        Returns:
+            for each of the fused matrices its rows in the whole decoder, and the spans of them that this part holds.
         """
         if parameter == "head.weight":
             own = self.vocabulary[self.rank]
@@ -145,21 +152,21 @@ class Part:
             return ((total, (Span(0, total),)),)
         return tuple((axis.length, self.spans(axis)) for axis in matrix.rows)
 
-    def columns(self, parameter: str, total: int) -> tuple[int, Lines]:
-        """How many columns a parameter has in the whole decoder, and which of them this part has; see `rows`."""
+    def columns(self, parameter: str, total: int) -> tuple[int, Spans]:
+        """The columns of a parameter in the whole decoder, and the spans that this part holds; arguments as `rows`."""
         matrix = self.whole.matrix(parameter)
         if matrix is None:
             return total, (Span(0, total),)
         return matrix.columns.length, _merged(self.spans(matrix.columns))
 
     @property
-    def key_lines(self) -> Lines:
-        """The features of the keys, and of the values, of a token that this part has."""
+    def kv_spans(self) -> Spans:
+        """The features of a token's keys (and equally of its values) that this part holds."""
         attention = self.whole.attention
         return self.spans(Axis("kv_heads", attention.num_kv_heads, attention.head_dim))
 
-    def spans(self, axis: Axis) -> Lines:
-        """The rows or columns of an axis that this part has."""
+    def spans(self, axis: Axis) -> Spans:
+        """The rows or columns of an axis that this part holds."""
         if axis.name == "heads":
             return tuple(span.times(axis.size) for span in self._queries)
         if axis.name == "kv_heads":
@@ -169,24 +176,23 @@ class Part:
         return (Span(0, axis.length),)
 
     def narrow(self, model: Decoder) -> None:
-        """Give a decoder of `config`, on the device "meta", a head of this part's rows."""
+        """Replace the head of a decoder of `config`, on the device "meta", by one with this part's rows."""
         rows = len(self.vocabulary[self.rank])
         model.add_module("head", nn.Linear(self.whole.hidden_size, rows, bias=False, device="meta"))
 
     def tied_head(self, embedding: Tensor) -> nn.Parameter:
-        """This part's rows of an embedding that is the head, too (a view)."""
+        """This part's rows of an embedding that is tied to the head (a view)."""
         own = self.vocabulary[self.rank]
         return nn.Parameter(embedding.detach()[own.start : own.stop], requires_grad=False)
 
     def join(self, model: Decoder, group: Group) -> None:
-        """Let a filled decoder of this part compute what the whole one does, together with those of `group`."""
+        """Add the collectives to a loaded decoder of this part, so that `group` together computes the whole decoder."""
         group = model.group = group.linked()
         for layer, spec in zip(model.layers, self.whole.layers, strict=True):
-            for matrix in spec.matrices:
-                if matrix.is_row_parallel:
-                    parent, _, name = matrix.name.rpartition(".")
-                    owner = layer.get_submodule(parent)
-                    owner.add_module(name, RowParallel(owner.get_submodule(name), group))
+            for path in _reduced(spec):
+                parent, _, name = path.rpartition(".")
+                owner = layer.get_submodule(parent)
+                owner.add_module(name, RowParallel(owner.get_submodule(name), group))
         scoring = [len(tokens) for tokens in self.vocabulary]
         model.add_module("head", VocabularyParallel(model.head, group, scoring))
 
@@ -202,13 +208,13 @@ class Part:
 
     @property
     def _heads(self) -> range:
-        """The queries where there are more processes than KV heads."""
+        """The query heads of this process if there are more processes than KV heads."""
         bounds = _even(self.whole.attention.num_heads, 1, self.world)
         return range(bounds[self.rank], bounds[self.rank + 1])
 
     @cached_property
-    def _queries(self) -> Lines:
-        """The queries of each KV head, as many of each."""
+    def _queries(self) -> Spans:
+        """The query heads of each KV head, padded to the same number."""
         whole = self.whole.attention
         grouped = whole.num_heads // whole.num_kv_heads
         spans = [Span(head * grouped, (head + 1) * grouped) for head in self._kv_heads]
@@ -217,8 +223,8 @@ class Part:
         most = max(span.size for span in spans)
         return tuple(replace(span, zeros=most - span.size) for span in spans)
 
-    def _shard(self, size: int) -> Lines:
-        """This part of `size` inner features of an MLP."""
+    def _shard(self, size: int) -> Spans:
+        """This part's shard of the `size` inner features of an MLP."""
         for unit in _UNITS:
             bounds = _even(size, unit, self.world)
             widths = [stop - start for start, stop in pairwise(bounds)]
@@ -227,30 +233,48 @@ class Part:
         return (Span(bounds[self.rank], bounds[self.rank + 1]),)
 
 
+def _reduced(spec: LayerSpec) -> list[str]:
+    """The modules of a layer whose outputs are partial sums: of experts only the sum of all."""
+    routed = isinstance(spec.mlp, MoESpec)
+    found = [
+        matrix.name
+        for matrix in spec.matrices
+        if matrix.is_row_parallel and not (routed and matrix.name.startswith("mlp."))
+    ]
+    return found + (["mlp.output"] if routed else [])
+
+
 def _axes(config: ModelConfig, name: str) -> Iterator[Axis]:
-    """All columns of that name among the matrices of a model."""
+    """The column axes called `name` of all matrices of a model."""
     return (matrix.columns for _, matrix in config.matrices if matrix.columns.name == name)
 
 
-def joined(lines: Sequence[tuple[int, Lines]]) -> tuple[int, Lines]:
-    """Of matrices that one tensor of a file holds one below the other: its rows, and which of them a part has."""
+def joined(matrices: Sequence[tuple[int, Spans]]) -> tuple[int, Spans]:
+    """Combine the spans of matrices that one tensor of a file stacks along its rows.
+
+    Args:
+        matrices: for each, its number of rows, and the spans of them that a part has.
+
+    Returns:
+        the rows of the tensor, and the spans of them that the part has.
+    """
     total, spans = 0, []
-    for rows, own in lines:
+    for rows, own in matrices:
         spans += [span.after(total) for span in own]
         total += rows
     return total, tuple(spans)
 
 
-def copy_lines(
-    target: Tensor, source: Tensor, rows: Lines, columns: Lines | None, at_once: int, put: Put = Tensor.copy_
+def copy_spans(
+    target: Tensor, source: Tensor, rows: Spans, columns: Spans | None, at_once: int, put: Put = Tensor.copy_
 ) -> None:
-    """Copy rows and columns of a tensor, `at_once` elements or a row at a time, converting them on the way.
+    """Copy rows and columns of a tensor and convert them, at most `at_once` elements (or one row) at a time.
 
     Args:
         target: `[rows]` or `[rows, columns]`, of any floating dtype, on any device.
         source: the whole tensor, on the CPU.
-        columns: `None` for all.
-        put: what copies the second tensor to the first.
+        columns: None for all.
+        put: see `Put`.
     """
     height = max(1, at_once * len(source) // max(1, source.numel()))
     done = 0
@@ -263,10 +287,10 @@ def copy_lines(
         done += span.zeros
 
 
-def quantized_rows(weight: QTensor, lines: Lines) -> list[QTensor]:
-    """The pieces of a quantized matrix of the CPU that lie one below the other in a part."""
+def quantized_rows(weight: QTensor, spans: Spans) -> list[QTensor]:
+    """The row blocks of a quantized matrix, on the CPU, that are stacked in a part."""
     pieces = []
-    for span in lines:
+    for span in spans:
         if span.stop > span.start:
             pieces.append(weight.rows(span.start, span.stop))
         if span.zeros:
@@ -274,28 +298,28 @@ def quantized_rows(weight: QTensor, lines: Lines) -> list[QTensor]:
     return pieces
 
 
-def quantized_columns(weight: QTensor, lines: Lines, name: str) -> QTensor:
-    """The columns of a quantized matrix of the CPU that a part has, its groups as small as that takes.
+def quantized_columns(weight: QTensor, spans: Spans, name: str) -> QTensor:
+    """The columns of a quantized matrix, on the CPU, that a part holds. Groups are split where a span ends inside one.
 
     Args:
         name: of the matrix, for messages.
 
     Raises:
-        UsageError: columns of one part begin in the middle of the finest group.
+        UsageError: a span begins or ends inside a group of the smallest size.
     """
-    if lines == (Span(0, weight.shape[1]),):
+    if spans == (Span(0, weight.shape[1]),):
         return weight
-    return QTensor.concatenate([_columns(piece, lines, name) for piece in slices(weight)])
+    return QTensor.concatenate([_columns(piece, spans, name) for piece in slices(weight)])
 
 
-def _columns(weight: QTensor, lines: Lines, name: str) -> QTensor:
+def _columns(weight: QTensor, spans: Spans, name: str) -> QTensor:
     scheme = weight.scheme
     if scheme.group_size is not None:
-        size = _group_size(scheme.group_size, lines, weight.shape[1], name)
+        size = _group_size(scheme.group_size, spans, weight.shape[1], name)
         weight = weight.regrouped(size)
         scheme = weight.scheme
     pieces = []
-    for span in lines:
+    for span in spans:
         if span.stop > span.start:
             pieces.append(weight.columns(span.start, span.stop))
         if span.zeros:
@@ -304,7 +328,7 @@ def _columns(weight: QTensor, lines: Lines, name: str) -> QTensor:
 
 
 def _zero_columns(weight: QTensor, columns: int) -> QTensor:
-    """Columns of zeros to stand beside a matrix: in the one group of each row, where that is how its scales are."""
+    """Columns of zeros to append to a matrix; with one scale per row, they share the scales of the matrix."""
     scheme = weight.scheme
     blank = blank_matrix(scheme, weight.shape[0], columns, weight.scales.dtype)
     if scheme.group_size is not None:
@@ -316,20 +340,20 @@ def _zero_columns(weight: QTensor, columns: int) -> QTensor:
     return QTensor.from_codes(scheme, codes, weight.scales, weight.zeros)
 
 
-def _group_size(size: int, lines: Lines, width: int, name: str) -> int:
-    """The largest group size up to `size` that no span cuts."""
-    edges = [edge for span in lines for edge in (span.start, span.stop, span.zeros)]
+def _group_size(size: int, spans: Spans, width: int, name: str) -> int:
+    """The largest group size up to `size` that divides every span."""
+    edges = [edge for span in spans for edge in (span.start, span.stop, span.zeros)]
     for finer in _UNITS:
         if finer <= size and all(edge % finer == 0 or edge == width for edge in edges):
             return finer
     raise UsageError(
-        f"{name}: groups of {size} columns cannot be shared by so many GPUs: a part has the columns "
-        f"{', '.join(f'{span.start} to {span.stop - 1}' for span in lines)}, expected multiples of {min(_UNITS)}: use "
+        f"{name}: groups of {size} columns cannot be sharded over so many GPUs: a GPU has columns "
+        f"{', '.join(f'{span.start} to {span.stop - 1}' for span in spans)}, expected multiples of {min(_UNITS)}: use "
         "fewer GPUs, or a number that divides the heads"
     )
 
 
-def _copy_columns(target: Tensor, source: Tensor, columns: Lines | None, put: Put) -> None:
+def _copy_columns(target: Tensor, source: Tensor, columns: Spans | None, put: Put) -> None:
     if columns is None:
         put(target, source)
         return
@@ -341,10 +365,10 @@ def _copy_columns(target: Tensor, source: Tensor, columns: Lines | None, put: Pu
         done += span.size
 
 
-def _merged(lines: Sequence[Span]) -> Lines:
-    """The same with spans that follow each other made one, so that what is read whole is not cut."""
+def _merged(spans: Sequence[Span]) -> Spans:
+    """Merge adjacent spans, so that contiguous columns are copied at once."""
     found: list[Span] = []
-    for span in lines:
+    for span in spans:
         if found and found[-1].zeros == 0 and found[-1].stop == span.start:
             found[-1] = replace(span, start=found[-1].start)
         else:
@@ -353,6 +377,6 @@ def _merged(lines: Sequence[Span]) -> Lines:
 
 
 def _even(size: int, unit: int, parts: int) -> list[int]:
-    """Where the parts of `size` begin, as even as multiples of `unit` can be, and where the last one ends."""
+    """The `parts + 1` bounds of parts of `size`, as even as multiples of `unit` allow."""
     units = -(-size // unit)
     return [min(size, units * part // parts * unit) for part in range(parts + 1)]

@@ -1,4 +1,4 @@
-"""Quantized matrices on their way to a GPU: some rows at a time, so that little but the result is ever there."""
+"""Moves quantized matrices to a device and packs them for its kernels, a few rows at a time to keep memory low."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ from warpbus.kernels.ops.rounding import round_to_nearest
 from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor, Scheme
 
-_ELEMENTS = 2**22  # at once: while they are packed, each takes some ten bytes
+_ELEMENTS = 2**22  # per chunk: packing needs about ten bytes per element
 
 
 def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QTensor | PackedWeight:
-    """A quantized matrix of the CPU on a device, packed where its kernels want that.
+    """Move a quantized matrix from the CPU to a device, packed if the device's kernels need that.
 
     Args:
-        dtype: of the activations that it will meet.
+        dtype: of the activations that it will be multiplied with.
     """
     device = torch.device(device)
     if not _packs(weight.scheme, device, dtype):
@@ -30,7 +30,7 @@ def place(weight: QTensor, device: torch.device | str, dtype: torch.dtype) -> QT
 def round_onto(
     weight: Tensor, scheme: Scheme, device: torch.device | str, dtype: torch.dtype
 ) -> QTensor | PackedWeight:
-    """Round a matrix `[out, in]` of the CPU to nearest, on a device, as `rtn` does; see `place`."""
+    """Move a matrix `[out, in]` from the CPU to a device and round it to nearest there, as `rtn` does; see `place`."""
     device = torch.device(device)
     if not _packs(scheme, device, dtype):
         return round_to_nearest(weight.to(device), scheme, scale_dtype=dtype)
@@ -46,13 +46,13 @@ def _packs(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _spans(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Whole tiles of rows that hold about `_ELEMENTS` together."""
+    """Ranges of rows, in whole tiles, of about `_ELEMENTS` elements each."""
     height = max(1, _ELEMENTS // (columns * TILE_ROWS)) * TILE_ROWS
     return ((start, min(start + height, rows)) for start in range(0, rows, height))
 
 
 def _joined(pieces: Iterator[PackedWeight], scheme: Scheme, shape: tuple[int, int]) -> PackedWeight:
-    """Packed pieces of whole tiles of rows, one below the other."""
+    """Concatenate packed chunks, each of whole tiles, along the rows."""
     first = next(pieces)
     words, tiles = packed_shapes(scheme, *shape)
     whole = PackedWeight(

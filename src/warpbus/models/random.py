@@ -7,7 +7,7 @@ norms its input first.
 import torch
 from torch import Tensor, nn
 
-from warpbus.cuda.lent import lent
+from warpbus.cuda.remote import remote_backend
 from warpbus.dist import Group
 from warpbus.kernels.ops.arguments import HALVES
 from warpbus.kernels.ops.packed import PackedWeight, packed_shapes
@@ -40,7 +40,7 @@ def random_model(
         config: its shape; `warpbus.models.SHAPES` has those of well-known models.
         scheme: of the layers' matrices, whose codes are drawn at random; None: they are in `dtype`.
         device, dtype: where it lies, and of what is not quantized.
-        seed: the same one draws the same model on the same kind of device. On a lent one it becomes torch's own seed.
+        seed: the same one draws the same model on the same kind of device. On a remote one it becomes torch's own seed.
         head: the scheme of the head; None: it is in `dtype`. A tied one is then the embedding rounded, as `load_model`
             does it.
         embedding: where the embedding lies, if not on `device`.
@@ -50,7 +50,7 @@ def random_model(
     Returns:
         the decoder in eval mode, its parameters without gradients.
     """
-    draw = _Draw(torch.device(device), dtype, seed)
+    draw = _RandomTensors(torch.device(device), dtype, seed)
     part = None if group is None or group.world == 1 else Part(config, group.rank, group.world)
     with torch.device("meta"):
         model = Decoder(config if part is None else part.config)
@@ -72,7 +72,7 @@ def random_model(
         elif isinstance(module, nn.Embedding):
             module.weight = _fixed(draw.normal(*module.weight.shape, std=0.02))
             if part is not None:  # the same embedding on every process, and from here on a part of its own
-                draw = _Draw(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
+                draw = _RandomTensors(torch.device(device), dtype, (seed + 1) * part.world + part.rank)
         elif hasattr(module, "weight"):
             module.weight = _fixed(torch.ones(module.weight.shape, dtype=dtype, device=device))
             if getattr(module, "bias", None) is not None:
@@ -90,14 +90,14 @@ def random_model(
     return model.eval()
 
 
-class _Draw:
+class _RandomTensors:
     """Random tensors on a device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         self._device = device
         self._dtype = dtype
-        # A lent device has one generator, which the seed of all of this process's sets.
-        self._generator = None if lent(device) else torch.Generator(device).manual_seed(seed)
+        # A remote device has one generator, which the seed of all of this process's sets.
+        self._generator = None if remote_backend(device) else torch.Generator(device).manual_seed(seed)
         if self._generator is None:
             torch.manual_seed(seed)
 

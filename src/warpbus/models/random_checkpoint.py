@@ -67,7 +67,7 @@ def write_random_checkpoint(
     """
     config = _config(shape, layers)
     described = _described(config)
-    draw = _Draw(resolve_device(device), seed)
+    draw = _RandomParameters(resolve_device(device), seed)
     with torch.device("meta"):
         shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(config).named_parameters()}
     expected = config.num_parameters * dtype.itemsize
@@ -100,7 +100,7 @@ def _config(shape: str | ModelConfig, layers: int | None) -> ModelConfig:
     return shape.resized(num_layers=layers)
 
 
-class _Draw:
+class _RandomParameters:
     """The parameters of a decoder, drawn in float32 one after the other."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -140,7 +140,7 @@ def _chatglm(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_layers": config.num_layers,
         "num_attention_heads": config.attention.num_heads,
-        "inner_hidden_size": config.layers[0].mlp.ffn_size,
+        "inner_hidden_size": config.dense_mlp.ffn_size,
         "layernorm_epsilon": config.norm.eps,
         "max_sequence_length": config.max_context,
         "position_encoding_2d": True,
@@ -162,7 +162,7 @@ def _chatglm2(config: ModelConfig) -> dict[str, Any]:
         "multi_query_attention": True,
         "multi_query_group_num": config.attention.num_kv_heads,
         "kv_channels": config.attention.head_dim,
-        "ffn_hidden_size": config.layers[0].mlp.ffn_size,
+        "ffn_hidden_size": config.dense_mlp.ffn_size,
         "layernorm_epsilon": config.norm.eps,
         "seq_length": config.max_context,
         "add_qkv_bias": config.attention.qkv_bias,
@@ -187,7 +187,7 @@ def _llama(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.attention.num_heads,
         "num_key_value_heads": config.attention.num_kv_heads,
         "head_dim": config.attention.head_dim,
-        "intermediate_size": config.layers[0].mlp.ffn_size,
+        "intermediate_size": config.dense_mlp.ffn_size,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm.eps,
         "rope_theta": config.rope.theta,

@@ -1,7 +1,8 @@
-"""The rows of a fused projection in the file and in the decoder.
+"""Row order of a fused qkv projection: in the file and in the decoder.
 
-The decoder has all queries, then all keys, then all values. ChatGLM-6B's files have for each head its queries, keys and
-values together. Rows do not depend on each other in any format, so whole heads of a matrix move, quantized or not.
+The decoder stores all queries, then all keys, then all values. ChatGLM-6B's files interleave them by head: query, key
+and value of head 0, then of head 1, and so on. Rows are independent in every quantized format, so that whole heads can
+be moved, quantized or not.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from warpbus.models.config import ModelConfig
 from warpbus.models.families import BY_NAME
-from warpbus.models.parallel import Lines, Span
+from warpbus.models.parallel import Span, Spans
 from warpbus.qtensor import QTensor
 
 Rows = TypeVar("Rows", Tensor, QTensor)
@@ -21,12 +22,12 @@ _PARTS = 3  # queries, keys, values: as many heads of each
 
 
 def in_decoder_order(config: ModelConfig, parameter: str, value: Rows) -> Rows:
-    """What a file has for a parameter, its rows where the decoder has them.
+    """Reorder a parameter from the file's row order to the decoder's.
 
     Args:
         config: of the whole model.
-        parameter: of the decoder, with or without `layers.N.`; of other parameters than the fused projection's the rows
-            stay where they are.
+        parameter: of the decoder, with or without `layers.N.`. Parameters other than the fused projection's are
+            returned unchanged.
         value: `[rows]`, or `[rows, any]`.
     """
     if not _by_head(config, parameter):
@@ -35,7 +36,7 @@ def in_decoder_order(config: ModelConfig, parameter: str, value: Rows) -> Rows:
 
 
 def in_file_order(config: ModelConfig, parameter: str, value: Rows) -> Rows:
-    """A parameter of the decoder, its rows where the file has them; arguments as of `in_decoder_order`."""
+    """Reorder a parameter from the decoder's row order to the file's; arguments as `in_decoder_order`."""
     if not _by_head(config, parameter):
         return value
     order = sorted(_places(config), key=lambda place: (place[1], place[0]))
@@ -43,12 +44,12 @@ def in_file_order(config: ModelConfig, parameter: str, value: Rows) -> Rows:
     return _moved(value, config.attention.head_dim, [part * heads + head for part, head in order])
 
 
-def lines_in_file(config: ModelConfig, parameter: str, lines: Lines) -> Lines:
-    """Where the file has these rows of a parameter, which are whole heads where its rows are by heads."""
+def spans_in_file(config: ModelConfig, parameter: str, spans: Spans) -> Spans:
+    """The rows of the file that hold these rows of a parameter; of a fused projection they have to be whole heads."""
     if not _by_head(config, parameter):
-        return lines
+        return spans
     dim, found = config.attention.head_dim, []
-    for span in lines:
+    for span in spans:
         for start in range(span.start, span.stop, dim):
             part, head = divmod(start // dim, config.attention.num_heads)
             first = (head * _PARTS + part) * dim
@@ -68,12 +69,12 @@ def _by_head(config: ModelConfig, parameter: str) -> bool:
 
 
 def _places(config: ModelConfig) -> list[tuple[int, int]]:
-    """Part and head of each block of rows, in the order of the decoder."""
+    """Part (0 query, 1 key, 2 value) and head of each block of rows, in the decoder's order."""
     return [(part, head) for part in range(_PARTS) for head in range(config.attention.num_heads)]
 
 
 def _moved(value: Rows, height: int, order: Sequence[int]) -> Rows:
-    """The blocks of `height` rows in another order."""
+    """Permute blocks of `height` rows."""
     if isinstance(value, QTensor):
         return QTensor.concatenate([value.rows(block * height, (block + 1) * height) for block in order])
     blocks = value.unflatten(0, (-1, height))

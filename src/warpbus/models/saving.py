@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from warpbus.models.decoder import Decoder
+from warpbus.models.layer_spec import FLOAT32_PARAMETERS
 from warpbus.models.loading import part_rows, tensor_map
 from warpbus.models.row_order import in_file_order
 
@@ -22,7 +23,8 @@ def named_tensors(
     for name, sources in tensor_map(model.config).items():
         if name == "head.weight" and model.config.tie_embeddings:
             continue
-        tensor = whole(parameters[name].detach()).to("cpu", dtype)
+        stored = torch.float32 if name.endswith(FLOAT32_PARAMETERS) else dtype
+        tensor = whole(parameters[name].detach()).to("cpu", stored)
         if len(sources) == 1:
             yield sources[0], in_file_order(model.config, name, tensor)
         else:

@@ -9,7 +9,7 @@ w8a8-<type>    weights and activations are both int8, or both fp8 (e4m3): symmet
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -123,6 +123,14 @@ class Scheme:
                 f"(scheme {self}): {instead}"
             )
         return in_features // self.group_size
+
+    def fitting(self, in_features: int) -> "Scheme":
+        """The same scheme with the largest group size, up to its own, that divides `in_features`.
+
+        It is the scheme itself if no group size does; see `groups`.
+        """
+        sizes = [size for size in GROUP_SIZES if size <= (self.group_size or 0) and in_features % size == 0]
+        return replace(self, group_size=max(sizes)) if sizes else self
 
     def bits_per_weight(self, in_features: int, scale_bits: int = 16) -> float:
         """The average number of bits stored for a weight, scales and zero points included."""

@@ -304,7 +304,7 @@ def _leaving_nothing_useless(output: Path) -> Iterator[None]:
 def _here(devices: Sequence[torch.device], state: _Told, patience: Patience) -> Iterator[Callable[[Job], None]]:
     """Runs a job on this machine, in processes that start at once."""
     with Processes(
-        run_job, devices=devices, receive=state.receive, environment=ENVIRONMENT, parting=True, patience=patience
+        run_job, devices=devices, receive=state.receive, environment=ENVIRONMENT, exit_early=True, patience=patience
     ) as processes:
         yield processes.run
 

@@ -19,7 +19,7 @@ from warpbus.dist import SHARES
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import free_space
 from warpbus.formats.growing import WAITING
-from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange, inner_features
+from warpbus.models.cost import FILE_RATE, MemoryNeed, TimeRange
 from warpbus.quantization.algorithms.awq import TRIALS
 from warpbus.quantization.algorithms.cholesky import PRODUCTS
 from warpbus.quantization.algorithms.gptq import SWEEPS
@@ -209,7 +209,7 @@ def _working_memory(
     own, models = math.ceil(tokens * most), 2 if DRIFT in needed else 1
     layers = set(config.layers)
     attended = config.attention.width
-    inner = max(map(inner_features, layers))
+    inner = max(layer.mlp.inner for layer in layers)
     squares = len(needed & {MOMENTS, DRIFT})
     gathering = max(squares * _SUMS * 4 * matrix.columns**2 for matrix in matrices)
     solving = max(

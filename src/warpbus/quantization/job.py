@@ -149,7 +149,7 @@ def run_job(group: Group, send: Send, job: Job) -> None:
     """
     try:
         with ExitStack() as stack, _quick_turns():
-            _Run.open(group, send, job, stack).run()
+            _QuantizationRun.open(group, send, job, stack).run()
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             f"{group.device}: out of memory: use fewer --samples or a shorter --seqlen, more or larger GPUs, "
@@ -158,7 +158,7 @@ def run_job(group: Group, send: Send, job: Job) -> None:
 
 
 @dataclass
-class _Run:
+class _QuantizationRun:
     """One process's side of a run."""
 
     group: Group
@@ -178,7 +178,7 @@ class _Run:
     ends: Future[None] | None = None
 
     @classmethod
-    def open(cls, group: Group, send: Send, job: Job, stack: ExitStack) -> "_Run":
+    def open(cls, group: Group, send: Send, job: Job, stack: ExitStack) -> "_QuantizationRun":
         """Plan, and find out what is finished already. The first process says so to the others."""
         watch = Stopwatch(group.device)
         if group.device.type == "cuda":

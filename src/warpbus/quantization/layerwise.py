@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from warpbus.dist import SHARES, Group
 from warpbus.models import DecoderLayer
-from warpbus.models.layer_spec import stages_by_sublayer
+from warpbus.models.layers import MoE
 from warpbus.qtensor import QTensor
 from warpbus.quantization.folding import divide_preceding
 from warpbus.quantization.loss import relative
@@ -32,6 +32,9 @@ from warpbus.quantization.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from warpbus.quantization.methods import Method
+
+LEAST_TOKENS = 256
+"""An expert that is reached by fewer calibration tokens is calibrated on all of them, weighted by the router."""
 
 Solve = Callable[[str, Statistics], Tensor | None]
 """Called with a matrix' name (`MatrixSpec.name`) and the statistics of its inputs; it may replace the weight. It
@@ -92,6 +95,7 @@ class LayerQuantization:
         self._tell = tell
         self._started = time.perf_counter()
         self._unquantized = copy.deepcopy(layer) if DRIFT in needed else None
+        self._routed: list[int] = []  # calibration tokens per expert
 
     def quantize(self, method: "Method") -> None:
         """Have a method quantize the matrices in their order, and move the states past the layer."""
@@ -105,11 +109,14 @@ class LayerQuantization:
         stage's inputs are kept until its matrix is quantized. They are computed again where factors were folded into
         what precedes it, or where there is no room for them.
         """
-        for sublayer, stages in stages_by_sublayer(self.layer.spec):
-            *earlier, last = stages
-            for stage in earlier:
-                self._calibrate(stage, solve)
-            self._finish(sublayer, last, solve)
+        for sublayer, branches in self.layer.spec.branches.items():
+            if sublayer == "mlp" and isinstance(self.layer.mlp, MoE):
+                self._visit_experts(branches, solve)
+                continue
+            for *earlier, last in branches:
+                for stage in earlier:
+                    self._calibrate(stage, solve)
+                self._finish(sublayer, last, solve)
         self.watch.lap("forward")
 
     @torch.no_grad()
@@ -186,10 +193,58 @@ class LayerQuantization:
                 self.changed[parameter] = tensor
         started, self._started = self._started, time.perf_counter()
         seconds = self._started - started
-        self.results.append(LayerResult(matrix.layer, matrix.linear, str(matrix.scheme), solved.error, seconds))
+        expert = spec.matrix(matrix.linear).expert
+        tokens = None if expert is None else self._routed[expert]
+        result = LayerResult(
+            matrix.layer, matrix.linear, str(matrix.scheme), solved.error, seconds, routed_tokens=tokens
+        )
+        self.results.append(result)
         self._tell(self.results[-1])
         self.watch.lap("solve")
         return solved.folded
+
+    def _visit_experts(self, branches: Sequence[Sequence[str]], solve: Solve) -> None:
+        """The same for a mixture of experts, expert by expert; then the states are moved past the sublayer.
+
+        An expert is calibrated on the tokens that the router sends to it, in the unquantized layer too. One that has
+        fewer than `LEAST_TOKENS` of them is calibrated on all tokens, each weighted by the router's score.
+        """
+        experts = sum(matrix.expert is not None for matrix in self.layer.spec.matrices) // 2
+        counts = torch.zeros(experts, dtype=torch.int64, device=self.group.device)
+        for state in self._states:
+            state.routing = self.layer.route(state.x)
+            counts += state.counts()
+        self._routed = self.group.sum(counts).tolist()
+        for stage in (stage for branch in branches for stage in branch):
+            expert = self.layer.spec.reading(stage)[0].expert
+            if expert is None:
+                self._calibrate(stage, solve)
+            else:
+                self._calibrate_expert(stage, expert, solve)
+        for state in self._states:
+            state.routing = None
+            if self._unquantized is not None and state.original is not None:
+                state.original = self._unquantized.feed_forward(state.original)
+            state.x = self.layer.feed_forward(state.x)
+
+    def _calibrate_expert(self, stage: str, expert: int, solve: Solve) -> None:
+        """Have the matrices of an expert that read a stage quantized."""
+        collector = self._collector(stage)
+        for state in self._states:
+            if self._routed[expert] < LEAST_TOKENS:
+                tokens, weights = state.weighted(expert)
+            else:
+                tokens, weights = state.of_expert(expert), None
+            x, original = self._entering(self.layer, stage, state.x, state, tokens), None
+            if self._unquantized is not None and state.original is not None:
+                original = self._entering(self._unquantized, stage, state.original, state, tokens)
+            if weights is not None:
+                root = weights.sqrt()  # of the weight of a product x x^T
+                x, original = x * root, None if original is None else original * root
+            self.watch.lap("forward")
+            collector.add(x, original, share=state.share)
+            self.watch.lap("statistics")
+        self._solve(stage, collector, solve)
 
     def _calibrate(self, stage: str, solve: Solve) -> None:
         """Have the matrices that read a stage quantized."""
@@ -240,8 +295,10 @@ class LayerQuantization:
         changes = [solve(matrix.name, statistics) for matrix in self.layer.spec.reading(stage)]
         return any(change is not None for change in changes)
 
-    def _entering(self, layer: DecoderLayer, stage: str, x: Tensor, state: States) -> Tensor:
-        return layer.enter(stage, x, self._index, state.positions, state.angles, state.context)
+    def _entering(
+        self, layer: DecoderLayer, stage: str, x: Tensor, state: States, tokens: Tensor | None = None
+    ) -> Tensor:
+        return layer.enter(stage, x, self._index, state.positions, state.angles, state.context, tokens)
 
     def _moved(self, layer: DecoderLayer, x: Tensor, state: States) -> Tensor:
         return layer(x, self._index, state.positions, state.angles, state.context)

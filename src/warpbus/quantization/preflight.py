@@ -1,6 +1,6 @@
 """What is going to be quantized, and every reason not to begin, found before the first weight is read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from warpbus.errors import CheckpointError, SchemeError, TensorError, UsageError
 from warpbus.formats import Checkpoint, WritableLayout, layout_named
 from warpbus.formats.companions import find_companions
 from warpbus.models import ModelConfig, read_config, tensor_map
+from warpbus.models.families import BY_NAME
 from warpbus.qtensor import Scheme, Schemes
 
 REPORT_NAME = "warpbus-report.json"
@@ -28,7 +29,7 @@ class Matrix:
         rows: the rows of each of them.
         columns: its input features.
         dtype: of its tensors in the checkpoint.
-        scheme: what it is quantized to.
+        scheme: what it is quantized to. Where the group size does not divide the columns, it is a smaller one.
     """
 
     layer: int
@@ -140,7 +141,6 @@ def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout:
     for matrix in matrices:
         layers[matrix.layer] += sum(map(checkpoint.nbytes, matrix.sources))
     copied = sum(map(checkpoint.nbytes, [*ends, *(name for names in kept for name in names)]))
-    head = tensor_map(replace(config, tie_embeddings=False))["head.weight"][0]
     return Plan(
         checkpoint=checkpoint,
         config=config,
@@ -150,12 +150,25 @@ def prepare(model: Path, output: Path | None, schemes: Scheme | Schemes, layout:
         ends=ends,
         kept=kept,
         companions=companions,
-        unquantized=(head.removesuffix(".weight"),),
+        unquantized=tuple(_unquantized(checkpoint, config)),
         scale_dtype=scale_dtype,
         bytes_quantized=int(weights),
         bytes_after=int(weights) + copied + sum(file.stat().st_size for file in companions),
         largest_unit=max([*layers, *map(checkpoint.nbytes, ends)]),
     )
+
+
+def _unquantized(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[str]:
+    """The linear layers that stay as they are: the head, routers, and layers that the decoder does not use."""
+    tensors = tensor_map(replace(config, tie_embeddings=False))
+    yield tensors["head.weight"][0].removesuffix(".weight")
+    for parameter, names in tensors.items():
+        if parameter.endswith("router.weight"):
+            yield names[0].removesuffix(".weight")
+    ignores = BY_NAME[config.family].ignores
+    for name in checkpoint.names():
+        if ignores(config, name) and name.endswith(".weight") and len(checkpoint.shape(name)) == 2:
+            yield name.removesuffix(".weight")
 
 
 def _not_quantized(
@@ -192,7 +205,7 @@ def _matrices(checkpoint: Checkpoint, config: ModelConfig, schemes: Schemes) -> 
                     f"{checkpoint.directory}: {source}: expected floating point weights, found "
                     f"{checkpoint.dtype(source)}: give the original checkpoint instead"
                 )
-        scheme = _scheme(schemes, sources)
+        scheme = _scheme(schemes, sources).fitting(expected[1])
         rows, dtype = tuple(shape[0] for shape in shapes), checkpoint.dtype(sources[0])
         found.append(Matrix(index, spec.name, sources, rows, expected[1], dtype, scheme))
     return found

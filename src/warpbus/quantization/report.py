@@ -27,6 +27,7 @@ class LayerResult:
             error of its weights, in the Frobenius norm.
         seconds: what quantizing it took, calibration included.
         algorithm: what it was quantized by; `None` where that is the report's.
+        routed_tokens: calibration tokens that the router sent to its expert; `None` if it belongs to no expert.
     """
 
     layer: int
@@ -35,6 +36,7 @@ class LayerResult:
     error: float
     seconds: float
     algorithm: str | None = None
+    routed_tokens: int | None = None
 
     @property
     def name(self) -> str:

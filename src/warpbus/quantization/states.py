@@ -7,7 +7,7 @@ from torch import Tensor
 
 from warpbus.dist import SHARES, Group
 from warpbus.models import ModelConfig
-from warpbus.models.layers import CausalAttention, Rotary, prompt_lengths
+from warpbus.models.layers import CausalAttention, Rotary, Routing, prompt_lengths
 from warpbus.quantization.calibration import Calibration
 
 COMPARED_TOKENS = 2**17
@@ -27,6 +27,7 @@ class States:
         positions: int64 `[batch, tokens]`.
         angles: the rotary cosines and sines of these positions.
         context: what each token attends to.
+        routing: the experts of the tokens, while they are in a mixture of experts.
     """
 
     share: int
@@ -36,10 +37,36 @@ class States:
     positions: Tensor
     angles: tuple[Tensor, Tensor]
     context: CausalAttention = field(default_factory=CausalAttention)
+    routing: Routing | None = None
 
     def tokens(self, x: Tensor) -> Tensor:
         """The rows `[tokens, features]` of `[batch, tokens, features]` that are no padding."""
         return x.flatten(0, 1) if self.real is None else x[self.real]
+
+    def counts(self) -> Tensor:
+        """The tokens per expert that are no padding, int64 `[experts]`."""
+        assert self.routing is not None
+        experts = self.routing.experts if self.real is None else self.routing.experts[self.real.flatten()]
+        return torch.bincount(experts.flatten(), minlength=self.routing.scores.shape[1])
+
+    def of_expert(self, expert: int) -> Tensor:
+        """The numbers of the tokens that are routed to an expert, without padding, int64 `[n]`."""
+        assert self.routing is not None
+        chosen = (self.routing.experts == expert).any(-1)
+        return (chosen if self.real is None else chosen & self.real.flatten()).nonzero()[:, 0]
+
+    def weighted(self, expert: int) -> tuple[Tensor, Tensor]:
+        """All tokens without padding, int64 `[n]`, and how much each counts for an expert, float32 `[n, 1]`.
+
+        The weight is the router's score of the expert, divided by its mean.
+        """
+        assert self.routing is not None
+        scores = self.routing.scores[:, expert]
+        tokens = torch.arange(len(scores), device=scores.device)
+        if self.real is not None:
+            tokens = tokens[self.real.flatten()]
+        own = scores[tokens]
+        return tokens, (own / own.mean().clamp_min(torch.finfo(own.dtype).tiny))[:, None]
 
 
 @torch.no_grad()

@@ -86,5 +86,5 @@ def stored_tensors(plan: Plan, matrix: Matrix, weight: QTensor) -> dict[str, Ten
 def quantization_config(plan: Plan) -> dict[str, Any]:
     """What config.json holds under `quantization_config`."""
     schemes = {source.removesuffix(".weight"): matrix.scheme for matrix in plan.matrices for source in matrix.sources}
-    found = plan.schemes.distinct()
-    return plan.layout.quantization_config(found[0] if len(found) == 1 else schemes, plan.unquantized)
+    distinct = {*schemes.values()}
+    return plan.layout.quantization_config(distinct.pop() if len(distinct) == 1 else schemes, plan.unquantized)

@@ -144,7 +144,7 @@ def make_server(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,
         ws="none",
-        http=partial(_Connection, most=options.max_connections, seconds=options.body_timeout),  # type: ignore[arg-type]
+        http=partial(_LimitedConnection, most=options.max_connections, seconds=options.body_timeout),  # type: ignore[arg-type]
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=math.ceil(options.shutdown_timeout),
         ssl_certfile=options.ssl_certfile,
@@ -166,7 +166,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Connection(H11Protocol):
+class _LimitedConnection(H11Protocol):
     """A connection; refused if there are too many, and closed if the head of a request does not arrive in time."""
 
     def __init__(self, *, most: int, seconds: float, **others: Any) -> None:

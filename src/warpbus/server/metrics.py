@@ -25,7 +25,7 @@ _TOKENS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_00
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _EngineMetric:
     """A value of the engine's `Stats` and its metric."""
 
     metric: str
@@ -34,16 +34,16 @@ class _Reading:
     help: str
 
 
-_READINGS = (
-    _Reading("num_requests_running", "running", False, "requests that the engine computes"),
-    _Reading("num_requests_waiting", "waiting", False, "requests that wait for the engine"),
-    _Reading("num_preemptions", "preemptions", True, "requests that lost their cache to others for a while"),
-    _Reading("prefix_cache_queries", "prefix_queries", True, "tokens of prompts looked up in the prefix cache"),
-    _Reading("prefix_cache_hits", "prefix_hits", True, "tokens of prompts found in the prefix cache"),
-    _Reading("kv_cache_bytes_mapped", "cache_bytes", False, "bytes that the KV cache has now"),
-    _Reading("spec_decode_num_draft_tokens", "drafted", True, "tokens guessed by speculation"),
-    _Reading("spec_decode_num_accepted_tokens", "accepted", True, "guessed tokens that were right"),
-    _Reading("engine_steps", "steps", True, "steps of the engine"),
+_ENGINE_METRICS = (
+    _EngineMetric("num_requests_running", "running", False, "requests that the engine computes"),
+    _EngineMetric("num_requests_waiting", "waiting", False, "requests that wait for the engine"),
+    _EngineMetric("num_preemptions", "preemptions", True, "requests that lost their cache to others for a while"),
+    _EngineMetric("prefix_cache_queries", "prefix_queries", True, "tokens of prompts looked up in the prefix cache"),
+    _EngineMetric("prefix_cache_hits", "prefix_hits", True, "tokens of prompts found in the prefix cache"),
+    _EngineMetric("kv_cache_bytes_mapped", "cache_bytes", False, "bytes that the KV cache has now"),
+    _EngineMetric("spec_decode_num_draft_tokens", "drafted", True, "tokens guessed by speculation"),
+    _EngineMetric("spec_decode_num_accepted_tokens", "accepted", True, "guessed tokens that were right"),
+    _EngineMetric("engine_steps", "steps", True, "steps of the engine"),
 )
 
 
@@ -105,7 +105,7 @@ class _EngineReadings:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        for reading in _READINGS:
+        for reading in _ENGINE_METRICS:
             family = CounterMetricFamily if reading.counts else GaugeMetricFamily
             metric = family(PREFIX + reading.metric, reading.help, labels=["model_name"])
             for name, stats in self.stats:

@@ -88,7 +88,7 @@ class ServiceProtocol(Protocol):
         """End the processes."""
 
 
-class _Shared:
+class _ModelState:
     """The state that a model and its adapters share."""
 
     def __init__(self, name: str) -> None:
@@ -112,7 +112,7 @@ class Model:
         self.name = name
         self.created = int(time.time())
         self.base = base
-        self._shared: _Shared = _Shared(name) if base is None else base._shared
+        self._shared: _ModelState = _ModelState(name) if base is None else base._shared
 
     @property
     def dialect(self) -> ToolDialect | None:

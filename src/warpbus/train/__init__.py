@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from warpbus.train.job import train
-    from warpbus.train.run import Begun, Progress
+    from warpbus.train.run import TrainingProgress, TrainingStarted
     from warpbus.train.settings import TrainingSettings
     from warpbus.train.stopping import Stopped
 
-__all__ = ["Begun", "Progress", "Stopped", "TrainingSettings", "train"]
+__all__ = ["Stopped", "TrainingProgress", "TrainingSettings", "TrainingStarted", "train"]
 
 # None has the name of a file of this room, which would hide it.
-_FILES = {"Begun": "run", "Progress": "run", "Stopped": "stopping", "TrainingSettings": "settings", "train": "job"}
+_FILES = {
+    "TrainingStarted": "run",
+    "TrainingProgress": "run",
+    "Stopped": "stopping",
+    "TrainingSettings": "settings",
+    "train": "job",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Conversations and texts as packed rows of tokens. Knows nothing of models.
+"""Tokenizes conversations and texts and packs them into rows.
 
-A row of `length` tokens holds several documents one after the other. Each token attends to its own document only
-(`documents`), counts its position from the start of its document, and is trained on (`targets`) only where the
-next token is part of an answer, or of a plain text.
+A row of `length` tokens holds several documents. Each token attends only to its own document (`documents`), and its
+position starts at 0 in each document. It has a target (`targets`) only if the next token is part of an answer or of a
+plain text.
 """
 
 import hashlib
@@ -24,19 +24,19 @@ from warpbus.models.documents import cut_text, encode_line, read_lines, read_tex
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import Tokenizer, load_tokenizer
 
-IGNORED = -100  # the target that cross-entropy leaves out
+IGNORED = -100  # the target that cross-entropy ignores
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenized documents, end to end.
+    """Tokenized documents, concatenated.
 
     Attributes:
         tokens: int32 `[total]`.
-        answers: bool `[total]`, true where the token is to be learnt.
-        offsets: int64 `[documents + 1]`, where each document starts.
+        answers: bool `[total]`, true for tokens to be learnt.
+        offsets: int64 `[documents + 1]`, the start of each document.
 
-    Each document has two tokens or more, and one to be learnt that is not its first.
+    Each document has at least two tokens, and a token to be learnt that is not its first.
     """
 
     tokens: NDArray[np.int32]
@@ -47,7 +47,7 @@ class Documents:
         return len(self.offsets) - 1
 
     def digest(self) -> str:
-        """What tells these documents from others."""
+        """A hash of the documents."""
         hashed = hashlib.blake2b(digest_size=16)
         for array in (self.tokens, self.answers, self.offsets):
             hashed.update(array.tobytes())
@@ -55,7 +55,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedBatch:
     """A batch of packed rows, each tensor int64 `[rows, length]`."""
 
     tokens: Tensor
@@ -63,38 +63,38 @@ class Rows:
     positions: Tensor
     documents: Tensor
 
-    def pick(self, rows: slice) -> "Rows":
-        """Some of them."""
-        return Rows(self.tokens[rows], self.targets[rows], self.positions[rows], self.documents[rows])
+    def pick(self, rows: slice) -> "PackedBatch":
+        """The batch of some of the rows."""
+        return PackedBatch(self.tokens[rows], self.targets[rows], self.positions[rows], self.documents[rows])
 
-    def to(self, device: torch.device) -> "Rows":
+    def to(self, device: torch.device) -> "PackedBatch":
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-        return Rows(move(self.tokens), move(self.targets), move(self.positions), move(self.documents))
+        return PackedBatch(move(self.tokens), move(self.targets), move(self.positions), move(self.documents))
 
 
 def tokenize(path: Path, model: Path, config: dict[str, Any], *, length: int, workers: int = 1) -> Documents:
     """Read a `.jsonl` of conversations (`messages`) or texts (`text`), or a `.txt`, and tokenize it.
 
-    Documents in which nothing is to be learnt (no answer begins within `length` tokens) are left out.
+    Documents with nothing to learn (no answer begins within `length` tokens) are dropped.
 
     Args:
-        path: the file; a `.txt` is cut into documents of `length` tokens.
+        path: the file; a `.txt` is split into documents of `length` tokens.
         model: the directory with the tokenizer and the chat template.
         config: the model's parsed `config.json`.
-        length: longer documents are cut.
-        workers: processes to tokenize with.
+        length: longer documents are truncated.
+        workers: number of tokenizing processes.
 
     Raises:
-        DataError: if the file is missing, holds nothing to learn, or a line of it is malformed.
+        DataError: the file is missing, has nothing to learn, or a line of it is malformed.
     """
     if path.suffix == ".txt":
         return _tokenize_text(path, load_tokenizer(model), length)
     encode = partial(_encode_lines, model, config, length)
     chunks = _chunks(read_lines(path), 4096)
     if workers > 1:
-        # Fresh processes: this one may already hold threads and a GPU, which do not survive a fork.
+        # Spawned, not forked: this process may already have threads and a CUDA context, which do not survive a fork.
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
             parts = list(pool.imap(encode, chunks))
     else:
@@ -152,7 +152,7 @@ def pack(documents: Documents, order: Sequence[int] | NDArray[np.int64], length:
     Args:
         documents: none longer than `length`.
         order: indexes of documents.
-        length: tokens in a row.
+        length: tokens per row.
 
     Returns:
         for each row, the indexes of its documents.
@@ -169,12 +169,12 @@ def pack(documents: Documents, order: Sequence[int] | NDArray[np.int64], length:
     return rows
 
 
-def assemble(documents: Documents, rows: Sequence[NDArray[np.int64]], length: int) -> Rows:
+def assemble(documents: Documents, rows: Sequence[NDArray[np.int64]], length: int) -> PackedBatch:
     """The tokens, targets, positions and document numbers of packed rows."""
     shape = (len(rows), length)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     targets = np.full(shape, IGNORED, np.int64)
-    # Padding is a document of its own, so that it attends to itself and nothing attends to it.
+    # Padding is a separate document: no other token attends to it.
     numbers = np.full(shape, -1, np.int64)
     for row, members in enumerate(rows):
         starts, ends = documents.offsets[members], documents.offsets[members + 1]
@@ -188,15 +188,15 @@ def assemble(documents: Documents, rows: Sequence[NDArray[np.int64]], length: in
         numbers[row, :total] = ids
         following = (ids[1:] == ids[:-1]) & documents.answers[source[1:]]
         targets[row, : total - 1] = np.where(following, tokens[row, 1:total], IGNORED)
-    return Rows(*(torch.from_numpy(array) for array in (tokens, targets, positions, numbers)))
+    return PackedBatch(*(torch.from_numpy(array) for array in (tokens, targets, positions, numbers)))
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a whole run: which rows each step sees, on each of `world` processes.
+    """The batches of a run, for each step and each of `world` processes.
 
-    Every epoch is a fresh shuffle drawn from `seed` and the epoch's number, so that a step's batch follows from its
-    index alone and a run can go on where it stopped.
+    Every epoch is shuffled by `seed` and the epoch number. The batch of a step depends only on its index, so that a run
+    can be resumed.
     """
 
     documents: Documents
@@ -204,8 +204,8 @@ class Batches:
     rows_per_step: int
     seed: int
 
-    def steps(self, start: int, total: int, rank: int = 0, world: int = 1) -> Iterator[Rows]:
-        """The batches of the steps `start .. total - 1` for one process of `world`."""
+    def steps(self, start: int, total: int, rank: int = 0, world: int = 1) -> Iterator[PackedBatch]:
+        """The batches of steps `start` to `total - 1` for process `rank` of `world`."""
         step = epoch = 0
         carried: list[NDArray[np.int64]] = []
         while step < total:
@@ -223,6 +223,6 @@ class Batches:
             epoch += 1
 
     def steps_per_epoch(self) -> float:
-        """About how many steps see every document once."""
+        """Approximate number of steps per epoch."""
         rows = pack(self.documents, np.arange(len(self.documents)), self.length)
         return len(rows) / self.rows_per_step

@@ -1,4 +1,4 @@
-"""What a run is made of before it begins: a model's config, its data, and how many steps there will be."""
+"""The inputs of a run: the model's config, the tokenized data, and the number of steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,13 +16,13 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bi
 
 @dataclass(frozen=True)
 class Inputs:
-    """The model to train and the data, read and found to fit; no weights.
+    """The model and the data of a run, checked; weights are not loaded.
 
     Attributes:
-        checkpoint: the model's, without weights where it has none.
-        config: its config.
+        checkpoint: of the model, with or without weights.
+        config: of the model.
         batches: of the data.
-        settings: with the number of steps.
+        settings: with the number of steps filled in.
     """
 
     checkpoint: Checkpoint
@@ -32,14 +32,14 @@ class Inputs:
 
     @classmethod
     def read(cls, model: Path, data: Path, settings: TrainingSettings, workers: int) -> "Inputs":
-        """Read all of it.
+        """Read and check the inputs.
 
         Args:
-            workers: processes to tokenize with.
+            workers: number of tokenizing processes.
 
         Raises:
-            UsageError: settings that do not fit the model.
-            CheckpointError: the model is not understood, or its tokenizer does not belong to it.
+            UsageError: the settings do not fit the model.
+            CheckpointError: the model is not supported, or its tokenizer does not belong to it.
             DataError: the data are missing or malformed.
         """
         checkpoint = Checkpoint(model, weights=any(weight_files(model)))
@@ -53,34 +53,36 @@ class Inputs:
 
     @property
     def scheme(self) -> Scheme | None:
-        """Of the layers' matrices, where the model is quantized already; of the first where there are several."""
+        """The scheme of a quantized model, that of its first matrix if there are several; None if not quantized."""
         return next(iter(quantized_parameters(self.checkpoint, self.config).values()), None)
 
     def held_out(self, data: Path, workers: int) -> Documents:
-        """Further data, for validation; arguments and errors as of `read`."""
+        """Tokenize validation data; arguments and errors as `read`."""
         return _read(data, self.checkpoint, self.config, self.settings.length, workers)
 
 
 def weight_files(directory: Path) -> Iterator[Path]:
-    """The files of weights of a model directory."""
+    """The weight files of a model directory."""
     return (file for pattern in _WEIGHT_FILES for file in directory.glob(pattern))
 
 
 def _check_fit(checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSettings) -> None:
     model = checkpoint.directory
+    if config.has_experts:
+        raise UsageError(f"{model}: a mixture of experts cannot be trained in this version: use a dense model")
     if read_schemes(checkpoint.config).distinct():
         if settings.method == "full":
             raise UsageError(
-                f"{model}: the weights of a quantized model cannot be trained: give the one that it was made from, or "
-                "train an adapter for it (--method lora or ptuning)"
+                f"{model}: the weights of a quantized model cannot be trained: use the original model, or train an "
+                "adapter (--method lora or ptuning)"
             )
         if settings.quantize is not None:
-            raise UsageError(f"--quantize {settings.quantize}: {model} is quantized already: leave it out")
+            raise UsageError(f"--quantize {settings.quantize}: {model} is quantized already: drop --quantize")
     if settings.quantize is not None:
         for matrix in config.layers[0].matrices:
             Scheme.parse(settings.quantize).groups(matrix.columns.length, f"--quantize: {matrix.name}")
     if settings.length > config.max_context:
-        raise UsageError(f"--length {settings.length}: the positions of {model} end at {config.max_context}: lower it")
+        raise UsageError(f"--length {settings.length}: the context of {model} is {config.max_context} tokens: lower it")
 
 
 def _read(data: Path, checkpoint: Checkpoint, config: ModelConfig, length: int, workers: int) -> Documents:
@@ -88,7 +90,7 @@ def _read(data: Path, checkpoint: Checkpoint, config: ModelConfig, length: int, 
     documents = tokenize(data, model, checkpoint.config, length=length, workers=workers)
     if documents.tokens.max() >= config.vocab_size:
         raise CheckpointError(
-            f"{model}: its tokenizer knows more tokens than the {config.vocab_size} that config.json says: "
+            f"{model}: its tokenizer has more tokens than the vocab_size in config.json ({config.vocab_size}): "
             "check that they belong together"
         )
     return documents

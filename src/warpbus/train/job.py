@@ -1,4 +1,4 @@
-"""Starting a training run: here, in several processes of this machine, on a cluster, or under torchrun."""
+"""Starts a training run: in this process, in several processes of this machine, on a Ray cluster, or under torchrun."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from warpbus.dist.cluster import ClusterProcesses
 from warpbus.dist.watchdog import check_limit
 from warpbus.errors import DeviceError, StorageError, UsageError
 from warpbus.formats.files import FileLock, check_target
-from warpbus.train.run import Begun, Finished, Halted, Progress, Task, work
+from warpbus.train.run import Finished, Halted, TrainingProgress, TrainingStarted, TrainingTask, work
 from warpbus.train.settings import TrainingSettings
 from warpbus.train.state import StateFile
 from warpbus.train.stopping import Signals, Stopped
@@ -34,49 +34,51 @@ def train(
     workers: int = 1,
     overwrite: bool = False,
     rank_timeout: float = 300.0,
-    begun: Callable[[Begun], None] = lambda begun: None,
-    report: Callable[[Progress], None] = lambda progress: None,
+    begun: Callable[[TrainingStarted], None] = lambda begun: None,
+    report: Callable[[TrainingProgress], None] = lambda progress: None,
 ) -> dict[str, Any]:
-    """Train the model in the directory `model`, and write what was trained to `output`.
+    """Train the model in the directory `model`, or an adapter for it, and write the result to `output`.
 
-    With method "full" that is a model, trained in float32 and written in bfloat16, fresh where `model` holds no
-    weights; with "lora" an adapter in PEFT's format, with "ptuning" one in that of ChatGLM's P-Tuning. While it runs,
-    `<output>.training` keeps its state. SIGINT and SIGTERM let it finish its step and save; however it was ended,
-    the same call goes on from what was saved last, also with another number of processes, or sharded otherwise.
-    The loss curve does not depend on their number, but for rounding (and for dropout).
+    With method "full" the result is a model, trained in float32 and written in bfloat16; training starts from random
+    weights if `model` has none. With "lora" it is an adapter in PEFT's format, with "ptuning" one in the format of
+    ChatGLM's P-Tuning. `<output>.training` holds checkpoints of the run. On SIGINT or SIGTERM the run finishes its step
+    and saves a checkpoint. The same call resumes an interrupted run from the last checkpoint, also with another number
+    of processes or another sharding. The loss curve is independent of the number of processes, except for rounding and
+    dropout.
 
-    Where torchrun or another launcher has set `WORLD_SIZE`, this is one of that many processes.
+    If torchrun or another launcher has set `WORLD_SIZE`, this process is one of that many.
 
     Args:
-        model: `config.json`, tokenizer, and weights if there are any; a full model's other files are copied.
+        model: directory with `config.json`, a tokenizer and, if any, weights. Its other files are copied to a full
+            model's output.
         output: a new directory.
         data: `.jsonl` of conversations or texts, or `.txt`.
         valid: held-out data of the same form.
-        settings: how to train.
+        settings: the hyperparameters.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        gpus: of this machine, a process for each.
-        processes: on the CPU, or of a cluster.
-        cluster: of Ray: "auto", the one that this machine belongs to, or "ray://HOST:PORT"; each process has a GPU of
-            it, or with device "cpu" a core. Paths have to lead to the same files on all of its machines.
-        workers: processes to tokenize with, shared by all that train.
-        overwrite: replace what is in `output`.
-        rank_timeout: seconds after which the run ends if one of its processes is stopped: sends no heartbeat any more.
-            It is reported in the log after 30 s. Not under torchrun, which watches its processes itself.
+        gpus: number of GPUs of this machine, one process per GPU.
+        processes: number of processes on the CPU, or on a cluster.
+        cluster: a Ray cluster: "auto", the one that this machine belongs to, or "ray://HOST:PORT". Each process gets
+            one GPU, or one core with device "cpu". Paths have to refer to the same files on all machines.
+        workers: number of processes that tokenize, shared by all training processes.
+        overwrite: replace an existing `output`.
+        rank_timeout: seconds after which the run ends if one of its processes sends no heartbeat. The log reports it
+            after 30 s. Ignored under torchrun, which watches its processes itself.
         begun: called before the first step.
         report: called after each step.
 
     Returns:
-        what `training.json` in `output` says: settings, losses, tokens, seconds, device.
+        the content of `training.json` in `output`: settings, losses, tokens, seconds, device.
 
     Raises:
-        UsageError: if the settings do not fit the model, the processes or what is given, or an interrupted run there
-            had others; if `rank_timeout` is below 10 s.
-        CheckpointError: if the model is not understood, or the state of an interrupted run is damaged.
-        DataError: if a data file is missing or malformed.
-        DeviceError: if a device is not there, or a process died or stood still for `rank_timeout`.
-        NumericError: if the loss is not finite; the state of the last checkpoint is kept.
-        StorageError: if the output exists, or another process trains to it; if a file cannot be written, in which case
-            what was trained is kept where there is room for it.
+        UsageError: the settings do not fit the model or the processes, differ from those of the interrupted run, or
+            `rank_timeout` is below 10 s.
+        CheckpointError: the model is not supported, or the state of an interrupted run is damaged.
+        DataError: a data file is missing or malformed.
+        DeviceError: a device does not exist, or a process died or made no progress for `rank_timeout` seconds.
+        NumericError: the loss is not finite; the last checkpoint is kept.
+        StorageError: the output exists, another process trains to it, or a file cannot be written. The trained state is
+            then kept if there is room for it.
         Stopped: a `KeyboardInterrupt`, after SIGINT and SIGTERM.
     """
     check_arguments(valid, settings, device, gpus, processes, cluster)
@@ -88,15 +90,15 @@ def train(
         state.remove()
         return summary
     check_target(output, overwrite=overwrite, configs=("config.json", "adapter_config.json"))
-    task = Task(model, output, data, valid, settings, workers, overwrite)
-    said: list[Begun | Halted | Finished] = []
+    task = TrainingTask(model, output, data, valid, settings, workers, overwrite)
+    messages: list[TrainingStarted | Halted | Finished] = []
 
     def receive(message: Any) -> None:
-        if isinstance(message, Progress):
+        if isinstance(message, TrainingProgress):
             report(message)
             return
-        said.append(message)
-        if isinstance(message, Begun):
+        messages.append(message)
+        if isinstance(message, TrainingStarted):
             begun(message)
 
     with _alone(state) if os.environ.get("RANK", "0") == "0" else nullcontext():
@@ -105,8 +107,8 @@ def train(
                 work(group, receive, task)
         elif cluster is None:
             devices = devices_of(device, gpus, processes)
-            crew = Processes(work, devices=devices, receive=receive, patience=patience)
-            _run(crew, task, said, state) if len(devices) > 1 else _run_here(crew, task)
+            pool = Processes(work, devices=devices, receive=receive, patience=patience)
+            _run(pool, task, messages, state) if len(devices) > 1 else _run_here(pool, task)
         else:
             on_gpus = device != "cpu"
             _run(
@@ -114,10 +116,10 @@ def train(
                     work, processes=processes, address=cluster, gpus=on_gpus, receive=receive, patience=patience
                 ),
                 task,
-                said,
+                messages,
                 state,
             )
-    outcome = said[-1]
+    outcome = messages[-1]
     if isinstance(outcome, Halted):
         raise Stopped(outcome.number, outcome.step, state.path)
     assert isinstance(outcome, Finished)
@@ -127,9 +129,9 @@ def train(
 def check_arguments(
     valid: Path | None, settings: TrainingSettings, device: str, gpus: int, processes: int, cluster: str | None
 ) -> None:
-    """What can be said against a run before its model is looked at, or fetched; arguments and errors as of `train`."""
+    """Check the arguments of a run before its model is read or downloaded; arguments and errors as `train`."""
     if settings.keep == "best" and valid is None:
-        raise UsageError("--keep best: there is no validation to tell which step is best: give --valid FILE")
+        raise UsageError("--keep best needs validation data: give --valid FILE")
     if "WORLD_SIZE" in os.environ:
         world = int(os.environ["WORLD_SIZE"])
     elif cluster is None:
@@ -137,7 +139,7 @@ def check_arguments(
     elif device in ("auto", "cuda", "cpu") and gpus == 1:
         world = processes
     else:
-        raise UsageError("--cluster: its GPUs are counted by --processes: leave --gpus and the GPU's number out")
+        raise UsageError("--cluster: set the number of GPUs with --processes; drop --gpus and the number in --device")
     settings.check_shared(world)
 
 
@@ -145,17 +147,18 @@ def devices_of(device: str, gpus: int, processes: int) -> Sequence[torch.device]
     """The device of each process on this machine.
 
     Raises:
-        UsageError: counts that do not go with the device.
-        DeviceError: more GPUs than there are.
+        UsageError: the numbers do not fit the device.
+        DeviceError: the machine has fewer GPUs.
     """
     first = resolve_device(device)
     if first.type == "cpu":
         if gpus > 1:
-            raise UsageError(f"--gpus {gpus}: this would run on the CPU: leave it out, or see warpbus doctor")
+            found = "no GPU found on this machine" if device == "auto" else f"--device {device} selects the CPU"
+            raise UsageError(f"--gpus {gpus}: {found}: drop --gpus to train on the CPU, or run warpbus doctor")
         return [first] * processes
     if processes > 1:
         raise UsageError(
-            f"--processes {processes}: that is for the CPU and for clusters; on GPUs there is one a GPU: use --gpus"
+            f"--processes {processes}: only for the CPU and for clusters; GPUs run one process each: use --gpus"
         )
     if gpus == 1:
         return [first]
@@ -163,16 +166,16 @@ def devices_of(device: str, gpus: int, processes: int) -> Sequence[torch.device]
         raise UsageError(f"--gpus {gpus}: --device {device} is one GPU: give cuda or auto")
     there = torch.cuda.device_count()
     if gpus > there:
-        raise DeviceError(f"--gpus {gpus}: this machine has {there}: give fewer")
+        raise DeviceError(f"--gpus {gpus}: this machine has {there}: use fewer")
     return [torch.device("cuda", index) for index in range(gpus)]
 
 
 @contextmanager
 def _alone(state: StateFile) -> Iterator[None]:
-    """While it is open, no other process trains to the same output."""
+    """Hold the lock of the output: no other process can train to it."""
     parent = next(directory for directory in state.output.resolve().parents if directory.is_dir())
     if not os.access(parent, os.W_OK):
-        raise StorageError(f"{state.output}: {parent} may not be written to: choose another output")
+        raise StorageError(f"{state.output}: no permission to write to {parent}: choose another output")
     state.output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(state.output.with_name(f".{state.output.name}.training.lock"), state.output)
     try:
@@ -181,21 +184,26 @@ def _alone(state: StateFile) -> Iterator[None]:
         lock.release()
 
 
-def _run_here(process: Processes, task: Task) -> None:
-    """Train in this process, which gets signals itself."""
+def _run_here(process: Processes, task: TrainingTask) -> None:
+    """Train in this process, which handles signals itself."""
     with process:
         process.run(task)
 
 
-def _run(processes: Processes | ClusterProcesses, task: Task, said: Sequence[object], state: StateFile) -> None:
-    """Train in other processes, which are told of signals that come here.
+def _run(
+    processes: Processes | ClusterProcesses, task: TrainingTask, messages: Sequence[object], state: StateFile
+) -> None:
+    """Train in worker processes and forward signals to them.
+
+    Args:
+        messages: those received from the workers so far.
 
     Raises:
-        Stopped: a signal came, and one of them stands still, so that they cannot end the step: nothing more is saved.
+        Stopped: after a signal, a worker made no progress, so that the step could not end: nothing more was saved.
     """
 
     def tell(number: int) -> None:
-        if not said:  # nothing is trained yet
+        if not messages:  # nothing is trained yet
             raise Stopped(number)
         processes.hurry()
         processes.tell(number)

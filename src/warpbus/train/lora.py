@@ -1,4 +1,4 @@
-"""LoRA: a trained product of two narrow matrices beside every frozen weight (Hu et al., 2021)."""
+"""LoRA: a trained low-rank product is added to every frozen weight (Hu et al., 2021)."""
 
 import math
 from collections.abc import Collection
@@ -17,17 +17,17 @@ from warpbus.train.sharding import whole
 
 
 class LoraLinear(nn.Module):
-    """`base(x) + alpha / rank * b(a(dropout(x)))`; takes the place of the base, whose parameters are frozen.
+    """`base(x) + alpha / rank * b(a(dropout(x)))`; replaces the base layer, whose parameters are frozen.
 
     Args:
         base: `nn.Linear` or `QuantizedLinear`.
         rank: rows of a.
         alpha: the scaling times the rank.
-        dropout: the share of x that b(a(x)) does not see, while training.
+        dropout: dropout rate of the input of a, while training.
 
     Attributes:
-        a: float32 `[rank, in]`, drawn uniformly (He et al., 2015).
-        b: float32 `[out, rank]`, 0 at first: the layer begins as its base.
+        a: float32 `[rank, in]`, initialized uniformly (He et al., 2015).
+        b: float32 `[out, rank]`, initialized to 0, so that the layer equals its base at first.
     """
 
     def __init__(self, base: nn.Linear | QuantizedLinear, rank: int, alpha: float, dropout: float = 0.0) -> None:
@@ -36,7 +36,7 @@ class LoraLinear(nn.Module):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.rank, self.scaling, self.dropout = rank, alpha / rank, dropout
         device = next(iter((*base.parameters(), *base.buffers()))).device
-        # Drawn on the CPU: GPUs of two kinds draw other numbers from one seed.
+        # Drawn on the CPU: different GPU models draw different numbers from one seed.
         where = device if device.type == "meta" else "cpu"
         drawn = torch.empty(rank, base.in_features, dtype=torch.float32, device=where)
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
@@ -46,12 +46,12 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = autocast(x.reshape(-1, self.in_features))
         seen = F.dropout(flat, self.dropout, self.training) if self.dropout else flat
-        # Before the base's product, which then nobody needs to compute again where it is the last of a layer.
+        # Before the base's product: if that is the last product of a layer, recomputation can stop before it.
         narrow = F.linear(seen, self.a.to(flat.dtype))
         y: Tensor = self.base(flat)
         wide = self.b.to(flat.dtype).T
-        # In place it saves two passes over y, which no base needs for a gradient; autograd refuses it for some views. A
-        # compiler sees to that itself, and cannot ask.
+        # In place, which saves two passes over y; no base layer needs y for its gradient. Autograd refuses it for some
+        # views. A compiler fuses the addition itself, and cannot trace `_is_view`.
         add = torch.addmm if torch.compiler.is_compiling() or y._is_view() else Tensor.addmm_
         y = add(y, narrow, wide, alpha=self.scaling)
         return y.view(*x.shape[:-1], self.out_features)
@@ -64,12 +64,12 @@ def check_lora(config: ModelConfig, rank: int, targets: Collection[str]) -> None
     """Refuse a LoRA that the model has no place for.
 
     Raises:
-        UsageError: if a layer has no linear of a target's name, or the rank is out of range.
+        UsageError: if a layer has no matrix of a target's name, or the rank is out of range.
     """
     known = dict.fromkeys(matrix.name for _, matrix in config.matrices)
     for name in targets:
         if name not in known:
-            raise UsageError(f"LoRA target {name!r}: the layers have no such linear: choose among {', '.join(known)}")
+            raise UsageError(f"LoRA target {name!r}: the layers have no such matrix: choose among {', '.join(known)}")
     if rank < 1:
         raise UsageError(f"LoRA rank {rank}: expected at least 1")
 
@@ -77,16 +77,16 @@ def check_lora(config: ModelConfig, rank: int, targets: Collection[str]) -> None
 def attach_lora(
     model: Decoder, *, rank: int, alpha: float, dropout: float = 0.0, targets: Collection[str] = ()
 ) -> list[nn.Parameter]:
-    """Freeze a decoder and put a `LoraLinear` in place of the named linears of every layer.
+    """Freeze a decoder and replace the named matrices of every layer by `LoraLinear`.
 
     Args:
-        targets: names within a layer, such as "attention.qkv"; by default all of its linears.
+        targets: names within a layer, such as "attention.qkv"; all matrices by default.
 
     Returns:
-        what is to be trained: a and b of each, in the order of the layers.
+        the trainable parameters: a and b of each matrix, in the order of the layers.
 
     Raises:
-        UsageError: if a layer has no linear of that name, or the rank is out of range.
+        UsageError: the layers have no matrix of that name, or the rank is out of range.
     """
     check_lora(model.config, rank, targets)
     model.requires_grad_(False)
@@ -105,15 +105,15 @@ def attach_lora(
 
 @torch.no_grad()
 def lora_of(model: Decoder, name: str) -> Lora:
-    """What was trained, with the scaling in b: copies in float32 on the CPU. All processes call it where it is sharded.
+    """The trained adapter: float32 copies on the CPU, with the scaling multiplied into b. Every process calls it.
 
     Raises:
-        UsageError: if the model has no `LoraLinear`.
+        UsageError: the model has no `LoraLinear`.
     """
     parts = {}
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             parts[path] = LowRank(whole(module.a).cpu().clone(), (whole(module.b) * module.scaling).cpu())
     if not parts:
-        raise UsageError(f"adapter {name}: the model has no LoRA: attach_lora comes first")
+        raise UsageError(f"adapter {name}: the model has no LoRA: call attach_lora first")
     return Lora(name, parts)

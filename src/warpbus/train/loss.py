@@ -1,8 +1,8 @@
-"""Cross-entropy of a large vocabulary, without the scores of more than a piece of the tokens at a time.
+"""Cross-entropy for a large vocabulary, with the logits of only a chunk of tokens in memory at a time.
 
-The gradients of the scores are known as soon as the scores are: they are made in the forward pass, multiplied at once
-into those of the hidden states and the head, and forgotten. Only what a row of the head is multiplied with stays in
-memory, never `[tokens, vocabulary]` (Wijmans et al., 2024, avoid it in a kernel).
+The gradient of the logits is known as soon as the logits are. The forward pass computes it per chunk, multiplies it
+into the gradients of the hidden states and the head, and discards it. A `[tokens, vocabulary]` tensor never exists
+(Wijmans et al., 2024, avoid it in a kernel).
 """
 
 from collections.abc import Callable
@@ -21,14 +21,11 @@ from warpbus.models.layers.frozen import times_frozen
 from warpbus.train.dataset import IGNORED
 
 PIECE_BYTES = 2**28
-"""What the scores of a piece of tokens may take in their own dtype: enough tokens for a product at full speed."""
+"""Maximum bytes of the logits of a chunk, in their own dtype: large enough for products at full speed."""
 
 
 def piece_rows(vocabulary: int, itemsize: int) -> int:
-    """How many tokens' scores, of `itemsize` bytes each, are computed at a time.
-
-    1 at least, and a multiple of 128 where there are as many.
-    """
+    """Tokens per chunk, for logits of `itemsize` bytes: at least 1, and a multiple of 128 if above 128."""
     rows = PIECE_BYTES // (itemsize * vocabulary)
     return max(1, rows - rows % 128 if rows > 128 else rows)
 
@@ -36,23 +33,23 @@ def piece_rows(vocabulary: int, itemsize: int) -> int:
 def summed_cross_entropy(hidden_nd: Tensor, head: nn.Module, targets_n: Tensor, *, rows: int | None = None) -> Tensor:
     """The sum of `-log softmax(head(hidden))[target]` over the tokens that have a target, in nats.
 
-    Tokens whose target is `IGNORED` cost nothing. Where the others are is looked up on the device of the targets: with
-    targets on the CPU no one waits for the GPU. Scores are in the dtype of the hidden states, or of an enclosing
-    `torch.autocast`; their softmax and the sum are in float32. The result can be differentiated once.
+    Tokens whose target is `IGNORED` are skipped. They are found on the device of the targets: targets on the CPU avoid
+    a synchronization with the GPU. Logits have the dtype of the hidden states, or of an enclosing `torch.autocast`;
+    softmax and sum are computed in float32. The result can be differentiated once.
 
     Args:
-        hidden_nd: floating `[n, d]`, or `[..., d]`.
-        head: `nn.Linear`, frozen or trained, also one whose weight is the embedding's; or a `QuantizedLinear`. With
-            FSDP2 it belongs to the module whose forward calls this, and is whole here.
-        targets_n: int64 in the shape of the hidden states without d; token ids or `IGNORED`.
-        rows: tokens of a piece; by default those whose scores take `PIECE_BYTES`.
+        hidden_nd: floating point `[n, d]`, or `[..., d]`.
+        head: `nn.Linear`, frozen or trained, tied to the embedding or not; or a `QuantizedLinear`. With FSDP2 it has to
+            belong to the module whose forward calls this, so that it is gathered here.
+        targets_n: int64 with the shape of the hidden states without d; token ids or `IGNORED`.
+        rows: tokens per chunk; by default as many as `PIECE_BYTES` allow.
 
     Returns:
-        a scalar: float32, or float64 for hidden states of float64.
+        a scalar: float32, or float64 for float64 hidden states.
 
     Raises:
-        TensorError: if the targets have another shape than the hidden states.
-        UsageError: for another kind of head, or one that is sharded.
+        TensorError: the shapes of targets and hidden states differ.
+        UsageError: another kind of head, or a sharded one.
     """
     loss: Tensor = _eagerly(hidden_nd, head, targets_n, rows)
     return loss
@@ -63,7 +60,7 @@ def _eagerly(hidden_nd: Tensor, head: nn.Module, targets_n: Tensor, rows: int | 
     if targets_n.shape != hidden_nd.shape[:-1]:
         raise TensorError(
             f"summed_cross_entropy: targets have shape {list(targets_n.shape)}, expected {list(hidden_nd.shape[:-1])}: "
-            "one for each hidden state"
+            "one target per hidden state"
         )
     if not isinstance(head, nn.Linear | QuantizedLinear):
         raise UsageError(f"summed_cross_entropy: the head is {type(head).__name__}: give nn.Linear or QuantizedLinear")
@@ -73,11 +70,11 @@ def _eagerly(hidden_nd: Tensor, head: nn.Module, targets_n: Tensor, rows: int | 
             "summed_cross_entropy: the head is sharded here: shard it with the module whose forward calls this"
         )
     flat = targets_n.reshape(-1)
-    places = (flat != IGNORED).nonzero().squeeze(1)
-    targets = flat[places].to(hidden_nd.device, non_blocking=True)
+    indices = (flat != IGNORED).nonzero().squeeze(1)
+    targets = flat[indices].to(hidden_nd.device, non_blocking=True)
     hidden = hidden_nd.reshape(-1, hidden_nd.shape[-1])
-    if len(places) < len(flat):
-        hidden = hidden[places.to(hidden.device, non_blocking=True)]
+    if len(indices) < len(flat):
+        hidden = hidden[indices.to(hidden.device, non_blocking=True)]
     hidden = autocast(hidden)
     rows = rows or piece_rows(head.out_features, hidden.element_size())
     loss: Tensor = _SummedCrossEntropy.apply(hidden, weight, bias, frozen, targets, rows, torch.is_grad_enabled())
@@ -108,7 +105,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("summed_cross_entropy: differentiated a second time; its gradients are gone")
-        # In place: those of the head are as large as the head.
+        # In place: the gradient of the head is as large as the head.
         gradients = [None if each is None else each.mul_(factor) for each in ctx.gradients]
         ctx.gradients = None
         return *gradients, None, None, None, None
@@ -123,11 +120,11 @@ def _pieces(
     rows: int,
     wanted: list[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss, and the gradients of hidden states, weight and bias as far as they are wanted."""
+    """The loss, and the gradients of hidden states, weight and bias where `wanted`."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     to_hidden = torch.empty_like(hidden) if wanted[0] else None
-    # Sums of all pieces, in float32 even where the head is in 16 bits.
+    # Summed over the chunks, in float32 even for a 16-bit head.
     to_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] and weight is not None else None
     to_bias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
     multiply, multiply_back = _products(weight, bias, head, hidden.dtype)
@@ -135,14 +132,14 @@ def _pieces(
         x, own = hidden[start : start + rows], targets[start : start + rows]
         scores = multiply(x).contiguous()
         loss += cross_entropy(scores, own, differentiated=any(wanted)).sum()
-        # From here on they are the gradients of the scores.
+        # `cross_entropy` has replaced the scores by their gradients.
         if to_hidden is not None:
             multiply_back(scores, to_hidden[start : start + rows])
         if to_weight is not None:
             to_weight += scores.T @ x
         if to_bias is not None:
             to_bias += scores.sum(0, dtype=wide)
-        del scores  # before those of the next piece are made
+        del scores  # free the memory before the next chunk
     sums = (to_hidden, hidden), (to_weight, weight), (to_bias, bias)
     return loss, [None if each is None or like is None else each.to(like.dtype) for each, like in sums]
 
@@ -150,7 +147,7 @@ def _pieces(
 def _products(
     weight: Tensor | None, bias: Tensor | None, head: QuantizedLinear | None, dtype: torch.dtype
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
-    """From hidden states to scores; and from gradients of scores to those of hidden states, into the second tensor."""
+    """Functions that compute scores from hidden states, and the gradient of hidden states from that of scores."""
     if head is not None:
         form = head.form
         return head, lambda scores, out: out.copy_(times_frozen(scores, form))

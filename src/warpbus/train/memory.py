@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from warpbus.kernels.ops.wna16_frozen import BUFFER_BYTES
 from warpbus.models.config import ModelConfig
 from warpbus.models.cost import MemoryNeed, packed_bytes
-from warpbus.models.layer_spec import LayerSpec
+from warpbus.models.layer_spec import LayerSpec, MLPSpec
 from warpbus.qtensor import Scheme
 from warpbus.train.fp8 import fits
 from warpbus.train.lora import check_lora
@@ -58,7 +58,7 @@ def training_memory(
     rows = -(-settings.rows_per_step // world)
     tokens = min(rows, settings.rows_at_once) * settings.length
     share = world if settings.sharding == "fsdp" else 1
-    of_spec = {spec: _Layer(spec, config, settings, half, shared=share > 1) for spec in config.layers}
+    of_spec = {spec: _LayerActivations(spec, config, settings, half, shared=share > 1) for spec in config.layers}
     layers = [of_spec[spec] for spec in config.layers]
     recomputed = settings.recompute or 0
     activations = sum(
@@ -134,7 +134,7 @@ def _held(config: ModelConfig, settings: TrainingSettings, scheme: Scheme | None
     for name, shape in config.parameters.items():
         matrix = config.matrix(name) if name.endswith(".weight") else None
         if matrix is not None and scheme is not None:
-            packed += matrix.copies * packed_bytes(scheme, *matrix.shape)
+            packed += packed_bytes(scheme, *matrix.shape)
         elif matrix is not None and settings.fp8 and fits(*matrix.shape):
             packed += 2 * _BYTE * matrix.num_weights + _FLOAT
         else:
@@ -175,7 +175,7 @@ def _scores(config: ModelConfig, settings: TrainingSettings, tokens: int, half: 
     return piece + trained + tokens * config.hidden_size * (norm + 2 * half)
 
 
-def _work(settings: TrainingSettings, scheme: Scheme | None, tokens: int, half: int, layer: "_Layer") -> int:
+def _work(settings: TrainingSettings, scheme: Scheme | None, tokens: int, half: int, layer: "_LayerActivations") -> int:
     """What the backward pass makes of a layer's MLP, less what it has freed: at the activation, or the product before.
 
     With the latter there are columns of a dequantized matrix, or a gradient of the matrix in both dtypes.
@@ -194,7 +194,7 @@ def _masks(config: ModelConfig, settings: TrainingSettings) -> bool:
     return settings.dtype == "float32" or config.prompt_end is not None
 
 
-class _Layer:
+class _LayerActivations:
     """Bytes of a layer's activations for each token.
 
     Attributes:
@@ -212,6 +212,7 @@ class _Layer:
         self, spec: LayerSpec, config: ModelConfig, settings: TrainingSettings, half: int, *, shared: bool
     ) -> None:
         full = settings.method == "full"
+        assert isinstance(spec.mlp, MLPSpec)  # experts are refused when the inputs are read
         self.stream = _FLOAT if full and not shared else half
         qkv, o, self.widening, down = spec.matrices
         names = [matrix.name for matrix in spec.matrices]

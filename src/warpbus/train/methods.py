@@ -1,6 +1,6 @@
-"""What is trained of a decoder: all of it, two narrow matrices beside each linear, or a prefix.
+"""Training methods: all weights of a decoder, low-rank adapters (LoRA), or a prefix (P-Tuning).
 
-Each method is a module whose forward gives the loss, and knows how what it has learnt is written.
+Each method is a module whose forward pass computes the loss, and which returns its trained parameters for writing.
 """
 
 import torch
@@ -22,8 +22,8 @@ from warpbus.train.settings import TrainingSettings
 from warpbus.train.sharding import whole
 
 
-class Method(nn.Module):
-    """A decoder that is trained; called with packed rows it gives their loss.
+class TrainingMethod(nn.Module):
+    """A decoder in training; called with packed rows, it returns their loss.
 
     Attributes:
         model: the decoder.
@@ -36,7 +36,7 @@ class Method(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         """The cross-entropy summed over the targets of rows `[rows, length]` (see `warpbus.train.dataset`), in nats.
 
-        `documents` may be left out where each row is one document.
+        `documents` may be None if each row is one document.
         """
         return summed_cross_entropy(self.hidden(tokens, positions, documents), self.model.head, targets)
 
@@ -53,20 +53,20 @@ class Method(nn.Module):
         return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
 
 
-class FullMethod(Method):
+class FullMethod(TrainingMethod):
     """Trains all weights, in float32."""
 
 
-class LoraMethod(Method):
-    """Trains a `LoraLinear` in place of each linear."""
+class LoraMethod(TrainingMethod):
+    """Trains LoRA adapters (`LoraLinear`)."""
 
     def lora(self, name: str) -> Lora:
-        """What was trained; every process calls it."""
+        """The trained adapter; every process calls it."""
         return lora_of(self.model, name)
 
 
-class PrefixMethod(Method):
-    """Trains the keys and values of a prefix."""
+class PrefixMethod(TrainingMethod):
+    """Trains the keys and values of a prefix (P-Tuning v2)."""
 
     def __init__(self, model: Decoder, prefix: TrainedPrefix) -> None:
         super().__init__(model)
@@ -79,27 +79,27 @@ class PrefixMethod(Method):
         return dict(self.learnt.named_parameters())
 
     def prefix(self, name: str) -> Prefix:
-        """What was trained, on the CPU; every process calls it."""
+        """The trained prefix, on the CPU; every process calls it."""
         return Prefix(name, whole(self.learnt.keys).cpu(), whole(self.learnt.values).cpu())
 
 
 def prepare(
     checkpoint: Checkpoint, config: ModelConfig, settings: TrainingSettings, data: Documents, device: torch.device
-) -> Method:
-    """The model of a checkpoint, ready to be trained on a device: the same in every process.
+) -> TrainingMethod:
+    """Load the model of a checkpoint for training on a device; it is the same in every process.
 
     Args:
-        checkpoint: with weights; without any, fresh ones are drawn, for "full" alone.
-        data: what it is trained on.
+        checkpoint: with weights; without any, method "full" starts from random weights.
+        data: the training data.
 
     Raises:
-        UsageError: settings that do not fit the model.
-        CheckpointError: the model is not understood.
-        DeviceError: FP8 on a GPU that has none.
+        UsageError: the settings do not fit the model.
+        CheckpointError: the model is not supported.
+        DeviceError: the GPU has no FP8.
     """
     if settings.method == "full":
         model = _whole_model(checkpoint, config, settings.seed, device).requires_grad_(True)
-        made: Method = FullMethod(model)
+        made: TrainingMethod = FullMethod(model)
     else:
         model = _frozen_model(checkpoint, settings, device)
         if settings.method == "lora":
@@ -123,11 +123,11 @@ def prepare(
 
 
 def _whole_model(checkpoint: Checkpoint, config: ModelConfig, seed: int, device: torch.device) -> Decoder:
-    """The weights to begin with: those of the checkpoint, or fresh ones if it has none."""
+    """The decoder with the weights of the checkpoint, or random weights if it has none."""
     if checkpoint.names():
         return load_model(checkpoint, device=device, dtype=torch.float32)
     model = Decoder(config)
-    # Drawn on the CPU, so that every device and every process begins with the same weights.
+    # Drawn on the CPU, so that every device and every process starts with the same weights.
     model.initialize(torch.Generator().manual_seed(seed))
     return model.to(device)
 
@@ -136,8 +136,8 @@ def _frozen_model(checkpoint: Checkpoint, settings: TrainingSettings, device: to
     """The model that an adapter is trained for."""
     if not checkpoint.names():
         raise UsageError(
-            f"{checkpoint.directory}: holds no weights to train {settings.method} for: add them, or use method full"
+            f"{checkpoint.directory}: has no weights to train {settings.method} for: add them, or use method full"
         )
-    linears = None if settings.quantize is None else Scheme.parse(settings.quantize)
+    layer_scheme = None if settings.quantize is None else Scheme.parse(settings.quantize)
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    return load_model(checkpoint, device=device, dtype=dtype, linears=linears).requires_grad_(False)
+    return load_model(checkpoint, device=device, dtype=dtype, layer_scheme=layer_scheme).requires_grad_(False)

@@ -45,7 +45,7 @@ def _recomputed(layer: DecoderLayer, x: Tensor, *others: Any) -> Tensor:
         return DecoderLayer.forward(layer, x, *others)
     if torch.compiler.is_compiling():
         return _checkpointed(layer, x, *others, preserve_rng_state=False)
-    run = _Run(lambda: DecoderLayer.forward(layer, x, *others), x)
+    run = _RecomputedForward(lambda: DecoderLayer.forward(layer, x, *others), x)
     with saved_tensors_hooks(run.pack, run.unpack):
         return DecoderLayer.forward(layer, x, *others)
 
@@ -67,7 +67,7 @@ class _Enough(Exception):  # noqa: N818 - no error: it ends early
     """The last tensor that the backward pass needs has been computed again."""
 
 
-class _Run:
+class _RecomputedForward:
     """One forward pass of a layer, and what its backward pass asks for.
 
     torch's `checkpoint` does the same in more general cases, for several times the Python at every tensor: on a fast

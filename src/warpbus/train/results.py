@@ -18,7 +18,7 @@ from warpbus.formats.files import put_in_place, storage_error, sync, write_json
 from warpbus.models.adapters import save_lora, save_prefix
 from warpbus.models.saving import named_tensors
 from warpbus.train.inputs import Inputs, weight_files
-from warpbus.train.methods import LoraMethod, Method, PrefixMethod
+from warpbus.train.methods import LoraMethod, PrefixMethod, TrainingMethod
 from warpbus.train.sharding import whole
 
 SUMMARY, LOG, CURVE = "training.json", "training-log.json", "training.png"
@@ -27,7 +27,7 @@ SUMMARY, LOG, CURVE = "training.json", "training-log.json", "training.png"
 def write(
     output: Path,
     inputs: Inputs,
-    method: Method,
+    method: TrainingMethod,
     summary: Mapping[str, Any],
     log: list[dict[str, float]],
     group: Group,

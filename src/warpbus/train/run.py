@@ -1,7 +1,7 @@
-"""The course of a training run in each of its processes: steps, validations, checkpoints, and what is written at last.
+"""The training loop that each process runs: steps, validation, checkpoints, and writing the result.
 
-The run keeps its state in `<output>.training/` and writes its result to `<output>` when it ends. Started again with
-the same settings, by any number of processes, it goes on from the last checkpoint.
+Checkpoints are in `<output>.training/`; the result is written to `<output>` at the end. A run that is started again
+with the same settings, by any number of processes, resumes from the last checkpoint.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from warpbus.dist import Group, Send
 from warpbus.errors import CheckpointError, NumericError, StorageError, UsageError
 from warpbus.train import results
 from warpbus.train.compiling import compile_layers
-from warpbus.train.dataset import IGNORED, Rows, assemble, pack
+from warpbus.train.dataset import IGNORED, PackedBatch, assemble, pack
 from warpbus.train.inputs import Inputs
 from warpbus.train.methods import prepare
 from warpbus.train.settings import TrainingSettings
@@ -36,8 +36,8 @@ _VALIDATED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Task:
-    """What to train, on what, and how; see `warpbus.train.train`."""
+class TrainingTask:
+    """The arguments of a run; see `warpbus.train.train`."""
 
     model: Path
     output: Path
@@ -49,13 +49,14 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """What is known before the first step.
+class TrainingStarted:
+    """The state of a run before its first step.
 
     Attributes:
-        step: how many steps an interrupted run has done already.
-        steps: how many there are in all.
-        trained, parameters: how many numbers are trained, and how many the model has.
+        step: steps that an interrupted run has done already.
+        steps: total number of steps.
+        trained: number of trainable parameters.
+        parameters: number of parameters of the model.
     """
 
     step: int
@@ -65,8 +66,8 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What is known after a step; `valid_loss` where the model was validated."""
+class TrainingProgress:
+    """The figures of a step; `valid_loss` is None if the model was not validated after it."""
 
     step: int
     steps: int
@@ -78,7 +79,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Halted:
-    """The state is saved after `step` steps, since the signal `number` came."""
+    """The run stopped because of signal `number`, with a checkpoint after `step` steps."""
 
     number: int
     step: int
@@ -86,41 +87,42 @@ class Halted:
 
 @dataclass(frozen=True)
 class Finished:
-    """The result is written; `summary` is what its `training.json` says."""
+    """The result is written; `summary` is the content of its `training.json`."""
 
     summary: dict[str, Any]
 
 
-def work(group: Group, send: Send, task: Task) -> None:
-    """One process's part of a run.
+def work(group: Group, send: Send, task: TrainingTask) -> None:
+    """Run the training loop in one process.
 
     Args:
-        send: gets `Begun` and after each step `Progress` from the first process, and from all `Halted` or `Finished`.
-            If it can be asked (`Line.heard`), the numbers of signals come from there, otherwise from the system.
+        send: receives `TrainingStarted` and, after each step, `TrainingProgress` from the first process, and `Halted`
+            or `Finished` from each process. If it is a `JobPipe`, signal numbers are received through it; otherwise
+            this process handles signals itself.
     """
-    _Run(group, send, task).go()
+    _TrainingRun(group, send, task).go()
 
 
-class _Run:
-    """One process's part of a run."""
+class _TrainingRun:
+    """The training loop in one process."""
 
-    def __init__(self, group: Group, send: Send, task: Task) -> None:
+    def __init__(self, group: Group, send: Send, task: TrainingTask) -> None:
         self.group, self.send, self.task = group, send, task
         workers = task.workers // group.world
         self.inputs = inputs = Inputs.read(task.model, task.data, task.settings, workers)
         self.settings = settings = inputs.settings
-        self.valid: Rows | None = None
+        self.valid: PackedBatch | None = None
         documents = inputs.batches.documents
         self.identity = Identity(asdict(settings), documents.digest(), repr(inputs.config))
         if task.valid is not None:
             held_out = inputs.held_out(task.valid, workers)
             self.valid = assemble(held_out, pack(held_out, range(len(held_out)), settings.length), settings.length)
-            if settings.keep == "best":  # by losses on other data another step may be the best
+            if settings.keep == "best":  # other validation data may select another step
                 self.identity = replace(self.identity, valid=held_out.digest())
         self.method = prepare(inputs.checkpoint, inputs.config, settings, documents, group.device)
         self.trained = sum(parameter.numel() for parameter in self.method.trained().values())
         self.parallel = distribute(self.method, self.method.model.layers, settings, group)
-        self.parameters = self.method.trained()  # as they are now, which may be parts
+        self.parameters = self.method.trained()  # after sharding
         self.optimizer = _optimizer(list(self.parameters.values()), settings, group.device)
         if settings.compile:
             compile_layers(self.method.model.layers)
@@ -131,7 +133,7 @@ class _Run:
         self._resume()
         if self.group.is_first:
             parameters = self.inputs.config.num_parameters
-            self.send(Begun(self.course.step, self.settings.steps, self.trained, parameters))
+            self.send(TrainingStarted(self.course.step, self.settings.steps, self.trained, parameters))
         if self.group.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         heard = getattr(self.send, "heard", None)
@@ -143,10 +145,13 @@ class _Run:
         self.send(Halted(number, self.course.step) if number else Finished(self._finish()))
 
     def _steps(self, stopping: Callable[[], int]) -> int:
-        """All steps that are left; `stopping` tells a signal's number, or 0.
+        """Run all remaining steps.
+
+        Args:
+            stopping: returns the number of a caught signal, or 0.
 
         Returns:
-            the number of the signal after which the state was saved; 0 if all steps are done.
+            the number of the signal that stopped the run; 0 if all steps are done.
         """
         settings, group, course = self.settings, self.group, self.course
         tokens = settings.rows_per_step * settings.length
@@ -169,18 +174,18 @@ class _Run:
                 self._save()
             if group.is_first:
                 speed = tokens / seconds
-                self.send(Progress(course.step, settings.steps, loss, rate, speed, entry.get("valid_loss")))
+                self.send(TrainingProgress(course.step, settings.steps, loss, rate, speed, entry.get("valid_loss")))
             if number and not last:
                 return number
             before = time.monotonic()
         return 0
 
-    def _update(self, rows: Rows, rate: float, stopping: int) -> tuple[float, float, int]:
+    def _update(self, rows: PackedBatch, rate: float, stopping: int) -> tuple[float, float, int]:
         """One optimizer step.
 
         Returns:
-            the mean loss of its targets and the norm of its gradient, over all processes, and the number of the signal
-            that one of them got, or 0.
+            the mean loss of the targets and the gradient norm, over all processes; and the number of a signal that one
+            of them caught, or 0.
         """
         settings, group = self.settings, self.group
         targets = group.sum((rows.targets != IGNORED).sum().to(group.device, non_blocking=True))
@@ -191,7 +196,7 @@ class _Run:
                 piece = slice(index * settings.rows_at_once, (index + 1) * settings.rows_at_once)
                 with nullcontext() if index == pieces - 1 else self._unsynchronized():
                     loss = self._loss(self.parallel, rows, piece)
-                    # Gradients are averaged over the processes: undo that, since the sum is divided by all targets.
+                    # DDP and FSDP average gradients over the processes: undo that, since `targets` counts all of them.
                     (loss * group.world / targets).backward()
                 total += loss.detach()
         norm = clip_gradients(list(self.parameters.values()), settings.clip)
@@ -201,41 +206,41 @@ class _Run:
         summed = group.sum(torch.cat((total[None], torch.tensor(flags, device=group.device))))
         mean = float(summed[0] / targets)
         if not math.isfinite(mean) or not math.isfinite(norm):
-            raise self._numeric_error(self.course.step + 1, f"the loss is {mean}, the gradient's norm {norm}")
+            raise self._numeric_error(self.course.step + 1, f"the loss is {mean}, the gradient norm {norm}")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         asked = [int(number) for number, count in zip(STOPPING, summed[1:].tolist(), strict=True) if count]
         return mean, norm, next(iter(asked), 0)
 
-    def _loss(self, compute: Callable[..., Tensor], rows: Rows, picked: slice) -> Tensor:
+    def _loss(self, compute: Callable[..., Tensor], rows: PackedBatch, picked: slice) -> Tensor:
         device, own = self.group.device, rows.pick(picked)
-        # Rows of one document each need no mask, and what is only causal has quicker kernels. It is looked up where the
-        # rows are made: no one waits for the GPU.
+        # Rows with a single document need no mask, and purely causal attention has faster kernels. This is computed on
+        # the CPU, before the rows are copied, to avoid a synchronization.
         alone = bool((own.documents == own.documents[:, :1]).all())
         own = own.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
             return compute(own.tokens, own.targets, own.positions, None if alone else own.documents)
 
     def _numeric_error(self, step: int, found: str) -> NumericError:
-        kept = f"; {self.state.path} has the last state that was saved" if self.state.exists() else ""
-        advice = "check the weights that it began with, or start again with a lower --learning-rate"
+        kept = f"; the last checkpoint is {self.state.path}" if self.state.exists() else ""
+        advice = "check the initial weights, or start again with a lower --learning-rate"
         return NumericError(f"step {step}: {found}: {advice}{kept}")
 
     def _unsynchronized(self) -> AbstractContextManager[None]:
-        """Within it, DDP keeps gradients to itself: the last piece of a step sends them all.
+        """A block in which DDP does not all-reduce gradients; the last micro-batch of a step does.
 
-        FSDP2 sends those of every piece, since it has room for a part of them alone.
+        FSDP2 reduces the gradients of every micro-batch, since each process stores only its shard.
         """
         return self.parallel.no_sync() if isinstance(self.parallel, DistributedDataParallel) else nullcontext()
 
     def _dropout(self) -> AbstractContextManager[None]:
-        """Within it, what is left out follows from the step, so that a run that goes on leaves out the same."""
+        """A block in which dropout is seeded by the step, so that a resumed run drops the same elements."""
         if not self.settings.dropout:
             return nullcontext()
         return _seeded((self.settings.seed, self.course.step, self.group.rank), self.group.device)
 
     @torch.no_grad()
-    def _validate(self, rows: Rows) -> float:
+    def _validate(self, rows: PackedBatch) -> float:
         """The mean loss of the held-out targets."""
         settings, group = self.settings, self.group
         total = torch.zeros(2, dtype=torch.float64, device=group.device)
@@ -244,12 +249,12 @@ class _Run:
         for start in range(0, len(rows.tokens), stride):
             picked = slice(start + group.rank, start + stride, group.world)
             own = rows.targets[picked]
-            # Sharded layers are computed by all processes at once: one that has no row left takes part with a row.
+            # FSDP needs all processes in every forward pass: a process without rows computes one and ignores its loss.
             total[0] += self._loss(self.method, rows, picked if len(own) else slice(0, 1)) * bool(len(own))
             total[1] += (own != IGNORED).sum()
         self.method.train()
         if isinstance(self.method, FSDPModule):
-            # What is whole, and in 16 bits, until a backward pass: none follows, and this may be what is written.
+            # Parameters stay gathered, in 16 bits, until a backward pass: none follows, and they may be written now.
             self.method.reshard()
         group.sum(total)
         mean = float(total[0] / total[1])
@@ -267,17 +272,18 @@ class _Run:
         step = 0 if course is None else course.step
         if not self.group.smallest(step) == -self.group.smallest(-step) == step:
             raise UsageError(
-                f"{self.state.directory}: not all processes see the same state: give an OUTPUT that all machines share"
+                f"{self.state.directory}: the processes see different checkpoints: use an OUTPUT on storage that all "
+                "machines share"
             )
         self.course = course or self.course
         if self.group.is_first:
             self.state.tidy_best(self.course)
 
     def _finish(self) -> dict[str, Any]:
-        """Write the result, and remove the state."""
+        """Write the result and remove the checkpoints."""
         summary = self._summary()
         if self.group.world > 1:
-            self._save()  # parts are gathered by all: what fails in the first alone cannot be saved any more
+            self._save()  # saving is collective: after an error in the first process alone it is no longer possible
         task, course = self.task, self.course
         try:
             if self.settings.keep == "best" and course.best_step != course.step:
@@ -285,7 +291,7 @@ class _Run:
             results.write(task.output, self.inputs, self.method, summary, course.log, self.group, task.overwrite)
         except (CheckpointError, StorageError, KeyboardInterrupt):
             if self.group.world == 1:
-                self._save()  # of the best step or the last: there is none to go on with
+                self._save()  # the parameters of the best or the last step, to write them later
             raise
         self.group.barrier()
         if self.group.is_first:
@@ -317,7 +323,7 @@ class _Run:
 
 
 def _optimizer(trained: list[nn.Parameter], settings: TrainingSettings, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019); biases and norms do not decay."""
+    """AdamW (Loshchilov and Hutter, 2019); biases and norms have no weight decay."""
     decaying = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [
@@ -327,8 +333,8 @@ def _optimizer(trained: list[nn.Parameter], settings: TrainingSettings, device: 
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
 
 
-def _ahead(batches: Iterator[Rows]) -> Iterator[Rows]:
-    """Make the next batches in a thread while the device works on this one."""
+def _ahead(batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
+    """Prepare the next batches in a thread while the device computes the current one."""
     with ThreadPoolExecutor(1) as thread:
         waiting = deque(thread.submit(next, batches, None) for _ in range(4))
         while (rows := waiting.popleft().result()) is not None:
@@ -338,7 +344,7 @@ def _ahead(batches: Iterator[Rows]) -> Iterator[Rows]:
 
 @contextmanager
 def _seeded(what: tuple[int, ...], device: torch.device) -> Iterator[None]:
-    """Within it torch's random numbers follow from `what`; outside they are what they would have been."""
+    """A block in which torch's generators are seeded by `what`; their state is restored afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest()))
         yield

@@ -1,4 +1,4 @@
-"""What can be chosen of a training run."""
+"""The settings of a training run."""
 
 import math
 from dataclasses import dataclass, fields
@@ -11,13 +11,13 @@ from warpbus.qtensor import Scheme
 
 METHODS = ("full", "lora", "ptuning")
 
-# What changes how a run is computed but not what it learns: it may differ when a run goes on.
+# Settings that change how a run is computed but not its result: they may change when a run is resumed.
 _FREE = ("rows_at_once", "compile", "recompute", "sharding", "save_every")
 
-# What one method alone has.
+# Settings of a single method.
 _ONLY = {"lora": ("rank", "alpha", "dropout", "targets"), "ptuning": ("prefix_tokens",)}
 
-# What adapters want otherwise: few rows, larger steps, nothing that pulls what is learnt back to 0.
+# Defaults for adapters: small batches, a higher learning rate, and no weight decay.
 _ADAPTER = {"rows_per_step": 16, "rows_at_once": 4, "warmup": 20, "weight_decay": 0.0}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -28,38 +28,41 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How to train. A run is resumed only with the settings that it began with, but for those of `may_change`.
+    """Hyperparameters of a run. Only settings of `may_change` may differ when a run is resumed.
 
     Attributes:
-        method: "full" trains all weights; "lora" two narrow matrices beside each linear (Hu et al., 2021,
-            arXiv:2106.09685), on a quantized base QLoRA (Dettmers et al., 2023, arXiv:2305.14314); "ptuning" keys and
-            values in front of every sequence (P-Tuning v2; Liu et al., 2021, arXiv:2110.07602).
+        method: "full" trains all weights; "lora" trains low-rank adapters (Hu et al., 2021, arXiv:2106.09685), which is
+            QLoRA on a quantized base (Dettmers et al., 2023, arXiv:2305.14314); "ptuning" trains a prefix of keys and
+            values (P-Tuning v2; Liu et al., 2021, arXiv:2110.07602).
         steps: optimizer steps; 0 means `epochs` passes over the data.
-        epochs: passes over the data, where `steps` is 0.
-        length: tokens in a row; longer documents are cut.
-        rows_per_step: rows in a step, over all processes.
-        rows_at_once: rows in one forward pass of a process; more are accumulated.
-        learning_rate: at its peak; it rises over `warmup` steps and falls along a cosine to `final_rate` of itself.
-        clip: the largest norm of a step's gradient.
+        epochs: passes over the data if `steps` is 0.
+        length: tokens per row; longer documents are truncated.
+        rows_per_step: rows per optimizer step, over all processes.
+        rows_at_once: rows per forward pass of a process (micro-batch); gradients are accumulated.
+        learning_rate: peak value, after a linear warm-up of `warmup` steps; a cosine decays it to
+            `final_rate * learning_rate`.
+        weight_decay: of matrices; biases and norms have none.
+        clip: maximum gradient norm.
         compile: use `torch.compile` for the layers (`warpbus.train.compiling`).
-        dtype: "bfloat16" for mixed precision, or "float32". What is trained, and its optimizer's state, is float32;
-            weights that are not trained are held in this dtype.
-        fp8: the layers' linears multiply in FP8 (`warpbus.train.fp8`).
-        recompute: activations of every n-th layer are computed again in the backward pass, not kept; 0: of none.
-        sharding: between processes: "ddp", each has the whole model, or "fsdp", each has a part of all weights,
-            gradients and optimizer states (FSDP2).
+        dtype: "bfloat16" for mixed precision, or "float32". Trained parameters and optimizer states are float32;
+            frozen weights have this dtype.
+        fp8: multiply the matrices of the layers in FP8 (`warpbus.train.fp8`).
+        recompute: recompute the activations of every n-th layer in the backward pass (activation checkpointing); 0: of
+            no layer.
+        sharding: "ddp": each process has the whole model; "fsdp": each has a shard of all weights, gradients and
+            optimizer states (FSDP2).
         valid_every, save_every: steps between validations and between checkpoints.
-        keep: what is written in the end: "last", what is trained after all steps, or "best", after the step with the
-            lowest validation loss.
-        seed: of fresh weights, of the shuffles and of dropout.
-        rank, alpha, dropout, targets: of "lora": rows of the first matrix, scaling times rank, share of inputs left
-            out, and the linears by name, all where there is none.
-        prefix_tokens: of "ptuning": how many tokens the prefix stands for.
+        keep: the weights to write: "last", after the last step, or "best", after the step with the lowest validation
+            loss.
+        seed: of initial weights, shuffling and dropout.
+        rank, alpha, dropout, targets: of "lora": the rank, the scaling times the rank, the dropout rate of the inputs,
+            and the names of the matrices (all by default).
+        prefix_tokens: of "ptuning": length of the prefix in tokens.
         quantize: of "lora" and "ptuning": a scheme such as "w4a16-g64" that the matrices of the layers are rounded to
-            while they are loaded. A model that is quantized already needs none.
+            while loading. Not for models that are quantized already.
 
     Raises:
-        UsageError: if a setting is out of range, or does not go with another one.
+        UsageError: a setting is out of range, or conflicts with another one.
     """
 
     method: str = "full"
@@ -101,16 +104,16 @@ class TrainingSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} is {value}: expected a number above 0")
-        # What cannot be saved need not be trained.
+        # Limits of the adapter formats.
         for name, most in (("rank", MAX_RANK), ("prefix_tokens", MAX_TOKENS)):
             if getattr(self, name) > most:
                 raise UsageError(f"{name} is {getattr(self, name)}: expected {most} at most")
-        # AdamW moves each weight by about the learning rate: above 1, no weight would survive a step.
+        # AdamW changes each weight by about the learning rate: a step above 1 would destroy the model.
         for name in ("learning_rate", "final_rate"):
             if getattr(self, name) > 1:
                 raise UsageError(f"{name} is {getattr(self, name)}: expected a number of at most 1")
         if self.dropout >= 1:
-            raise UsageError(f"dropout is {self.dropout}: expected a share below 1")
+            raise UsageError(f"dropout is {self.dropout}: expected a number below 1")
         choices = {"dtype": ("bfloat16", "float32"), "method": METHODS, "sharding": ("ddp", "fsdp")}
         for name, known in (choices | {"keep": ("last", "best")}).items():
             if getattr(self, name) not in known:
@@ -121,27 +124,27 @@ class TrainingSettings:
         if self.quantize is None:
             return
         if self.method == "full":
-            raise UsageError("quantize: rounded weights cannot be trained: use method lora or ptuning, or leave it out")
+            raise UsageError("quantize: quantized weights cannot be trained: use method lora or ptuning, or drop it")
         scheme = Scheme.parse(self.quantize)
         if scheme.activations is not None or not scheme.symmetric:
             raise UsageError(f"quantize is {self.quantize!r}: expected weights only, symmetric, such as w4a16-g64")
         if self.fp8:
-            raise UsageError("quantize and fp8: rounded matrices are not multiplied in FP8: choose one of the two")
+            raise UsageError("quantize and fp8: quantized matrices cannot be multiplied in FP8: choose one of the two")
 
     @classmethod
     def of(cls, method: str, **given: Any) -> "TrainingSettings":
-        """Settings for a method, with its own defaults for those that are None or not given.
+        """Settings for a method, with the method's defaults for those that are None or missing.
 
         Raises:
-            UsageError: as the class, and for a setting of another method.
+            UsageError: as the class; or a setting belongs to another method.
         """
         chosen = {name: value for name, value in given.items() if value is not None}
         defaults = {field.name: field.default for field in fields(cls)}
-        # Who forgets --method lora shall not find out after a night that all weights were trained.
+        # Without this check, a forgotten --method lora would train all weights, unnoticed for hours.
         for only, names in _ONLY.items():
             for name in names if method in METHODS and method != only else ():
                 if chosen.get(name, defaults[name]) != defaults[name]:
-                    raise UsageError(f"{name}: method {method} has none: leave it out, or choose method {only}")
+                    raise UsageError(f"{name}: only for method {only}, not {method}: drop it, or use method {only}")
         return cls(method=method, **{**_DEFAULTS.get(method, {}), **chosen})
 
     def rate(self, step: int) -> float:
@@ -153,14 +156,14 @@ class TrainingSettings:
         return self.learning_rate * (self.final_rate + (1 - self.final_rate) * cosine)
 
     def check_shared(self, world: int) -> None:
-        """UsageError if so many processes cannot share a step's rows equally."""
+        """Raise UsageError if `rows_per_step` is not a multiple of the number of processes."""
         if self.rows_per_step % world:
             raise UsageError(
-                f"--rows {self.rows_per_step}: {world} processes cannot share them equally: give a multiple of {world}"
+                f"--rows {self.rows_per_step}: not divisible by the {world} processes: give a multiple of {world}"
             )
 
     @classmethod
     def may_change(cls, name: str) -> bool:
-        """Whether a run may go on with another value of a setting: one that changes how, not what it learns."""
+        """Whether a setting may change when a run is resumed: it affects how the result is computed, not the result."""
         assert name in {field.name for field in fields(cls)}
         return name in _FREE

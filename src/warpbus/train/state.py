@@ -1,8 +1,8 @@
-"""The state of a run on disk: what is trained, the optimizer's moments, and how far it is.
+"""Checkpoints of a run: trained parameters, optimizer moments, and progress.
 
-It is one file of whole tensors, whatever number of processes wrote it and however they shared the model, so that
-another number of them can go on. What is not trained is not in it. Beside it, where the best validation counts, is what
-was trained then: a file by its step, which is there before a state speaks of it, and as long as one does.
+A checkpoint is one file of unsharded tensors, independent of the number of processes and the sharding, so that a run
+can be resumed with others. Frozen parameters are not in it. With `keep="best"` a second file, named by its step, holds
+the parameters of the best validation; it exists whenever a checkpoint refers to it.
 """
 
 import secrets
@@ -27,13 +27,13 @@ _KEYS = {"run", "step", "seconds", "log", "settings", "data", "config", "model",
 
 @dataclass
 class Course:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        run: a random name of its own.
-        step: how many steps are done.
-        seconds: of all sessions together.
-        log: an entry a step.
+        run: a random identifier.
+        step: number of finished steps.
+        seconds: training time over all sessions.
+        log: one entry per step.
     """
 
     run: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -43,25 +43,25 @@ class Course:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The lowest validation loss, and after which step it was; the first one of several that are as low."""
+        """The lowest validation loss and its step, the first one in case of a tie; None without validation."""
         validated = [(entry["valid_loss"], int(entry["step"])) for entry in self.log if "valid_loss" in entry]
         return min(validated, default=None)
 
     @property
     def best_step(self) -> int | None:
-        """After which step the validation loss was lowest."""
+        """The step with the lowest validation loss; None without validation."""
         return None if self.best is None else self.best[1]
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run may only go on with.
+    """The inputs of a run, which have to be the same when it is resumed.
 
     Attributes:
-        settings: of its `TrainingSettings`.
-        data: the documents' digest.
-        config: the model's.
-        valid: the digest of those that it is validated on, where they choose what is kept.
+        settings: the `TrainingSettings` as a dict.
+        data: digest of the training documents.
+        config: the model config.
+        valid: digest of the validation documents, if they decide which step is kept.
     """
 
     settings: dict[str, Any]
@@ -70,52 +70,52 @@ class Identity:
     valid: str | None = None
 
     def changes(self, before: Mapping[str, Any]) -> list[str]:
-        """What was another in a state that was saved."""
-        was = {**asdict(TrainingSettings()), **before["settings"]}  # it may be older than a setting
+        """The differences to a saved state, in words."""
+        was = {**asdict(TrainingSettings()), **before["settings"]}  # an old state may lack new settings
         changed = [
             f"{name} was {was[name]}"
             for name, value in self.settings.items()
             if was[name] != value and not TrainingSettings.may_change(name)
         ]
         if before["data"] != self.data:
-            changed.append("the data were others")
+            changed.append("the data changed")
         if None not in (self.valid, before.get("valid")) and before["valid"] != self.valid:
-            changed.append("the validation data were others")
+            changed.append("the validation data changed")
         if before["config"] != self.config:
-            changed.append("the model was another")
+            changed.append("the model changed")
         return changed
 
 
 class StateFile:
-    """`state.pt` in the directory `<output>.training`, and `best-N.pt` of the best step N.
+    """The checkpoint `state.pt` in the directory `<output>.training`, and `best-N.pt` of the best step N.
 
     Args:
-        output: what the run writes in the end.
+        output: the output directory of the run.
     """
 
     def __init__(self, output: Path) -> None:
         self.output = output
         self.directory = output.with_name(output.name + ".training")
         self.path = self.directory / "state.pt"
-        self._saved_best: int | None = None  # what the state on the disk goes on with
+        self._saved_best: int | None = None  # the best step according to the state on disk
 
     def exists(self) -> bool:
         return self.path.exists()
 
     def finished(self, settings: TrainingSettings) -> dict[str, Any] | None:
-        """The summary of the run with these settings that this state is of, if it wrote its output already and was
-        killed before it tidied up."""
+        """The summary of a run with these settings that wrote its output but was killed before it removed this state;
+        None if there is no such run."""
         summary = read_json(self.output / "training.json")
         if not isinstance(summary, dict) or not self.exists():
             return None
         state = self._load()
-        if not settings.steps:  # as many as the data made
+        if not settings.steps:  # computed from the data
             settings = replace(settings, steps=state["settings"]["steps"])
         same = not Identity(asdict(settings), state["data"], state["config"]).changes(state)
         return summary if same and state["run"] == summary.get("run") else None
 
     def tidy(self) -> None:
-        """Remove what killed processes have left half-written."""
+        """Remove partial files of killed processes."""
         if not self.directory.is_dir():
             return
         for left in self.directory.glob(".*.partial-*"):
@@ -124,10 +124,9 @@ class StateFile:
             shutil.rmtree(left, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove the state, and its directory if nothing else is in it.
+        """Remove the state, and its directory if it is empty then.
 
-        Killed on the way, it leaves all of the state or none: what is left without `state.pt` is of nobody, and the
-        next run to the same output removes it.
+        `state.pt` is removed first: if the process is killed here, the next run to the same output removes the rest.
         """
         self.path.unlink(missing_ok=True)
         self._drop_best(())
@@ -143,17 +142,17 @@ class StateFile:
         *,
         writes: bool,
     ) -> None:
-        """Write it, at once or not at all; every process calls it, and the one that `writes` does.
+        """Write a checkpoint atomically; every process calls it, and the one with `writes` writes.
 
         Args:
-            parameters: what is trained, by name.
+            parameters: the trained parameters, by name.
 
         Raises:
-            StorageError: if it cannot be written; the one before is still there then.
+            StorageError: it cannot be written; the previous checkpoint is kept.
         """
         model, moments = {}, {}
         for name, parameter in parameters.items():
-            # One after the other: a GPU may have no room for all of them.
+            # One at a time: a GPU may not have memory for all gathered parameters.
             parts = {"parameter": parameter, **{key: optimizer.state[parameter][key] for key in _MOMENTS}}
             full = {key: whole(tensor) for key, tensor in parts.items()}
             if writes:
@@ -167,9 +166,9 @@ class StateFile:
             self._drop_best((course.best_step,))
 
     def save_best(self, course: Course, parameters: Mapping[str, nn.Parameter], *, writes: bool) -> None:
-        """Write what is trained after the step that is done, which is the best so far; called and raises as `save`.
+        """Write the parameters after the current step, which is the best so far; called and raises as `save`.
 
-        That of the state on the disk stays, since a run that is killed goes on from there.
+        The file of the best step in `state.pt` is kept, because a killed run resumes from `state.pt`.
         """
         model = {}
         for name, parameter in parameters.items():
@@ -181,7 +180,7 @@ class StateFile:
             self._drop_best((course.step, self._saved_best))
 
     def take_best(self, course: Course, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Put what was trained after the best step into the parameters; every process calls it.
+        """Load the parameters of the best step; every process calls it.
 
         Raises:
             CheckpointError: the file is missing or damaged.
@@ -192,7 +191,7 @@ class StateFile:
             raise self._damaged(self._best(course.best_step), error) from None
 
     def tidy_best(self, course: Course) -> None:
-        """Remove what a killed run wrote after the state that it goes on from."""
+        """Remove files that a killed run wrote after its last checkpoint."""
         self._drop_best((course.best_step,))
 
     def load(
@@ -201,26 +200,26 @@ class StateFile:
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
     ) -> Course | None:
-        """Put the state into parameters and optimizer; None if there is none.
+        """Load the checkpoint into parameters and optimizer; None if there is none.
 
         Raises:
-            CheckpointError: it is damaged, or that of the best step, which is to be kept, is so or missing.
-            UsageError: it is of a run of another identity.
+            CheckpointError: it is damaged, or the file of the best step is damaged or missing.
+            UsageError: it belongs to a run of another identity.
         """
         if not self.exists():
             return None
         state = self._load()
         if changed := identity.changes(state):
             raise UsageError(
-                f"{self.directory}: an interrupted run with other settings ({', '.join(changed)}): "
-                "use those to go on, or delete it to start anew"
+                f"{self.directory}: the interrupted run had other settings ({', '.join(changed)}): "
+                "use the same to resume it, or delete the directory to start over"
             )
         try:
             self._fill(state, parameters, optimizer)
         except (KeyError, RuntimeError) as error:
             raise self._damaged(self.path, error) from None
         course = Course(state["run"], state["step"], state["seconds"], state["log"])
-        # Of the last step, after which all is written, there is no file.
+        # There is no file of the last step, after which the result is written.
         if identity.settings["keep"] == "best" and course.best_step not in (None, identity.settings["steps"]):
             self._load_best(course)
         self._saved_best = course.best_step
@@ -253,10 +252,10 @@ class StateFile:
 
     def _read(self, path: Path, keys: set[str]) -> dict[str, Any]:
         try:
-            # Mapped: each process reads what it needs, and none has all of it in memory.
+            # Memory-mapped: each process reads only what it needs.
             found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             missing = keys - set(found)
-        except Exception as error:  # a damaged file can make the unpickler raise anything
+        except Exception as error:  # torch.load of a damaged file can raise any exception
             raise self._damaged(path, error) from None
         if missing:
             raise self._damaged(path, KeyError(min(missing)))
@@ -273,7 +272,7 @@ class StateFile:
 
     def _damaged(self, path: Path, error: Exception) -> CheckpointError:
         found = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({type(error).__name__})"
-        return CheckpointError(f"{path}: {found}: delete {self.directory} to start anew")
+        return CheckpointError(f"{path}: {found}: delete {self.directory} to start over")
 
 
 def _put(model: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -283,11 +282,11 @@ def _put(model: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> No
 
 
 def _write(state: Mapping[str, Any], path: Path) -> None:
-    # Through a file of Python's, an error says that the disk is full.
+    # With a Python file object the error says that the disk is full.
     with path.open("wb") as file:
         torch.save(state, file)
 
 
 def _halves(directory: Path, name: str) -> list[Path]:
-    """What was to become `name` in a directory: `.name.partial-` and a number, or a part of such a one."""
+    """The partial directories and files of `name`: `.name.partial-` and a number, or a part of one."""
     return [path for path in directory.iterdir() if path.name.startswith((f".{name}.partial-", f"..{name}.partial-"))]

@@ -1,4 +1,4 @@
-"""How a run is stopped: Ctrl-C and SIGTERM let it finish its step and save its state."""
+"""Stops a run on Ctrl-C or SIGTERM: it finishes its step and saves a checkpoint."""
 
 import signal
 import threading
@@ -11,33 +11,33 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that a signal has ended, with its state saved.
+    """A run was stopped by a signal.
 
     Attributes:
-        signal: its number.
-        step: how many steps are done; None where that is not known, and the state is an earlier one.
-        state: where they are kept; None where there was nothing to keep yet.
+        signal: the number of the signal.
+        step: the number of finished steps; None if unknown, because the checkpoint is older.
+        state: the path of the checkpoint; None if there is none.
     """
 
     def __init__(self, number: int, step: int | None = 0, state: Path | None = None) -> None:
         if state is None:
-            kept = "nothing was done yet" if step == 0 else "nothing was saved yet"
+            kept = "no step was finished" if step == 0 else "no checkpoint was saved"
         else:
-            kept = f"what was saved last is in {state}" if step is None else f"{step:,} steps are kept in {state}"
+            kept = f"the last checkpoint is {state}" if step is None else f"{step:,} steps saved in {state}"
         super().__init__(f"stopped by {signal.Signals(number).name}: {kept}")
         self.signal, self.step, self.state = number, step, state
 
 
 class Signals:
-    """Notes a signal of `STOPPING` while a `with` block runs; a second one ends the block at once.
+    """Catches a signal of `STOPPING` while a `with` block runs; a second signal raises `Stopped` in the block.
 
-    Outside of the main thread, where Python has no signals, nothing is noted.
+    Outside the main thread, where Python cannot handle signals, this does nothing.
 
     Args:
-        tell: called with the number of the first one, too.
+        tell: called with the number of the first signal.
 
     Attributes:
-        caught: the number of the first one, or 0.
+        caught: the number of the first signal, or 0.
     """
 
     def __init__(self, tell: Callable[[int], None] | None = None) -> None:

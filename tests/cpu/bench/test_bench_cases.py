@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from warpbus.bench import Benchmark, Run, cases, ceilings, geometric_means, matmul, run, timing
-from warpbus.bench.cases import Case, Plot, Result, Rival
+from warpbus.bench.cases import Case, PeerContender, Plot, Result
 from warpbus.bench.catalog import BENCHMARKS
 from warpbus.bench.dense import LAYERS, decode_shapes
-from warpbus.bench.timing import Effort, Timing
+from warpbus.bench.timing import Timing, TimingEffort
 from warpbus.errors import DeviceError, UsageError
 
 CPU = torch.device("cpu")
@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     """Tiny buffers, and one sample of each thing."""
-    monkeypatch.setattr(cases, "QUICK", Effort(samples=2, sample_seconds=1e-6, seconds=0.1))
-    monkeypatch.setattr(ceilings, "FULL", Effort(samples=1, sample_seconds=1e-6, seconds=0.1))
+    monkeypatch.setattr(cases, "QUICK", TimingEffort(samples=2, sample_seconds=1e-6, seconds=0.1))
+    monkeypatch.setattr(ceilings, "FULL", TimingEffort(samples=1, sample_seconds=1e-6, seconds=0.1))
     monkeypatch.setattr(ceilings, "_CPU_BYTES", 2**16)
     monkeypatch.setattr(timing, "cpu_cache_bytes", lambda: 2**12)
 
@@ -115,7 +115,7 @@ def made_up(metric="time", floor=1e-6):
         floor_seconds=floor,
         make=tuple,
         ours=lambda: None,
-        rivals=[Rival("a", "1", lambda: None), Rival("b", "2", alone=lambda: Timing((6e-6,), "clock"))],
+        rivals=[PeerContender("a", "1", lambda: None), PeerContender("b", "2", alone=lambda: Timing((6e-6,), "clock"))],
     )
 
 
@@ -153,7 +153,7 @@ def test_a_record_for_each_peer(instant, metric, unit, ours, peers, floor):
 
 def test_geometric_means_by_group_and_variant(instant):
     def case(n, variant):
-        return Case({"n": n, "variant": variant}, "time", 1, None, tuple, str, [Rival("a", "1", str)])
+        return Case({"n": n, "variant": variant}, "time", 1, None, tuple, str, [PeerContender("a", "1", str)])
 
     def group(case):
         return case["n"] < 3
@@ -176,7 +176,7 @@ def test_geometric_means_by_group_and_variant(instant):
 
 def test_geometric_means_by_peer(instant):
     def case(n):
-        calls = [Rival("a", "1", str), Rival("b", "1", alone=lambda: Timing((8e-6,), "graph"))]
+        calls = [PeerContender("a", "1", str), PeerContender("b", "1", alone=lambda: Timing((8e-6,), "graph"))]
         return Case({"n": n}, "time", 1, None, tuple, str, calls)
 
     benchmark = Benchmark("x", "X", lambda run: [partial(case, 1)], Plot(None), means={"all": lambda case: True})

@@ -172,8 +172,8 @@ def test_transformers_generates_as_many_tokens_as_it_is_asked_for(monkeypatch):
 
     monkeypatch.setattr(library.AutoModelForCausalLM, "from_config", build)
     put = []
-    monkeypatch.setattr(decoders._Stopwatch, "put", lambda self, tokens: put.append(tokens.numel()))
-    monkeypatch.setattr(decoders._Stopwatch, "seconds", 1.0)
+    monkeypatch.setattr(decoders._TokenTimes, "put", lambda self, tokens: put.append(tokens.numel()))
+    monkeypatch.setattr(decoders._TokenTimes, "seconds", 1.0)
     for name, kind in (("chatglm2-6b", "glm"), ("llama-3-8b", "llama")):
         put.clear()
         assert decoders.transformers(tiny(name), CPU)(8, 5) == 1.0
@@ -202,7 +202,7 @@ def test_what_has_no_peer():
 def test_a_stopwatch_begins_with_the_first_token(monkeypatch):
     times = iter([0.0, 5.0, 6.0, 8.0])
     monkeypatch.setattr(decoders, "time", types.SimpleNamespace(perf_counter=lambda: next(times)))
-    watch = decoders._Stopwatch()
+    watch = decoders._TokenTimes()
     for _ in range(4):
         watch.put(torch.zeros(1))
     watch.end()

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from warpbus.bench import Run, pool, run
-from warpbus.bench.pool import PARTS, Work, pool_benchmark
+from warpbus.bench.options import PoolBenchOptions
+from warpbus.bench.pool import PARTS, pool_benchmark
 from warpbus.bench.pool_client import _echoed, operator_calls
 from warpbus.bench.pool_plot import pool_figure
-from warpbus.bench.pool_processes import Place, do, echo
+from warpbus.bench.pool_processes import ClientLocation, do, echo
 from warpbus.bench.pool_tenants import _products
 from warpbus.bench.pool_training import SMALL_GPT, Gpt, GptShape, Training
 from warpbus.errors import DeviceError, UsageError
@@ -50,7 +51,7 @@ def asked(monkeypatch):
 
     @contextmanager
     def link(gigabits, *flags):
-        yield Place(f"warpbuss://far:{gigabits:.0f}")
+        yield ClientLocation(f"warpbuss://far:{gigabits:.0f}")
 
     @contextmanager
     def echo():
@@ -68,7 +69,7 @@ def asked(monkeypatch):
 
 def records_of(*parts, **work):
     settings = Run(torch.device("cpu"), "warpbus bench pool")
-    return run(pool_benchmark(Work(parts=parts, **work)), settings), settings.notes
+    return run(pool_benchmark(PoolBenchOptions(parts=parts, **work)), settings), settings.notes
 
 
 def test_every_part_gives_records_and_a_picture(asked):
@@ -132,8 +133,8 @@ def test_tenants_get_parts_of_what_both_get(monkeypatch, capsys):
         yield Both()
 
     monkeypatch.setattr(pool, "tenants", tenants)
-    measured = pool._Measured(Run(torch.device("cpu"), ""), pool.LITTLE, Work())
-    rows = measured._shared(Place("warpbus://127.0.0.1:7700"), "mps")
+    measured = pool._PoolMeasurements(Run(torch.device("cpu"), ""), pool.LITTLE, PoolBenchOptions())
+    rows = measured._shared(ClientLocation("warpbus://127.0.0.1:7700"), "mps")
     got = [(row.parameters["of"], row.parameters["granted"], row.ours, row.peers[0][2]) for row in rows]
     rate = 2 * pool.LITTLE.side**3 / 1e12
     assert got == [
@@ -177,7 +178,7 @@ def test_pauses_are_beside_the_whole_move(asked):
 @pytest.mark.parametrize("wrong", [{"parts": ("operator",)}, {"shape": "gpt-5"}])
 def test_what_there_is_not_is_refused(wrong):
     with pytest.raises(UsageError, match="choose among"):
-        pool_benchmark(Work(**wrong))
+        pool_benchmark(PoolBenchOptions(**wrong))
 
 
 def test_the_gpt_has_100_million_parameters():
@@ -209,5 +210,5 @@ def test_bytes_go_over_the_plain_socket_and_come_back_as_one():
 
 def test_a_client_that_fails_is_told_in_a_line():
     with pytest.raises(DeviceError, match=r"bench pool: operators failed: .*127\.0\.0\.1:1") as caught:
-        do("operators", Place("warpbus://127.0.0.1:1"), device="cpu", rounds=1)
+        do("operators", ClientLocation("warpbus://127.0.0.1:1"), device="cpu", rounds=1)
     assert "\n" not in str(caught.value)

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from warpbus.bench import compressor, quantization_process, quantize
 from warpbus.bench.cases import WHOLE, Run, run
+from warpbus.bench.options import QuantizeBenchOptions, parse_counts
 from warpbus.bench.plots import figure
-from warpbus.bench.quantize import Work, equal_share, parse_counts, quantize_benchmark
+from warpbus.bench.quantize import equal_share, quantize_benchmark
 from warpbus.bench.records import read
 from warpbus.cli import app
 from warpbus.errors import DeviceError, StorageError, UsageError
@@ -24,7 +25,7 @@ from warpbus.quantization import quantize as quantize_model
 from warpbus.quantization.preflight import prepare
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 16, "ffn_size": 96}
-WORK = Work(layers=1, samples=2, seqlen=64, scheme="w4a16-g32")
+WORK = QuantizeBenchOptions(layers=1, samples=2, seqlen=64, scheme="w4a16-g32")
 LITTLE = '{"where": {"device": "cpu", "gpus": "all", "processes": 1}}'
 
 
@@ -137,9 +138,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tiny, tmp_path, mo
 
 
 def test_counts():
-    assert parse_counts("4,1,2,2") == (1, 2, 4)
+    assert parse_counts("gpus", "4,1,2,2") == (1, 2, 4)
     with pytest.raises(UsageError, match="--gpus 1,x: expected whole numbers separated by commas"):
-        parse_counts("1,x")
+        parse_counts("gpus", "1,x")
 
 
 def test_the_disk_that_is_asked_for_holds_what_is_written(tiny, tmp_path):

@@ -10,7 +10,7 @@ from warpbus.bench import cases, quantized, timing
 from warpbus.bench.cases import Run, geometric_means, run
 from warpbus.bench.peers import Humming, Tinygemm
 from warpbus.bench.quantized import W8A8, WNA16, random_weight
-from warpbus.bench.timing import Effort
+from warpbus.bench.timing import TimingEffort
 from warpbus.errors import SchemeError, UsageError
 from warpbus.kernels.ops.packed import unpack
 from warpbus.qtensor import QTensor, Scheme
@@ -29,7 +29,7 @@ def small(monkeypatch):
     """Little layers on the CPU, where there is no tinygemm."""
     monkeypatch.setattr(quantized, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(quantized, "matrix_rate", lambda device, dtype: 1e11)
-    monkeypatch.setattr(cases, "QUICK", Effort(samples=2, sample_seconds=1e-6, seconds=0.1))
+    monkeypatch.setattr(cases, "QUICK", TimingEffort(samples=2, sample_seconds=1e-6, seconds=0.1))
     monkeypatch.setattr(timing, "cpu_cache_bytes", lambda: 2**12)
     monkeypatch.setattr(quantized, "LAYERS", SMALL)
     monkeypatch.setattr(Tinygemm, "takes", staticmethod(lambda scheme, n, k: False))

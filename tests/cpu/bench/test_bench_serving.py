@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 
 from warpbus.bench import parallel, serving, serving_http, serving_peer
 from warpbus.bench.cases import Run, run
+from warpbus.bench.options import ParallelBenchOptions, ServingBenchOptions, parse_numbers
 from warpbus.bench.plots import figure
 from warpbus.bench.records import read
-from warpbus.bench.serving import Work, parse_numbers, serving_benchmark
+from warpbus.bench.serving import serving_benchmark
 from warpbus.bench.serving_engine import decode_while_growing, drive
 from warpbus.bench.serving_floors import ServingFloors
 from warpbus.bench.serving_http import Served
-from warpbus.bench.serving_load import Figures, Load, Source, Trace, closed, poisson, quantile, random_prompts
+from warpbus.bench.serving_load import Figures, Load, RequestSource, Trace, closed, poisson, quantile, random_prompts
 from warpbus.bench.serving_memory import cycle_rows
 from warpbus.cli import app
 from warpbus.engine.engine import Engine
@@ -54,7 +55,7 @@ def settings(**changes):
 
 def test_a_closed_loop_sends_as_many_as_were_answered():
     load = closed(5, 2, seed=1, **SIZES)
-    source = Source(load)
+    source = RequestSource(load)
     first = source.due(0.5, 0)
     assert [prompt for prompt, _ in first] == load.prompts[:2]
     assert [trace.sent for _, trace in first] == [0.5, 0.5]
@@ -66,7 +67,7 @@ def test_a_closed_loop_sends_as_many_as_were_answered():
 
 
 def test_an_open_loop_sends_what_is_due_and_counts_from_then():
-    source = Source(Load([[1], [2], [3]], 4, arrivals=(0.1, 0.2, 5.0)))
+    source = RequestSource(Load([[1], [2], [3]], 4, arrivals=(0.1, 0.2, 5.0)))
     assert source.wait(0.0) == 0.1
     assert source.due(0.05, 0) == []
     assert [(prompt, trace.sent) for prompt, trace in source.due(0.7, 99)] == [([1], 0.1), ([2], 0.2)]
@@ -224,7 +225,7 @@ def test_the_records_a_table_and_a_picture(tiny, tmp_path):
     tasks = {record.case["task"]: record for record in records if "task" in record.case}
     assert set(tasks) == {"growth", "sleep", "wake"}
     assert tasks["growth"].ours >= tasks["growth"].peer.value
-    rates, latencies = figure(records, "title", serving_benchmark(Work()).plot).axes
+    rates, latencies = figure(records, "title", serving_benchmark(ServingBenchOptions()).plot).axes
     assert [list(line.get_xdata()) for line in rates.lines] == [[1.0, 3.0]]
     assert len(latencies.lines) == 6
 
@@ -235,7 +236,7 @@ def test_cycles_are_counted_by_the_driver_alone():
 
 def test_what_cannot_be_asked_for():
     def cases(**asked):
-        return serving_benchmark(Work(**asked)).cases(settings())
+        return serving_benchmark(ServingBenchOptions(**asked)).cases(settings())
 
     with pytest.raises(UsageError, match=r"--shape gpt: there is no such shape: choose among chatglm-6b, .*, small"):
         cases(shape="gpt")
@@ -350,7 +351,7 @@ def test_prompts_over_http_end_as_the_models_do(server, monkeypatch, tmp_path, s
     server.suffix = suffix
     assert serving_http.first_model(server.url) == Served("poet", tuple(suffix))
     monkeypatch.setattr(serving, "LITTLE", replace(serving.LITTLE, seconds=0.1))
-    work = Work(url=server.url, concurrency=(2,), prompt=6, tokens=3)
+    work = ServingBenchOptions(url=server.url, concurrency=(2,), prompt=6, tokens=3)
     run(serving_benchmark(work), settings())
     prompts = [body["prompt"] for body, _ in server.asked]
     assert all(len(prompt) == 6 for prompt in prompts)
@@ -389,7 +390,7 @@ def test_no_server(server):
 def test_without_httpx(monkeypatch):
     monkeypatch.setattr(serving_http, "HAS_HTTPX", False)
     with pytest.raises(UsageError, match="--url and --serve need httpx, which is missing: pip install httpx"):
-        run(serving_benchmark(Work(url="http://127.0.0.1:9")), settings())
+        run(serving_benchmark(ServingBenchOptions(url="http://127.0.0.1:9")), settings())
 
 
 def test_a_server_that_does_not_start(tmp_path):
@@ -504,15 +505,15 @@ def test_chatglm_6b_in_this_process(monkeypatch, tmp_path):
     monkeypatch.setattr(serving, "SMALL_SHAPE", first)
     monkeypatch.setattr(parallel, "SMALL_SHAPE", first)
     monkeypatch.setattr(serving, "LITTLE", replace(serving.LITTLE, seconds=0.1, grown=1000))
-    work = Work(scheme="w8a16-g32", concurrency=(2,), rates=(0.5,), prompt=4, tokens=3)
+    work = ServingBenchOptions(scheme="w8a16-g32", concurrency=(2,), rates=(0.5,), prompt=4, tokens=3)
     assert any(record.case.get("of") == "output" for record in run(serving_benchmark(work), settings()))
-    (record,) = run(parallel.parallel_benchmark(parallel.Work(counts=(1,), tokens=3)), settings())
+    (record,) = run(parallel.parallel_benchmark(ParallelBenchOptions(counts=(1,), tokens=3)), settings())
     assert record.ours > 0
 
 
 def test_what_parallel_cannot_be_asked_for():
     def cases(**asked):
-        return parallel.parallel_benchmark(parallel.Work(**asked)).cases(settings())
+        return parallel.parallel_benchmark(ParallelBenchOptions(**asked)).cases(settings())
 
     for asked, said in (
         ({"shape": "gpt"}, "--shape gpt: there is no such shape"),
@@ -526,6 +527,6 @@ def test_what_parallel_cannot_be_asked_for():
 
 
 def test_a_run_of_the_benchmark_itself(tiny):
-    work = Work(scheme="w4a16-g32", concurrency=(2,), rates=(0.5,), prompt=4, tokens=3)
+    work = ServingBenchOptions(scheme="w4a16-g32", concurrency=(2,), rates=(0.5,), prompt=4, tokens=3)
     records = run(serving_benchmark(work), settings())
     assert {record.peer.name for record in records if record.case.get("of") == "output"} == {"warpbus, 2 at once"}

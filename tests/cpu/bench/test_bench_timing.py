@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from warpbus.bench import ceilings, timing
-from warpbus.bench.timing import FULL, QUICK, Effort, Timing, measure, number_of_sets
+from warpbus.bench.timing import FULL, QUICK, Timing, TimingEffort, measure, number_of_sets
 
-ONCE = Effort(samples=4, sample_seconds=1e-9, seconds=10.0)
+ONCE = TimingEffort(samples=4, sample_seconds=1e-9, seconds=10.0)
 
 
 def test_medians_of_all_samples():
@@ -42,14 +42,14 @@ def test_contenders_take_turns_on_the_same_inputs(monkeypatch):
 def test_calls_rotate_over_the_sets(monkeypatch):
     monkeypatch.setattr(timing, "cpu_cache_bytes", lambda: 64)
     seen = []
-    effort = Effort(samples=1, sample_seconds=0.01, seconds=1.0)
+    effort = TimingEffort(samples=1, sample_seconds=0.01, seconds=1.0)
     measure([lambda x: seen.append(x.data_ptr()) or time.sleep(1e-3)], lambda: (torch.randn(8),), effort)
     assert len(set(seen)) == 4
     assert len(seen) > 8
 
 
 def test_what_was_measured_is_the_time_of_one_call():
-    (found,) = measure([lambda: time.sleep(2e-3)], tuple, Effort(3, 5e-3, 1.0))
+    (found,) = measure([lambda: time.sleep(2e-3)], tuple, TimingEffort(3, 5e-3, 1.0))
     assert 2e-3 <= found.median < 2e-2
 
 
@@ -60,7 +60,7 @@ def test_slow_calls_get_fewer_samples():
     assert FULL.rounds(0.5) == 6
     assert FULL.rounds(60.0) == 3
     assert QUICK.rounds(60.0) == 3
-    assert Effort(samples=1, sample_seconds=1.0, seconds=1.0).rounds(60.0) == 1
+    assert TimingEffort(samples=1, sample_seconds=1.0, seconds=1.0).rounds(60.0) == 1
 
 
 @pytest.mark.parametrize(

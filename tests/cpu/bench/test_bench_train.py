@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 from warpbus.bench import train as bench_train
 from warpbus.bench.cases import Run, run
 from warpbus.bench.ceilings import precision_rate
+from warpbus.bench.options import TrainBenchOptions
 from warpbus.bench.plots import figure
 from warpbus.bench.records import read
-from warpbus.bench.train import Work, train_benchmark
+from warpbus.bench.train import train_benchmark
 from warpbus.bench.train_plain import PlainModel
-from warpbus.bench.train_process import Measured, Task, job
+from warpbus.bench.train_process import ProcessMeasurement, TrainBenchTask, job
 from warpbus.bench.train_variants import SHAPES_OF_TRAINING, TINY, Variant, shape_named
 from warpbus.cli import app
 from warpbus.dist import Group, launch
@@ -39,13 +40,13 @@ def _here_and_quick(monkeypatch):
     monkeypatch.setattr(bench_train, "precision_rate", lambda device, precision: 1e12)
 
 
-def task(variant: str, *, plain: bool = False, steps: int = 2, rows: int = 2, recompute: int = 0) -> Task:
+def task(variant: str, *, plain: bool = False, steps: int = 2, rows: int = 2, recompute: int = 0) -> TrainBenchTask:
     settings = Variant(*variant.split("-")).settings(32, rows, recompute, "w4a16-g128", "ddp")
-    return Task(CONFIG, settings, tf32=False, plain=plain, warm=1, steps=steps)
+    return TrainBenchTask(CONFIG, settings, tf32=False, plain=plain, warm=1, steps=steps)
 
 
-def measured(given: Task) -> Measured:
-    said: list[Measured] = []
+def measured(given: TrainBenchTask) -> ProcessMeasurement:
+    said: list[ProcessMeasurement] = []
     job(Group(0, 1, CPU), said.append, given)
     return said[0]
 
@@ -83,7 +84,7 @@ def test_a_table_the_records_and_a_picture(tmp_path):
 
 
 def test_quantized_weights_answer_beside_others_and_pictures_have_all_bars():
-    work = Work(layers=1, length=32, rows=1, peer=False)
+    work = TrainBenchOptions(layers=1, length=32, rows=1, peer=False)
     variants = ("lora-fp32-eager", "qlora-fp32-eager")
     settings = Run(CPU, "warpbus bench train", variants=variants)
     records = run(train_benchmark(work), settings)
@@ -104,7 +105,7 @@ def test_a_peer_that_fails_is_left_out_with_a_note(monkeypatch):
 
     monkeypatch.setattr(bench_train._Measurements, "_in_processes", without_peers)
     settings = Run(CPU, "warpbus bench train", variants=("lora-fp32-eager",))
-    records = run(train_benchmark(Work(layers=1, length=32, rows=1)), settings)
+    records = run(train_benchmark(TrainBenchOptions(layers=1, length=32, rows=1)), settings)
     assert "torch, lora-fp32-eager, 1: not measured: out of memory" in settings.notes
     assert all(not record.peer.name.startswith("torch") for record in records)
 
@@ -125,7 +126,7 @@ def test_every_method_learns(variant):
 
 
 def test_two_processes_learn_together():
-    said: list[Measured] = []
+    said: list[ProcessMeasurement] = []
     given = task("lora-fp32-eager", rows=4)
     launch(job, (given,), devices=[CPU, CPU], receive=said.append)
     assert len(said) == 2
@@ -155,12 +156,12 @@ def test_shapes():
 @pytest.mark.parametrize(
     ("work", "variants", "message"),
     [
-        (Work(shape="2b"), (), "--shape 2b: there is no such shape"),
-        (Work(), ("qlora-fp8-eager",), "--variant qlora-fp8-eager: there is no such variant"),
-        (Work(length=100000), (), "--length 100000: the positions of tiny end at 512"),
-        (Work(rows=0), (), "--rows 0: it has to be at least 1"),
-        (Work(counts=(0, 1)), (), "--gpus 0: give numbers from 1"),
-        (Work(price=0.0), (), "--price 0: expected dollars"),
+        (TrainBenchOptions(shape="2b"), (), "--shape 2b: there is no such shape"),
+        (TrainBenchOptions(), ("qlora-fp8-eager",), "--variant qlora-fp8-eager: there is no such variant"),
+        (TrainBenchOptions(length=100000), (), "--length 100000: the context of tiny is 512 tokens"),
+        (TrainBenchOptions(rows=0), (), "--rows 0: it has to be at least 1"),
+        (TrainBenchOptions(counts=(0, 1)), (), "--gpus 0: give numbers from 1"),
+        (TrainBenchOptions(price=0.0), (), "--price 0: expected dollars"),
     ],
 )
 def test_what_cannot_be_measured(work, variants, message):

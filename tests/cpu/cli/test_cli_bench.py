@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from warpbus.bench import cases, ceilings, timing
 from warpbus.bench.catalog import BENCHMARKS
 from warpbus.bench.records import read
-from warpbus.bench.timing import Effort
+from warpbus.bench.timing import TimingEffort
 from warpbus.cli import app
 from warpbus.cli import bench as cli_bench
 from warpbus.errors import DeviceError, UsageError
@@ -17,8 +17,8 @@ from warpbus.errors import DeviceError, UsageError
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(cases, "QUICK", Effort(samples=2, sample_seconds=1e-6, seconds=0.1))
-    monkeypatch.setattr(ceilings, "FULL", Effort(samples=1, sample_seconds=1e-6, seconds=0.1))
+    monkeypatch.setattr(cases, "QUICK", TimingEffort(samples=2, sample_seconds=1e-6, seconds=0.1))
+    monkeypatch.setattr(ceilings, "FULL", TimingEffort(samples=1, sample_seconds=1e-6, seconds=0.1))
     monkeypatch.setattr(ceilings, "_CPU_BYTES", 2**16)
     monkeypatch.setattr(timing, "cpu_cache_bytes", lambda: 2**12)
 

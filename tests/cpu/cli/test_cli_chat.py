@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from warpbus.cli.chat import Conversation, Terminal, chat
+from warpbus.cli.chat import ChatSession, Terminal, chat
 from warpbus.engine import LLM, SamplingParams
 from warpbus.errors import ContextLengthError, DataError, UsageError
 
@@ -70,7 +70,7 @@ class Typed:
 
 def converse(llm, capsys, *lines, params=GREEDY, system=None):
     """What the terminal shows for these lines, without the styles, and the conversation at the end."""
-    conversation = Conversation(llm, params, system)
+    conversation = ChatSession(llm, params, system)
     console = Console(file=sys.stdout, width=200, highlight=False)
     Terminal(conversation, console, Typed(*lines)).run()
     return capsys.readouterr().out, conversation

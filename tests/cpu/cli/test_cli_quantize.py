@@ -162,4 +162,4 @@ def test_finished_layers_of_another_run_need_a_restart(model, texts, tmp_path):
     assert FinishedParts(tmp_path / "out").parts() == ["layer-00000"]
     found = invoke(model, tmp_path / "out", *flags, "--restart")
     assert found.exit_code == 0
-    assert "what an earlier run had finished is removed" in " ".join(found.stderr.split())
+    assert "the finished layers of an earlier run were removed" in " ".join(found.stderr.split())

@@ -68,7 +68,7 @@ def end_in(group: Group, send: Send, how: str) -> None:
         ("numeric", NumericError, "layer 3, o: NaN: give other data"),
         ("fault", DeviceError, "process 1 on cpu stopped at IndexError: no such row: run it again, and report"),
         ("killed", ProcessDiedError, r"process 1 on cpu was killed by signal 9 \(SIGKILL\): .* run it again"),
-        ("gone", ProcessDiedError, "process 1 on cpu ended with exit code 3: see what it printed, and run it again"),
+        ("gone", ProcessDiedError, "process 1 on cpu ended with exit code 3: see its output, and run it again"),
     ],
 )
 def test_a_process_that_fails_ends_the_job(how: str, error: type[Exception], message: str) -> None:
@@ -112,12 +112,12 @@ def outlast(group: Group, send: Send, leaves: bool) -> None:
         send(not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
 
 
-@pytest.mark.parametrize("parting", [True, False])
-def test_a_process_that_is_done_leaves_if_it_may(parting: bool) -> None:
+@pytest.mark.parametrize("exit_early", [True, False])
+def test_a_process_that_is_done_leaves_if_it_may(exit_early: bool) -> None:
     got: list[bool] = []
-    with Processes(outlast, devices=[CPU, CPU], receive=got.append, parting=parting) as processes:
-        processes.run(parting)
-    assert got == [parting]
+    with Processes(outlast, devices=[CPU, CPU], receive=got.append, exit_early=exit_early) as processes:
+        processes.run(exit_early)
+    assert got == [exit_early]
     assert children() == set()
 
 
@@ -131,7 +131,7 @@ def fail_alone(group: Group, send: Send) -> None:
 def test_what_fails_after_others_have_left_is_told() -> None:
     with (
         pytest.raises(DeviceError, match="process 0 on cpu stopped at IndexError: no such row"),
-        Processes(fail_alone, devices=[CPU, CPU], receive=lambda message: None, parting=True) as processes,
+        Processes(fail_alone, devices=[CPU, CPU], receive=lambda message: None, exit_early=True) as processes,
     ):
         processes.run()
     assert children() == set()
@@ -168,7 +168,7 @@ def test_no_orphan_is_left_when_the_parent_ends(number: signal.Signals, tmp_path
     ("devices", "message"),
     [
         ([], "no device: give at least one"),
-        ([CPU, torch.device("cuda", 0)], "devices cpu, cuda:0: GPUs and the CPU cannot share a job"),
+        ([CPU, torch.device("cuda", 0)], "devices cpu, cuda:0: a job cannot use GPUs and the CPU together"),
         ([torch.device("cuda", 1)] * 2, "devices cuda:1, cuda:1: two processes cannot share one GPU"),
     ],
 )

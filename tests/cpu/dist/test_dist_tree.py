@@ -130,7 +130,7 @@ def test_what_does_not_belong_is_refused() -> None:
 
 
 def test_more_processes_than_shares() -> None:
-    with pytest.raises(UsageError, match="9 processes: the work is cut into 8 shares: use at most 8 processes"):
+    with pytest.raises(UsageError, match="9 processes: the work has 8 shares: use at most 8 processes"):
         TreeSum(Group(0, 9, CPU), (2, 2))
 
 

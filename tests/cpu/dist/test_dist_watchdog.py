@@ -14,10 +14,10 @@ import pytest
 import torch
 from dist_children import children, look
 
-from warpbus.dist import Group, Line, Patience, ProcessDiedError, Processes, ProcessStalledError, Send, launch
+from warpbus.dist import Group, JobPipe, Patience, ProcessDiedError, Processes, ProcessStalledError, Send, launch
 from warpbus.dist import watchdog as module
-from warpbus.dist import pipe_line
-from warpbus.dist.pipe_line import PipeLine
+from warpbus.dist import worker_pipe
+from warpbus.dist.worker_pipe import WorkerPipe
 from warpbus.dist.watchdog import Heartbeat, Pulse, Watchdog, check_limit
 from warpbus.errors import DeviceError, UsageError
 
@@ -88,9 +88,9 @@ def test_a_silent_process_is_reported_then_given_up(quick: None, caplog: pytest.
             watchdog.heard(0, Heartbeat(5.0 if told.said else 0.0))  # it waits for the other
             time.sleep(0.01)
     assert [line.partition(" for ")[0] for line in told.said] == ["process 1 has sent no heartbeat"]
-    assert "process 1 has sent no heartbeat for 0 s: it is given up after 1.5 s" in caplog.text.replace(" for 1 s", " for 0 s")
+    assert "process 1 has sent no heartbeat for 0 s: it is killed after 1.5 s" in caplog.text.replace(" for 1 s", " for 0 s")
     assert isinstance(watchdog.verdict, ProcessStalledError)
-    assert watchdog.verdict.what == "process 1 has sent no heartbeat for 2 s, and was ended"
+    assert watchdog.verdict.what == "process 1 has sent no heartbeat for 2 s, and was killed"
 
 
 def test_a_step_without_progress_is_reported_and_its_end_too(quick: None) -> None:
@@ -152,13 +152,13 @@ def test_a_stopped_process_ends_the_job_by_name(
         stop_second, devices=[CPU, CPU], receive=lambda process: processes.hurry(), patience=Patience(float("inf"))
     )
     said = r"process 1 on cpu has sent no heartbeat for \d+ s"
-    with pytest.raises(ProcessStalledError, match=rf"^{said}, and was ended: see whether"), processes:
+    with pytest.raises(ProcessStalledError, match=rf"^{said}, and was killed: check if"), processes:
         processes.run()
-    assert re.search(rf"{said}: it is given up after 5 s", caplog.text)
+    assert re.search(rf"{said}: it is killed after 5 s", caplog.text)
     assert children() == set()
 
 
-def hang_in_step(group: Group, line: Line) -> None:
+def hang_in_step(group: Group, line: JobPipe) -> None:
     with line.step():
         time.sleep(600)
 
@@ -184,16 +184,16 @@ def test_a_process_ends_where_the_starting_one_was_killed_amid_a_message(monkeyp
     def leave() -> None:
         raise SystemExit(0)
 
-    monkeypatch.setattr(pipe_line, "_leave", leave)
+    monkeypatch.setattr(worker_pipe, "_leave", leave)
     mine, other = Pipe()
     os.write(other.fileno(), struct.pack("!i", 1 << 20) + b"the beginning")
     other.close()
     with pytest.raises(SystemExit):
-        PipeLine(mine, on_cpu=True).received()
+        WorkerPipe(mine, on_cpu=True).received()
     mine.close()
 
 
 def test_a_system_that_refuses_a_process_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    with pytest.raises(DeviceError, match=r"^a process cannot be started \(.*/nowhere.*\): see that the folder for temp"):
+    with pytest.raises(DeviceError, match=r"^a process cannot be started \(.*/nowhere.*\): check that the temporary directory"):
         launch(hang_in_step, (), devices=[CPU, CPU], receive=print)

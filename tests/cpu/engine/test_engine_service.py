@@ -258,7 +258,7 @@ def test_pieces_that_wait_are_merged(lasting: tuple[asyncio.Runner, Service]) ->
 
 
 class Scripted:
-    """A `Line` on which is heard what a test says."""
+    """A `JobPipe` that delivers scripted commands."""
 
     def __init__(self, *heard: list[list[Command]]) -> None:
         self._heard = list(heard)

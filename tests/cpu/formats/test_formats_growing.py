@@ -287,7 +287,7 @@ def test_an_error_in_the_background_is_raised_and_parts_before_it_are_kept(
             "drain": checkpoint.drain,
             "finish": lambda: checkpoint.finish(CONFIG, [], PARTS),
         }
-        kept = r"layer-1.*No space left on device.*; the 1 finished parts are kept in .*out\.quantization: the same"
+        kept = r"layer-1.*No space left on device.*; finished parts kept in .*out\.quantization: 1: run the same"
         with pytest.raises(StorageError, match=kept) as raised:
             calls[call]()
         assert "\n" not in str(raised.value)
@@ -320,7 +320,7 @@ except StorageError as error:
     kept = tmp_path / "out.quantization"
     assert result.stdout == (
         f"{kept}/large.safetensors: cannot be written (File too large): free some space or choose another path; "
-        f"the 1 finished parts are kept in {kept}: the same command goes on from there\n"
+        f"finished parts kept in {kept}: 1: run the same command to resume\n"
     )
     assert FinishedParts(tmp_path / "out").parts() == ["small"]
 

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ PACKAGE = ROOT / "src" / "warpbus"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_LINES = 600
+
+# Plain models that are benchmarks' peers are built as a reader of PyTorch expects, with the names that go with it.
+PLAIN_MODELS = {PACKAGE / "bench" / "plain.py", PACKAGE / "bench" / "train_plain.py"}
 
 # Imports inside functions exist only in the command line, for its start-up time.
 LAZY = PACKAGE / "cli"
@@ -57,6 +61,18 @@ def test_nothing_is_unpickled_or_evaluated():
         text = path.read_text(encoding="utf-8")
         assert not forbidden.search(text), path
         assert not loads.search(text), path
+
+
+def test_a_class_name_occurs_once():
+    """A leading underscore does not make another name of it."""
+    found = Counter(
+        node.name.lstrip("_")
+        for path in SOURCES
+        if path not in PLAIN_MODELS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name: count for name, count in found.items() if count > 1} == {}
 
 
 def test_every_room_says_what_it_is():

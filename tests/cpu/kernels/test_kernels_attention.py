@@ -332,7 +332,7 @@ def test_what_is_rejected(changes, error, message):
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_registered_as_an_operator(stored):
-    given = problem([3, 9]) | {"stored": stored, "settled": not stored}
+    given = problem([3, 9]) | {"stored": stored, "inputs_ready": not stored}
     if stored:
         given["keys"].zero_()
         given["values"].zero_()

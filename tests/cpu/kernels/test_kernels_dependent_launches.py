@@ -58,6 +58,6 @@ def test_attention_takes_no_copy_as_settled(launches, monkeypatch):
     table, blocks = torch.zeros(64, 64), torch.zeros(2, 2, dtype=torch.int32)
     positions = torch.zeros(2, dtype=torch.int32)
     strided = torch.zeros(4, dtype=torch.int32)[::2]
-    for settled, each in ((True, positions), (False, positions), (True, strided)):
-        attention._launch(qkv, table, each, blocks, cache[0], cache[1], None, None, 8, False, 64, True, settled)
-    assert [launch["settled"] for launch in launches] == [True, False, False]
+    for inputs_ready, each in ((True, positions), (False, positions), (True, strided)):
+        attention._launch(qkv, table, each, blocks, cache[0], cache[1], None, None, 8, False, 64, True, inputs_ready)
+    assert [launch["inputs_ready"] for launch in launches] == [True, False, False]

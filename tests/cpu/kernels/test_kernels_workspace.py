@@ -1,4 +1,4 @@
-"""Counters of kernels without a GPU: one set for each stream, one of its own for each captured kernel, or lent ones."""
+"""Counters of kernels without a GPU: one set per stream, and per captured kernel, or those of `use_counters`."""
 
 import itertools
 import threading
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from warpbus.kernels.ops import workspace
-from warpbus.kernels.ops.workspace import counters, lent
+from warpbus.kernels.ops.workspace import counters, use_counters
 
 CPU = torch.device("cpu")
 
@@ -130,14 +130,14 @@ def test_a_capture_without_a_reserve_zeroes_its_own(gpu, prepared):
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_kernels_share_what_is_lent_to_them(gpu, capturing):
+def test_kernels_share_the_counters_they_are_given(gpu, capturing):
     counters(CPU, 1)
     gpu.capturing = capturing
     left = workspace._reserves[CPU].numel()
     buffer, inner = torch.zeros(100, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
-    with lent(buffer):
+    with use_counters(buffer):
         assert counters(CPU, 100) is counters(CPU, 3) is buffer
-        with lent(inner):
+        with use_counters(inner):
             assert counters(CPU, 3) is inner
         assert counters(CPU, 3) is buffer
         assert counters(torch.device("meta"), 3).device.type == "meta"
@@ -146,9 +146,9 @@ def test_kernels_share_what_is_lent_to_them(gpu, capturing):
     assert workspace._reserves[CPU].numel() == left - 101 * capturing - 3 * capturing
 
 
-def test_what_is_lent_is_lent_to_one_thread(gpu):
+def test_counters_are_given_to_one_thread(gpu):
     buffer, found = torch.zeros(100, dtype=torch.int32), []
-    with lent(buffer):
+    with use_counters(buffer):
         other = threading.Thread(target=lambda: found.append(counters(CPU, 3)))
         other.start()
         other.join()
@@ -157,6 +157,6 @@ def test_what_is_lent_is_lent_to_one_thread(gpu):
 
 def test_it_is_given_back_where_something_fails(gpu):
     buffer = torch.zeros(100, dtype=torch.int32)
-    with pytest.raises(ValueError, match="no"), lent(buffer):
+    with pytest.raises(ValueError, match="no"), use_counters(buffer):
         raise ValueError("no")
     assert counters(CPU, 3) is not buffer

@@ -87,8 +87,10 @@ def random_matrix(shape: tuple[int, int], scheme: Scheme, seed: int, dtype: torc
 
 
 def is_linear(name: str) -> bool:
-    """Whether a tensor is a linear layer's of a decoder layer."""
-    return ".layers." in name and name.endswith(".weight") and "norm" not in name
+    """Whether a tensor is a linear layer's of a decoder layer; a router is none."""
+    return (
+        ".layers." in name and name.endswith(".weight") and "norm" not in name and not name.endswith("mlp.gate.weight")
+    )
 
 
 def write_quantized(

@@ -290,14 +290,14 @@ def test_a_prefix_is_an_adapter(tmp_path: Path) -> None:
     assert load(write_files(tmp_path / "base", values, tensors)).config.family == "chatglm"
     for kept in (tensors, {}):
         directory = write_files(tmp_path / str(len(kept)), values, {**kept, name: torch.zeros(4, 1536)})
-        with pytest.raises(CheckpointError, match=rf"{name}: this is a P-Tuning prefix: give it as an adapter"):
+        with pytest.raises(CheckpointError, match=rf"{name}: this is a P-Tuning prefix: pass it as an adapter"):
             load(directory)
 
 
 def test_a_head_of_its_own(tmp_path: Path) -> None:
     tensors = chatglm_tensors()
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight: it differs from the embedding"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from the embedding"):
         load(write_files(tmp_path / "tied", CONFIG, tensors))
     model = load(write_files(tmp_path / "apart", CONFIG | {"tie_word_embeddings": False}, tensors))
     assert torch.equal(model.head.weight, tensors["lm_head.weight"])

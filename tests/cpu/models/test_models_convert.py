@@ -234,12 +234,12 @@ def test_arguments(tmp_path: Path) -> None:
     empty = write_files(tmp_path / "empty", Checkpoint(directory).config, plain_tensors(HF))
     cases: list[tuple[Path, dict[str, Any], type[WarpbusError], str]] = [
         (directory, {"to": "gguf"}, UsageError, "--to gguf: expected one of compressed-tensors, gptq, gptq-v2, awq"),
-        (directory, {"to": "awq"}, UsageError, "is in the format awq already"),
+        (directory, {"to": "awq"}, UsageError, "is already in format awq"),
         (directory, {"to": "gptq", "pad_ffn": "wide"}, UsageError, "--pad-ffn wide: expected auto, none, or a size"),
         (directory, {"to": "gptq", "pad_ffn": 128}, UsageError, "--pad-ffn 128: .* a size from 160"),
         (directory, {"to": "gptq", "pad_ffn": 2**30}, UsageError, "--pad-ffn 1073741824"),
         (plain, {"to": "gptq"}, UsageError, "is not quantized, .* use warpbus quantize"),
-        (empty, {"to": "gptq"}, CheckpointError, "says that it is quantized as awq, but no matrix is"),
+        (empty, {"to": "gptq"}, CheckpointError, "declares quantization awq, but no matrix is quantized"),
         (tmp_path / "none", {"to": "gptq"}, CheckpointError, "there is no such directory"),
     ]
     for model, arguments, error, message in cases:
@@ -265,7 +265,9 @@ def test_a_difference_is_an_error_and_nothing_is_kept(tmp_path: Path, monkeypatc
         return safetensors_io.write_file(file, changed)
 
     monkeypatch.setattr(writer, "write_file", forgetful)
-    with pytest.raises(StorageError, match=r"out: model\.layers\.1\.mlp\.down_proj\.weight: what was read back is not"):
+    with pytest.raises(
+        StorageError, match=r"out: model\.layers\.1\.mlp\.down_proj\.weight: the data read back differs"
+    ):
         convert(directory, tmp_path / "out", to="gptq-v2", overwrite=True)
     assert left_over(tmp_path) == ["out"]
     assert same(all_tensors(tmp_path / "out"), before)  # what was there before is there still

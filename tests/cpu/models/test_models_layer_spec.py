@@ -13,9 +13,21 @@ from dense_configs import with_traits
 from warpbus.engine import Engine, request
 from warpbus.errors import UsageError
 from warpbus.formats import Checkpoint, CheckpointWriter
-from warpbus.models import SHAPES, Decoder, Family, ModelConfig, TensorMap, families, load_model, tensor_map
+from warpbus.models import (
+    SHAPES,
+    Decoder,
+    Family,
+    MLPSpec,
+    ModelConfig,
+    MoESpec,
+    RouterSpec,
+    TensorMap,
+    families,
+    load_model,
+    tensor_map,
+)
 from warpbus.models.families import family_of, native
-from warpbus.models.layer_spec import LayerSpec, stages_by_sublayer
+from warpbus.models.layer_spec import LayerSpec
 from warpbus.models.parallel import Part
 from warpbus.models.saving import named_tensors
 from warpbus.quantization import Calibration, quantize
@@ -26,6 +38,13 @@ KINDS = {
     "glm": GLM2,
     "glm4": with_traits(GLM2, output_norms=True),
     "qwen3": with_traits(GLM2, qk_norm=True, qkv_bias=False),
+    "experts": replace(
+        GLM2,
+        layers=(
+            GLM2.layers[0],
+            replace(GLM2.layers[0], mlp=MoESpec(RouterSpec(5, 2, "sigmoid", bias=True), MLPSpec(32), MLPSpec(64))),
+        ),
+    ),
     "chatglm": with_traits(SHAPES["chatglm-6b"], vocab_size=90, ffn_size=96, **(SIZES | {"num_kv_heads": 4})),
 }
 
@@ -42,14 +61,15 @@ def test_the_table_has_the_parameters_of_the_layer(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_matrix_reads_a_stage_of_its_sublayer(kind: str) -> None:
-    spec = KINDS[kind].layers[0]
-    stages = dict(stages_by_sublayer(spec))
-    assert list(stages) == ["attention", "mlp"]
+    spec = KINDS[kind].layers[-1]
+    branches = spec.branches
+    assert list(branches) == ["attention", "mlp"]
+    assert [stage for found in branches.values() for branch in found for stage in branch] == [*spec.stages]
     assert [matrix for stage in spec.stages for matrix in spec.reading(stage)] == [*spec.matrices]
     for matrix in spec.matrices:
-        assert matrix.reads in stages[matrix.name.partition(".")[0]]
-        # The last stage's matrix writes to the residual stream, and is the one that parallel processes sum up.
-        assert matrix.is_row_parallel == (matrix.reads == stages[matrix.name.partition(".")[0]][-1])
+        own = next(branch for branch in branches[matrix.name.partition(".")[0]] if matrix.reads in branch)
+        # The matrix of a branch's last stage writes to the residual stream, and is sharded by columns.
+        assert matrix.is_row_parallel == (matrix.reads == own[-1])
 
 
 # A family whose MLPs grow from layer to layer: all that has to be written for it.

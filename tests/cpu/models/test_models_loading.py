@@ -194,9 +194,7 @@ def test_a_quantized_matrix_that_no_group_has(tmp_path: Path) -> None:
     values, tensors = model_of("glm")
     config, packed, _ = quantized(values, tensors, Scheme.parse("w4a16-g32"))
     config["quantization_config"]["ignore"] = ["lm_head", "re:.*down_proj$"]
-    with pytest.raises(
-        CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight: it is stored quantized, but no group"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.down_proj\.weight: is stored quantized, but no group"):
         load(write(tmp_path, config, packed))
 
 
@@ -285,7 +283,7 @@ def test_tied_head(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     assert load(write(tmp_path, values, tensors)).head.weight.shape == (50, 64)
     tensors["lm_head.weight"][3, 3] += 1
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight: it differs from the embedding"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from the embedding"):
         load(write(tmp_path, values, tensors))
 
 
@@ -357,7 +355,7 @@ def test_packed_weights_without_quantization_config(tmp_path: Path) -> None:
 def test_half_of_a_fused_matrix_quantized(tmp_path: Path) -> None:
     values, tensors = model_of("glm")
     config, packed, _ = quantized(values, tensors, Scheme.parse("w4a16-g32"), keep="layers.0.self_attn.v_proj")
-    with pytest.raises(CheckpointError, match=r"q_proj\.weight, .*v_proj\.weight: some of them are quantized"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight, .*v_proj\.weight: some of these are quantized"):
         load(write(tmp_path, config, packed))
 
 

@@ -19,7 +19,7 @@ from warpbus.formats import Checkpoint
 from warpbus.models import SHAPES, Decoder, load_model, random_model
 from warpbus.models.layers import QuantizedLinear
 from warpbus.models.layers.parallel import Parallel
-from warpbus.models.parallel import Lines, Part
+from warpbus.models.parallel import Part, Spans
 from warpbus.qtensor import Scheme
 
 CPU = torch.device("cpu")
@@ -30,6 +30,9 @@ GLM = HF | WIDE | {"intermediate_size": 256}
 GLM4 = GLM | {"model_type": "glm4", "num_key_value_heads": 4}
 LLAMA = GLM | {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 8}
 QWEN3 = GLM | {"model_type": "qwen3", "intermediate_size": 160}
+MOE = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+GLM4_MOE = GLM | MOE | {"model_type": "glm4_moe", "n_routed_experts": 5, "num_key_value_heads": 4}
+QWEN3_MOE = GLM | MOE | {"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 2}
 CHATGLM1 = CHATGLM6B | {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 45}
 CHATGLM2 = CHATGLM | {"hidden_size": 128, "num_attention_heads": 8, "padded_vocab_size": 45}
 
@@ -90,6 +93,8 @@ def same_logits(directory: Path, world: int, tolerance: float = 1e-5, **options:
         (CHATGLM2, "compressed-tensors", "w8a16-asym"),
         (LLAMA, "awq", "w4a16-g64-asym"),
         (QWEN3, "compressed-tensors", "w2a16-g32-asym"),
+        (GLM4_MOE, "compressed-tensors", "w4a16-g32"),
+        (QWEN3_MOE, "gptq", "w4a16-g32"),
     ],
 )
 def test_logits_of_quantized_models(tmp_path: Path, values: dict[str, Any], form: str, scheme: str, world: int) -> None:
@@ -98,7 +103,7 @@ def test_logits_of_quantized_models(tmp_path: Path, values: dict[str, Any], form
         assert isinstance(model.layers[0].mlp.down.part, QuantizedLinear)
 
 
-@pytest.mark.parametrize("values", [GLM, GLM4, LLAMA, QWEN3, CHATGLM1, CHATGLM2])
+@pytest.mark.parametrize("values", [GLM, GLM4, LLAMA, QWEN3, CHATGLM1, CHATGLM2, GLM4_MOE, QWEN3_MOE])
 def test_logits_of_plain_models(tmp_path: Path, values: dict[str, Any]) -> None:
     directory = write_files(tmp_path / "model", values, plain_tensors(values, torch.float32))
     for model in same_logits(directory, 3):
@@ -121,10 +126,10 @@ def test_logits_of_published_checkpoints_and_rounded_heads(tmp_path: Path) -> No
         assert isinstance(model.head.part, QuantizedLinear)
 
 
-def put_back(whole: Tensor, part: Tensor, lines: Lines) -> None:
+def put_back(whole: Tensor, part: Tensor, spans: Spans) -> None:
     """Compare rows of a part with those of the whole, and leave NaN where they were."""
     done = 0
-    for span in lines:
+    for span in spans:
         width = span.stop - span.start
         kept = whole[span.start : span.stop]
         assert torch.equal(part[done : done + width], kept)
@@ -150,15 +155,15 @@ def test_no_weight_changes(tmp_path: Path, scheme: str) -> None:
             part = Part(whole.config, rank, world)
             for path in ("attention.qkv", "mlp.gate_up"):
                 own, start, done = weight(model, path), 0, 0
-                for rows, lines in part.rows(f"layers.1.{path}.weight", len(own)):
-                    size = sum(span.size for span in lines)
-                    put_back(weight(whole, path)[start : start + rows], own[done : done + size], lines)
+                for rows, spans in part.rows(f"layers.1.{path}.weight", len(own)):
+                    size = sum(span.size for span in spans)
+                    put_back(weight(whole, path)[start : start + rows], own[done : done + size], spans)
                     start, done = start + rows, done + size
                 assert done == len(own)
             for path, columns in seen.items():
-                _, lines = part.columns(f"layers.1.{path}.weight", 0)
-                put_back(weight(whole, path).T, weight(model, path).T, lines)
-                columns |= {column for span in lines for column in range(span.start, span.stop)}
+                _, spans = part.columns(f"layers.1.{path}.weight", 0)
+                put_back(weight(whole, path).T, weight(model, path).T, spans)
+                columns |= {column for span in spans for column in range(span.start, span.stop)}
         assert seen == {"attention.o": set(range(256)), "mlp.down": set(range(256))}
 
 

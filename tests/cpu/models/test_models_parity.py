@@ -38,6 +38,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-2": ("Glm", {"num_key_value_heads": 2}),
     "glm-4": ("Glm", {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}),
@@ -57,6 +58,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-4": ("Qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen3-2": ("Qwen3", {"num_key_value_heads": 2}),
     "qwen3-4": ("Qwen3", {"num_key_value_heads": 4, "attention_bias": True}),
+    "glm4_moe": ("Glm4Moe", EXPERTS | {"n_routed_experts": 7, "num_nextn_predict_layers": 0}),
+    "glm4_moe-groups": (
+        "Glm4Moe",
+        EXPERTS
+        | {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "use_qk_norm": True, "attention_bias": True}
+        | {"routed_scaling_factor": 2.5, "n_shared_experts": 2, "num_nextn_predict_layers": 0},
+    ),
+    "glm4_moe-unnormalized": (
+        "Glm4Moe",
+        EXPERTS
+        | {"n_routed_experts": 4, "norm_topk_prob": False, "first_k_dense_replace": 2, "num_nextn_predict_layers": 0},
+    ),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS | {"num_experts": 5, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_moe-sparse": ("Qwen3Moe", EXPERTS | {"num_experts": 8, "decoder_sparse_step": 2, "attention_bias": True}),
 }
 
 
@@ -91,7 +106,14 @@ def oracle(kind: str, **changes: Any) -> Any:
                 parameter.copy_(1 + 0.3 * noise)
             else:
                 parameter.copy_(noise * (0.5 if name.endswith("bias") else 1.5 * parameter.shape[-1] ** -0.5))
+        for correction in corrections(model):
+            correction.copy_(0.3 * torch.randn(correction.shape, generator=generator))
     return model
+
+
+def corrections(model: Any) -> list[Tensor]:
+    """What routers add to their scores for the choice: buffers in transformers."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def inputs() -> Tensor:
@@ -130,7 +152,8 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     model = loaded(tmp_path)
     assert_same(model, expected)
     assert_same(model, expected, start=300)
-    assert model.config.num_parameters == sum(parameter.numel() for parameter in expected.parameters())
+    theirs = [*expected.parameters(), *corrections(expected)]
+    assert model.config.num_parameters == sum(parameter.numel() for parameter in theirs)
 
 
 def test_old_rotary_keys_mean_the_same(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_the_cache_keeps_to_the_lease(tiny_model: Path) -> None:
         assert 0 < stats.blocks < 16 * 512 // 32
         assert stats.cache_bytes < 0.75 * 2_500_000
         assert llm.generate("床前明月光", GREEDY)[0].token_ids
-        llm.engine.shrink()  # what a lent device has been asked for stays
+        llm.engine.shrink()  # what a remote device has been asked for stays
         assert llm.engine.stats().cache_bytes == stats.cache_bytes
         assert executor.storages.peak <= session.memory
         llm.engine.close()

@@ -185,11 +185,11 @@ def test_calls_are_prepared_before_the_pause() -> None:
     destination = MigrationDestination(there, migration_token=TOKEN, reads=lambda _: None)
     source = MigrationSource(here, Wire(destination).ends["s"], migration_token=TOKEN)
     source.begin()
-    assert source.copy_ahead().settled
+    assert source.copy_ahead().stop_reason
     assert there.foreseen == {1: b"1"}
     for number in range(2, 22):
         here.execute(number)  # the last of them defines the first one's anew
-    while not source.copy_ahead().settled:
+    while not source.copy_ahead().stop_reason:
         pass
     assert there.foreseen == {number % 20: b"%d" % number for number in range(2, 22)}
     source.finish()
@@ -203,9 +203,9 @@ def test_who_is_not_ready_keeps_the_lease_executing() -> None:
     source = MigrationSource(here, wire.ends["s"], migration_token=TOKEN)
     source.begin()
     wire.busy = True
-    assert [source.copy_ahead().settled for _ in range(3)] == [""] * 3
+    assert [source.copy_ahead().stop_reason for _ in range(3)] == [""] * 3
     wire.busy = False
-    assert source.copy_ahead().settled
+    assert source.copy_ahead().stop_reason
     source.finish()
 
 
@@ -351,12 +351,12 @@ def test_work_that_writes_everything_is_not_copied_ahead_for_ever() -> None:
     source, _, thread = pair(here, there)
     source.begin()
     calls = 0
-    while not (progress := source.copy_ahead(2 * size)).settled:
+    while not (progress := source.copy_ahead(2 * size)).stop_reason:
         for handle in here.storages.sizes():
             here.storages.write(handle, 0, b"a step")
         calls += 1
     assert calls <= 3
-    assert "written as fast" in progress.settled
+    assert "written as fast" in progress.stop_reason
     report = source.finish()
     thread.join()
     assert report.paused >= 8 * size
@@ -370,7 +370,7 @@ def test_weights_go_ahead_and_only_what_is_written_goes_in_the_pause() -> None:
     here.storages.create(100, 1000)
     source, _, thread = pair(here, there)
     source.begin()
-    while not source.copy_ahead(6 * 2**20).settled:
+    while not source.copy_ahead(6 * 2**20).stop_reason:
         here.storages.write(100, 0, b"a token")
     report = source.finish()
     thread.join()
@@ -476,7 +476,7 @@ def test_running_statistics_that_pytorch_does_not_declare_as_written_arrive() ->
     here.execute(1, memoryview(bytes(writer.take())))
     source, _, thread = pair(here, there)
     source.begin()
-    while not source.copy_ahead().settled:
+    while not source.copy_ahead().stop_reason:
         pass
     writer.call(call_prefix(0) + struct.pack("<6Q", 1, 2, 3, 10, 11, 12))
     assert here.execute(2, memoryview(bytes(writer.take()))) == []

@@ -112,12 +112,12 @@ def test_other_settings_need_a_restart_and_a_damaged_layer_is_done_again(
     assert FinishedParts(output).parts() == before
     run = runs.start(*command(model, output, texts, "--restart"), when=kept / "layer-00002.json")
     assert run.code == -signal.SIGKILL
-    assert "what an earlier run had finished is removed" in " ".join(run.said.split())
+    assert "the finished layers of an earlier run were removed" in " ".join(run.said.split())
     file = kept / "layer-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
     layers = sum(part.startswith("layer") for part in FinishedParts(output).parts())
     run = runs.start(*command(model, output, texts))
-    assert f"{layers} layers are finished already: going on from there" in " ".join(run.said.split())
+    assert f"resuming after {layers} finished layers" in " ".join(run.said.split())
     assert json.loads((output / "warpbus-report.json").read_text())["resumed_layers"] == layers
     assert fingerprint(output) == undisturbed[0]
 
@@ -137,7 +137,7 @@ def cut_off(
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted: "), (signal.SIGTERM, 143, "terminated: ")]
+    ("number", "code", "said"), [(signal.SIGINT, 130, "Interrupted. "), (signal.SIGTERM, 143, "Terminated. ")]
 )
 def test_a_signal_keeps_what_is_finished_and_says_how_to_go_on(
     *,
@@ -155,7 +155,7 @@ def test_a_signal_keeps_what_is_finished_and_says_how_to_go_on(
     assert "Traceback" not in run.said
     assert said in told(run)
     assert f"{output}.quantization" in told(run)
-    assert "the same command goes on" in told(run)
+    assert "run the same command to resume" in told(run)
     assert not output.exists()
     assert "layer-00000" in FinishedParts(output).parts()
     assert [path.name for path in output.parent.iterdir()] == ["out.quantization"]  # nobody is kept out
@@ -172,7 +172,7 @@ def test_a_full_disk_keeps_what_was_finished(
     run = runs.start(*command(model, output, texts), largest_file=8_000)
     assert run.code == 1
     assert "cannot be written (File too large): free some space or choose another path" in told(run)
-    assert f"finished parts are kept in {output}.quantization: the same command goes on from there" in told(run)
+    assert f"finished parts kept in {output}.quantization: {len(kept)}: run the same command to resume" in told(run)
     assert FinishedParts(output).parts() == kept
     assert not output.exists()
     assert runs.start(*command(model, output, texts)).code == 0

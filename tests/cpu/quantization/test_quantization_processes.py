@@ -33,10 +33,10 @@ class Threads:
         devices: Sequence[torch.device],
         receive: Any,
         environment: Mapping[str, str],
-        parting: bool,
+        exit_early: bool,
         patience: Patience,
     ) -> None:
-        del environment, parting, patience
+        del environment, exit_early, patience
         self._function, self._world, self._receive = function, len(devices), receive
 
     def __enter__(self) -> Self:

@@ -49,7 +49,7 @@ def run(model: Path, output: Path, progress: Progress, **options: float) -> None
 def test_a_stopped_process_is_given_up(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "SHORTEST_LIMIT", 4.0)
     with pytest.raises(
-        ProcessStalledError, match=r"^process 1 on cpu has sent no heartbeat for \d+ s, and was ended: see"
+        ProcessStalledError, match=r"^process 1 on cpu has sent no heartbeat for \d+ s, and was killed: check"
     ):
         run(model, tmp_path / "out", stop_one(), rank_timeout=12.0)
     assert not (tmp_path / "out").exists()

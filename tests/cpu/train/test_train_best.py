@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from warpbus.cli import app
 from warpbus.errors import CheckpointError, StorageError, UsageError
-from warpbus.train import Begun, Progress, TrainingSettings, results, train
-from warpbus.train.run import _Run
+from warpbus.train import TrainingProgress, TrainingSettings, TrainingStarted, results, train
+from warpbus.train.run import _TrainingRun
 from warpbus.train.state import Course, StateFile
 
 WriteLines = Callable[..., Path]
-Report = Callable[[Progress], None]
+Report = Callable[[TrainingProgress], None]
 LORA = TrainingSettings(
     method="lora",
     steps=7,
@@ -89,7 +89,7 @@ def kept(output: Path) -> list[str]:
 
 
 def killed_after(step: int) -> Report:
-    def report(progress: Progress) -> None:
+    def report(progress: TrainingProgress) -> None:
         if progress.step == step:
             raise KeyboardInterrupt
 
@@ -101,12 +101,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., N
     """`scripted(3.0, 1.0)`: the losses of the validations after steps 1 and 2; what a step trained is in `at-STEP`."""
 
     def script(*losses: float) -> None:
-        def validate(run: _Run, rows: object) -> float:
+        def validate(run: _TrainingRun, rows: object) -> float:
             step = run.course.step
             results.write(tmp_path / f"at-{step}", run.inputs, run.method, {}, run.course.log, run.group, True)
             return losses[step - 1]
 
-        monkeypatch.setattr(_Run, "_validate", validate)
+        monkeypatch.setattr(_TrainingRun, "_validate", validate)
 
     return script
 
@@ -172,15 +172,15 @@ def test_what_a_state_goes_on_with_stays_as_long_as_the_state(
     assert kept(output) == ["best-2.pt", "state.pt"]
     # What it cannot go on with is said at once, not after the last step.
     (tmp_path / "out.training" / "best-2.pt").rename(tmp_path / "away")
-    with pytest.raises(CheckpointError, match=r"best-2\.pt: missing: delete .*out\.training to start anew"):
+    with pytest.raises(CheckpointError, match=r"best-2\.pt: missing: delete .*out\.training to start over"):
         go()
     (tmp_path / "out.training" / "best-2.pt").write_bytes(b"PK damaged")
-    with pytest.raises(CheckpointError, match=r"best-2\.pt: damaged \(.*\): delete .*out\.training to start anew"):
+    with pytest.raises(CheckpointError, match=r"best-2\.pt: damaged \(.*\): delete .*out\.training to start over"):
         go()
     (tmp_path / "away").rename(tmp_path / "out.training" / "best-2.pt")
     with pytest.raises(UsageError, match=r"\(keep was best\)"):
         go(settings=replace(settings, keep="last"))
-    with pytest.raises(UsageError, match=r"\(the validation data were others\)"):
+    with pytest.raises(UsageError, match=r"\(the validation data changed\)"):
         train(tiny_model, output, data=data, valid=data, settings=settings, device="cpu")
     assert go()["best_step"] == 2
     assert weights(output) == weights(tmp_path / "at-2")
@@ -203,11 +203,11 @@ def test_a_result_that_cannot_be_written_yet(
 
     with monkeypatch.context() as patched:
         # Not in `scripted`, which writes results of its own.
-        patched.setattr(_Run, "_finish", lambda run: _finish_with(run, refuse))
+        patched.setattr(_TrainingRun, "_finish", lambda run: _finish_with(run, refuse))
         with pytest.raises(StorageError, match="the disk is full"):
             train(tiny_model, output, data=data, valid=valid, settings=settings, device="cpu")
     assert kept(output) == ["best-2.pt", "state.pt"]
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     summary = train(tiny_model, output, data=data, valid=valid, settings=settings, device="cpu", begun=begun.append)
     assert (begun[0].step, summary["best_step"]) == (4, 2)
     assert weights(output) == weights(tmp_path / "at-2")
@@ -259,7 +259,7 @@ def test_killed_while_it_removes_its_state(
     assert (kept(output) if output.with_name("out.training").exists() else None) == [*left, None][calls]
     # Under torchrun, where nobody looks first whether all is done already.
     monkeypatch.setenv("WORLD_SIZE", "1")
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     summary = train(
         *(tiny_model, output), data=data, valid=valid, settings=settings, overwrite=True, begun=begun.append
     )
@@ -268,10 +268,10 @@ def test_killed_while_it_removes_its_state(
     assert not output.with_name("out.training").exists()
 
 
-_finish = _Run._finish
+_finish = _TrainingRun._finish
 
 
-def _finish_with(run: _Run, write: Callable[..., None]) -> dict[str, Any]:
+def _finish_with(run: _TrainingRun, write: Callable[..., None]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(results, "write", write)
         return _finish(run)
@@ -298,7 +298,7 @@ def test_killed_it_goes_on_with_two_processes(tiny_model: Path, tmp_path: Path, 
     best = whole["best_step"]
     assert best <= 4  # else there was none to go on with
     assert f"best-{best}.pt" in kept(output)
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     sharded = replace(settings, sharding="fsdp", rows_at_once=1)
     summary = train(
         model,
@@ -332,7 +332,7 @@ def test_a_state_that_is_older_than_the_setting_goes_on(
     torch.save(state, path)
     with pytest.raises(UsageError, match=r"\(keep was last\)"):
         train(tiny_model, output, data=data, valid=valid, settings=LORA, device="cpu")
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     train(tiny_model, output, data=data, settings=settings, device="cpu", begun=begun.append)
     assert begun[0].step == 2
 
@@ -350,4 +350,4 @@ def test_the_command_says_which_step_it_kept(tiny_model: Path, tmp_path: Path, d
     words += ["--steps", 2, "--length", 32, "--rows", 4, "--workers", 1, "--valid", valid, "--keep", "best"]
     found = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False, env={"COLUMNS": "160"})
     assert found.exit_code == 0
-    assert "after step 2, which is kept" in " ".join(found.output.split())
+    assert "after step 2, which was written" in " ".join(found.output.split())

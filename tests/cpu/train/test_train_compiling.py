@@ -23,7 +23,7 @@ from warpbus.train import TrainingSettings
 from warpbus.train.compiling import compile_layers
 from warpbus.train.fp8 import use_fp8
 from warpbus.train.lora import LoraLinear, attach_lora
-from warpbus.train.methods import FullMethod, LoraMethod, Method, PrefixMethod
+from warpbus.train.methods import FullMethod, LoraMethod, PrefixMethod, TrainingMethod
 from warpbus.train.ptuning import TrainedPrefix
 from warpbus.train.recompute import recompute_layers
 from warpbus.train.sharding import distribute, whole
@@ -47,7 +47,7 @@ SETTINGS = TrainingSettings.of("full", steps=2, length=12, rows_per_step=4, rows
 DOCUMENTS = torch.tensor([0] * 5 + [1] * 7).expand(4, -1)
 
 
-def made(kind: str, recompute: int = 0, config: ModelConfig = CONFIG) -> Method:
+def made(kind: str, recompute: int = 0, config: ModelConfig = CONFIG) -> TrainingMethod:
     """A method as `warpbus.train.methods.prepare` makes it: the same each time."""
     torch.manual_seed(0)
     scheme = Scheme.parse("w4a16-g64") if kind == "qlora" else None
@@ -55,7 +55,7 @@ def made(kind: str, recompute: int = 0, config: ModelConfig = CONFIG) -> Method:
     for linear in model.modules():
         if isinstance(linear, QuantizedLinear):
             linear._hold(pack(linear.weight, torch.bfloat16))  # as a GPU holds it
-    method: Method
+    method: TrainingMethod
     if kind == "ptuning":
         method = PrefixMethod(model, TrainedPrefix.beginning(model, np.arange(6, dtype=np.int32), 6))
     elif kind in ("lora", "dropout", "qlora", "fp8 lora"):
@@ -74,7 +74,7 @@ def made(kind: str, recompute: int = 0, config: ModelConfig = CONFIG) -> Method:
 
 
 def step(
-    method: Method,
+    method: TrainingMethod,
     documents: Tensor | None = None,
     rows: Tensor = ROWS,
     *,

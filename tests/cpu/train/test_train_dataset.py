@@ -17,7 +17,7 @@ from warpbus.models import load_model
 from warpbus.models.layers import CausalAttention
 from warpbus.models.templates import find_template
 from warpbus.models.tokenizers import load_tokenizer
-from warpbus.train.dataset import IGNORED, Batches, Documents, Rows, assemble, pack, tokenize
+from warpbus.train.dataset import IGNORED, Batches, Documents, PackedBatch, assemble, pack, tokenize
 
 WriteLines = Callable[..., Path]
 
@@ -96,7 +96,7 @@ def test_packed_rows_lose_what_documents_lose_alone(tiny_model: Path) -> None:
     assert float(packed) == pytest.approx(alone, rel=1e-6)
 
 
-def flat(rows: Rows) -> list[list[int]]:
+def flat(rows: PackedBatch) -> list[list[int]]:
     return rows.tokens.tolist()
 
 

@@ -24,9 +24,9 @@ from warpbus.models.layers import QuantizedLinear
 from warpbus.models.layers.prefixed import PrefixedAttention
 from warpbus.qtensor import Scheme
 from warpbus.quantization import quantize
-from warpbus.train import Begun, Progress, TrainingSettings, train
+from warpbus.train import TrainingProgress, TrainingSettings, TrainingStarted, train
 from warpbus.train.dataset import Documents, assemble, tokenize
-from warpbus.train.methods import FullMethod, Method, PrefixMethod
+from warpbus.train.methods import FullMethod, PrefixMethod, TrainingMethod
 from warpbus.train.ptuning import TrainedPrefix
 
 WriteLines = Callable[..., Path]
@@ -70,13 +70,15 @@ def data(tmp_path: Path, write_lines: WriteLines) -> Path:
     return write_lines(tmp_path / "data.jsonl", *map(conversation, range(12)))
 
 
-def run(model: Path, output: Path, data: Path, settings: TrainingSettings) -> tuple[dict[str, Any], list[Progress]]:
-    steps: list[Progress] = []
-    begun: list[Begun] = []
+def run(
+    model: Path, output: Path, data: Path, settings: TrainingSettings
+) -> tuple[dict[str, Any], list[TrainingProgress]]:
+    steps: list[TrainingProgress] = []
+    begun: list[TrainingStarted] = []
     summary = train(
         model, output, data=data, valid=data, settings=settings, device="cpu", begun=begun.append, report=steps.append
     )
-    assert begun == [Begun(0, settings.steps, summary["trained"], summary["parameters"])]
+    assert begun == [TrainingStarted(0, settings.steps, summary["trained"], summary["parameters"])]
     return summary, steps
 
 
@@ -144,7 +146,7 @@ def test_lora_of_some_linears_with_dropout(tiny_model: Path, tmp_path: Path, dat
     _, steps = run(tiny_model, tmp_path / "again", data, settings)
     assert torch.equal(torch.rand(2), drawn)
     assert steps[-1].loss == json.loads((tmp_path / "out" / "training-log.json").read_text())[-1]["loss"]
-    with pytest.raises(UsageError, match=r"LoRA target 'q_proj': the layers have no such linear"):
+    with pytest.raises(UsageError, match=r"LoRA target 'q_proj': the layers have no such matrix"):
         run(tiny_model, tmp_path / "other", data, replace(LORA, targets=("q_proj",)))
 
 
@@ -152,7 +154,7 @@ def test_lora_on_a_base_that_is_rounded_while_it_is_loaded(tiny_model: Path, tmp
     _, steps = run(tiny_model, tmp_path / "out", data, replace(LORA, quantize="w4a16-g32"))
     assert steps[-1].loss < 0.8 * steps[0].loss
     rounded = load_model(
-        Checkpoint(tiny_model), device="cpu", dtype=torch.float32, linears=Scheme.parse("w4a16-g32"), head=None
+        Checkpoint(tiny_model), device="cpu", dtype=torch.float32, layer_scheme=Scheme.parse("w4a16-g32"), head=None
     )
     assert all(
         isinstance(rounded.get_submodule(f"layers.1.{matrix.name}"), QuantizedLinear)
@@ -180,7 +182,7 @@ def test_adapters_of_a_quantized_model(
     quantize(tiny_model, tmp_path / "w4", scheme="w4a16-g32", algorithm="rtn", device="cpu")
     _, steps = run(tmp_path / "w4", tmp_path / "out", data, settings)
     assert steps[-1].loss < 0.95 * steps[0].loss
-    with pytest.raises(UsageError, match=r"--quantize w4a16-g32: .* is quantized already: leave it out"):
+    with pytest.raises(UsageError, match=r"--quantize w4a16-g32: .* is quantized already: drop --quantize"):
         run(tmp_path / "w4", tmp_path / "other", data, replace(settings, quantize="w4a16-g32"))
 
 
@@ -251,7 +253,7 @@ def test_recomputed_layers_and_fp8_learn_too(tiny_model: Path, tmp_path: Path, d
 
 
 def test_an_adapter_needs_weights(blank_model: Path, tmp_path: Path, data: Path) -> None:
-    with pytest.raises(UsageError, match="holds no weights to train ptuning for: add them, or use method full"):
+    with pytest.raises(UsageError, match="has no weights to train ptuning for: add them, or use method full"):
         run(blank_model, tmp_path / "out", data, PTUNING)
 
 
@@ -288,7 +290,7 @@ def test_packed_rows_have_the_loss_of_their_documents(config: ModelConfig) -> No
     def prefixed(tokens: Tensor) -> Tensor:
         return model.hidden(tokens, context=PrefixedAttention(keys, values))
 
-    methods: list[tuple[Method, Callable[[Tensor], Tensor]]] = [
+    methods: list[tuple[TrainingMethod, Callable[[Tensor], Tensor]]] = [
         (FullMethod(model), model.hidden),
         (PrefixMethod(model, learnt), prefixed),
     ]

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from warpbus.errors import CheckpointError, DataError, NumericError, StorageError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model, read_config
-from warpbus.train import Progress, TrainingSettings, train
-from warpbus.train.dataset import Batches, Rows, pack, tokenize
-from warpbus.train.run import _Run
+from warpbus.train import TrainingProgress, TrainingSettings, train
+from warpbus.train.dataset import Batches, PackedBatch, pack, tokenize
+from warpbus.train.run import _TrainingRun
 
 WriteLines = MakeModel = Callable[..., Path]
 VERSES = ("床前明月光", "疑是地上霜", "举头望明月", "低头思故乡", "春夜", "明月", "故乡霜", "光")
@@ -40,8 +40,8 @@ def data(tmp_path: Path, write_lines: WriteLines) -> Path:
     return write_lines(tmp_path / "data.jsonl", *map(conversation, range(24)))
 
 
-def run(model: Path, output: Path, data: Path, **changes: Any) -> tuple[dict[str, Any], list[Progress]]:
-    steps: list[Progress] = []
+def run(model: Path, output: Path, data: Path, **changes: Any) -> tuple[dict[str, Any], list[TrainingProgress]]:
+    steps: list[TrainingProgress] = []
     options = {name: changes.pop(name) for name in ("valid", "overwrite") if name in changes}
     settings = replace(SETTINGS, **changes)
     summary = train(model, output, data=data, settings=settings, device="cpu", report=steps.append, **options)
@@ -52,8 +52,8 @@ def weights(directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def stop_after(step: int) -> Callable[[Progress], None]:
-    def report(progress: Progress) -> None:
+def stop_after(step: int) -> Callable[[TrainingProgress], None]:
+    def report(progress: TrainingProgress) -> None:
         if progress.step == step:
             raise KeyboardInterrupt
 
@@ -154,12 +154,12 @@ def test_a_run_goes_on_only_as_it_began(blank_model: Path, tmp_path: Path, data:
     with pytest.raises(UsageError, match=r"learning_rate was 0\.005, clip was 1\.0") as raised:
         run(blank_model, output, data, learning_rate=1e-3, clip=2.0)
     assert str(tmp_path / "out.training") in str(raised.value)
-    with pytest.raises(UsageError, match=r"\(the data were others\)"):
+    with pytest.raises(UsageError, match=r"\(the data changed\)"):
         run(blank_model, output, write_lines(tmp_path / "b.jsonl", {"text": "明月光"}))
-    with pytest.raises(UsageError, match=r"\(the model was another\)"):
+    with pytest.raises(UsageError, match=r"\(the model changed\)"):
         run(edited(blank_model, tmp_path / "narrow", intermediate_size=64), output, data)
     (tmp_path / "out.training" / "state.pt").write_bytes(b"PK damaged")
-    with pytest.raises(CheckpointError, match=r"state\.pt: damaged .* delete .*\.training to start anew"):
+    with pytest.raises(CheckpointError, match=r"state\.pt: damaged .* delete .*\.training to start over"):
         run(blank_model, output, data)
     assert not output.exists()
 
@@ -190,7 +190,7 @@ def test_accumulated_gradients_are_those_of_the_whole(blank_model: Path, tmp_pat
 
 def test_a_loss_that_is_not_finite_is_an_error(make_model: MakeModel, tmp_path: Path, data: Path) -> None:
     damaged = make_model(tmp_path / "damaged", std=1e25)
-    with pytest.raises(NumericError, match=r"^step 1: the loss is .*, the gradient's norm nan: .* --learning-rate$"):
+    with pytest.raises(NumericError, match=r"^step 1: the loss is .*, the gradient norm nan: .* --learning-rate$"):
         run(damaged, tmp_path / "out", data)
     assert not (tmp_path / "out").exists()
 
@@ -198,16 +198,16 @@ def test_a_loss_that_is_not_finite_is_an_error(make_model: MakeModel, tmp_path: 
 def test_an_explosion_names_the_state_that_was_kept(
     blank_model: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validate = _Run._validate
+    validate = _TrainingRun._validate
 
-    def explode(run: _Run, rows: Rows) -> float:
+    def explode(run: _TrainingRun, rows: PackedBatch) -> float:
         with torch.no_grad():
             run.method.model.final_norm.weight.fill_(float("inf"))
         return validate(run, rows)
 
-    monkeypatch.setattr(_Run, "_validate", explode)
+    monkeypatch.setattr(_TrainingRun, "_validate", explode)
     with pytest.raises(
-        NumericError, match=r"step 3: the validation loss is nan.*state\.pt has the last state"
+        NumericError, match=r"step 3: the validation loss is nan.*the last checkpoint is .*state\.pt"
     ) as raised:
         run(blank_model, tmp_path / "out", data, valid=data)
     assert "\n" not in str(raised.value)
@@ -310,7 +310,7 @@ def test_an_output_that_exists(blank_model: Path, tmp_path: Path, data: Path) ->
 
 def test_what_does_not_fit_together(blank_model: Path, tmp_path: Path, data: Path, write_lines: WriteLines) -> None:
     output = tmp_path / "out"
-    with pytest.raises(UsageError, match=r"--length 1000: the positions of .* end at 512"):
+    with pytest.raises(UsageError, match=r"--length 1000: the context of .* is 512 tokens"):
         run(blank_model, output, data, length=1000)
     with pytest.raises(CheckpointError, match="there is no such directory"):
         run(tmp_path / "none", output, data)
@@ -318,7 +318,7 @@ def test_what_does_not_fit_together(blank_model: Path, tmp_path: Path, data: Pat
         run(blank_model, output, tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="nothing to learn in it"):
         run(blank_model, output, data, valid=write_lines(tmp_path / "empty.jsonl", ""))
-    with pytest.raises(CheckpointError, match="its tokenizer knows more tokens than the 270"):
+    with pytest.raises(CheckpointError, match=r"its tokenizer has more tokens than the vocab_size .*\(270\)"):
         run(edited(blank_model, tmp_path / "small", vocab_size=270), output, data)
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": scheme}

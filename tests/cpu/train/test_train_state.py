@@ -17,7 +17,7 @@ import torch
 
 from warpbus.dist import Group
 from warpbus.errors import StorageError, UsageError
-from warpbus.train import Begun, Progress, Stopped, TrainingSettings, job, train
+from warpbus.train import Stopped, TrainingProgress, TrainingSettings, TrainingStarted, job, train
 from warpbus.train.state import StateFile
 
 WriteLines = Callable[..., Path]
@@ -78,8 +78,8 @@ def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]") ->
         time.sleep(0.02)
 
 
-def stop_after(step: int) -> Callable[[Progress], None]:
-    def report(progress: Progress) -> None:
+def stop_after(step: int) -> Callable[[TrainingProgress], None]:
+    def report(progress: TrainingProgress) -> None:
         if progress.step == step:
             raise KeyboardInterrupt
 
@@ -103,7 +103,7 @@ def test_killed_while_it_saves_it_goes_on_with_two_processes(blank_model: Path, 
     for name in (".out.partial-1", "..out.partial-1.partial-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     sharded = replace(FULL, sharding="fsdp", rows_at_once=1)
     summary = train(
         blank_model, output, data=data, valid=data, settings=sharded, device="cpu", processes=2, begun=begun.append
@@ -120,12 +120,12 @@ def test_two_processes_that_are_stopped_are_followed_by_one(tiny_model: Path, tm
     output = tmp_path / "out"
     settings = replace(LORA, steps=100, rows_per_step=64, rows_at_once=64, save_every=1000)
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: TrainingProgress) -> None:
         if progress.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     sharded = replace(settings, sharding="fsdp", rows_at_once=1)
-    with pytest.raises(Stopped, match=r"stopped by SIGTERM: \d+ steps are kept in .*state\.pt") as raised:
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM: \d+ steps saved in .*state\.pt") as raised:
         train(tiny_model, output, data=data, settings=sharded, device="cpu", processes=2, report=stop)
     assert raised.value.signal == signal.SIGTERM
     done = raised.value.step
@@ -136,7 +136,7 @@ def test_two_processes_that_are_stopped_are_followed_by_one(tiny_model: Path, tm
     losses: dict[Path, list[float]] = {output: curve(kept["log"]), tmp_path / "whole": []}
     for directory, found in losses.items():
 
-        def report(progress: Progress, found: list[float] = found) -> None:
+        def report(progress: TrainingProgress, found: list[float] = found) -> None:
             found.append(progress.loss)
             if progress.step == done + 3:
                 raise KeyboardInterrupt
@@ -154,7 +154,7 @@ def test_a_signal_lets_the_step_end_and_saves(
 ) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: TrainingProgress) -> None:
         if progress.step == 2:
             os.kill(os.getpid(), number)
 
@@ -163,7 +163,7 @@ def test_a_signal_lets_the_step_end_and_saves(
         train(blank_model, tmp_path / "out", data=data, settings=settings, device="cpu", report=stop)
     assert (raised.value.signal, raised.value.step) == (number, 3)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
-    begun: list[Begun] = []
+    begun: list[TrainingStarted] = []
     train(blank_model, tmp_path / "out", data=data, settings=settings, device="cpu", begun=begun.append)
     assert begun[0].step == 3
     train(blank_model, tmp_path / "whole", data=data, settings=settings, device="cpu")
@@ -201,7 +201,7 @@ def test_killed_after_it_had_written_all(
     written = json.loads((output / "training.json").read_text(encoding="utf-8"))
     with pytest.raises(StorageError, match="exists and is not empty"):
         train(tiny_model, output, data=data, settings=replace(LORA, rank=3), device="cpu")
-    steps: list[Progress] = []
+    steps: list[TrainingProgress] = []
     assert train(tiny_model, output, data=data, settings=LORA, device="cpu", report=steps.append) == written
     assert steps == []
     assert not (tmp_path / "out.training").exists()
@@ -219,7 +219,7 @@ def test_rows_that_cannot_be_shared_are_refused_before_anything_starts(
     for name in ("Processes", "ClusterProcesses", "work"):
         monkeypatch.setattr(job, name, start)
     settings = replace(LORA, rows_per_step=3)
-    told = "--rows 3: 2 processes cannot share them equally: give a multiple of 2"
+    told = "--rows 3: not divisible by the 2 processes: give a multiple of 2"
     for cluster in (None, "auto"):
         with pytest.raises(UsageError, match=told):
             train(
@@ -259,5 +259,5 @@ def test_the_command_ends_with_the_signals_code(tiny_model: Path, tmp_path: Path
     _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert "stopped by SIGINT" in said
-    assert "the same command goes on from there" in " ".join(said.split())
+    assert "run the same command to resume" in " ".join(said.split())
     assert "Traceback" not in said

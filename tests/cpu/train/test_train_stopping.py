@@ -21,7 +21,7 @@ def test_the_first_is_noted_and_told_and_the_second_ends_at_once() -> None:
             assert found.caught == signal.SIGTERM
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(Stopped, match="stopped by SIGINT: nothing was done yet") as raised:
+    with pytest.raises(Stopped, match="stopped by SIGINT: no step was finished") as raised:
         work()
     assert raised.value.state is None
     assert told == [signal.SIGTERM]
@@ -43,5 +43,5 @@ def test_threads_note_nothing() -> None:
 
 def test_what_was_done_is_said() -> None:
     stopped = Stopped(signal.SIGTERM, 1200, Path("out.training/state.pt"))
-    assert str(stopped) == "stopped by SIGTERM: 1,200 steps are kept in out.training/state.pt"
+    assert str(stopped) == "stopped by SIGTERM: 1,200 steps saved in out.training/state.pt"
     assert isinstance(stopped, KeyboardInterrupt)

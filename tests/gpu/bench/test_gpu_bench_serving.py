@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from warpbus.bench import Run, run, serving
-from warpbus.bench.serving import Work, serving_benchmark
+from warpbus.bench.options import ServingBenchOptions
+from warpbus.bench.serving import serving_benchmark
 from warpbus.models import SHAPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -18,7 +19,7 @@ def test_a_small_model(monkeypatch):
     monkeypatch.setitem(SHAPES, "chatglm2-6b", replace(SHAPES["chatglm2-6b"], **SIZES))
     monkeypatch.setattr(serving, "QUICK", replace(serving.QUICK, seconds=0.3, grown=4_000_000))
     asked = Run(torch.device("cuda", 0), "warpbus bench serving", quick=True)
-    work = Work(concurrency=(1, 8), rates=(0.5,), prompt=64, tokens=16, peer=False)
+    work = ServingBenchOptions(concurrency=(1, 8), rates=(0.5,), prompt=64, tokens=16, peer=False)
     records = run(serving_benchmark(work), asked)
     output = [record for record in records if record.case.get("of") == "output"]
     assert [record.case["concurrency"] for record in output] == [1, 8]

@@ -406,10 +406,10 @@ def test_settled_waits_for_what_is_projected(lengths):
     weight = pack(QTensor.from_codes(scheme, codes, scales, None), torch.float16)
     inputs = [torch.randn(len(lengths), k, device="cuda").half() for _ in range(50)]
 
-    def attended(x, **settled):
-        return decode_attention(**(given | {"qkv": wna16_linear(x, weight)}), **settled)
+    def attended(x, **inputs_ready):
+        return decode_attention(**(given | {"qkv": wna16_linear(x, weight)}), **inputs_ready)
 
-    at_once = [attended(x, settled=True) for x in inputs]
+    at_once = [attended(x, inputs_ready=True) for x in inputs]
     for x, found in zip(inputs, at_once, strict=True):
         qkv = wna16_linear(x, weight)
         torch.cuda.synchronize()

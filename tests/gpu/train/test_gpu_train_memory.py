@@ -7,7 +7,7 @@ import pytest
 import torch
 from dense_configs import with_traits
 
-from warpbus.bench.train_process import Task, job
+from warpbus.bench.train_process import TrainBenchTask, job
 from warpbus.dist import Group
 from warpbus.models import SHAPES
 from warpbus.train.memory import training_memory
@@ -26,7 +26,7 @@ def taken_by(config, settings):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     said = []
-    job(Group(0, 1, GPU), said.append, Task(config, settings, tf32=False, plain=False, warm=2, steps=2))
+    job(Group(0, 1, GPU), said.append, TrainBenchTask(config, settings, tf32=False, plain=False, warm=2, steps=2))
     return said[0].memory - before
 
 

@@ -15,11 +15,11 @@ from warpbus.models import load_model
 from warpbus.models.adapters import Lora, Prefix, load_adapter
 from warpbus.models.layers import CausalAttention
 from warpbus.models.layers.prefixed import PrefixedAttention
-from warpbus.train import Progress, TrainingSettings, results, train
+from warpbus.train import TrainingProgress, TrainingSettings, results, train
 from warpbus.train.dataset import assemble, pack, tokenize
 from warpbus.train.loss import summed_cross_entropy
 from warpbus.train.plan import plan_training
-from warpbus.train.run import _Run
+from warpbus.train.run import _TrainingRun
 
 pytestmark = pytest.mark.gpu
 
@@ -30,8 +30,8 @@ PTUNING = replace(LORA, method="ptuning", prefix_tokens=32, learning_rate=1e-2)
 FULL = replace(LORA, method="full", learning_rate=1e-4)
 
 
-def run(output: Path, settings: TrainingSettings, **options: Any) -> tuple[dict[str, Any], list[Progress]]:
-    steps: list[Progress] = []
+def run(output: Path, settings: TrainingSettings, **options: Any) -> tuple[dict[str, Any], list[TrainingProgress]]:
+    steps: list[TrainingProgress] = []
     data = data_path("spring.jsonl")
     summary = train(
         model_path(), output, data=data, valid=data, settings=settings, device="cuda", report=steps.append, **options
@@ -84,12 +84,12 @@ def test_the_loss_falls(settings: TrainingSettings, tmp_path: Path) -> None:
 def test_the_best_step_is_written(settings: TrainingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = (3.0, 1.0, 2.0)
 
-    def validate(run: _Run, rows: object) -> float:
+    def validate(run: _TrainingRun, rows: object) -> float:
         at = tmp_path / f"at-{run.course.step}"
         results.write(at, run.inputs, run.method, {}, [], run.group, overwrite=False)
         return losses[run.course.step - 1]
 
-    monkeypatch.setattr(_Run, "_validate", validate)
+    monkeypatch.setattr(_TrainingRun, "_validate", validate)
     summary, _ = run(tmp_path / "out", replace(settings, steps=3, valid_every=1, save_every=2, keep="best"))
     assert (summary["best_step"], summary["valid_loss"]) == (2, 1.0)
 
@@ -132,7 +132,7 @@ def test_what_is_written_has_the_loss_of_the_training(settings: TrainingSettings
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: TrainingProgress) -> None:
         if progress.step == 7:
             raise KeyboardInterrupt
 

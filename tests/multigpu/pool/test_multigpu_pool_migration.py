@@ -96,7 +96,7 @@ def test_a_lease_moves_to_another_gpu(tmp_path: Path, visible: str, directly: bo
         here, channel, migration_token=TOKEN, shared=memory_exporter if directly else lambda _: None
     )
     source.begin()
-    while not source.copy_ahead().settled:
+    while not source.copy_ahead().stop_reason:
         if here.executed < 30:
             execute(here, here.executed + 1)
     report = source.finish()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from warpbus.demo import data_path, model_path
-from warpbus.train import Progress, Stopped, TrainingSettings, train
+from warpbus.train import Stopped, TrainingProgress, TrainingSettings, train
 
 pytestmark = pytest.mark.multigpu
 
@@ -69,7 +69,7 @@ def test_stopped_on_two_sharded_gpus_it_goes_on_on_one(method: str, tmp_path: Pa
     settings, data = replace(METHODS[method], steps=2000, rows_at_once=1), data_path("spring.jsonl")
     options: dict[str, Any] = {"data": data, "device": "cuda"}
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: TrainingProgress) -> None:
         if progress.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -82,7 +82,7 @@ def test_stopped_on_two_sharded_gpus_it_goes_on_on_one(method: str, tmp_path: Pa
     losses: dict[Path, list[float]] = {tmp_path / "out": [entry["loss"] for entry in kept["log"]], tmp_path / "one": []}
     for directory, found in losses.items():
 
-        def report(progress: Progress, found: list[float] = found) -> None:
+        def report(progress: TrainingProgress, found: list[float] = found) -> None:
             found.append(progress.loss)
             if progress.step == done + 3:
                 raise KeyboardInterrupt

@@ -70,9 +70,9 @@ def find_model(
 ) -> Path:
     """The directory of a model.
 
-    `DEMO` is the packaged model. A path is returned as it is, whether or not it exists. A name on a hub is looked for
-    in the cache of the hub's library; the network is used only if the model is not there, complete. So a branch that
-    has moved is not noticed: `pull` asks the hub.
+    `DEMO` is the packaged model. A path is returned unchanged, whether or not it exists. A name on a hub is looked up
+    in the cache of the hub's library; the network is used only if the cached model is missing or incomplete. A branch
+    that has moved since is therefore not noticed: `pull` asks the hub.
 
     Args:
         name: a path, or a name as `parse_name` understands it, such as `THUDM/chatglm2-6b`.

@@ -78,7 +78,7 @@ class HuggingFaceRepository:
         with self._translated(), self._locked():
             there = sum(_bytes_of(blob, size) for blob, size in sizes.items())
             check_space(self._folder / "blobs", sum(sizes.values()) - there)
-            meter = _Meter(there, sum(sizes.values()), progress)
+            meter = _Download(there, sum(sizes.values()), progress)
             absent = [name for blob, name in blobs.items() if not blob.exists()]
             meter.run(self._stream, [name for name in absent if len(self._keys[name]) == _SHA256_DIGITS])
             meter.run(self._link, wanted)
@@ -104,7 +104,7 @@ class HuggingFaceRepository:
     def _blob(self, name: str) -> Path:
         return self._folder / "blobs" / self._keys[name]
 
-    def _stream(self, name: str, meter: "_Meter") -> None:
+    def _stream(self, name: str, meter: "_Download") -> None:
         """Download a large file to its place among the blobs, from where an earlier download stopped."""
         # Not at the top: it takes longer to import than a model takes to be found on the disk.
         from huggingface_hub.file_download import http_get
@@ -135,7 +135,7 @@ class HuggingFaceRepository:
             )
         file.replace(blob)
 
-    def _link(self, name: str, meter: "_Meter") -> None:
+    def _link(self, name: str, meter: "_Download") -> None:
         """Let a file appear in the directory; a small one is downloaded."""
         repository, revision = self._name.repository, self.commit
         huggingface_hub.hf_hub_download(repository, name, revision=revision, tqdm_class=meter.bar)
@@ -178,7 +178,7 @@ class HuggingFaceRepository:
         )
 
 
-class _Meter:
+class _Download:
     """Downloads files in threads and counts the bytes of all of them.
 
     Attributes:
@@ -206,7 +206,7 @@ class _Meter:
             if self._progress is not None:
                 self._progress(self._there, self._total)
 
-    def run(self, download: "Callable[[str, _Meter], None]", names: list[str]) -> None:
+    def run(self, download: "Callable[[str, _Download], None]", names: list[str]) -> None:
         """Download files, several at a time; the first error, or Ctrl-C, stops the others."""
         with ThreadPoolExecutor(TOGETHER, "download") as pool:
             downloads = [pool.submit(download, name, self) for name in names]
@@ -222,7 +222,7 @@ class _Meter:
 class _Bar:
     """What the library needs of a progress bar; it is told only what arrives."""
 
-    def __init__(self, meter: _Meter, **_: object) -> None:
+    def __init__(self, meter: _Download, **_: object) -> None:
         self._meter = meter
 
     def __enter__(self) -> Self:

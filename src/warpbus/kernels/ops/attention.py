@@ -13,8 +13,8 @@ from warpbus.cuda.devices import shared_memory
 from warpbus.cuda.green import multiprocessors
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.kernel import Kernel
-from warpbus.cuda.lent import is_gpu
 from warpbus.cuda.parameters import Parameters
+from warpbus.cuda.remote import is_gpu
 from warpbus.errors import TensorError, UsageError
 from warpbus.kernels.operators import operator
 from warpbus.kernels.ops.arguments import ELEMENTS, HALVES, aligned, check_alike, check_rank, check_shape
@@ -32,7 +32,7 @@ _PARAMETERS = Parameters(
     "unsigned int key_token_stride, unsigned int value_block_stride, unsigned int value_token_stride, "
     "int shift, int group, int head_dim, int rotary, int interleaved, int stages, int chunks_per_unit, "
     "int units_per_group, int units_per_part, int parts_per_block, int parts, int combiners, int limit, "
-    "int late, int settled, float scale"
+    "int late, int inputs_ready, float scale"
 )
 _HEAD_DIMS = (64, 128, 256)  # what the kernel is compiled for; others run on the next larger one
 _TILE = 16  # queries of a block, all of one KV head
@@ -67,7 +67,7 @@ def decode_attention(
     interleaved: bool,
     limit: int,
     stored: bool = False,
-    settled: bool = False,
+    inputs_ready: bool = False,
 ) -> Tensor:
     """Rotate queries and keys (RoPE; Su et al., 2021), write keys and values at `positions`, attend to all up to there.
 
@@ -97,7 +97,7 @@ def decode_attention(
         stored: the keys and values at `positions` are in the cache already (`rope_and_cache`): nothing is written, and
             of `qkv` only the queries are used. Rows may then be consecutive tokens of one sequence. Otherwise no block
             that is written may be another row's.
-        settled: `table`, `positions`, `blocks` and the cache below each row's position are not written by the last
+        inputs_ready: `table`, `positions`, `blocks` and the cache below each row's position are not written by the last
             kernel that was launched without `dependent`, nor by any after it: that one began when all before it had
             ended. On Hopper they are then loaded while the kernel ahead is at work on `qkv`.
 
@@ -111,13 +111,13 @@ def decode_attention(
     """
     _check(qkv, table, positions, blocks, keys, values, key_scales, value_scales, heads, limit)
     of_cache = positions, blocks, keys, values, key_scales, value_scales
-    return _decode_attention(qkv, table, *of_cache, heads, interleaved, limit, stored, settled)
+    return _decode_attention(qkv, table, *of_cache, heads, interleaved, limit, stored, inputs_ready)
 
 
 def has_kernel(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether `decode_attention` has a kernel for such heads on a device.
 
-    It has on GPUs since Ampere, also on one behind a lent device, for float16 and bfloat16, where `head_dim` is a
+    It has on GPUs since Ampere, also on one behind a remote device, for float16 and bfloat16, where `head_dim` is a
     multiple of 16 up to 256, for any number of heads and KV heads.
     """
     return (
@@ -351,7 +351,7 @@ def _launch(
     interleaved: bool,
     limit: int,
     stored: bool,
-    settled: bool,
+    inputs_ready: bool,
 ) -> Tensor:
     batch = qkv.shape[0]
     _, kv_heads, block, size = keys.shape
@@ -369,8 +369,8 @@ def _launch(
                 f"decode_attention: {of} begin at {tensor.data_ptr():#x} and have strides {tensor.stride()}: give a "
                 "cache whose heads begin at multiples of 16 bytes"
             )
-    # A copy is the kernel just ahead: what it writes is not settled.
-    settled = settled and table.is_contiguous() and positions.is_contiguous()
+    # A copy is the kernel just ahead: what it writes is not ready.
+    inputs_ready = inputs_ready and table.is_contiguous() and positions.is_contiguous()
     qkv, table, positions = qkv.contiguous(), table.contiguous(), positions.contiguous()
     if not aligned(qkv):
         qkv = qkv.clone()
@@ -425,7 +425,7 @@ def _launch(
         limit=limit,
         late=cut.late,
         # Blocks that fill the GPU begin when those ahead end: what is projected would only be asked for later.
-        settled=settled and not cut.late,
+        inputs_ready=inputs_ready and not cut.late,
         scale=math.log2(math.e) * size**-0.5,
         shared=cut.shared,
         dependent=True,
@@ -434,7 +434,7 @@ def _launch(
 
 
 def _reference(*arguments: Any) -> Tensor:
-    return reference.decode_attention(*arguments[:-1])  # where kernels do not overlap, all is settled
+    return reference.decode_attention(*arguments[:-1])  # where kernels do not overlap, all inputs are ready
 
 
 def _fake(
@@ -450,7 +450,7 @@ def _fake(
     interleaved: bool,
     limit: int,
     stored: bool,
-    settled: bool,
+    inputs_ready: bool,
 ) -> Tensor:
     return qkv.new_empty(qkv.shape[0], heads, keys.shape[3])
 
@@ -458,7 +458,7 @@ def _fake(
 _decode_attention = operator(
     "decode_attention(Tensor qkv, Tensor table, Tensor positions, Tensor blocks, Tensor(a!) keys, Tensor(b!) values, "
     "Tensor(c!)? key_scales, Tensor(d!)? value_scales, int heads, bool interleaved, int limit, bool stored, "
-    "bool settled) -> Tensor",
+    "bool inputs_ready) -> Tensor",
     cuda=_launch,
     reference=_reference,
     fake=_fake,

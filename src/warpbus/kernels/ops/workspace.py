@@ -1,10 +1,10 @@
-"""Counters by which the blocks of one kernel find out which of them comes last.
+"""Counters with which the thread blocks of one kernel find out which of them finishes last.
 
-Kernels find zeros and leave zeros, and touch them only once the kernel before has ended (`griddepcontrol.wait`, where
-kernels overlap). So those that run one after another share theirs: the kernels of one stream, and those of captured
-graphs that are replayed one after another, if somebody has `lent` them some. What else is captured runs wherever its
-graph is replayed: each such kernel has counters of its own, from a reserve that is set aside beforehand, since in a
-capture nothing can be zeroed once and for all.
+Each kernel finds zeros and leaves zeros, and touches its counters only after the previous kernel has ended
+(`griddepcontrol.wait`, where kernels overlap). Kernels that run one after another therefore share counters: the kernels
+of one stream, and those of CUDA graphs that are replayed one after another, if they are captured under `use_counters`.
+Any other captured kernel may run at any time its graph is replayed, so it gets counters of its own, from a reserve that
+is allocated and zeroed before the capture.
 """
 
 import threading
@@ -27,24 +27,24 @@ _dividing = threading.Lock()  # of the reserves
 
 
 @contextmanager
-def lent(buffer: Tensor) -> Iterator[None]:
-    """Let the kernels that this thread launches or captures meanwhile count in `buffer`.
+def use_counters(buffer: Tensor) -> Iterator[None]:
+    """Within the block, kernels that this thread launches or captures count in `buffer`.
 
     Args:
-        buffer: int32 zeros on their GPU, used by nothing that may run beside them: no graph that was captured with it
-            may be replayed before the last one has ended. A kernel that needs more has others.
+        buffer: int32 zeros on their GPU, used by nothing that may run at the same time: a graph captured with it may be
+            replayed only after the previous replay has ended. A kernel that needs more counters gets others.
     """
-    before = getattr(_of_thread, "lent", None)
-    _of_thread.lent = buffer
+    before = getattr(_of_thread, "buffer", None)
+    _of_thread.buffer = buffer
     try:
         yield
     finally:
-        _of_thread.lent = before
+        _of_thread.buffer = before
 
 
 def counters(device: torch.device, count: int) -> Tensor:
     """At least `count` int32 zeros for a kernel that is launched next on the current stream of a GPU."""
-    buffer: Tensor | None = getattr(_of_thread, "lent", None)
+    buffer: Tensor | None = getattr(_of_thread, "buffer", None)
     if buffer is not None and buffer.device == device and buffer.numel() >= count:
         return buffer
     if _captures(device):

@@ -1,4 +1,4 @@
-"""What a decoder may have beside its weights: low-rank changes of linears (LoRA), or a prefix of keys and values."""
+"""Adapters of a decoder: low-rank updates of its matrices (LoRA), or a prefix of keys and values (P-Tuning)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LowRank:
-    """A change of one linear: it computes `x W^T + (x a^T) b^T`.
+    """The low-rank update of one matrix W: the layer computes `x W^T + (x a^T) b^T`.
 
     Attributes:
         a: `[rank, in]`.
@@ -29,12 +29,12 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of some of a decoder's linears.
+    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685) of some of a decoder's matrices.
 
     Attributes:
-        name: what requests choose it by.
-        parts: by the name of the decoder's own linear, "layers.0.attention.qkv". Where the file has several that the
-            decoder computes as one matrix, their `a` are stacked and their `b` are blocks of a diagonal.
+        name: the name that requests select it by.
+        parts: by the name of the decoder's matrix, such as "layers.0.attention.qkv". If the file has updates of several
+            matrices that the decoder fuses, their `a` are stacked and their `b` are block-diagonal.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Lora:
 
     @property
     def rank(self) -> int:
-        """The largest rank of a linear."""
+        """The largest rank of a matrix."""
         return max(part.rank for part in self.parts.values())
 
     @property
@@ -52,14 +52,14 @@ class Lora:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Keys and values that stand before every sequence (P-Tuning v2, Liu et al. 2021, arXiv:2110.07602).
+    """Keys and values that are prepended to every sequence (P-Tuning v2, Liu et al. 2021, arXiv:2110.07602).
 
-    They are not rotated: the first real token has position 0, and all tokens attend to all of the prefix.
+    They have no rotary positions: the first real token has position 0, and all tokens attend to the whole prefix.
 
     Attributes:
-        name: what requests choose it by.
+        name: the name that requests select it by.
         keys_lthd: `[layers, tokens, kv_heads, head_dim]`.
-        values_lthd: the same.
+        values_lthd: same shape.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Prefix:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the prefix stands for."""
+        """Length of the prefix in tokens."""
         return self.keys_lthd.shape[1]
 
     @property

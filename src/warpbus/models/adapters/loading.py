@@ -1,4 +1,4 @@
-"""From an adapter's directory to a `Lora` or a `Prefix` of a decoder."""
+"""Loads an adapter directory as a `Lora` or a `Prefix` of a decoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,18 +25,17 @@ def load_adapter(
 ) -> Lora | Prefix:
     """Read an adapter for a decoder: a LoRA in PEFT's format, or a prefix of ChatGLM's P-Tuning v2.
 
-    All names and shapes are checked before memory is set aside for a tensor.
+    All names and shapes are checked before memory is allocated for a tensor.
 
     Args:
-        directory: where it is.
-        config: of the decoder, the whole one where several processes share it.
-        name: what requests choose it by; the directory's own name by default.
+        directory: of the adapter.
+        config: of the whole decoder, also if it is sharded.
+        name: the name that requests select it by; the directory's name by default.
         device, dtype: of its tensors.
 
     Raises:
-        CheckpointError: if the directory is no adapter, or is damaged, not understood, or not made for this model.
-        TensorError: if a tensor is missing, has the wrong shape or type, or values that are no finite numbers or that
-            `dtype` cannot hold.
+        CheckpointError: the directory is not an adapter, is damaged or not supported, or is for another model.
+        TensorError: a tensor is missing, has the wrong shape or type, or values that are not finite in `dtype`.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -66,9 +65,9 @@ def _load_lora(directory: Path, config: ModelConfig, name: str, device: torch.de
 
 
 def _fused(config: ModelConfig, members: Sequence[tuple[Site, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The two matrices of the decoder's linear, of those of its parts.
+    """The update of a fused matrix of the decoder, from the updates of its parts.
 
-    Parts with the same A share its rows: what was trained as one and saved in parts is one again.
+    Parts with the same A share its rows: an update that was trained as one and saved in parts becomes one again.
     """
     distinct: list[Tensor] = []
     columns = []

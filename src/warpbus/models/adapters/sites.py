@@ -1,4 +1,4 @@
-"""Where the modules of a LoRA file belong: which rows of which of the decoder's linears each of them is."""
+"""Maps the modules of a LoRA file to rows of the decoder's matrices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from warpbus.models.config import ModelConfig
+from warpbus.models.layer_spec import MoESpec
 
 TensorMap = dict[str, tuple[str, ...]]
 """From a decoder's parameter to the checkpoint's tensors that are stacked along rows to make it."""
@@ -21,6 +22,7 @@ class Family:
         tensors: the tensors that a decoder of that config needs, and no others.
         ffn_key: the key of config.json that has the size of the FFN.
         claims: whether a parsed config.json with one of these types is of this family, where others share the type.
+        ignores: whether a tensor of a file is one that the decoder does not use.
         qkv_by_head: the file's fused projection has each head's queries, keys and values together, see
             `warpbus.models.row_order`.
     """
@@ -31,6 +33,7 @@ class Family:
     tensors: Callable[[ModelConfig], TensorMap]
     ffn_key: str = "intermediate_size"
     claims: Callable[[Mapping[str, Any]], bool] = lambda values: True
+    ignores: Callable[[ModelConfig, str], bool] = lambda config, name: False
     qkv_by_head: bool = False
 
 
@@ -44,7 +47,8 @@ def expand(
 
     Args:
         whole: parameters outside the layers, as in `TensorMap`.
-        layer: parameters of a layer, without `layers.N.`, and their tensors without `prefix`.
+        layer: parameters of a layer, without `layers.N.`, and their tensors without `prefix`; `{}` stands for the
+            number of the expert.
         prefix: what the tensors of a layer begin with, `{}` standing for the layer's number.
 
     Returns:
@@ -53,7 +57,10 @@ def expand(
     tensors = {name: names for name, names in whole.items() if not (config.tie_embeddings and name == "head.weight")}
     for index, spec in enumerate(config.layers):
         start = prefix.format(index)
-        for parameter, names in layer.items():
-            if parameter in spec.parameters:
-                tensors[f"layers.{index}.{parameter}"] = tuple(start + name for name in names)
+        experts = spec.mlp.router.experts if isinstance(spec.mlp, MoESpec) else 0
+        for pattern, names in layer.items():
+            for expert in range(experts) if "{}" in pattern else (0,):
+                parameter = pattern.format(expert)
+                if parameter in spec.parameters:
+                    tensors[f"layers.{index}.{parameter}"] = tuple(start + name.format(expert) for name in names)
     return tensors

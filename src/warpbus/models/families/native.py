@@ -1,5 +1,6 @@
 """What the formats of Hugging Face's own models share: keys of config.json, names of tensors, rotary parameters."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ from warpbus.errors import CheckpointError
 from warpbus.models.config import ModelConfig, RopeConfig, RopeScaling
 from warpbus.models.families.family import TensorMap, expand
 from warpbus.models.families.fields import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, Fields
+from warpbus.models.families.moe import LayerMLP
 from warpbus.models.families.unsupported import refuse_unsupported, refuse_windows
 from warpbus.models.layer_spec import AttentionSpec, LayerSpec, MLPSpec, NormSpec
 
@@ -27,6 +29,8 @@ LAYER = {
     "mlp.down.weight": ("mlp.down_proj.weight",),
 }
 
+QK_NORMS = {f"attention.{part}_norm.weight": (f"self_attn.{part}_norm.weight",) for part in "qk"}
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -41,6 +45,7 @@ def read(
     first_window: int | None = None,
     stop_ids: tuple[int, ...] = (),
     output_norms: bool = False,
+    mlps: LayerMLP | None = None,
     **biases_and_norms: bool,
 ) -> ModelConfig:
     """Read a config.json of Hugging Face's keys.
@@ -55,6 +60,7 @@ def read(
         first_window: see `refuse_windows`.
         stop_ids: where the file names none.
         output_norms: see `LayerSpec`.
+        mlps: the MLP of each layer; by default all are dense ones of intermediate_size.
         biases_and_norms: further fields of `AttentionSpec`.
 
     Raises:
@@ -62,11 +68,15 @@ def read(
     """
     fields = Fields(values)
     fields.insist("hidden_act", "silu", "the shared decoder's MLP is SwiGLU")
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, norms_queries=biases_and_norms.get("qk_norm", False))
     refuse_windows(fields, first_window)
-    for key in _EXPERTS:
-        if fields.values.get(key):
-            raise CheckpointError(f"{fields.name}: {key}: mixtures of experts are not supported: use a dense model")
+    if mlps is None:
+        for key in _EXPERTS:
+            if fields.values.get(key):
+                raise CheckpointError(f"{fields.name}: {key}: a {family} model has no experts: use a dense model")
+    dense = MLPSpec(fields.size("intermediate_size"))
+    count = fields.size("num_hidden_layers", MAX_LAYERS)
+    layer_mlps = [dense if mlps is None else mlps(index) for index in range(count)]
     hidden = fields.size("hidden_size")
     heads = fields.size("num_attention_heads")
     if "head_dim" not in fields and head_dim is None:
@@ -78,17 +88,14 @@ def read(
     kv_heads = fields.divisor(
         "num_key_value_heads", "num_attention_heads", heads, default=heads if kv_heads_default else None
     )
-    layer = LayerSpec(
-        hidden_size=hidden,
-        attention=AttentionSpec(heads, kv_heads, dim, **biases_and_norms),
-        mlp=MLPSpec(fields.size("intermediate_size")),
-        norm=NormSpec(fields.number("rms_norm_eps", 1e-12, 0.1)),
-        output_norms=output_norms,
-    )
+    attention = AttentionSpec(heads, kv_heads, dim, **biases_and_norms)
+    norm = NormSpec(fields.number("rms_norm_eps", 1e-12, 0.1))
+    # Layers of one kind share their table.
+    kinds = {mlp: LayerSpec(hidden, attention, mlp, norm, output_norms) for mlp in layer_mlps}
     return ModelConfig(
         family=family,
         vocab_size=vocabulary,
-        layers=(layer,) * fields.size("num_hidden_layers", MAX_LAYERS),
+        layers=tuple(kinds[mlp] for mlp in layer_mlps),
         rope=rope,
         # With linear scaling the file states the context that was stretched, not the one that came of it.
         max_context=int(context * rope.position_scale),
@@ -100,6 +107,12 @@ def read(
 def tensors(config: ModelConfig, layer: Mapping[str, tuple[str, ...]] = LAYER) -> TensorMap:
     """The tensor map of a model named as Hugging Face does, its layers as in the table `layer`."""
     return expand(config, WHOLE, layer, "model.layers.{}.")
+
+
+def is_prediction_layer(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is of a layer after the last one: multi-token prediction, which the decoder does not use."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= config.num_layers
 
 
 def _rope(fields: Fields, head_dim: int, rotary_part: float, interleaved: bool) -> RopeConfig:

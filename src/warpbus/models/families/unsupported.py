@@ -30,21 +30,26 @@ _ONLY: Mapping[str, tuple[object, str]] = {
     "mlp_bias": (False, "gated MLPs have no biases here"),
     "parallel_attn": (False, "the MLP follows attention"),
     "use_parallel_residual": (False, "the MLP follows attention"),
-    "qk_layernorm": (False, "queries and keys are normed in qwen3 alone"),
-    "use_qk_norm": (False, "queries and keys are normed in qwen3 alone"),
+    "qk_layernorm": (False, "queries and keys of this family are not normed"),
     "is_causal": (True, "attention is causal"),
     "use_bidirectional_attention": (False, "attention is causal"),
 }
 
 
-def refuse_unsupported(fields: Fields) -> None:
+def refuse_unsupported(fields: Fields, *, norms_queries: bool = False) -> None:
     """Check the keys of this file, for whatever family.
+
+    Args:
+        fields: of the file.
+        norms_queries: queries and keys are normed as the file says.
 
     Raises:
         CheckpointError: names the key, its value and the only one that is supported.
     """
     for key, (only, why) in _ONLY.items():
         fields.insist(key, only, why)
+    if not norms_queries:
+        fields.insist("use_qk_norm", False, "queries and keys of this family are not normed")
     for key in ("dtype", "torch_dtype"):
         _check_dtype(fields, key)
 

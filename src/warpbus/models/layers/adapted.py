@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA; Hu et al., 2021, arXiv:2106.09685) beside a linear, each row's own in one batch.
+"""Low-rank adapters (LoRA; Hu et al., 2021, arXiv:2106.09685) of a linear layer, with a different adapter per row.
 
-All adapters of a linear lie side by side, and every row is multiplied by all of them. In between, what does not belong
-to the row's own adapter is cleared: so there are two dense products of fixed shapes, whoever asks for which adapter,
-and a CUDA graph serves all of them. The linear itself stays as it is, quantized or not.
+The matrices of all adapters of a layer are concatenated, and every row is multiplied by all of them. Between the two
+products, the features of other rows' adapters are set to zero. The products are dense and have fixed shapes whichever
+adapters a batch uses, so that one CUDA graph serves all batches. The layer itself does not change, quantized or not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_ALIGNED = 8  # ranks: products of 16 bits are fast where rows are whole pieces of 16 bytes
+_ALIGNED = 8  # ranks: 16-bit products are fast if rows are multiples of 16 bytes
 
 
 class Selection:
-    """Which adapter each row has, for all `Adapted` of a model: outside of `rows`, none.
+    """The adapter of each row, for all `Adapted` layers of a model; outside of `rows` no row has one.
 
     Args:
-        source: what the model's adapters were made of, in their order.
+        source: the objects that the model's adapters were built from, in order.
     """
 
     def __init__(self, source: Sequence[object]) -> None:
@@ -30,16 +30,16 @@ class Selection:
 
     @property
     def active(self) -> bool:
-        """Rows may have adapters."""
+        """Whether rows may have adapters."""
         return self._numbers is not None
 
     @contextmanager
     def rows(self, numbers: Tensor | None) -> Iterator[None]:
-        """For the model's calls within.
+        """Set the adapters of the rows for calls of the model inside the block.
 
         Args:
-            numbers: int64 `[rows]`, for each row of the activations its adapter, from 1 on in the order of `source`, or
-                0 for none. None: no row has any, and the model is computed as without adapters.
+            numbers: int64 `[rows]`: the adapter of each row of the activations, counted from 1 in the order of
+                `source`; 0 for none. None if no row has an adapter: the model is computed as without adapters.
         """
         self._numbers = numbers
         try:
@@ -49,10 +49,10 @@ class Selection:
             self._foreign = {}
 
     def foreign(self, ranks: tuple[int, ...], owners: Tensor) -> Tensor:
-        """Which columns are not the row's own: bool `[rows, columns]`, computed once for all linears of these ranks.
+        """Mask of the columns of other rows' adapters, bool `[rows, columns]`; cached for layers of the same ranks.
 
         Args:
-            owners: int64 `[columns]`, the adapter of each.
+            owners: int64 `[columns]`, the adapter that each column belongs to.
         """
         assert self._numbers is not None
         if ranks not in self._foreign:
@@ -60,18 +60,18 @@ class Selection:
         return self._foreign[ranks]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Selection":
-        # A copy of a model, which may be made while this one is computed.
+        # A model may be copied while the original runs.
         return Selection(self.source)
 
 
 class Adapted(nn.Module):
-    """A linear with adapters: `part(x) + (x a^T) b^T` with the row's own a and b.
+    """A linear layer with adapters: `part(x) + (x a^T) b^T` with the a and b of each row's adapter.
 
     Args:
-        part: the linear, of any kind.
-        adapters: for each of `selection.source` its a, `[rank, in]`, and b, `[out, rank]`; None where it leaves this
-            linear alone.
-        selection: says which row has which.
+        part: the linear layer, of any kind.
+        adapters: for each of `selection.source` its a, `[rank, in]`, and b, `[out, rank]`; None if the adapter does
+            not change this layer.
+        selection: the adapter of each row.
         dtype, device: of the activations.
     """
 
@@ -104,9 +104,9 @@ class Adapted(nn.Module):
         self.register_buffer("owners", torch.tensor(owners + [-1] * (columns - used), device=device))
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add what the rows' adapters make of x, `[..., in]`, to y, `[..., out]`, where it is."""
+        """Add the adapters' output for x, `[..., in]`, to y, `[..., out]`, in place."""
         low = F.linear(x.reshape(-1, x.shape[-1]), self.a)
-        # Cleared and not multiplied by 0: what overflows in one adapter is no other's.
+        # Masked, not multiplied by 0: an overflow in one adapter must not reach another one's rows.
         low.masked_fill_(self.selection.foreign(self.ranks, self.owners), 0.0)
         y.view(-1, y.shape[-1]).addmm_(low, self.b.t())
         return y
@@ -117,5 +117,5 @@ class Adapted(nn.Module):
 
 
 def padded(rank: int) -> int:
-    """Columns that adapters of together so many ranks take."""
+    """Columns of adapters whose ranks add up to `rank`, padded for alignment."""
     return -(-rank // _ALIGNED) * _ALIGNED

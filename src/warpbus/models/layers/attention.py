@@ -1,4 +1,4 @@
-"""Attention with grouped queries. Where keys and values are kept is the business of its context."""
+"""Grouped-query attention. The context decides where keys and values are stored."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -37,11 +37,11 @@ class AttentionContext(Protocol):
 
 
 class FusedAttention(ABC):
-    """A context whose kernels rotate, store and attend: it takes the fused projection as it is."""
+    """A context whose kernels apply RoPE, store keys and values, and attend; its input is the fused projection."""
 
     @abstractmethod
     def attend_fused(self, layer: int, qkv_btr: Tensor) -> Tensor:
-        """Rotate queries and keys, store the new keys and values, attend causally.
+        """Apply RoPE to queries and keys, store the new keys and values, attend causally.
 
         Args:
             layer: the index of the layer.
@@ -53,19 +53,19 @@ class FusedAttention(ABC):
 
 
 class CausalAttention:
-    """Each token attends to itself and to those before it in its row, and nothing is kept.
+    """Each token attends to itself and to the tokens before it in its row; there is no KV cache.
 
     Args:
-        documents_bt: integers `[batch, tokens]`: a row holds several documents, one after another, and a token sees its
-            own only.
-        prompts_bt: integers `[batch, tokens]`: so many tokens at the beginning of each token's document see each other
-            in both directions (see `prompt_lengths`). Positions have to count from the beginning of the document.
+        documents_bt: integers `[batch, tokens]`: the document of each token, for rows that pack several documents. A
+            token attends only to its own document.
+        prompts_bt: integers `[batch, tokens]`: the prompt length of each token's document. Tokens of a prompt attend to
+            each other in both directions (see `prompt_lengths`). Positions have to start at 0 in each document.
     """
 
     def __init__(self, documents_bt: Tensor | None = None, prompts_bt: Tensor | None = None) -> None:
         self.documents_bt = documents_bt
         self.prompts_bt = prompts_bt
-        # Made when a layer asks first, for all of them: one of the two is needed.
+        # Computed by the first layer and shared by all; only one of the two is needed.
         self._mask: Tensor | None = None
         self._extents: Extents | None = None
 
@@ -77,14 +77,14 @@ class CausalAttention:
         return attend_masked(q_bthd, k_bthd, v_bthd, self.reached(positions_bt))
 
     def extents(self, q_bthd: Tensor) -> Extents | None:
-        """Where the documents lie, if there are any and a kernel attends to each by itself, without a mask."""
+        """The bounds of the documents, if rows are packed and the variable-length kernel can be used."""
         if self.documents_bt is None or self.prompts_bt is not None or not can_pack(q_bthd):
             return None
         self._extents = self._extents or Extents.of(self.documents_bt)
         return self._extents
 
     def reached(self, positions_bt: Tensor) -> Tensor | None:
-        """Which keys each query sees, `[batch, 1, tokens, tokens]`; None where that is its row up to itself."""
+        """The mask of keys that each query attends to, `[batch, 1, tokens, tokens]`; None for a causal mask."""
         if self.prompts_bt is not None:
             return self._reached(positions_bt, self.prompts_bt)
         if self._mask is None and self.documents_bt is not None:
@@ -94,20 +94,20 @@ class CausalAttention:
         return self._mask
 
     def of_layer(self, layer: int, positions_bt: Tensor) -> Self:
-        """The same for one layer, whichever: its index no longer matters, and what all layers share is made already."""
+        """The context for one layer: its layer index is ignored, and the mask that layers share is computed already."""
         del layer
         if self.prompts_bt is None:
             self.reached(positions_bt)
         return self
 
     def with_prompts(self, prompts_bt: Tensor) -> Self:
-        """The same context where the documents have these prompts."""
+        """A copy of the context with these prompt lengths."""
         other = copy.copy(self)
         other.prompts_bt = prompts_bt
         return other
 
     def _reached(self, positions_bt: Tensor, prompts_bt: Tensor) -> Tensor:
-        """Which keys each query sees; made anew for each layer, since those of many batches would be large."""
+        """The mask of keys that each query attends to; computed per layer to save memory in large batches."""
         reach = torch.maximum(positions_bt, prompts_bt - 1)
         mask = positions_bt[:, None, :] <= reach[:, :, None]
         if self.documents_bt is not None:
@@ -116,12 +116,12 @@ class CausalAttention:
 
 
 class BranchedAttention:
-    """Each row is the beginning of several texts, which is computed once, and then what follows it in each of them.
+    """Tree attention of one level: each row is the common prefix of several texts, followed by their continuations.
 
-    A token attends to the beginning and to what stands before it in its own text: tree attention of one level.
+    A token attends to the prefix and to the tokens before it in its own continuation; the prefix is computed once.
 
     Args:
-        branches_bt: integers `[batch, tokens]`: 0 for the beginning, else the number of the text that a token is of.
+        branches_bt: integers `[batch, tokens]`: 0 for the prefix, else the number of the token's continuation.
             Positions are those in the text.
     """
 
@@ -139,14 +139,14 @@ class BranchedAttention:
 
 
 def attend_masked(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention of grouped queries to the keys that a mask shows, or causal where there is none."""
+    """Softmax attention of grouped queries; causal if there is no mask, else to the keys where the mask is True."""
     if v_bthd.requires_grad:
-        v_bthd = v_bthd.contiguous()  # else the whole projection, in which values lie, is kept for the backward pass
+        v_bthd = v_bthd.contiguous()  # a view would keep the whole fused projection for the backward pass
     q, k, v = (x.transpose(1, 2) for x in (q_bthd, k_bthd, v_bthd))
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.device.type == "cuda" and (mask is not None or _trained_wide(q)):
-        # torch's fused kernels take a mask or groups, not both, and groups in 16 bits alone: else all scores would be
-        # written out, and for a gradient kept.
+        # torch's fused kernels support a mask or grouped queries, not both, and grouped queries only in 16 bits.
+        # Without them all scores would be materialized, and kept for the backward pass.
         k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=group > 1)
     return attended.transpose(1, 2)
@@ -184,9 +184,9 @@ class Attention(nn.Module):
         *,
         norm: Norm | None = None,
     ) -> Tensor:
-        """What enters `o`: attention of `norm(x)`, `[batch, tokens, heads head_dim]`.
+        """The input of `o`: attention over `norm(x)`, `[batch, tokens, heads head_dim]`.
 
-        A `FusedAttention` knows the positions and angles itself.
+        With a `FusedAttention`, positions and angles are ignored: the context has its own.
         """
         qkv = project(self.qkv, x_btd, norm=norm)
         if isinstance(context, FusedAttention):
@@ -198,7 +198,7 @@ class Attention(nn.Module):
         return context.attend(layer, q, k, v, positions_bt).flatten(-2)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by head, the first two normed where the model does that."""
+        """Queries, keys and values by head; queries and keys are normed if the model has QK norms."""
         parts = qkv.split(self.spec.qkv_rows, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
@@ -206,7 +206,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def _normed(self, qkv: Tensor) -> Tensor:
-        """The fused projection with its queries and keys normed where the model does that."""
+        """The fused projection; its queries and keys are normed if the model has QK norms."""
         if self.q_norm is None:
             return qkv
         return torch.cat([part.flatten(-2) for part in self._heads(qkv)], dim=-1)

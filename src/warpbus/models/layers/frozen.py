@@ -1,7 +1,7 @@
 """Gradients through quantized weights, which are not trained themselves (QLoRA; Dettmers et al., 2023).
 
-Forward is what the kernels compute anyway. Backward, `dx = dy W`, dequantizes columns of W in the dtype of the
-activations, at most `BUFFER_BYTES` of them at a time: floating-point weights are never kept.
+The forward pass is that of inference. The backward pass, `dx = dy W`, dequantizes columns of W to the dtype of the
+activations, at most `BUFFER_BYTES` at a time; dequantized weights are not kept.
 """
 
 import math
@@ -22,9 +22,9 @@ from warpbus.models.layers.fusion import gpu_has_kernels
 from warpbus.qtensor import QTensor
 
 Form = QTensor | PackedWeight | CpuWeight
-"""How a quantized weight may be held: as it is, or as the kernels of a GPU or of the CPU take it."""
+"""A quantized weight in memory: unpacked, or packed for the kernels of a GPU or of the CPU."""
 
-_COLUMNS = 32  # of any bits, they are whole words
+_COLUMNS = 32  # whole words for any number of bits
 
 
 def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
@@ -39,10 +39,10 @@ def quantized_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
 
 
 def frozen_linear(x: Tensor, weight: Form, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias`, which can be differentiated by x.
+    """`x @ weight.T + bias`, differentiable with respect to x.
 
-    With a w8a8 scheme x is rounded on the way, and its gradient is passed on as if it were not (straight-through;
-    Bengio et al., 2013).
+    With a w8a8 scheme x is rounded, and the gradient passes through the rounding (straight-through estimator; Bengio et
+    al., 2013).
 
     Args:
         x: `[..., k]` as `quantized_linear` takes it; an enclosing `torch.autocast` converts it.

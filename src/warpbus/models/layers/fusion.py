@@ -1,27 +1,27 @@
-"""Where the layers are computed by kernels of ours."""
+"""Decides where layers are computed by Warpbus's own kernels."""
 
 import functools
 
 import torch
 from torch import Tensor
 
-from warpbus.cuda.lent import lent
+from warpbus.cuda.remote import remote_backend
 from warpbus.kernels.ops.arguments import HALVES
 
 _OLDEST = (8, 0)  # compute capability that the kernels are written for
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether kernels take these activations: 16 bits, on a GPU they are made for, and no gradient is asked for."""
+    """Whether kernels support these activations: 16 bits, on a supported GPU, and gradients are disabled."""
     return x.dtype in HALVES and not torch.is_grad_enabled() and gpu_has_kernels(x.device)
 
 
 def gpu_has_kernels(device: torch.device) -> bool:
-    """Whether a device is a GPU that the kernels are made for, or has one behind it."""
+    """Whether a device is a GPU that the kernels support, or a pool device backed by one."""
     if device.type == "cuda":
         return _is_young_enough(device)
-    behind = lent(device)
-    capability = None if behind is None else behind.capability()
+    backend = remote_backend(device)
+    capability = None if backend is None else backend.capability()
     return capability is not None and capability >= _OLDEST
 
 
@@ -29,8 +29,8 @@ def _is_young_enough(device: torch.device) -> bool:
     return _capability(device) >= _OLDEST
 
 
-# What `torch.compiler.assume_constant_result` does, since the compiler warns of caches. To call that would load the
-# compiler and sympy, nearly as long as torch itself, for all who do not compile.
+# The effect of `torch.compiler.assume_constant_result`, without which the compiler warns about the cache. Calling it
+# would import the compiler and sympy, which takes nearly as long as torch itself, also for users who do not compile.
 _is_young_enough._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

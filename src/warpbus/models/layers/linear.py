@@ -1,7 +1,4 @@
-"""Linear layers: over a quantized weight, and the one function through which every projection of a layer goes.
-
-Knows nothing of files: see `warpbus.models.loading`.
-"""
+"""Quantized linear layers, and `project`, which computes every projection of a decoder layer."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,19 +24,19 @@ from warpbus.qtensor import QTensor
 
 
 class QuantizedLinear(nn.Module):
-    """`x @ weight.T + bias` with a quantized weight; takes the place of `torch.nn.Linear`.
+    """`x @ weight.T + bias` with a quantized weight; replaces `torch.nn.Linear`.
 
-    With a w8a8 scheme x is rounded to 8 bits first, token by token: on GPUs by the kernels for x of 16 bits, elsewhere
-    by their reference. So a CPU computes what a GPU does, but for the order of sums.
+    With a w8a8 scheme x is first rounded to 8 bits per token: by the kernels for 16-bit x on GPUs, elsewhere by their
+    reference. CPU and GPU results differ only in the order of sums.
 
-    Only the form that the kernels of its device take is held. `.to()` another device or dtype arranges the weight
-    anew, exactly but for the rounding of scales to the dtype (those of w8a8 are not rounded); a state dict holds the
-    form, and fits its device alone.
+    Only the form that the kernels of the device need is kept. `.to()` another device or dtype repacks the weight; this
+    is exact except that scales are rounded to the dtype (those of w8a8 are not). A state dict holds the packed form and
+    fits only the same kind of device.
 
     Args:
-        weight: `[out, in]`, or what was packed from it.
+        weight: `[out, in]`, packed or not.
         bias: `[out]`.
-        dtype: of the activations that it will meet, for which it is arranged. None leaves a `QTensor` as it is.
+        dtype: of the activations that it will be multiplied with, which decides the form. None keeps a `QTensor`.
 
     Raises:
         DeviceError: w8a8-fp8 on a GPU older than sm_89, with activations of 16 bits.
@@ -59,12 +56,12 @@ class QuantizedLinear(nn.Module):
 
     @property
     def form(self) -> Form:
-        """What is held."""
+        """The weight in the form that is kept."""
         return self._form
 
     @property
     def weight(self) -> QTensor:
-        """The quantized matrix `[out, in]`; unpacked at every call where it is held packed."""
+        """The quantized matrix `[out, in]`; a packed weight is unpacked at every call."""
         if isinstance(self._form, QTensor):
             return self._form
         return unpack(self._form) if isinstance(self._form, PackedWeight) else self._form.unpack()
@@ -109,10 +106,10 @@ def project(
     residual: Tensor | None = None,
     activation: str = "none",
 ) -> Tensor:
-    """`residual + activation(linear(norm(x)))`, in as few passes over memory as the device has kernels for.
+    """`residual + activation(linear(norm(x)))`, fused as far as the device has kernels for it.
 
     Args:
-        linear: `nn.Linear`, `QuantizedLinear`, a `Parallel` of one, an `Adapted` one, or what stands in for one.
+        linear: `nn.Linear`, `QuantizedLinear`, a `Parallel` or `Adapted` of one, or any module with the same call.
         x: `[..., in]`.
         residual: `[..., out]`.
         activation: "none"; "swiglu": `silu(gate) * up` of an output that is `[gate, up]`; or "gelu", in its tanh form.
@@ -127,7 +124,7 @@ def project(
             return linear.add(project(linear.part, x, residual=residual), x)
         y = _activated(linear.add(project(linear.part, x), x), activation)
         return y if residual is None else residual + y
-    fuses = activation != "gelu" and not isinstance(norm, LayerNorm)  # those the kernels do not have
+    fuses = activation != "gelu" and not isinstance(norm, LayerNorm)  # the kernels support neither
     if isinstance(linear, QuantizedLinear) and isinstance(linear.form, PackedWeight) and fuses:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         if not _differentiated(x, weight, residual):
@@ -142,7 +139,7 @@ def project(
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a gradient by one of them will be asked for, which the kernels do not give."""
+    """Whether a gradient is needed, which the kernels do not compute."""
     return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
@@ -168,7 +165,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 def _arranged(weight: QTensor, dtype: torch.dtype | None) -> Form:
-    """The weight as its device takes it best."""
+    """The weight in the form that the kernels of its device need."""
     if dtype is None:
         return weight
     if weight.holds_values:

@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         if has_kernels(x) and self.weight.dtype == x.dtype:
             return rms_norm(x, self.weight, self.eps)
         if torch.is_grad_enabled() and x.device.type == "cuda" and self.weight.dtype == x.dtype:
-            # torch's own kernel has a gradient, for which it keeps x and not a copy in float32.
+            # torch's own kernel has a gradient, and keeps x for it instead of a float32 copy.
             with torch.autocast("cuda", enabled=False):
                 return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
@@ -50,5 +50,5 @@ Norm = RMSNorm | LayerNorm
 
 
 def make_norm(spec: NormSpec, size: int) -> Norm:
-    """A norm over `size` features of the kind that a model has."""
+    """A norm over `size` features, of the kind in `spec`."""
     return (LayerNorm if spec.kind == "layer" else RMSNorm)(size, spec.eps)

@@ -1,9 +1,8 @@
-"""Causal attention in packed rows on a GPU: each document by itself, without a mask (FlashAttention-2; Dao, 2023).
+"""Variable-length causal attention for packed rows on a GPU, without a mask (FlashAttention-2; Dao, 2023).
 
-The kernel is the one that torch brings. It is called by its operator: torch's `scaled_dot_product_attention`
-takes a mask over whole rows instead, which costs more time and memory. The arguments of torch's function for such rows,
-`torch.nn.attention.varlen`, still change between versions, more than those of its operators; where the operators are
-not those known here, it is the mask again.
+This calls torch's FlashAttention operator directly. `scaled_dot_product_attention` would need a mask over whole rows,
+which costs more time and memory, and the arguments of `torch.nn.attention.varlen` change between versions more often
+than those of the operators. If the operators have an unknown signature, the masked attention is used instead.
 """
 
 import functools
@@ -19,7 +18,7 @@ from warpbus.models.layers.fusion import gpu_has_kernels
 
 _LARGEST_HEAD = 256
 
-# What the operators take by position, as torch 2.11 and 2.13 have them.
+# Positional arguments of the operators in torch 2.11 and 2.13.
 _SIZES = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
 _OPERATORS = {
     "_flash_attention_forward": (("query", "key", "value", *_SIZES, "return_debug_mask"), 5),
@@ -32,12 +31,12 @@ _OPERATORS = {
 
 @dataclass(frozen=True)
 class Extents:
-    """Where the documents of packed rows lie, the rows taken one after the other.
+    """The bounds of documents in packed rows, with the rows concatenated.
 
     Attributes:
-        bounds: int32 `[documents + 1]`: where each begins, and the end of the last.
-        longest: tokens of the longest.
-        tokens: of all.
+        bounds: int32 `[documents + 1]`: the start of each document, and the end of the last.
+        longest: tokens of the longest document.
+        tokens: tokens of all documents.
     """
 
     bounds: Tensor
@@ -46,7 +45,7 @@ class Extents:
 
     @classmethod
     def of(cls, documents_bt: Tensor) -> "Extents":
-        """Those of numbers `[batch, tokens]`, which change where a document begins. It waits for the GPU."""
+        """From the document number of each token, `[batch, tokens]`. This synchronizes with the GPU."""
         begins = torch.ones_like(documents_bt, dtype=torch.bool)
         begins[:, 1:] = documents_bt[:, 1:] != documents_bt[:, :-1]
         starts = begins.flatten().nonzero().flatten()
@@ -54,40 +53,40 @@ class Extents:
         return cls(bounds.int(), int(bounds.diff().max()), documents_bt.numel())
 
     def behind(self, prefix: int) -> "Prefixed":
-        """The same with `prefix` tokens in front of each document."""
+        """The bounds with `prefix` tokens prepended to each document."""
         count = len(self.bounds) - 1
         numbers = torch.arange(count + 1, device=self.bounds.device)
         bounds = self.bounds + prefix * numbers
         moved = torch.repeat_interleave(prefix * numbers[1:], self.bounds.diff(), output_size=self.tokens)
         own = torch.arange(self.tokens, device=moved.device) + moved
-        given = (bounds[:-1, None] + torch.arange(prefix, device=moved.device)).flatten()
-        return Prefixed(bounds.int(), self.longest + prefix, own, given)
+        prefixes = (bounds[:-1, None] + torch.arange(prefix, device=moved.device)).flatten()
+        return Prefixed(bounds.int(), self.longest + prefix, own, prefixes)
 
 
 @dataclass(frozen=True)
 class Prefixed:
-    """Where documents lie that each have a prefix in front.
+    """The bounds of documents with a prefix prepended to each.
 
     Attributes:
-        bounds, longest: as of `Extents`, the prefixes counted.
-        own, given: int64, the places of the documents' own tokens, and of the prefixes'.
+        bounds, longest: as `Extents`, including the prefixes.
+        own, prefixes: int64, the indices of the documents' own tokens, and of the prefix tokens.
     """
 
     bounds: Tensor
     longest: int
     own: Tensor
-    given: Tensor
+    prefixes: Tensor
 
     def join(self, prefix: Tensor, tokens: Tensor) -> Tensor:
-        """`[prefix tokens, ...]` in front of each document of `[tokens, ...]`, one after the other."""
-        joined = tokens.new_empty(len(self.own) + len(self.given), *tokens.shape[1:])
+        """Prepend `[prefix tokens, ...]` to each document of `[tokens, ...]`."""
+        joined = tokens.new_empty(len(self.own) + len(self.prefixes), *tokens.shape[1:])
         repeated = prefix.to(tokens.dtype).repeat(len(self.bounds) - 1, *(1 for _ in tokens.shape[1:]))
-        return joined.index_copy(0, self.own, tokens).index_copy(0, self.given, repeated)
+        return joined.index_copy(0, self.own, tokens).index_copy(0, self.prefixes, repeated)
 
 
 def can_pack(q: Tensor) -> bool:
-    """Whether the kernel takes queries `[..., head_dim]`: 16 bits, or rounded to them by autocast, on a GPU from sm_80
-    on. Not where torch compiles, which knows nothing of the documents' number then."""
+    """Whether the kernel supports queries `[..., head_dim]`: 16 bits (also by autocast) on a GPU of sm_80 or later, and
+    not under `torch.compile`, where the number of documents is unknown."""
     if q.device.type != "cuda" or torch.compiler.is_compiling() or not gpu_has_kernels(q.device):
         return False
     if not operators_are_known():
@@ -98,7 +97,7 @@ def can_pack(q: Tensor) -> bool:
 
 @functools.cache
 def operators_are_known() -> bool:
-    """Whether torch's operators, which are no part of its documented interface, take and give what is expected here."""
+    """Whether torch's operators, which are not part of its documented interface, have the expected signatures."""
     for name, (arguments, results) in _OPERATORS.items():
         packet = getattr(torch.ops.aten, name, None)
         if packet is None:
@@ -118,19 +117,19 @@ def packed_attention(
     prefixed: Prefixed | None = None,
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Each token attends to those of its own document up to itself; it can be differentiated once.
+    """Causal attention inside each document; it can be differentiated once.
 
     Args:
-        q_bthd: `[batch, tokens, heads, head_dim]` that `can_pack` has approved.
+        q_bthd: `[batch, tokens, heads, head_dim]`, accepted by `can_pack`.
         k_bthd, v_bthd: `[batch, tokens, kv_heads, head_dim]`.
-        extents: where the documents lie.
+        extents: the bounds of the documents.
         prefixed, prefix: `extents.behind(prefix tokens)`, and keys and values `[prefix tokens, kv_heads, head_dim]`
             that all tokens attend to.
 
     Returns:
         `[batch, tokens, heads, head_dim]` in 16 bits.
     """
-    # Contiguous, so that values do not keep the whole projection, in which they lie, until the backward pass.
+    # Contiguous: a view would keep the whole fused projection for the backward pass.
     q, k, v = (autocast(x).flatten(0, 1).contiguous() for x in (q_bthd, k_bthd, v_bthd))
     bounds, longest = extents.bounds, extents.longest
     if prefixed is not None and prefix is not None:
@@ -141,7 +140,7 @@ def packed_attention(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Where a document has more keys than queries, the last query sees all of them, the one before it one less, ..."""
+    """If a document has more keys than queries, its last query attends to all keys, the one before to one less, ..."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *sizes: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layers of which several processes have a part each (Shoeybi et al., 2019), and what joins their results."""
+"""Tensor-parallel layers (Shoeybi et al., 2019): each process computes a part, and collectives combine the results."""
 
 from abc import abstractmethod
 
@@ -9,9 +9,9 @@ from warpbus.dist import Group
 
 
 class Parallel(nn.Module):
-    """One process's part of a linear layer. What `part` gives is no result yet: `join` makes it the whole layer's.
+    """One process's part of a linear layer: `part` computes a partial result, `join` combines those of all processes.
 
-    Every process of the group calls it with the same x, or with its part of x, as often and in the same order.
+    Every process of the group makes the same calls in the same order, with the same x or with its part of x.
     """
 
     def __init__(self, part: nn.Module, group: Group) -> None:
@@ -21,16 +21,16 @@ class Parallel(nn.Module):
 
     @abstractmethod
     def join(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """The whole layer's result plus `residual`, the same bits on every process."""
+        """The result of the whole layer plus `residual`, bit-identical on every process."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.join(self.part(x), None)
 
 
 class RowParallel(Parallel):
-    """A part of the input: `x` has the columns that this process's weight has, and the results are added up.
+    """Sharded along the input: x has the columns of this process's weight, and an all-reduce adds up the results.
 
-    The bias is on one process alone. The residual is added with the sum, rounded once.
+    Only one process has the bias. Sum and residual are rounded once.
     """
 
     def join(self, y: Tensor, residual: Tensor | None) -> Tensor:
@@ -38,10 +38,10 @@ class RowParallel(Parallel):
 
 
 class VocabularyParallel(Parallel):
-    """The head: each process scores its own tokens, and every one gets the scores of all.
+    """The head: each process computes the logits of its part of the vocabulary, and an all-gather collects them.
 
     Args:
-        sizes: how many tokens each process scores.
+        sizes: the number of tokens in each process's part of the vocabulary.
     """
 
     def __init__(self, part: nn.Module, group: Group, sizes: list[int]) -> None:

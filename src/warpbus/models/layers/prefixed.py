@@ -1,4 +1,4 @@
-"""Attention to a prefix of keys and values that stands before every sequence (P-Tuning v2; Liu et al., 2021)."""
+"""Attention with a prefix of keys and values prepended to every sequence (P-Tuning v2; Liu et al., 2021)."""
 
 import copy
 from typing import Self
@@ -12,12 +12,12 @@ from warpbus.models.layers.packed_attention import Prefixed, packed_attention
 
 
 class PrefixedAttention(CausalAttention):
-    """As `CausalAttention`, and each token attends to all of the prefix, also where a row holds several documents.
+    """`CausalAttention` in which each token also attends to the whole prefix, in packed rows too.
 
     Args:
         keys_lthd: `[layers, prefix tokens, kv_heads, head_dim]`, not rotated.
-        values_lthd: the same.
-        documents_bt, prompts_bt: as of `CausalAttention`; positions count from 0, without the prefix.
+        values_lthd: same shape.
+        documents_bt, prompts_bt: as `CausalAttention`; positions start at 0 after the prefix.
     """
 
     def __init__(

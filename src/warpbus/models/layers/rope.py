@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al., 2021), on part of the head or all of it, interleaved or in halves.
+"""Rotary position embedding (Su et al., 2021), of the whole head or part of it, with interleaved or half-split pairs.
 
-ChatGLM-6B has positions in two dimensions (GLM; Du et al., 2022): where a token stands in the prompt, and where in what
-is generated after it. Each half of a head, a plane, rotates by one of them.
+ChatGLM-6B has two-dimensional positions (GLM; Du et al., 2022): the position in the prompt, and the position in the
+generated text. Each half of a head, a plane, rotates by one of them.
 """
 
 import math
@@ -14,7 +14,7 @@ from warpbus.models.config import RopeConfig, RopeScaling
 
 
 class Rotary:
-    """The cosines and sines of a sequence's positions."""
+    """Computes the cosines and sines of positions."""
 
     def __init__(self, config: RopeConfig) -> None:
         self.config = config
@@ -23,14 +23,14 @@ class Rotary:
     def __call__(
         self, positions_bt: Tensor, dtype: torch.dtype, prompts_bt: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Angles for integer positions `[batch, tokens]`.
+        """Cosines and sines for integer positions `[batch, tokens]`.
 
         Args:
-            prompts_bt: where positions are two-dimensional, see `coordinates`.
+            prompts_bt: for two-dimensional positions, see `coordinates`.
 
         Returns:
-            cosines and sines, each `[batch, tokens, 1, planes * rotary_dim / 2]` in `dtype`, computed in float32; the
-            first plane's come first.
+            cosines and sines, each `[batch, tokens, 1, planes * rotary_dim / 2]` in `dtype`, computed in float32, plane
+            by plane.
         """
         if self.config.two_dimensional:
             assert prompts_bt is not None
@@ -41,9 +41,9 @@ class Rotary:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def table(self, positions: int, device: torch.device) -> Tensor:
-        """The cosines, then the sines, of the positions from 0 on: float32 `[positions or more, rotary_dim]`.
+        """Cosines, then sines, of positions 0, 1, 2, ...: float32 `[positions or more, rotary_dim]`.
 
-        The largest one that was asked for is kept on each device.
+        The largest table requested so far is cached per device.
         """
         kept = self._tables.get(device)
         if kept is None or len(kept) < positions:
@@ -57,47 +57,47 @@ class Rotary:
 
 
 def coordinates(positions: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """The two positions of a token of ChatGLM-6B: in the prompt up to its last token, and after that.
+    """The two positions of a token of ChatGLM-6B: in the prompt, and after the prompt.
 
     Args:
-        positions: integers, where the tokens stand in their sequences.
-        prompts: how many tokens of the sequence are before its first `ModelConfig.prompt_end`, 0 where it has none;
-            broadcast against the positions.
+        positions: integers, positions of the tokens in their sequences.
+        prompts: number of tokens before the sequence's first `ModelConfig.prompt_end`, 0 if it has none; broadcast
+            against the positions.
     """
     last = (prompts - 1).clamp(min=0)
     return torch.minimum(positions, last), (positions - prompts + 1).clamp(min=0)
 
 
 def prompt_lengths(tokens_bt: Tensor, prompt_end: int, documents_bt: Tensor | None = None) -> Tensor:
-    """How many tokens of each token's sequence are before the first `prompt_end` of it, 0 where it has none.
+    """For each token the number of tokens before the first `prompt_end` of its sequence, 0 if there is none.
 
     Args:
         tokens_bt: ids `[batch, tokens]`.
-        documents_bt: of the same shape, where a row holds several sequences one after another: a number for each.
+        documents_bt: same shape, for rows that pack several sequences: the sequence of each token.
 
     Returns:
         int64 `[batch, tokens]`.
     """
     size = tokens_bt.shape[1]
-    places = torch.arange(size, device=tokens_bt.device).expand_as(tokens_bt)
-    begins = places == 0
+    indices = torch.arange(size, device=tokens_bt.device).expand_as(tokens_bt)
+    begins = indices == 0
     if documents_bt is not None:
         begins = begins | (documents_bt != documents_bt.roll(1, dims=1))
-    starts = torch.where(begins, places, 0).cummax(dim=1).values
-    # Of each sequence the first end, kept at the place where the sequence starts.
-    ends = torch.where(tokens_bt == prompt_end, places, size)
-    first = torch.full_like(places, size).scatter_reduce(1, starts, ends, "amin").gather(1, starts)
+    starts = torch.where(begins, indices, 0).cummax(dim=1).values
+    # The first prompt end of each sequence, stored at the index where the sequence starts.
+    ends = torch.where(tokens_bt == prompt_end, indices, size)
+    first = torch.full_like(indices, size).scatter_reduce(1, starts, ends, "amin").gather(1, starts)
     return torch.where(first < size, first - starts, 0)
 
 
 def rotate(x_bthd: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool, planes: int = 1) -> Tensor:
-    """Rotate the first `rotary_dim` dimensions of each head and leave the rest.
+    """Rotate the first `rotary_dim` dimensions of each head; the others are unchanged.
 
     Args:
         x_bthd: `[batch, tokens, heads, head_dim]`.
         angles: cosines and sines from `Rotary`.
         interleaved: pairs are (2i, 2i+1); otherwise (i, i + rotary_dim / 2).
-        planes: equal parts of each head, and of the angles, that rotate by themselves.
+        planes: number of equal parts of each head, and of the angles, that rotate separately.
     """
     if planes > 1:
         cos, sin = (part.unflatten(-1, (planes, -1)) for part in angles)
@@ -107,7 +107,7 @@ def rotate(x_bthd: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool, pla
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is rotated back: far fewer operators than those by which autograd undoes each of these."""
+    """The backward pass rotates the gradient by the negative angle: far fewer operators than autograd would use."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -129,8 +129,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         first, second = rotating[..., 0::2], rotating[..., 1::2]
     else:
         first, second = rotating[..., :half], rotating[..., half:]
-    turned = first * cos - second * sin, second * cos + first * sin
-    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
     return torch.cat((joined, rest), dim=-1)
 
 
@@ -138,7 +138,7 @@ def _frequencies(config: RopeConfig, device: torch.device) -> Tensor:
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device) / config.rotary_dim
     frequencies = 1.0 / config.theta**exponents
     if config.two_dimensional:
-        frequencies = frequencies.half().float()  # ChatGLM-6B was trained with these, and its files hold them so
+        frequencies = frequencies.half().float()  # ChatGLM-6B was trained with float16 frequencies
     return frequencies if config.scaling is None else _llama3(frequencies, config.scaling)
 
 

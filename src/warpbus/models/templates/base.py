@@ -1,8 +1,8 @@
 """What every prompt template offers, what a message is, and the plan by which a conversation becomes ids.
 
-Special tokens come from the structure of a conversation and never from what somebody typed. A template therefore does
-not hand one string to the tokenizer: it makes a `Plan`, a list of special ids and of ordinary texts, and each text
-goes through `Tokenizer.encode`, which makes no special token.
+Special tokens come from the structure of a conversation, never from the text of a message. A template therefore does
+not pass one string to the tokenizer. It makes a `PromptPlan`: a list of special token ids and ordinary texts. Each text
+goes through `Tokenizer.encode`, which produces no special tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Special:
+class SpecialToken:
     """A special token, and whether it belongs to an answer: as a part of it, or as its end."""
 
     token: int
@@ -65,16 +65,16 @@ class Special:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PromptPlan:
     """A conversation with its structure decided; the contents of the messages may still be missing."""
 
-    items: tuple[Special | Text, ...]
+    items: tuple[SpecialToken | Text, ...]
 
     def ids(self, tokenizer: Tokenizer, contents: Sequence[str]) -> list[int]:
         """The ids, with `contents[i]` as the content of message i."""
         ids: list[int] = []
         for item in self.items:
-            if isinstance(item, Special):
+            if isinstance(item, SpecialToken):
                 ids.append(item.token)
             else:
                 ids += tokenizer.encode(_join(item.parts, contents))
@@ -89,7 +89,7 @@ class Plan:
         ids: list[int] = []
         mask: list[bool] = []
         for item in self.items:
-            if isinstance(item, Special):
+            if isinstance(item, SpecialToken):
                 ids.append(item.token)
                 mask.append(item.answer)
                 continue
@@ -146,7 +146,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def contents_of(messages: Sequence[Message]) -> list[str]:
-    """The contents in the order of the messages, as `Plan` wants them."""
+    """The contents in the order of the messages, as `PromptPlan` wants them."""
     return [message["content"] for message in messages]
 
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from warpbus.errors import CheckpointError, UsageError
-from warpbus.models.templates.base import Message, Plan, Special, Text, check_messages, contents_of, special_id
+from warpbus.models.templates.base import (
+    Message,
+    PromptPlan,
+    SpecialToken,
+    Text,
+    check_messages,
+    contents_of,
+    special_id,
+)
 from warpbus.models.tokenizers import Tokenizer
 
 _ROLE_TOKENS = {
@@ -36,7 +44,7 @@ class RoleTokenTemplate:
     def __init__(self, tokenizer: Tokenizer, *, sop: str, stop_ids: tuple[int, ...]) -> None:
         self.sop = sop
         self._tokenizer = tokenizer
-        self._prefix = tuple(Special(special_id(tokenizer, text)) for text in ("[gMASK]", sop))
+        self._prefix = tuple(SpecialToken(special_id(tokenizer, text)) for text in ("[gMASK]", sop))
         self._roles = {role: special_id(tokenizer, text) for role, text in _ROLE_TOKENS.items()}
         self.stop_ids = stop_ids
 
@@ -45,23 +53,23 @@ class RoleTokenTemplate:
         check_messages(messages)
         items = self._items(messages)
         if add_generation_prompt:
-            items.append(Special(self._roles["assistant"]))
-        return Plan(tuple(items)).ids(self._tokenizer, contents_of(messages))
+            items.append(SpecialToken(self._roles["assistant"]))
+        return PromptPlan(tuple(items)).ids(self._tokenizer, contents_of(messages))
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """See `Template.spans`. The stop token of an answer is the next role's token, `<|user|>` after the last."""
         check_messages(messages)
         items = self._items(messages)
         if messages[-1]["role"] == "assistant":
-            items.append(Special(self._roles["user"], answer=True))
-        return Plan(tuple(items)).spans(self._tokenizer, contents_of(messages))
+            items.append(SpecialToken(self._roles["user"], answer=True))
+        return PromptPlan(tuple(items)).spans(self._tokenizer, contents_of(messages))
 
-    def _items(self, messages: Sequence[Message]) -> list[Special | Text]:
-        items: list[Special | Text] = list(self._prefix)
+    def _items(self, messages: Sequence[Message]) -> list[SpecialToken | Text]:
+        items: list[SpecialToken | Text] = list(self._prefix)
         answered = False
         for index, message in enumerate(messages):
             token = self._roles[message["role"]]
-            items.append(Special(token, answer=answered and token in self.stop_ids))
+            items.append(SpecialToken(token, answer=answered and token in self.stop_ids))
             answered = message["role"] == "assistant"
             answers = ((0, 1),) if answered else ()
             items.append(Text((message.get("metadata", "") + "\n",), answers))
@@ -84,7 +92,7 @@ class RoundTemplate:
         if not stop_ids:
             raise CheckpointError("config.json has no eos_token_id, with which ChatGLM2 ends its answers; add it (2)")
         self._tokenizer = tokenizer
-        self._prefix = tuple(Special(special_id(tokenizer, text)) for text in ("[gMASK]", "sop"))
+        self._prefix = tuple(SpecialToken(special_id(tokenizer, text)) for text in ("[gMASK]", "sop"))
         self.stop_ids = stop_ids
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
@@ -93,7 +101,7 @@ class RoundTemplate:
         if add_generation_prompt:
             _check_question(messages, _CHATGLM2)
             parts.append(_CHATGLM2.answer)
-        return Plan((*self._prefix, Text(tuple(parts)))).ids(self._tokenizer, contents_of(messages))
+        return PromptPlan((*self._prefix, Text(tuple(parts)))).ids(self._tokenizer, contents_of(messages))
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """See `Template.spans`.
@@ -102,15 +110,15 @@ class RoundTemplate:
         from what is before it, as the model meets it when it generates.
         """
         parts, answers = _rounds(messages, _CHATGLM2)
-        items: list[Special | Text] = list(self._prefix)
+        items: list[SpecialToken | Text] = list(self._prefix)
         if messages[-1]["role"] == "assistant":
             last = answers.pop()
             items.append(Text(tuple(parts[: last[0]]), tuple(answers)))
             items.append(Text(tuple(parts[last[0] :]), ((0, 1),)))
-            items.append(Special(self.stop_ids[0], answer=True))
+            items.append(SpecialToken(self.stop_ids[0], answer=True))
         else:
             items.append(Text(tuple(parts), tuple(answers)))
-        return Plan(tuple(items)).spans(self._tokenizer, contents_of(messages))
+        return PromptPlan(tuple(items)).spans(self._tokenizer, contents_of(messages))
 
 
 class QueryTemplate:
@@ -127,7 +135,7 @@ class QueryTemplate:
 
     def __init__(self, tokenizer: Tokenizer, *, stop_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
-        self._suffix = tuple(Special(token) for token in tokenizer.prompt_suffix)
+        self._suffix = tuple(SpecialToken(token) for token in tokenizer.prompt_suffix)
         self._end = special_id(tokenizer, "<eop>")
         self.stop_ids = tuple(dict.fromkeys((self._end, *stop_ids)))
 
@@ -138,7 +146,7 @@ class QueryTemplate:
         """
         text = self._question(messages) if add_generation_prompt else Text(tuple(_parts(messages)[0]))
         suffix = self._suffix if add_generation_prompt else ()
-        return Plan((text, *suffix)).ids(self._tokenizer, contents_of(messages))
+        return PromptPlan((text, *suffix)).ids(self._tokenizer, contents_of(messages))
 
     def spans(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """The prompt for the last answer, that answer and <eop>, of which the answer and <eop> are to be produced.
@@ -150,16 +158,16 @@ class QueryTemplate:
         """
         check_messages(messages)
         answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        items: list[Special | Text]
+        items: list[SpecialToken | Text]
         if answered:
             # The whole of it is checked, also what is left out.
             _rounds(messages, _CHATGLM)
             last = answered[-1]
             items = [self._question(messages[:last]), *self._suffix]
-            items += [Text((last,), ((0, 1),)), Special(self._end, answer=True)]
+            items += [Text((last,), ((0, 1),)), SpecialToken(self._end, answer=True)]
         else:
             items = [self._question(messages), *self._suffix]
-        return Plan(tuple(items)).spans(self._tokenizer, contents_of(messages))
+        return PromptPlan(tuple(items)).spans(self._tokenizer, contents_of(messages))
 
     def _question(self, messages: Sequence[Message]) -> Text:
         """What is asked, with the history before it."""

@@ -5,7 +5,7 @@ message is broken by a private-use character before rendering; what is then foun
 template. The character is taken out again from the ordinary text.
 
 Rendering is slow beside tokenizing. If the template puts contents into its output as they are and decides nothing by
-them (`verbatim.py` tells from its source), conversations with the same roles share one `Plan`, which is kept.
+them (`verbatim.py` tells from its source), conversations with the same roles share one `PromptPlan`, which is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jinja2
 import jinja2.sandbox
 
 from warpbus.errors import CheckpointError, UsageError, WarpbusError
-from warpbus.models.templates.base import Message, Plan, Special, Text, check_messages, contents_of
+from warpbus.models.templates.base import Message, PromptPlan, SpecialToken, Text, check_messages, contents_of
 from warpbus.models.templates.verbatim import is_verbatim
 from warpbus.models.tokenizers import Tokenizer
 
@@ -105,7 +105,7 @@ class JinjaTemplate:
         self._end_id = end_id
         self._specials = _Specials(tokenizer.special_ids)
         self._verbatim = verbatim and not _PLACEHOLDER_PATTERN.search(source)
-        self._plans: dict[tuple[object, ...], Plan | None] = {}
+        self._plans: dict[tuple[object, ...], PromptPlan | None] = {}
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """See `Template.render`. CheckpointError if the template fails on messages that are well formed."""
@@ -118,7 +118,9 @@ class JinjaTemplate:
         plan, contents = self._planned(messages, self._plan_of_answers)
         return plan.spans(self._tokenizer, contents)
 
-    def _planned(self, messages: Sequence[Message], make: Callable[[_Views, str], Plan]) -> tuple[Plan, Sequence[str]]:
+    def _planned(
+        self, messages: Sequence[Message], make: Callable[[_Views, str], PromptPlan]
+    ) -> tuple[PromptPlan, Sequence[str]]:
         """A plan for these messages, and the contents that it still lacks."""
         check_messages(messages)
         contents = contents_of(messages)
@@ -135,8 +137,8 @@ class JinjaTemplate:
         return plan, contents
 
     def _learn(
-        self, messages: Sequence[Message], contents: Sequence[str], make: Callable[[_Views, str], Plan]
-    ) -> Plan | None:
+        self, messages: Sequence[Message], contents: Sequence[str], make: Callable[[_Views, str], PromptPlan]
+    ) -> PromptPlan | None:
         """The plan for all conversations with these roles; None if it does not reproduce this one."""
         views: _Views = [
             {"role": message["role"], "content": chr(_PLACEHOLDER + i)} for i, message in enumerate(messages)
@@ -146,7 +148,7 @@ class JinjaTemplate:
         same = plan.spans(self._tokenizer, contents) == full.spans(self._tokenizer, ())
         return plan if same else None
 
-    def _plan_in_full(self, messages: Sequence[Message], make: Callable[[_Views, str], Plan]) -> Plan:
+    def _plan_in_full(self, messages: Sequence[Message], make: Callable[[_Views, str], PromptPlan]) -> PromptPlan:
         breaker = _unused_character([*_strings(messages), self.source])
         views = [
             {key: value if key == "role" else self._specials.broken(value, breaker) for key, value in message.items()}
@@ -154,13 +156,13 @@ class JinjaTemplate:
         ]
         return make(views, breaker)
 
-    def _plan_with_prompt(self, views: _Views, breaker: str) -> Plan:
+    def _plan_with_prompt(self, views: _Views, breaker: str) -> PromptPlan:
         return self._specials.plan(self._text(views, True), breaker, [])
 
-    def _plan_without_prompt(self, views: _Views, breaker: str) -> Plan:
+    def _plan_without_prompt(self, views: _Views, breaker: str) -> PromptPlan:
         return self._specials.plan(self._text(views, False), breaker, [])
 
-    def _plan_of_answers(self, views: _Views, breaker: str) -> Plan:
+    def _plan_of_answers(self, views: _Views, breaker: str) -> PromptPlan:
         """The plan of a whole conversation, with the answers marked.
 
         An answer reaches from where the prompt for it ends to the first stop token; if a template has no stop token
@@ -190,7 +192,7 @@ class JinjaTemplate:
             raise CheckpointError(
                 f"{self._name}: no stop token is known for the chat template; set eos_token in tokenizer_config.json"
             )
-        return Plan((*plan.items, Special(self._end_id, answer=True)))
+        return PromptPlan((*plan.items, SpecialToken(self._end_id, answer=True)))
 
     def _beginning(self, text: str, views: _Views, index: int) -> str:
         prompt = self._text(views[:index], True)
@@ -275,21 +277,21 @@ class _Specials:
         for match in self._pattern.finditer(text):
             yield match.start(), match.end(), self._ids[match[0]]
 
-    def plan(self, text: str, breaker: str, answers: Sequence[tuple[int, int]]) -> Plan:
+    def plan(self, text: str, breaker: str, answers: Sequence[tuple[int, int]]) -> PromptPlan:
         """The plan of a rendering; `answers` are ranges of its characters, none of which cuts a special token.
 
         With an empty `breaker` the contents are placeholders, else they stand in the text, with breakers in them.
         """
-        items: list[Special | Text] = []
+        items: list[SpecialToken | Text] = []
         done = 0
         for start, end, token in self.found(text):
             if start > done:
                 items.append(_stretch(text, done, start, breaker, answers))
-            items.append(Special(token, answer=any(first <= start and end <= last for first, last in answers)))
+            items.append(SpecialToken(token, answer=any(first <= start and end <= last for first, last in answers)))
             done = end
         if len(text) > done:
             items.append(_stretch(text, done, len(text), breaker, answers))
-        return Plan(tuple(items))
+        return PromptPlan(tuple(items))
 
 
 def _stretch(text: str, start: int, end: int, breaker: str, answers: Sequence[tuple[int, int]]) -> Text:

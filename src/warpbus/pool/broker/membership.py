@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from warpbus.dist.outcome import Failure
+from warpbus.dist.outcome import JobFailure
 from warpbus.dist.ray_cluster import connect, load_ray
 from warpbus.errors import UnavailableError, UsageError, WarpbusError
 from warpbus.pool.broker.admission import checked_gpus
@@ -220,7 +220,7 @@ class RayMembership:
                 f"{whom} of cluster {self._address} does not answer ({first}): ask again, or see ray status",
                 retry_after=1.0,
             ) from error
-        if isinstance(answer, Failure):
+        if isinstance(answer, JobFailure):
             raise answer.error(f"{whom} of cluster {self._address}")
         return answer
 
@@ -243,7 +243,7 @@ class _Agent:
 
 
 class _BrokerActor:
-    """The actor of the broker. It does one thing at a time, and answers with a `Failure` where it would raise.
+    """The actor of the broker. It does one thing at a time, and answers with a `JobFailure` where it would raise.
 
     Who has joined is asked of the agents in the next `tick` after a start: until then there are no members.
     """
@@ -256,23 +256,23 @@ class _BrokerActor:
         self._written = -1
         self._restore()
 
-    def run(self, operation: Callable[[Broker, float], T]) -> T | Failure:
+    def run(self, operation: Callable[[Broker, float], T]) -> T | JobFailure:
         try:
             answer = operation(self._broker, time.time())
         except WarpbusError as error:
-            return Failure.of(error)
+            return JobFailure.of(error)
         self._write()
         return answer
 
     def members(self) -> list[Member]:
         return list(self._members.values())
 
-    def heard_of(self, member: Member) -> list[Lease] | Failure:
+    def heard_of(self, member: Member) -> list[Lease] | JobFailure:
         """A host is offered; it may have been here before."""
         try:
             lost = self._broker.join(member.host, member.gpus, time.time())
         except WarpbusError as error:
-            return Failure.of(error)
+            return JobFailure.of(error)
         self._members[member.host] = member
         self._written = -1  # its agent may be a new one, without a copy
         self._write()
@@ -294,7 +294,7 @@ class _BrokerActor:
         for host, member in there.items():
             if self._members.get(host) != member:
                 lost = self.heard_of(member)
-                if isinstance(lost, Failure):
+                if isinstance(lost, JobFailure):
                     continue
                 tick.joined.append(host)
                 tick.lost.extend(lost)

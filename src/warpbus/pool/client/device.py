@@ -12,7 +12,7 @@ from torch._C import _acc
 from torch._ops import OpOverload
 from torch.utils import backend_registration
 
-from warpbus.cuda.lent import lend
+from warpbus.cuda.remote import register_remote_backend
 from warpbus.pool.client import attention, autocast, transfers
 from warpbus.pool.client.device_module import DeviceModule
 from warpbus.pool.client.dispatch import Operator
@@ -31,7 +31,7 @@ _VIEWS = ("_reshape_alias", "as_strided", "unfold", "view", "view_as_complex", "
 _SPECIAL = frozenset({"aten::copy_", "aten::_to_copy", "aten::empty.memory_format", "aten::empty_strided"})
 
 
-class _Guard(_acc.DeviceGuard):
+class _WarpbusDeviceGuard(_acc.DeviceGuard):
     """What autograd asks of each operator and gradient: several calls an operator, which have to be short."""
 
     def type_(self, _type: Any = torch._C._autograd.DeviceType.PrivateUse1) -> Any:
@@ -42,7 +42,7 @@ class _Guard(_acc.DeviceGuard):
 def register() -> torch.device:
     """Make the device known to PyTorch, once in a process."""
     backend_registration._setup_privateuseone_for_python_backend(
-        NAME, backend_module=DeviceModule(), device_guard=_Guard()
+        NAME, backend_module=DeviceModule(), device_guard=_WarpbusDeviceGuard()
     )
     libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in ("aten", "warpbus")}
     _register_views(libraries["aten"])
@@ -60,7 +60,7 @@ def register() -> torch.device:
     _keep(rest, *libraries.values())
     replace_storage_methods()
     torch.Generator = Generator  # type: ignore[misc]
-    lend(NAME, RemoteDevice())
+    register_remote_backend(NAME, RemoteDevice())
     return torch.device(NAME, 0)
 
 

@@ -35,7 +35,7 @@ _kind_of = attrgetter("dtype", "shape")
 _storage_of, _stride_of, _offset_of = Tensor.untyped_storage, Tensor.stride, Tensor.storage_offset
 
 
-class _Kind:
+class _PreparedCall:
     """Everything that calls with one key have in common."""
 
     __slots__ = ("dtype", "generation", "nbytes", "outputs", "pack", "place", "shape", "single")
@@ -74,7 +74,7 @@ class Operator:
         self._upload = upload
         self._is_number = number_positions(overload)
         self._positions = tuple(self._is_number.values())
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, _PreparedCall] = {}
         self._session: Session | None = None
         self._returns = [str(result.type) for result in overload._schema.returns]
         self._single = self._returns == ["Tensor"]
@@ -198,7 +198,7 @@ class Operator:
                 f"got one on {value.device} and one on {NAME}:0"
             )
 
-    def _learn(self, session: Session, key: Any, args: Any, kwargs: Any) -> _Kind | None:
+    def _learn(self, session: Session, key: Any, args: Any, kwargs: Any) -> _PreparedCall | None:
         """Infer the results of a new kind of call with meta tensors; None if their shapes depend on values."""
         if self._measured:
             return None
@@ -209,14 +209,14 @@ class Operator:
             return None
         if outputs is None:
             return None
-        kind = self._kinds[key] = _Kind(session, replace(signature, outputs=outputs))
+        kind = self._kinds[key] = _PreparedCall(session, replace(signature, outputs=outputs))
         return kind
 
     def _ask(self, session: Session, call: _Call, key: Any, args: Any, kwargs: Any) -> Any:
         """A call whose result shapes depend on values: one round trip."""
         kind = self._kinds.get((key, "asked"))
         if kind is None or kind.generation != session.generation:
-            kind = self._kinds[key, "asked"] = _Kind(session, self._signature(args, kwargs))
+            kind = self._kinds[key, "asked"] = _PreparedCall(session, self._signature(args, kwargs))
         _, tensors, handles, numbers = call
         remotes = [Remote(0, session.freed) for _ in self._returns]
         session.call(kind.pack(*handles, *numbers, *(remote.handle for remote in remotes)))
@@ -225,7 +225,7 @@ class Operator:
             return answer[0]
         outputs = [_described(item) for item in answer]
         if self._measured:
-            self._kinds[key] = _Kind(session, replace(self._signature(args, kwargs), outputs=tuple(outputs)))
+            self._kinds[key] = _PreparedCall(session, replace(self._signature(args, kwargs), outputs=tuple(outputs)))
         results: list[Tensor | int | None] = []
         for output, remote in zip(outputs, remotes, strict=True):
             if isinstance(output, New):

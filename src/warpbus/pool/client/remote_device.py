@@ -5,14 +5,14 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from warpbus.cuda.lent import Recorded
+from warpbus.cuda.remote import Recorded
 from warpbus.pool.client.program import recorded
 from warpbus.pool.client.session import current
 from warpbus.pool.client.transfers import fetch
 
 
 class RemoteDevice:
-    """The device of the current session; implements `warpbus.cuda.lent.LentDevice`."""
+    """The device of the current session; implements `warpbus.cuda.remote.RemoteBackend`."""
 
     def check(self) -> None:
         current()

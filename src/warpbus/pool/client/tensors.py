@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C import _acc
 
-from warpbus.cuda.lent import REMOTE
+from warpbus.cuda.remote import REMOTE
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.geometry import Geometry
 from warpbus.pool.protocol.signature import New

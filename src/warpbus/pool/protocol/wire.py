@@ -89,7 +89,7 @@ def decode(data: bytes | bytearray | memoryview) -> Value:
     Raises:
         ProtocolError: they are not what `encode` makes of a value.
     """
-    decoder = _Decoder(memoryview(data))
+    decoder = _ValueDecoder(memoryview(data))
     value = decoder.read(0)
     decoder.check_end()
     return value
@@ -178,7 +178,7 @@ class _ValueEncoder:
             raise ProtocolError(f"{count} bytes cannot be sent to the pool in one value: at most {2**32 - 1}")
 
 
-class _Decoder:
+class _ValueDecoder:
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._size = len(data)

@@ -17,7 +17,7 @@ from warpbus.errors import DeviceError, PoolError, ProtocolError
 from warpbus.pool.protocol.wire import Value, decode
 from warpbus.pool.tenant.migration_messages import ENTRY, MAX_STATE, check, malformed, numbers
 from warpbus.pool.tenant.precopy import StorageRange
-from warpbus.pool.tenant.staging import PinnedStaging
+from warpbus.pool.tenant.staging import ByteStaging
 from warpbus.pool.tenant.storages import MAX_STORAGES
 from warpbus.pool.tenant.transport import MemoryReader
 
@@ -41,7 +41,7 @@ class Arrival:
         self._executor = executor
         self._storages = executor.storages
         self._reading = reading
-        self._staging = PinnedStaging(executor.storages.device)
+        self._staging = ByteStaging(executor.storages.device)
         self._received: dict[int, tuple[int, int]] = {}  # by storage: the version that comes, and how much of it came
         self._state = bytearray()
         self._manifest = bytearray()

@@ -4,7 +4,7 @@ The source's process drives the migration between batches:
 
     source = Source(executor, channel, migration_token=migration_token)
     source.begin()
-    while not source.copy_ahead(budget).settled:
+    while not source.copy_ahead(budget).stop_reason:
         ...                                   # execute batches
     ...                                       # tell the client: MOVED(final=False), "if I vanish, ask there"
     report = source.finish()                  # the pause
@@ -114,13 +114,13 @@ class MigrationProgress:
         copied: bytes sent, including bytes that were sent again.
         total: bytes of the storages that exist now.
         rounds: copying rounds that have begun.
-        settled: the reason to call `finish` now, or "".
+        stop_reason: the reason to call `finish` now, or "".
     """
 
     copied: int
     total: int
     rounds: int
-    settled: str
+    stop_reason: str
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class MigrationReport:
         pause: seconds from the stop to COMMIT.
         seconds: from `begin` to COMMIT.
         rounds: of copying ahead.
-        settled: why copying ahead ended.
+        stop_reason: why copying ahead ended.
         path: "sockets" or "GPU to GPU".
         confirmed: the destination has said that it lives. If not, the client's claim decides.
     """
@@ -143,7 +143,7 @@ class MigrationReport:
     pause: float
     seconds: float
     rounds: int
-    settled: str
+    stop_reason: str
     path: str
     confirmed: bool
 
@@ -224,8 +224,8 @@ class MigrationSource:
             self._tell_definitions()
             precopy = self._precopy
             self._outgoing.send(precopy.ahead(self._outgoing.budget if budget is None else budget))
-            settled = precopy.settled if self._is_ready(_NAP if precopy.settled else 0.0) else ""
-            return MigrationProgress(precopy.sent, self._executor.storages.used, precopy.rounds, settled)
+            stop_reason = precopy.stop_reason if self._is_ready(_NAP if precopy.stop_reason else 0.0) else ""
+            return MigrationProgress(precopy.sent, self._executor.storages.used, precopy.rounds, stop_reason)
 
     def finish(self) -> MigrationReport:
         """Stop the lease, copy the rest, and commit. The state is MOVED afterwards."""
@@ -254,7 +254,14 @@ class MigrationSource:
         self._channel.close()
         precopy, path = self._precopy, self._outgoing.path
         return MigrationReport(
-            ahead, paused, now - stopped, now - self._began, precopy.rounds, precopy.settled or "asked", path, confirmed
+            ahead,
+            paused,
+            now - stopped,
+            now - self._began,
+            precopy.rounds,
+            precopy.stop_reason or "asked",
+            path,
+            confirmed,
         )
 
     def cancel(self) -> None:

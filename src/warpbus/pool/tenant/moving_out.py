@@ -63,7 +63,7 @@ def migrate(
             if time.monotonic() - told >= _TOLD_EVERY:
                 told = time.monotonic()
                 tenant.tell(event="progress", phase="copying ahead", done=progress.copied, total=progress.total)
-            if progress.settled:
+            if progress.stop_reason:
                 if content is None or not content.awaited:
                     break
                 time.sleep(_NAP)  # the destination may not have it

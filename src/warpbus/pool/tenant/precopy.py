@@ -61,7 +61,7 @@ class Precopy:
 
     Attributes:
         rounds: the number of rounds that have begun.
-        settled: the reason to stop the lease and copy the rest, or "" while there is more to copy ahead.
+        stop_reason: the reason to stop the lease and copy the rest, or "" while there is more to copy ahead.
         sent: bytes chosen so far, including bytes that were copied again.
     """
 
@@ -74,7 +74,7 @@ class Precopy:
         self._queue: deque[int] = deque()
         self._left = sum(storages.sizes().values())
         self.rounds = 0
-        self.settled = ""
+        self.stop_reason = ""
         self.sent = 0
 
     def gone(self) -> list[int]:
@@ -97,7 +97,8 @@ class Precopy:
         return sum(nbytes - self._valid(handle) for handle, nbytes in self._storages.sizes().items())
 
     def ahead(self, budget: int) -> Iterator[list[StorageRange]]:
-        """Pieces to copy now, about `budget` bytes and at least a piece, in chunks of `CHUNK` bytes; until `settled`.
+        """Pieces to copy now, about `budget` bytes and at least a piece, in chunks of `CHUNK` bytes, until there is a
+        `stop_reason`.
 
         The lease must not execute while this is iterated.
         """
@@ -109,7 +110,7 @@ class Precopy:
 
     def _cold(self) -> Iterator[int]:
         """Storages that were not written since the round began, those that were not written for longest first."""
-        while not self.settled:
+        while not self.stop_reason:
             sizes = self._storages.sizes()
             while self._queue:
                 handle = self._queue[0]
@@ -125,11 +126,11 @@ class Precopy:
         versions = {handle: self._storages.version(handle) for handle in sizes}
         left = self.left()
         if left <= self._little:
-            self.settled = f"{left:,} bytes are left"
+            self.stop_reason = f"{left:,} bytes are left"
         elif self.rounds and left > SHRINKS * self._left:
-            self.settled = f"{left:,} bytes are left, which are written as fast as they are copied"
+            self.stop_reason = f"{left:,} bytes are left, which are written as fast as they are copied"
         elif self.rounds == ROUNDS:
-            self.settled = f"{left:,} bytes are left after {ROUNDS} rounds"
+            self.stop_reason = f"{left:,} bytes are left after {ROUNDS} rounds"
         else:
             self.rounds += 1
             self._left, self._seen = left, versions

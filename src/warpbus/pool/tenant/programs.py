@@ -18,7 +18,7 @@ from torch import Tensor
 
 from warpbus.cuda.capture import Graph, GraphMemory, capture
 from warpbus.errors import DeviceError, ProtocolError, StateError
-from warpbus.kernels.ops.workspace import lent
+from warpbus.kernels.ops.workspace import use_counters
 from warpbus.pool.protocol.failures import CallFailure
 from warpbus.pool.protocol.operators import SOLVERS
 from warpbus.pool.protocol.wire import Value
@@ -329,7 +329,7 @@ class Programs:
         if self._counters is None:
             self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=storages.device)
         try:
-            with capture(self._memory) as graph, lent(self._counters):
+            with capture(self._memory) as graph, use_counters(self._counters):
                 self._execute(program, {})
         except Exception as error:  # CUDA's, torch's, or an operator's own: the run without a graph tells which
             storages.used -= more

@@ -66,16 +66,16 @@ _KILL_CALL, _TGKILL, _PRLIMIT, _IOCTL = (62, 129), (234, 131), (302, 261), (16, 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Instruction(ctypes.Structure):
+class _BpfInstruction(ctypes.Structure):
     """struct sock_filter."""
 
     _fields_ = (("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32))
 
 
-class _Program(ctypes.Structure):
+class _BpfProgram(ctypes.Structure):
     """struct sock_fprog."""
 
-    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
+    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_BpfInstruction)))
 
 
 def available() -> bool:
@@ -100,7 +100,7 @@ def restrict(*, unix_sockets: bool) -> None:
         DeviceError: the kernel refuses.
     """
     code = _filter(platform.machine(), os.getpid(), unix_sockets=unix_sockets)
-    program = _Program(len(code), (_Instruction * len(code))(*code))
+    program = _BpfProgram(len(code), (_BpfInstruction * len(code))(*code))
     number = ctypes.c_long(_SECCOMP[platform.machine()])
     result = _libc.syscall(number, _SET_MODE_FILTER, ctypes.c_uint(_TSYNC), ctypes.byref(program))
     if result:
@@ -108,34 +108,34 @@ def restrict(*, unix_sockets: bool) -> None:
         raise DeviceError(f"a seccomp filter cannot be set ({why}): see warpbus doctor")
 
 
-def _filter(machine: str, pid: int, *, unix_sockets: bool) -> list[_Instruction]:
+def _filter(machine: str, pid: int, *, unix_sockets: bool) -> list[_BpfInstruction]:
     which = list(_ARCHITECTURES).index(machine)
-    deny = _Instruction(_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    allow = _Instruction(_RETURN, 0, 0, _ALLOW)
+    deny = _BpfInstruction(_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    allow = _BpfInstruction(_RETURN, 0, 0, _ALLOW)
 
-    def when(number: int | None, *block: _Instruction) -> list[_Instruction]:
+    def when(number: int | None, *block: _BpfInstruction) -> list[_BpfInstruction]:
         """`block` returns, for the system call of that number; others go on behind it."""
-        return [] if number is None else [_Instruction(_EQUAL, 0, len(block), number), *block]
+        return [] if number is None else [_BpfInstruction(_EQUAL, 0, len(block), number), *block]
 
-    def argument(index: int, code: int, *values: int) -> list[_Instruction]:
+    def argument(index: int, code: int, *values: int) -> list[_BpfInstruction]:
         """Allow the call if its argument is one of the values (or has one of the bits), else deny it."""
-        tests = [_Instruction(code, len(values) - at, 0, value) for at, value in enumerate(values)]
-        return [_Instruction(_LOAD, 0, 0, _ARGUMENTS + 8 * index), *tests, deny, allow]
+        tests = [_BpfInstruction(code, len(values) - at, 0, value) for at, value in enumerate(values)]
+        return [_BpfInstruction(_LOAD, 0, 0, _ARGUMENTS + 8 * index), *tests, deny, allow]
 
     code = [
-        _Instruction(_LOAD, 0, 0, _ARCHITECTURE),
-        _Instruction(_EQUAL, 1, 0, _ARCHITECTURES[machine]),
-        _Instruction(_RETURN, 0, 0, _KILL),
-        _Instruction(_LOAD, 0, 0, _NUMBER),
+        _BpfInstruction(_LOAD, 0, 0, _ARCHITECTURE),
+        _BpfInstruction(_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+        _BpfInstruction(_RETURN, 0, 0, _KILL),
+        _BpfInstruction(_LOAD, 0, 0, _NUMBER),
     ]
     if machine == "x86_64":
-        code += [_Instruction(_AT_LEAST, 0, 1, _X32), deny]
+        code += [_BpfInstruction(_AT_LEAST, 0, 1, _X32), deny]
     for numbers in (*_DENIED.values(), *(() if unix_sockets else _SOCKETS.values())):
         code += when(numbers[which], deny)
     if unix_sockets:
         code += when(_SOCKETS["socket"][which], *argument(0, _EQUAL, _AF_UNIX))
     # The C library tries clone3 first, whose flags a filter cannot read, and is content if there is none.
-    code += when(_CLONE3, _Instruction(_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
+    code += when(_CLONE3, _BpfInstruction(_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
     code += when(_CLONE[which], *argument(0, _ANY_BIT, _CLONE_THREAD))
     code += when(_KILL_CALL[which], *argument(0, _EQUAL, pid))
     code += when(_TGKILL[which], *argument(0, _EQUAL, pid))

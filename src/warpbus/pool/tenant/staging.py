@@ -55,7 +55,7 @@ class HostCopy:
         return self._memory.numpy().data
 
 
-class PinnedStaging:
+class ByteStaging:
     """Moves bytes out of and into tensors of uint8 `[n]` on one device. For one thread."""
 
     def __init__(self, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from warpbus.errors import ProtocolError
 from warpbus.pool.protocol.failures import CallFailure, PoisonedError
 from warpbus.pool.protocol.geometry import Geometry, contiguous
 from warpbus.pool.protocol.wire import Value
-from warpbus.pool.tenant.staging import CHUNK, HostCopy, PinnedStaging
+from warpbus.pool.tenant.staging import CHUNK, ByteStaging, HostCopy
 
 MAX_STORAGES = 1 << 20
 """Storages of a lease: those without bytes are charged with nothing, and have to end somewhere."""
@@ -97,7 +97,7 @@ class Storages:
         self.moved = 0
         self._sizes: dict[int, int] = {}
         self._places: WeakValueDictionary[Geometry, CheckedGeometry] = WeakValueDictionary()
-        self._staging = PinnedStaging(self.device)
+        self._staging = ByteStaging(self.device)
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, (memory + allowance(memory)) / total), self.device)

@@ -22,7 +22,7 @@ from warpbus.formats.files import check_space, replace_file, sync
 from warpbus.formats.safetensors_io import Entry, raw_bytes, read_header
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.tenant.migration_messages import MAX_STATE
-from warpbus.pool.tenant.staging import CHUNK, PinnedStaging
+from warpbus.pool.tenant.staging import CHUNK, ByteStaging
 from warpbus.pool.tenant.storages import MAX_STORAGES
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def resume(path: Path, executor: "Executor") -> None:
         raise torch.OutOfMemoryError(
             f"{path}: the lease holds {used:,} bytes, {storages.memory:,} are for it here: lease more memory"
         )
-    staging, made = PinnedStaging(storages.device), []
+    staging, made = ByteStaging(storages.device), []
     try:
         for (handle, entry), crc in zip(entries.items(), _checksums(path, header, len(entries)), strict=True):
             storages.create(handle, entry.nbytes)
@@ -139,7 +139,7 @@ def resume(path: Path, executor: "Executor") -> None:
 
 
 @torch.inference_mode()  # as the storages' tensors were made
-def _fill(staging: PinnedStaging, target: torch.Tensor, entry: Entry) -> int:
+def _fill(staging: ByteStaging, target: torch.Tensor, entry: Entry) -> int:
     """Fill a storage, and return the checksum of what it was filled with."""
     data, crc = raw_bytes(entry.read()), 0
     for start in range(0, entry.nbytes, CHUNK):

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from warpbus.cuda.ipc import IpcLocation, IpcMapping, Shared
+from warpbus.cuda.ipc import IpcExport, IpcLocation, IpcMapping
 from warpbus.errors import DeviceError
 from warpbus.pool.protocol.wire import Value
 from warpbus.pool.tenant.migration_messages import checksum, flat
 from warpbus.pool.tenant.precopy import MOST_PIECES, StorageRange
-from warpbus.pool.tenant.staging import PinnedStaging
+from warpbus.pool.tenant.staging import ByteStaging
 
 # A few milliseconds at 2 GB/s, and at 100 GB/s.
 _BUDGETS = {"sockets": 16 * 2**20, "GPU to GPU": 256 * 2**20}
@@ -33,7 +33,7 @@ class StorageMemory(Protocol):
 
 
 class MemoryExporter(Protocol):
-    """Exports memory to other processes (`warpbus.cuda.ipc.Shared`)."""
+    """Exports memory to other processes (`warpbus.cuda.ipc.IpcExport`)."""
 
     def synchronize(self) -> None: ...
     def places(self, tensors: list[Tensor]) -> list[IpcLocation]: ...
@@ -53,7 +53,7 @@ def this_host() -> str:
 
 def memory_exporter(device: torch.device) -> MemoryExporter | None:
     """The exporter of a device's memory; None if it cannot be exported."""
-    return Shared(device) if device.type == "cuda" else None
+    return IpcExport(device) if device.type == "cuda" else None
 
 
 def memory_reader(device: torch.device) -> MemoryReader | None:
@@ -86,7 +86,7 @@ class Outgoing:
         self._say = say
         self._hear = hear
         self._shared = shared
-        self._staging = PinnedStaging(storages.device)
+        self._staging = ByteStaging(storages.device)
 
     @property
     def path(self) -> str:

@@ -29,7 +29,7 @@
 //   combiners  blocks that sum those of a row
 //   limit      what all positions are below
 //   late       the next kernel may start when this one's last copies have begun; 0: at once
-//   settled    nothing but qkv is an output of kernels that may still run: all else is loaded before they have ended
+//   inputs_ready    nothing but qkv is an output of kernels that may still run: all else is loaded before they have ended
 //   scale      log2(e) / sqrt(head_dim)
 //
 // Macros
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
                      unsigned int value_block_stride, unsigned int value_token_stride, int shift, int group,
                      int head_dim, int rotary, int interleaved, int stages, int chunks_per_unit, int units_per_group,
                      int units_per_part, int parts_per_block, int parts, int combiners, int limit, int late,
-                     int settled, float scale) {
+                     int inputs_ready, float scale) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int tiles = (group + kTile - 1) / kTile;
     const int kv_heads = gridDim.y / tiles;
@@ -128,15 +128,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     if (!late) ptx::griddepcontrol_launch_dependents();
     // The cache may have been written just before, so nothing is used ahead of the wait; but L2 may fetch it, from
     // where position and table say now. They name blocks of the cache at any time, if perhaps not yet the right ones.
-    if (!settled && warp < 2) {
+    if (!inputs_ready && warp < 2) {
         const int ahead = min(min(stages * kKeys, block_keys), limit - first_key);
         const int last = __ldcg(positions + row);
         if (warp == 0) prefetch(key_source, row_table, shift, first_key, ahead, limit, last, head_dim);
         if (warp == 1) prefetch(value_source, row_table, shift, first_key, ahead, limit, last, head_dim);
     }
-    if (!settled) ptx::griddepcontrol_wait();
+    if (!inputs_ready) ptx::griddepcontrol_wait();
 #else
-    settled = 0;  // no kernel begins before the one ahead has ended
+    inputs_ready = 0;  // no kernel begins before the one ahead has ended
 #endif
     const ELEMENT* projected = qkv + row * kv_heads * (group + 2) * head_dim;
     const int position = positions[row];  // everything waits for it but these:
@@ -149,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         token.begin(projected + (kv_heads * (group + warp % 2) + kv_head) * head_dim, head_dim, is_key ? rotary : 0,
                     interleaved);
     };
-    if (!settled) begin_projected();
+    if (!inputs_ready) begin_projected();
     const Range range = {first_key, min(first_key + block_keys, position + 1), kStored ? -1 : position};
     if (range.begin >= range.end) {
-        if (settled) ptx::griddepcontrol_wait();  // so that who waits for this kernel has waited for those ahead of it
+        if (inputs_ready) ptx::griddepcontrol_wait();  // so that who waits for this kernel has waited for those ahead of it
         return;
     }
 
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
         ptx::cp_async_commit();
     }
 
-    if (settled) {
+    if (inputs_ready) {
         ptx::griddepcontrol_wait();
         begin_projected();
     }

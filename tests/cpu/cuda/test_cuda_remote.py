@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from warpbus.cuda import lent
+from warpbus.cuda import remote
 from warpbus.cuda.devices import default_dtype, free_memory, resolve_device
 from warpbus.cuda.jit import architecture
 from warpbus.cuda.vmm import Arena
@@ -39,18 +39,18 @@ class Behind:
 
 
 @pytest.fixture
-def lend(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int] | None], None]:
-    return lambda capability: monkeypatch.setitem(lent._lent, "meta", Behind(capability))
+def make_remote(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int] | None], None]:
+    return lambda capability: monkeypatch.setitem(remote._backends, "meta", Behind(capability))
 
 
-def test_a_device_is_itself_unless_it_is_lent(lend: Callable[..., None]) -> None:
-    assert lent.lent(HERE) is None
-    assert not lent.is_gpu(HERE)
-    assert lent.is_gpu(torch.device("cuda"))
-    assert not lent.is_gpu(torch.device("cpu"))
-    lend((8, 0))
-    assert lent.lent(HERE) is not None
-    assert lent.is_gpu(HERE)
+def test_a_device_is_itself_unless_it_is_remote(make_remote: Callable[..., None]) -> None:
+    assert remote.remote_backend(HERE) is None
+    assert not remote.is_gpu(HERE)
+    assert remote.is_gpu(torch.device("cuda"))
+    assert not remote.is_gpu(torch.device("cpu"))
+    make_remote((8, 0))
+    assert remote.remote_backend(HERE) is not None
+    assert remote.is_gpu(HERE)
     assert free_memory(HERE) == 12_345
 
 
@@ -59,9 +59,9 @@ def test_a_device_is_itself_unless_it_is_lent(lend: Callable[..., None]) -> None
     [(None, False, None), ((7, 5), False, "sm_75"), ((8, 6), True, "sm_86"), ((9, 0), True, "sm_90a")],
 )
 def test_what_is_behind_decides(
-    capability: tuple[int, int] | None, kernels: bool, name: str | None, lend: Callable[..., None]
+    capability: tuple[int, int] | None, kernels: bool, name: str | None, make_remote: Callable[..., None]
 ) -> None:
-    lend(capability)
+    make_remote(capability)
     assert default_dtype(HERE, torch.bfloat16) == (torch.float32 if capability is None else torch.bfloat16)
     assert gpu_has_kernels(HERE) == kernels
     assert has_kernel(torch.float16, 64, HERE) == kernels
@@ -71,8 +71,8 @@ def test_what_is_behind_decides(
         assert architecture(HERE) == name
 
 
-def test_an_arena_has_all_its_memory_at_once(lend: Callable[..., None]) -> None:
-    lend((9, 0))
+def test_an_arena_has_all_its_memory_at_once(make_remote: Callable[..., None]) -> None:
+    make_remote((9, 0))
     arena = Arena(1000, HERE)
     assert (arena.mapped, arena.reserved, arena.page) == (1000, 1000, 1)
     assert arena.tensor((3, 5), torch.int32, 8).storage_offset() == 2

@@ -1,4 +1,4 @@
-"""The pipe between a process of a job and the one that started it, as the former sees it. Nothing here loads torch."""
+"""The worker's end of the pipe between a worker process and its parent. This module does not import torch."""
 
 import os
 import select
@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from warpbus.dist.outcome import Done, Failure, Message
+from warpbus.dist.outcome import Done, JobFailure, Message
 from warpbus.dist.watchdog import Heartbeat, Pulse
 
 
-class PipeLine:
-    """The `Line` of a job in this process. Any thread may speak, one may listen.
+class WorkerPipe:
+    """The `JobPipe` of a job in this process. Any thread may send; only one may receive.
 
     Args:
-        connection: to the starting process.
+        connection: to the parent process.
         on_cpu: the job computes on the CPU.
 
     Attributes:
@@ -36,29 +36,29 @@ class PipeLine:
     def step(self) -> AbstractContextManager[None]:
         return self.pulse.step()
 
-    def report(self, what: Message | Done | Failure | Heartbeat) -> None:
-        """Tell the starting process something."""
+    def report(self, what: Message | Done | JobFailure | Heartbeat) -> None:
+        """Send a message to the parent process."""
         with self._sending:
             self._connection.send(what)
 
     def heard(self, timeout: float | None) -> list[Any]:
-        said = []
+        messages = []
         wait = None if timeout is None else 1000 * timeout
         while self._poll.poll(wait):
-            said.append(self.received())
+            messages.append(self.received())
             wait = 0
-        return said
+        return messages
 
     def received(self) -> Any:
-        """The next that the starting process sends; once it has hung up, this process ends here."""
+        """The next message from the parent process. If the parent has closed the pipe, this process exits."""
         try:
             return self._connection.recv()
-        except (EOFError, OSError):  # OSError: amid a message
+        except (EOFError, OSError):  # OSError: closed inside a message
             _leave()
 
 
 def _leave() -> NoReturn:
-    """End at once: taking NCCL down the polite way waits for the others, of which one may be dead."""
+    """Exit at once: an orderly shutdown of NCCL waits for the other processes, which may be dead."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,6 +1,6 @@
-"""Devices of PyTorch that stand for something elsewhere: what the room that lends one has to say of it.
+"""PyTorch devices whose GPU is in another process or machine, and what the rest of the package has to know of them.
 
-Whoever computes asks here what is behind such a device; who lends it and how it is reached is not its business.
+Code that computes asks this module; it does not depend on `warpbus.pool`, which registers the device.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 REMOTE = "warpbus"
-"""The device type under which a pool lends a GPU."""
+"""The PyTorch device type of a GPU that is leased from a pool."""
 
 
 class Recorded(Protocol):
@@ -24,8 +24,8 @@ class Recorded(Protocol):
         """Forget them."""
 
 
-class LentDevice(Protocol):
-    """What is known of a lent device."""
+class RemoteBackend(Protocol):
+    """What is known of a remote device."""
 
     def check(self) -> None:
         """Raises a WarpbusError, which says what to do, if nothing is behind it."""
@@ -44,22 +44,22 @@ class LentDevice(Protocol):
         """Operators in the block are recorded and not executed; nothing can be read in it."""
 
 
-_lent: dict[str, LentDevice] = {}
+_backends: dict[str, RemoteBackend] = {}
 
 
-def lend(kind: str, device: LentDevice) -> None:
-    """Let a device type stand for something elsewhere."""
-    _lent[kind] = device
+def register_remote_backend(kind: str, backend: RemoteBackend) -> None:
+    """Declare that devices of this type are remote."""
+    _backends[kind] = backend
 
 
-def lent(device: torch.device) -> LentDevice | None:
-    """What a device stands for; None if it is itself: the CPU, a GPU of this machine."""
-    return _lent.get(device.type)
+def remote_backend(device: torch.device) -> RemoteBackend | None:
+    """The backend of a remote device; None for the CPU and for GPUs of this machine."""
+    return _backends.get(device.type)
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether a GPU computes there: one of this machine, or one behind a lent device."""
+    """Whether the device computes on a GPU, of this machine or remote."""
     if device.type == "cuda":
         return True
-    behind = _lent.get(device.type)
-    return behind is not None and behind.capability() is not None
+    backend = _backends.get(device.type)
+    return backend is not None and backend.capability() is not None
