@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # what is shown loads torch, and not every verb needs it
     from warpbus.quantization.recommend import Recommendation
     from warpbus.train.plan import TrainingPlan
 
+_SHOWN_EXPERTS = 12
 _TRAINING_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments", "activations": "activations"}
 
 
@@ -100,11 +102,32 @@ def report_tables(report: Report) -> RenderableType:
     for linear in report.linears:
         table.add_column(linear, justify="right")
     table.add_column("seconds", justify="right")
-    for layer in sorted({row.layer for row in report.layers}):
-        rows = {row.linear: row for row in report.layers if row.layer == layer}
+    for layer in sorted({row.layer for row in report.rows}):
+        rows = {row.linear: row for row in report.rows if row.layer == layer}
         cells = [report.cell(rows[linear]) if linear in rows else "-" for linear in report.linears]
         table.add_row(str(layer), *cells, f"{sum(row.seconds for row in rows.values()):.1f}")
-    return Group(table, _stage_table(report)) if report.stages else table
+    parts: list[RenderableType] = [table]
+    if report.expert_tokens:
+        parts.append(_expert_table(report))
+    if report.stages:
+        parts.append(_stage_table(report))
+    return Group(*parts)
+
+
+def _expert_table(report: Report) -> Table:
+    """How many calibration tokens reached the experts, and which of them were calibrated on all tokens."""
+    table = Table(title="Calibration tokens per expert", title_justify="left", title_style="bold", header_style="bold")
+    for name in ("layer", "fewest", "median", "most"):
+        table.add_column(name, justify="right")
+    table.add_column("too few: calibrated on all tokens")
+    for layer, counts in report.expert_tokens.items():
+        few = list(map(str, report.sparse_experts[layer]))
+        shown = ", ".join(few[:_SHOWN_EXPERTS]) + (
+            f" and {len(few) - _SHOWN_EXPERTS} more" * (len(few) > _SHOWN_EXPERTS)
+        )
+        figures = min(counts), int(median(counts)), max(counts)
+        table.add_row(str(layer), *(f"{figure:,}" for figure in figures), shown or "none")
+    return table
 
 
 def _stage_table(report: Report) -> Table:

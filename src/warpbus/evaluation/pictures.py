@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib import font_manager, rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
@@ -28,6 +29,7 @@ _INKS = (
 )
 _DARK, _PALE = "#111318", "#e4e7ee"
 _MARKERS = "osD^vPX*"
+_TICKS = 12  # of layers
 
 
 @contextmanager
@@ -75,24 +77,27 @@ def figure(report: Report) -> Figure:
 
 def size(report: Report) -> tuple[float, float]:
     """Width and height that `fill` wants, in inches."""
-    return 11.5 if report.stages else 8, 4.6
+    return 8 + 3.5 * bool(report.stages) + 4 * bool(report.expert_tokens), 4.6
 
 
 def fill(target: Figure | SubFigure, report: Report) -> None:
     """Draw `figure` into what may be a part of another."""
-    axes = target.subplots(1, 2 if report.stages else 1, squeeze=False, width_ratios=[2, 1][: 1 + bool(report.stages)])
-    _errors(axes[0, 0], report)
+    widths = [2.0] + [1.1] * bool(report.expert_tokens) + [1.0] * bool(report.stages)
+    axes = list(target.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
+    _errors(axes.pop(0), report)
+    if report.expert_tokens:
+        _experts(axes.pop(0), report.expert_tokens)
     if report.stages:
-        _stages(axes[0, 1], report.stages)
+        _stages(axes.pop(0), report.stages)
 
 
 def _errors(axis: Axes, report: Report) -> None:
     """A line for each matrix of a layer; where schemes are mixed, a marker for each scheme."""
-    schemes = list(dict.fromkeys(row.scheme for row in report.layers))
+    schemes = list(dict.fromkeys(row.scheme for row in report.rows))
     markers = {scheme: _MARKERS[index % len(_MARKERS)] for index, scheme in enumerate(schemes)}
     handles = []
     for index, linear in enumerate(report.linears):
-        rows = [row for row in report.layers if row.linear == linear]
+        rows = [row for row in report.rows if row.linear == linear]
         handles += axis.plot([row.layer for row in rows], [100 * row.error for row in rows], f"C{index}", label=linear)
         for scheme, marker in markers.items():
             picked = [row for row in rows if row.scheme == scheme]
@@ -111,6 +116,24 @@ def _errors(axis: Axes, report: Report) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     # Below the axes, where it hides no point.
     axis.legend(handles=handles, frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.13))
+
+
+def _experts(axis: Axes, tokens: dict[int, tuple[int, ...]]) -> None:
+    """The calibration tokens that reached each expert of each layer, on a logarithmic scale."""
+    experts = max(map(len, tokens.values()))
+    grid = [[*counts, *[0] * (experts - len(counts))] for counts in tokens.values()]
+    most = max(map(max, grid))
+    drawn = axis.imshow(
+        grid, aspect="auto", interpolation="nearest", cmap="viridis", norm=SymLogNorm(1, vmin=0, vmax=most)
+    )
+    axis.set_yticks(range(len(grid)), [str(layer) for layer in tokens])
+    if len(grid) > _TICKS:
+        axis.yaxis.set_major_locator(MaxNLocator(_TICKS, integer=True))
+    axis.set_title("calibration tokens per expert", fontsize=10, loc="left")
+    axis.set_xlabel("expert")
+    axis.set_ylabel("layer")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.figure.colorbar(drawn, ax=axis, fraction=0.05)
 
 
 def _stages(axis: Axes, stages: dict[str, float]) -> None:

@@ -246,8 +246,8 @@ def judge(
 def _errors(done: Report) -> list[Sequence[str]]:
     """One row per layer; with scheme and algorithm if they differ from those of the model."""
     rows: list[Sequence[str]] = []
-    for layer in sorted({each.layer for each in done.layers}):
-        cells = {each.linear: done.cell(each, " · ") for each in done.layers if each.layer == layer}
+    for layer in sorted({each.layer for each in done.rows}):
+        cells = {each.linear: done.cell(each, " · ") for each in done.rows if each.layer == layer}
         rows.append([str(layer), *(cells.get(linear, "–") for linear in done.linears)])
     return rows
 

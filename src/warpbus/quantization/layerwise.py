@@ -25,16 +25,13 @@ from warpbus.qtensor import QTensor
 from warpbus.quantization.folding import divide_preceding
 from warpbus.quantization.loss import relative
 from warpbus.quantization.preflight import Matrix
-from warpbus.quantization.report import LayerResult
+from warpbus.quantization.report import LEAST_TOKENS, LayerResult
 from warpbus.quantization.states import States
 from warpbus.quantization.statistics import DRIFT, Collector, Statistics
 from warpbus.quantization.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from warpbus.quantization.methods import Method
-
-LEAST_TOKENS = 256
-"""An expert that is reached by fewer calibration tokens is calibrated on all of them, weighted by the router."""
 
 Solve = Callable[[str, Statistics], Tensor | None]
 """Called with a matrix' name (`MatrixSpec.name`) and the statistics of its inputs; it may replace the weight. It

@@ -2,9 +2,13 @@
 
 import math
 import platform
+import re
 import resource
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +16,11 @@ import torch
 
 import warpbus
 from warpbus.errors import DataError, UsageError
+
+LEAST_TOKENS = 256
+"""An expert that is reached by fewer calibration tokens is calibrated on all of them, weighted by the router."""
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,14 @@ class LayerResult:
     @property
     def name(self) -> str:
         return f"layers.{self.layer}.{self.linear}"
+
+
+def _merged(linear: str, rows: Sequence[LayerResult]) -> LayerResult:
+    """One row for the experts of a layer."""
+    scheme = Counter(row.scheme for row in rows).most_common(1)[0][0]
+    error = math.fsum(row.error for row in rows) / len(rows)
+    seconds = math.fsum(row.seconds for row in rows)
+    return LayerResult(rows[0].layer, linear, scheme, error, seconds, rows[0].algorithm)
 
 
 @dataclass(frozen=True)
@@ -151,10 +168,38 @@ class Report:
                 f"not a report of a quantization: {error}: give warpbus-report.json of its output"
             ) from None
 
+    @cached_property
+    def rows(self) -> tuple[LayerResult, ...]:
+        """`layers`, with one row for all routed experts of a layer: the mean of their errors, the sum of their seconds.
+
+        Its `linear` has "*" for the number of the expert; its `scheme` is that of most.
+        """
+        found: dict[tuple[int, str], list[LayerResult]] = {}
+        for row in self.layers:
+            found.setdefault((row.layer, _EXPERT.sub(".experts.*.", row.linear)), []).append(row)
+        return tuple(rows[0] if len(rows) == 1 else _merged(linear, rows) for (_, linear), rows in found.items())
+
     @property
     def linears(self) -> tuple[str, ...]:
-        """The names of a layer's matrices, in their order."""
-        return tuple(dict.fromkeys(row.linear for row in self.layers))
+        """The names of a layer's matrices in `rows`, in their order."""
+        return tuple(dict.fromkeys(row.linear for row in self.rows))
+
+    @property
+    def expert_tokens(self) -> dict[int, tuple[int, ...]]:
+        """Of each layer with experts the calibration tokens that were routed to each of them."""
+        found: dict[int, list[int]] = {}
+        for row in self.layers:
+            if row.routed_tokens is not None and row.linear.endswith(".down"):
+                found.setdefault(row.layer, []).append(row.routed_tokens)
+        return {layer: tuple(counts) for layer, counts in found.items()}
+
+    @property
+    def sparse_experts(self) -> dict[int, tuple[int, ...]]:
+        """Of each layer with experts those that fewer than `LEAST_TOKENS` tokens reached."""
+        return {
+            layer: tuple(expert for expert, count in enumerate(counts) if count < LEAST_TOKENS)
+            for layer, counts in self.expert_tokens.items()
+        }
 
     def cell(self, row: LayerResult, separator: str = "\n") -> str:
         """An error as text, and where they are not those of the whole, scheme and algorithm."""

@@ -13,7 +13,7 @@ from warpbus.formats import Checkpoint
 from warpbus.models import Decoder, load_model
 from warpbus.models.layers import MoE, QuantizedLinear
 from warpbus.quantization import Calibration, Report, quantize
-from warpbus.quantization.layerwise import LEAST_TOKENS
+from warpbus.quantization.report import LEAST_TOKENS
 
 EXPERTS, TOP_K, LENGTH, SAMPLES = 6, 2, 48, 40
 CONFIG = {
