@@ -114,7 +114,7 @@ def _parameter(name: str, option: FieldOption, field: Field[Any], kind: Any, lim
         kind = str
     if default is MISSING:  # the field has a factory
         default = None
-    # Without a name of its own, typer would give a switch that is off also the flag --no-NAME.
+    # Without an explicit flag, typer would also give a switch that is off a flag which negates it.
     flags = ["--" + name.replace("_", "-")] if default is False else []
     info = typer.Option(*flags, help=option.help, metavar=option.metavar, min=least)
     hint = kind | None if default is None else kind
