@@ -9,8 +9,9 @@ The public names are imported on first use: the command line reads the options w
 time processes that start by loading this package.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from warpbus.lazy import lazy_names
 
 if TYPE_CHECKING:
     from warpbus.bench.cases import Benchmark, Run, geometric_means, run
@@ -18,18 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Benchmark", "Peer", "Record", "Run", "geometric_means", "run"]
 
-# No public name may equal the name of a module of this package, which would hide it.
-_FILES = {
-    "Benchmark": "cases",
-    "Peer": "records",
-    "Record": "records",
-    "Run": "cases",
-    "geometric_means": "cases",
-    "run": "cases",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module 'warpbus.bench' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"warpbus.bench.{_FILES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    cases=("Benchmark", "Run", "geometric_means", "run"),
+    records=("Peer", "Record"),
+)

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import warpbus
+from warpbus.bench.options import RunOptions
 from warpbus.bench.records import Parameter, Peer, Record, now, ratio
 from warpbus.bench.timing import FULL, QUICK, Call, Inputs, Timing, TimingEffort, measure
 from warpbus.errors import DeviceError, UsageError
@@ -99,23 +100,18 @@ Task = Callable[[], Case | Sequence[Result]]
 
 
 @dataclass
-class Run:
+class Run(RunOptions):
     """One run of a benchmark: what was asked for, and what there is to say about it.
 
     Attributes:
-        sizes, variants, dtype, shape: `None` or empty means the benchmark's own.
-        profile: also say where the time goes.
+        sizes, dtype: `None` or empty means the benchmark's own.
         notes: sentences for the reader of the table.
     """
 
     device: torch.device
     command: str
     sizes: tuple[int, ...] = ()
-    variants: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
-    shape: str | None = None
-    profile: bool = False
-    quick: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property

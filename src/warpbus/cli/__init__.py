@@ -1,6 +1,7 @@
-"""The command `warpbus`: one file a verb.
+"""The command `warpbus`: one file per verb.
 
-The files import torch and the rooms they use inside their functions, so that `warpbus --help` is instant.
+The files import torch and the packages they use inside their functions, so that `warpbus --help` is instant. At their
+top they import the dataclasses whose fields become options (`options`), from modules that do not load torch.
 """
 
 import atexit

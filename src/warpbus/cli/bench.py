@@ -4,10 +4,8 @@ import importlib
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, fields
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,9 +14,11 @@ from warpbus.bench.options import (
     ParallelBenchOptions,
     PoolBenchOptions,
     QuantizeBenchOptions,
+    RunOptions,
     ServingBenchOptions,
     TrainBenchOptions,
 )
+from warpbus.cli.options import Device, FieldOption, options_of
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import UsageError
 
@@ -26,33 +26,18 @@ if TYPE_CHECKING:
     from warpbus.bench import Benchmark, Record, Run
 
 Size = Annotated[list[int] | None, typer.Option(help="measure this size; can be given more than once")]
-Variant = Annotated[
-    list[str] | None, typer.Option(help="measure this variant (a wrong name lists them); can be given more than once")
-]
 Dtype = Annotated[str | None, typer.Option(help="float16 or bfloat16")]
-Shape = Annotated[str | None, typer.Option(help="chatglm2-6b (default), glm-4-9b or llama-3-8b", show_default=False)]
-Profile = Annotated[bool, typer.Option("--profile", help="also show where the time of a token goes, kernel by kernel")]
-Quick = Annotated[bool, typer.Option("--quick", help="few cases and few samples")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Output = Annotated[
-    Path | None, typer.Option(help="the directory of the records, in place of ./benchmarks/results", show_default=False)
-]
+Output = Annotated[Path | None, typer.Option(help="the directory of the records, in place of ./benchmarks/results")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="draw the PNG here, not beside the records")]
-TrainingVariant = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--variant", help="method, precision and mode, such as lora-bf16-compiled; can be given more than once"
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="print the records as JSON")]
 
-_QUICK = {"quick": (Quick, False)}
-_EVERYWHERE = {
-    "device": (Device, "auto"),
-    "output": (Output, None),
-    "plot": (PlotFile, None),
-    "as_json": (AsJson, False),
-}
+_VARIANT = FieldOption("measure this variant (a wrong name lists them); can be given more than once", field="variants")
+_QUICK = "few cases and few samples"
+_SHAPE_OR_SMALL = "chatglm2-6b (default), glm-4-9b or llama-3-8b; small is the default without a GPU"
+_LAYERS = "number of layers, instead of the shape's, for a quick look"
+_GPUS = FieldOption(
+    "numbers of GPUs (of processes on the CPU), such as 1,2,4; default: 1 and more, up to all", field="counts"
+)
 
 # Options that do not affect the figures are not part of the recorded command.
 _NOT_RECORDED = {"output", "plot", "as_json", "directory"}
@@ -75,52 +60,19 @@ bench = typer.Typer(
 )
 
 
-def measure(
-    context: typer.Context,
-    size: Size = None,
-    variant: Variant = None,
-    dtype: Dtype = None,
-    quick: Quick = False,
-    device: Device = "auto",
-    output: Output = None,
-    plot: PlotFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure the benchmark that has the command's name."""
-    _measure(context, size, variant, dtype, quick, device, output, plot, as_json)
-
-
-def measure_decode(
-    context: typer.Context,
-    shape: Shape = None,
-    size: Size = None,
-    variant: Variant = None,
-    dtype: Dtype = None,
-    profile: Profile = False,
-    quick: Quick = False,
-    device: Device = "auto",
-    output: Output = None,
-    plot: PlotFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure decoding with a whole model, which has more options."""
-    _measure(context, size, variant, dtype, quick, device, output, plot, as_json, shape, profile)
-
-
 def _measure(
     context: typer.Context,
-    size: list[int] | None,
-    variant: list[str] | None,
-    dtype: str | None,
-    quick: bool,
-    device: str,
-    output: Path | None,
-    plot: Path | None,
-    as_json: bool,
-    shape: str | None = None,
-    profile: bool = False,
+    run: dict[str, Any],
+    size: Size = None,
+    dtype: Dtype = None,
+    device: Device = "auto",
+    output: Output = None,
+    plot: PlotFile = None,
+    as_json: AsJson = False,
 ) -> None:
-    from warpbus.bench import Run, run
+    """Run the benchmark of the catalog that has the command's name."""
+    from warpbus.bench import Run
+    from warpbus.bench import run as run_benchmark
     from warpbus.bench.catalog import BENCHMARKS
     from warpbus.cuda.devices import resolve_device, resolve_dtype
 
@@ -131,87 +83,57 @@ def _measure(
         resolve_device(device),
         _command(context),
         sizes=tuple(size or ()),
-        variants=tuple(variant or ()),
         dtype=resolve_dtype(dtype) if dtype else None,
-        shape=shape,
-        profile=profile,
-        quick=quick,
+        **run,
     )
     with progress_bar() as show:
-        records = run(benchmark, settings, show)
+        records = run_benchmark(benchmark, settings, show)
     _show(benchmark, settings, records, output, plot, as_json)
 
 
-@dataclass(frozen=True)
-class ModelBenchmark:
-    """The command of a benchmark of a whole model.
+measure = options_of({"run": RunOptions}, size=..., variant=_VARIANT, dtype=..., quick=_QUICK)(_measure)
+measure_decode = options_of(
+    {"run": RunOptions},
+    shape="chatglm2-6b (default), glm-4-9b or llama-3-8b",
+    size=...,
+    variant=_VARIANT,
+    dtype=...,
+    profile="also show where the time of a token goes, kernel by kernel",
+    quick=_QUICK,
+)(_measure)
 
-    Attributes:
-        options: a dataclass of `warpbus.bench.options`, whose fields are options of the command.
-        settings: further options, by the names of their parameters: annotation and default.
-        help: of the command.
+
+def measure_model(options: type, **listed: str | FieldOption) -> Callable[..., None]:
+    """The command that measures a whole model.
+
+    Args:
+        options: a dataclass of `warpbus.bench.options`: what is measured.
+        listed: options for the fields of `options` and `RunOptions`, see `options_of`.
     """
 
-    options: type
-    settings: dict[str, tuple[Any, Any]]
-    help: str
-
-    def command(self) -> Callable[..., None]:
-        """The function for typer; its signature is built from the options."""
-
-        def measure_model(context: typer.Context, **values: Any) -> None:
-            self.measure(context, values)
-
-        parameters = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-        parameters += [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for name, (annotation, default) in (self._fields() | self.settings | _EVERYWHERE).items()
-        ]
-        measure_model.__annotations__ = {each.name: each.annotation for each in parameters}
-        measure_model.__dict__["__signature__"] = Signature(parameters)
-        return measure_model
-
-    def measure(self, context: typer.Context, values: dict[str, Any]) -> None:
-        """Run the benchmark that has the command's name, with the values of its options."""
-        from warpbus.bench import Run, run
+    @options_of({"work": options, "run": RunOptions}, **listed)
+    def measure_this(
+        context: typer.Context,
+        work: dict[str, Any],
+        run: dict[str, Any],
+        device: Device = "auto",
+        output: Output = None,
+        plot: PlotFile = None,
+        as_json: AsJson = False,
+    ) -> None:
+        from warpbus.bench import Run
+        from warpbus.bench import run as run_benchmark
         from warpbus.cuda.devices import resolve_device
 
         name = str(context.info_name)
         benchmark_of = getattr(importlib.import_module(f"warpbus.bench.{name}"), f"{name}_benchmark")
-        work = self.options(**{each.name: _value(each, values[_option_name(each)]) for each in fields(self.options)})
-        settings = Run(
-            resolve_device(values["device"]),
-            _command(context),
-            variants=tuple(values.get("variant") or ()),
-            quick=values.get("quick", False),
-        )
+        settings = Run(resolve_device(device), _command(context), **run)
         with progress_bar() as show:
-            benchmark = benchmark_of(work, show)
-            records = run(benchmark, settings)
-        _show(benchmark, settings, records, values["output"], values["plot"], values["as_json"])
+            benchmark = benchmark_of(options(**work), show)
+            records = run_benchmark(benchmark, settings)
+        _show(benchmark, settings, records, output, plot, as_json)
 
-    def _fields(self) -> dict[str, tuple[Any, Any]]:
-        found, types = {}, get_type_hints(self.options)
-        for each in fields(self.options):
-            kind, default = types[each.name], each.default
-            if isinstance(default, tuple):
-                kind, default = str | None if each.metadata["parse"] else list[str] | None, None
-            option = typer.Option(help=each.metadata["help"], show_default=default is not None)
-            found[_option_name(each)] = (Annotated[kind, option], default)
-        return found
-
-
-def _option_name(option: Field[Any]) -> str:
-    return option.metadata["name"] or option.name
-
-
-def _value(option: Field[Any], given: Any) -> Any:
-    """The value of a field, from the value of its option."""
-    if given is None:
-        return option.default
-    if option.metadata["parse"]:
-        return option.metadata["parse"](_option_name(option), given)
-    return tuple(given) if isinstance(option.default, tuple) else given
+    return measure_this
 
 
 def _show(
@@ -295,9 +217,18 @@ bench.command(
 )(measure_decode)
 
 MODEL_BENCHMARKS = {
-    "quantize": ModelBenchmark(
-        QuantizeBenchOptions,
-        {},
+    "quantize": (
+        measure_model(
+            QuantizeBenchOptions,
+            shape="chatglm2-6b, glm-4-9b or llama-3-8b",
+            layers=_LAYERS,
+            gpus=_GPUS,
+            samples="number of random calibration sequences",
+            seqlen="tokens per calibration sequence",
+            scheme="quantization scheme",
+            algorithm="gptq, awq or smoothquant",
+            directory="directory for temporary models; default: the system's temporary directory",
+        ),
         """A whole model of random weights is quantized, by 1 GPU and by more: seconds, by stage, and limits.
 
         Also memory, GPU-seconds, energy, and the share of the quantized integers that are the same whatever the number
@@ -305,9 +236,20 @@ MODEL_BENCHMARKS = {
         small --layers, --samples and --seqlen are advised.
         """,
     ),
-    "serving": ModelBenchmark(
-        ServingBenchOptions,
-        _QUICK,
+    "serving": (
+        measure_model(
+            ServingBenchOptions,
+            shape=_SHAPE_OR_SMALL,
+            scheme="quantization scheme of the layers",
+            concurrency="numbers of concurrent requests, such as 1,16,64,256",
+            rates="arrival rates, relative to the throughput at the highest concurrency: 0.25,0.5",
+            prompt="tokens per prompt",
+            tokens="tokens per answer",
+            url="measure the server at this URL",
+            serve="serve this model directory, or demo, and measure that server",
+            peer="also measure transformers, which takes a minute",
+            quick=_QUICK,
+        ),
         """Many requests at once: throughput and latencies, beside transformers' continuous batching.
 
         An engine with a model of random weights, in this process; with --url or --serve a server, over HTTP. Requests
@@ -316,17 +258,39 @@ MODEL_BENCHMARKS = {
         and how fast the weights leave and come back. Without a GPU: a small shape.
         """,
     ),
-    "parallel": ModelBenchmark(
-        ParallelBenchOptions,
-        _QUICK,
+    "parallel": (
+        measure_model(
+            ParallelBenchOptions,
+            shape="glm-4-9b (default), chatglm2-6b or llama-3-8b; small is the default without a GPU",
+            layers=_LAYERS,
+            scheme="quantization scheme of the layers; default: none, 16 bits",
+            gpus=_GPUS,
+            tokens="tokens to generate",
+            quick=_QUICK,
+        ),
         """One sequence of a model of random weights that 1, 2, ... GPUs share: milliseconds a token.
 
         In bfloat16, after a prompt of 128 tokens. Without a GPU: a small shape and processes on the CPU.
         """,
     ),
-    "train": ModelBenchmark(
-        TrainBenchOptions,
-        {"variant": (TrainingVariant, None)} | _QUICK,
+    "train": (
+        measure_model(
+            TrainBenchOptions,
+            shape="1b (default), chatglm2-6b, ...; tiny is the default without a GPU",
+            layers=_LAYERS,
+            gpus=_GPUS,
+            length="tokens per row",
+            rows="rows per GPU and forward pass",
+            recompute="recompute the activations of every n-th layer; 0: of no layer",
+            scheme="quantization scheme of qlora",
+            sharding="between GPUs: ddp or fsdp",
+            price="dollars per GPU hour, to compute the cost of a million tokens",
+            peer="also measure PyTorch's own layers",
+            variant=FieldOption(
+                "method, precision and mode, such as lora-bf16-compiled; can be given more than once", field="variants"
+            ),
+            quick=_QUICK,
+        ),
         """A model of random weights is trained: tokens a second, share of what products allow, memory, energy, cost.
 
         By every method (full, lora, qlora, ptuning), in fp32, tf32, bf16 and fp8, eager and compiled, by 1, 2, ...
@@ -334,9 +298,14 @@ MODEL_BENCHMARKS = {
         processes of its own. Without a GPU: a tiny shape.
         """,
     ),
-    "pool": ModelBenchmark(
-        PoolBenchOptions,
-        _QUICK,
+    "pool": (
+        measure_model(
+            PoolBenchOptions,
+            part=FieldOption("measure this part (a wrong name lists them); can be given more than once", field="parts"),
+            gigabits="rates of the links between network namespaces, in Gbit/s; default: 1,10",
+            shape=_SHAPE_OR_SMALL,
+            quick=_QUICK,
+        ),
         """A GPU that is reached over a pool, beside this machine's own: operators, steps, shares, moves.
 
         Daemons and clients are processes of this machine. Parts: operators (what one costs the client, and a read),
@@ -347,8 +316,8 @@ MODEL_BENCHMARKS = {
     ),
 }
 
-for _name_of_benchmark, _benchmark in MODEL_BENCHMARKS.items():
-    bench.command(_name_of_benchmark, help=_paragraphs(_benchmark.help))(_benchmark.command())
+for _name, (_measure_it, _help) in MODEL_BENCHMARKS.items():
+    bench.command(_name, help=_paragraphs(_help))(_measure_it)
 
 
 def _command(context: typer.Context) -> str:

@@ -19,11 +19,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from warpbus.cli.adapters import one_adapter
 from warpbus.cli.models import DEMO, model_directory
+from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.tables import memory_table
+from warpbus.engine.options import ServiceOptions
+from warpbus.engine.sampling_params import SamplingParams
 from warpbus.errors import DataError, UsageError, WarpbusError
 
 if TYPE_CHECKING:
-    from warpbus.engine import LLM, Chunk, Completion, MemoryPlan, SamplingParams
+    from warpbus.engine import LLM, Chunk, Completion, MemoryPlan
     from warpbus.models import Progress as LoadProgress
 
 HISTORY_FILE = ".warpbus_history"
@@ -45,24 +48,30 @@ DEMO_GREETING = """\
 这是一个写古诗的小模型：告诉它题目和体裁，或给出诗句让它续写。"""
 
 
+@options_of(
+    {"sampling": SamplingParams, "engine": ServiceOptions},
+    prompt=...,
+    system=...,
+    adapter=...,
+    temperature=FieldOption("0 takes the most likely token every time", default=0.7),
+    top_p=FieldOption("draw among the likeliest tokens with this much probability", default=0.9),
+    top_k="draw among this many likeliest tokens; 0: all",
+    repetition_penalty="above 1, tokens that were there are less likely",
+    max_tokens=FieldOption("the longest answer, in tokens", default=1024),
+    seed="of the first answer; each next one counts on",
+    device="auto, cpu, cuda or cuda:N",
+    dtype="of activations: auto, float32, float16 or bfloat16",
+    max_model_len="the longest conversation, in tokens",
+    memory="of the GPU, for all of it: 6GB, 5.5GiB, 50%; prints a plan",
+    kv_dtype="how the cache is kept: auto, int8 or fp8",
+)
 def chat(
     model: Annotated[str, typer.Argument(help="model directory, name on a hub, or demo for the packaged poet")],
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
     prompt: Annotated[str | None, typer.Option(help="answer this and exit; - reads it from stdin")] = None,
     system: Annotated[str | None, typer.Option(help="system message")] = None,
     adapter: Annotated[Path | None, typer.Option(help="directory of a LoRA or a prefix to answer with")] = None,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token every time")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="draw among the likeliest tokens with this much probability")] = 0.9,
-    top_k: Annotated[int, typer.Option(help="draw among this many likeliest tokens; 0: all")] = 0,
-    repetition_penalty: Annotated[float, typer.Option(help="above 1, tokens that were there are less likely")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="the longest answer, in tokens")] = 1024,
-    seed: Annotated[int | None, typer.Option(help="of the first answer; each next one counts on")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    dtype: Annotated[str, typer.Option(help="of activations: auto, float32, float16 or bfloat16")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="the longest conversation, in tokens")] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="of the GPU, for all of it: 6GB, 5.5GiB, 50%; prints a plan")
-    ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="how the cache is kept: auto, int8 or fp8")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="with --prompt: print the answer as JSON")] = False,
 ) -> None:
     """Talk to MODEL in the terminal.
@@ -77,24 +86,13 @@ def chat(
     directory = model_directory(model)
     named = None if adapter is None else one_adapter(adapter)
     with _loading(model) as progress:
-        from warpbus.engine import LLM, SamplingParams
+        from warpbus.engine import LLM
 
-        params = SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
-            max_tokens=max_tokens,
-            seed=seed,
-        )
+        params = SamplingParams(**sampling)
         llm = LLM(
             directory,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
+            **engine,
             max_num_seqs=1,
-            memory=memory,
-            kv_dtype=kv_dtype,
             adapters=None if named is None else dict([named]),
             progress=progress,
             planned=None if as_json else lambda plan: Console(stderr=True).print(memory_table(plan)),

@@ -22,6 +22,7 @@ from warpbus.models import ModelConfig
 from warpbus.qtensor import Scheme, Schemes
 from warpbus.quantization.driver import ALGORITHMS
 from warpbus.quantization.mixed import mixed_schemes
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.recommend import GOALS, Recommendation
 from warpbus.quantization.trials import try_candidates
 
@@ -40,7 +41,7 @@ class QuantizeRequest:
         goal, memory: see `Recommendation`.
         bits: average bits per weight; None for one scheme for all matrices.
         calibration: the calibration file.
-        data: the arguments of `quantize` and of trials that select calibration data and device.
+        options: format, calibration data and device.
     """
 
     model: str
@@ -51,7 +52,7 @@ class QuantizeRequest:
     memory: str | None
     bits: float | None
     calibration: Path | None
-    data: dict[str, Any]
+    options: QuantizationOptions
 
     @classmethod
     def of(
@@ -65,7 +66,7 @@ class QuantizeRequest:
         memory: str | None,
         bits: float | None,
         calibration: Path | None,
-        **data: Any,
+        options: QuantizationOptions,
     ) -> "QuantizeRequest":
         """Check the flags.
 
@@ -94,14 +95,14 @@ class QuantizeRequest:
         else:
             scheme = DEFAULT_SCHEME if scheme is None else scheme
             algorithm = DEFAULT_ALGORITHM if algorithm is None else algorithm
-        return cls(model, scheme, algorithm, tried, goal or GOALS[0], memory, bits, calibration, data)
+        return cls(model, scheme, algorithm, tried, goal or GOALS[0], memory, bits, calibration, options)
 
-    def recommendation(self, damping: float) -> Recommendation:
+    def recommendation(self) -> Recommendation:
         """Try the candidates."""
         from warpbus.engine import Stored, least_memory  # slow to import, and rarely needed
 
         assert self.calibration is not None
-        memory = None if self.memory is None else parse_memory(self.memory, _card(self.data["device"]))
+        memory = None if self.memory is None else parse_memory(self.memory, _card(self.options.device))
 
         def running(config: ModelConfig, dtype: torch.dtype, scheme: Scheme) -> int:
             half = dtype if dtype.itemsize == 2 else torch.bfloat16
@@ -117,16 +118,16 @@ class QuantizeRequest:
                 running=running,
                 scheme=None if self.scheme is None else Scheme.parse(self.scheme),
                 algorithm=self.algorithm,
-                damping=damping,
+                damping=self.options.damping,
                 progress=lambda done, total: show("trying", done, total),
-                **self.data,
+                **self._data(),
             )
 
-    def choice(self, damping: float) -> "Choice":
+    def choice(self) -> "Choice":
         """The scheme and algorithm to use; a choice made by trials is printed to stderr."""
         console = Console(stderr=True)
         if self.tried:
-            found = self.recommendation(damping)
+            found = self.recommendation()
             console.print(recommendation_table(found))
             remarks: dict[str, object] = {"recommended": f"{found.chosen.name}: {found.reason}", "goal": self.goal}
             if found.memory is not None:
@@ -144,9 +145,13 @@ class QuantizeRequest:
                 self.bits,
                 calibration=self.calibration,
                 progress=lambda done, total: show("measuring", done, total),
-                **self.data,
+                **self._data(),
             )
         return Choice(schemes, self.algorithm, {"bits": self.bits})
+
+    def _data(self) -> dict[str, Any]:
+        """The arguments of trials that select calibration data, format and device."""
+        return {name: getattr(self.options, name) for name in ("layout", "samples", "seqlen", "seed", "device")}
 
     def show(self, found: Recommendation, *, as_json: bool) -> None:
         """Print the recommendation and the command that applies it."""
@@ -164,8 +169,8 @@ class QuantizeRequest:
         words = ["warpbus", "quantize", self.model, output, "--scheme", chosen.scheme, "--algorithm", chosen.algorithm]
         if chosen.algorithm != "rtn" and self.model != DEMO:
             words += ["--calibration", str(self.calibration)]
-        if self.data["layout"] != "compressed-tensors":
-            words += ["--format", self.data["layout"]]
+        if self.options.layout != "compressed-tensors":
+            words += ["--format", self.options.layout]
         return shlex.join(words)
 
 

@@ -10,6 +10,7 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 
+from warpbus.cli.options import Device
 from warpbus.cli.progress import progress_bar
 
 REQUEST = "写一首题为《春夜》的五言绝句。"
@@ -18,7 +19,7 @@ REQUEST = "写一首题为《春夜》的五言绝句。"
 def demo(
     output: Annotated[Path, typer.Option(help="where the quantized models and the reports go")] = Path("demo-output"),
     request: Annotated[str, typer.Option(help="what the models are asked for")] = REQUEST,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(min=0, help="of the poems")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print the measurements and poems as JSON")] = False,
 ) -> None:

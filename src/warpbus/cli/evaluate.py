@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from warpbus.cli.models import DEMO, model_directory, model_name
+from warpbus.cli.options import Device
 from warpbus.cli.progress import progress_bar
 from warpbus.errors import UsageError
 
@@ -21,7 +22,7 @@ def evaluate(
     length: Annotated[int, typer.Option(min=2, help="tokens of a document; longer ones are cut")] = 2048,
     limit: Annotated[int | None, typer.Option(min=1, help="documents and questions at most")] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="also measure tokens/s and peak memory")] = True,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="of activations: auto, float32, float16 or bfloat16")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="draw a PNG here")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page here")] = None,

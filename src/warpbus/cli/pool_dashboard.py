@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +12,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from warpbus.cli.pool_leases import HERE, Address, TokenFile
+from warpbus.cli.options import FieldOption, options_of
+from warpbus.cli.pool_leases import Address, TokenFile, daemon_of
 from warpbus.cli.serve import KEY_VARIABLE, keys_of, serve_extra
+from warpbus.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from warpbus.pool.protocol.address import Address as Where
@@ -23,43 +24,38 @@ if TYPE_CHECKING:
 _SECONDS = 10.0
 
 
+@options_of(
+    {"server": ServerOptions},
+    address=...,
+    token_file=...,
+    host="address to listen at",
+    port=...,
+    api_key=...,
+    api_key_file=...,
+    ssl_certfile="PEM certificate; the page then comes over TLS",
+    ssl_keyfile="its PEM key",
+    insecure="let other machines look without a key or without TLS",
+    allowed_host=FieldOption("further name of this machine, on loopback", field="allowed_hosts"),
+)
 def dashboard(
+    server: dict[str, Any],
     address: Address = None,
     token_file: TokenFile = None,
-    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one")] = 7780,
     api_key: Annotated[
         list[str] | None, typer.Option(help=f"one that browsers may look with; also {KEY_VARIABLE}")
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="a file with an accepted key a line")] = None,
-    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate; the page then comes over TLS")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="its PEM key")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="let other machines look without a key or without TLS")
-    ] = False,
-    allowed_host: Annotated[list[str] | None, typer.Option(help="further name of this machine, on loopback")] = None,
 ) -> None:
     """Show the pool in a browser: its GPUs, leases, queue and events, and the last hour. It only shows.
 
     It answers this machine alone. For others: --host, --api-key, --ssl-certfile and --ssl-keyfile.
     """
     with serve_extra("the dashboard"):
-        from warpbus.server.options import ServerOptions
         from warpbus.server.pool_page import serve_pool_page
-    from warpbus.pool.daemon.tokens import read_token
-    from warpbus.pool.protocol.address import address as read_address
 
-    where = read_address(address or os.environ.get("WARPBUS_POOL") or HERE)
-    token = read_token(token_file) if token_file is not None else os.environ.get("WARPBUS_POOL_TOKEN")
-    options = ServerOptions(
-        host=host,
-        port=port,
-        api_keys=keys_of(api_key or [], api_key_file),
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-        insecure=insecure,
-        allowed_hosts=tuple(allowed_host or ()),
-    )
+    where, token = daemon_of(address, token_file)
+    options = ServerOptions(**server, port=port, api_keys=keys_of(api_key or [], api_key_file))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     asker = _StatusClient(where, token)
     asker.ask()  # a wrong address or token ends it here

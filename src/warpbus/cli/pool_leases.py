@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from warpbus.pool.protocol.address import Address as Where
     from warpbus.pool.protocol.control_channel import ControlChannel
 
 Address = Annotated[
@@ -137,15 +135,19 @@ def resume_lease(
     _say(f"resumed {done['lease']} on {done['gpu']}")
 
 
-@contextmanager
-def _control(address: str | None, token_file: Path | None) -> Iterator[ControlChannel]:
+def daemon_of(address: str | None, token_file: Path | None) -> tuple[Where, str | None]:
+    """The address of the daemon and the token, from the options, the environment, or else `HERE` and none."""
     from warpbus.pool.daemon.tokens import read_token
     from warpbus.pool.protocol.address import address as read_address
-    from warpbus.pool.protocol.control_channel import ControlChannel
 
     token = read_token(token_file) if token_file is not None else os.environ.get("WARPBUS_POOL_TOKEN")
-    with ControlChannel(read_address(address or os.environ.get("WARPBUS_POOL") or HERE), token) as control:
-        yield control
+    return read_address(address or os.environ.get("WARPBUS_POOL") or HERE), token
+
+
+def _control(address: str | None, token_file: Path | None) -> ControlChannel:
+    from warpbus.pool.protocol.control_channel import ControlChannel
+
+    return ControlChannel(*daemon_of(address, token_file))
 
 
 def _do(

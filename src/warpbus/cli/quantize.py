@@ -1,20 +1,49 @@
 """`warpbus quantize` writes a quantized copy of a model."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from warpbus.cli.models import is_here, model_directory
+from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.verdict import check_output
+from warpbus.dist.watchdog import SHORTEST_LIMIT
 from warpbus.errors import UsageError
+from warpbus.quantization.options import QuantizationOptions
 
 _AT_ONCE = (None, "gptq", "awq", "smoothquant")
 """Values of --algorithm with which worker processes are started early: no trials run first, and all share the work."""
 
 
+@options_of(
+    {"given": QuantizationOptions},
+    output=...,
+    scheme=...,
+    algorithm=...,
+    recommend=...,
+    goal=...,
+    memory=...,
+    bits=...,
+    format=FieldOption("compressed-tensors, gptq, gptq-v2 or awq", field="layout"),
+    calibration=...,
+    samples="maximum number of calibration sequences",
+    seqlen="maximum tokens per sequence",
+    seed="random seed for choosing sequences",
+    device="auto, cpu, cuda or cuda:N",
+    gpus="all, a number of GPUs, or GPU indexes such as 0,2",
+    processes="number of processes, with --device cpu or --cluster",
+    cluster="a Ray cluster with --processes GPUs: auto, or ray://HOST:PORT",
+    damping="fraction of the mean added to each Hessian's diagonal",
+    overwrite="replace the model at OUTPUT",
+    restart="discard the finished layers of an earlier run to OUTPUT and start over",
+    rank_timeout=FieldOption(
+        "seconds after which the run ends if one of its processes is stalled", least=SHORTEST_LIMIT
+    ),
+)
 def quantize(
     model: Annotated[str, typer.Argument(help="model directory, name on a hub, or demo")],
+    given: dict[str, Any],
     output: Annotated[Path | None, typer.Argument(help="a new directory for the quantized model")] = None,
     scheme: Annotated[
         str | None,
@@ -45,29 +74,7 @@ def quantize(
     bits: Annotated[
         float | None, typer.Option(help="average bits per weight, such as 3.5: chooses a scheme for each matrix")
     ] = None,
-    layout: Annotated[
-        str, typer.Option("--format", help="compressed-tensors, gptq, gptq-v2 or awq")
-    ] = "compressed-tensors",
     calibration: Annotated[Path | None, typer.Option(help=".txt, or .jsonl of texts or conversations")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="maximum number of calibration sequences")] = 128,
-    seqlen: Annotated[int, typer.Option(min=1, help="maximum tokens per sequence")] = 2048,
-    seed: Annotated[int, typer.Option(help="random seed for choosing sequences")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    gpus: Annotated[str, typer.Option(help="all, a number of GPUs, or GPU indexes such as 0,2")] = "all",
-    processes: Annotated[int, typer.Option(help="number of processes, with --device cpu or --cluster")] = 1,
-    cluster: Annotated[
-        str | None, typer.Option(help="a Ray cluster with --processes GPUs: auto, or ray://HOST:PORT")
-    ] = None,
-    damping: Annotated[
-        float, typer.Option(min=0.0, help="fraction of the mean added to each Hessian's diagonal")
-    ] = 0.01,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the model at OUTPUT")] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="discard the finished layers of an earlier run to OUTPUT and start over")
-    ] = False,
-    rank_timeout: Annotated[
-        float, typer.Option(min=10, help="seconds after which the run ends if one of its processes is stalled")
-    ] = 300.0,
     evaluate: Annotated[
         str | None,
         typer.Option(metavar="DATA", help="compare with MODEL on this .jsonl or .txt afterwards, or on demo"),
@@ -90,9 +97,11 @@ def quantize(
     """
     from warpbus.quantization.early import start_processes
 
+    options = QuantizationOptions(**given)
     at_once = algorithm in _AT_ONCE and scheme != "auto" and bits is None and not recommend
-    if at_once and output and cluster is None and is_here(model):
-        start_processes(device=device, gpus=gpus, processes=processes)  # before anything else loads torch
+    if at_once and output and options.cluster is None and is_here(model):
+        # Before anything else loads torch.
+        start_processes(device=options.device, gpus=str(options.gpus), processes=options.processes)
 
     from warpbus.cli.choosing import QuantizeRequest
     from warpbus.cli.quantizing import shown
@@ -108,30 +117,15 @@ def quantize(
         memory=memory,
         bits=bits,
         calibration=calibration,
-        layout=layout,
-        samples=samples,
-        seqlen=seqlen,
-        seed=seed,
-        device=device,
+        options=options,
     )
     if recommend:
-        request.show(request.recommendation(damping), as_json=as_json)
+        request.show(request.recommendation(), as_json=as_json)
         return
     if output is None:
         raise UsageError("OUTPUT is missing: name a new directory for the quantized model")
     if request.scheme is not None and request.algorithm is not None:  # before a model is downloaded
-        check_arguments(
-            scheme=request.scheme,
-            algorithm=request.algorithm,
-            calibration=request.calibration,
-            samples=samples,
-            seqlen=seqlen,
-            device=device,
-            gpus=gpus,
-            processes=processes,
-            cluster=cluster,
-            damping=damping,
-        )
+        check_arguments(request.scheme, request.algorithm, request.calibration, options)
     asked = check_output(
         model_directory(model),
         evaluate=evaluate,
@@ -141,27 +135,16 @@ def quantize(
         html=html,
         as_json=as_json,
     )
-    chosen = request.choice(damping)
+    chosen = request.choice()
     with shown(output) as progress:
         report = run(
             model_directory(model),
             output,
             scheme=chosen.scheme,
             algorithm=chosen.algorithm,
-            layout=layout,
             calibration=request.calibration,
-            samples=samples,
-            seqlen=seqlen,
-            seed=seed,
-            device=device,
-            gpus=gpus,
-            processes=processes,
-            cluster=cluster,
-            damping=damping,
-            overwrite=overwrite,
-            restart=restart,
-            rank_timeout=rank_timeout,
+            **given,
             remarks=chosen.remarks,
             progress=progress,
         )
-    asked.show(report.priced(gpu_hour=price, kwh=electricity), device)
+    asked.show(report.priced(gpu_hour=price, kwh=electricity), options.device)

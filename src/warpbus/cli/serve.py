@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,18 +17,57 @@ from rich.markup import escape
 
 from warpbus.cli.adapters import Named, adapters_by_model
 from warpbus.cli.models import model_directory, model_name
+from warpbus.cli.options import FieldOption, options_of
 from warpbus.cli.progress import progress_bar
+from warpbus.dist.watchdog import SHORTEST_LIMIT
+from warpbus.engine.options import ServiceOptions
 from warpbus.errors import DataError, UsageError
+from warpbus.server.options import ServerOptions
 
 KEY_VARIABLE = "WARPBUS_API_KEY"
 
 
+@options_of(
+    {"server": ServerOptions, "service": ServiceOptions},
+    host="address to listen on",
+    port="port to listen on; 0: any free port",
+    served_model_name=...,
+    adapter=...,
+    device="auto, cpu, cuda or cuda:N",
+    dtype="dtype of activations: auto, float32, float16 or bfloat16",
+    max_model_len="maximum context length in tokens",
+    max_num_seqs="maximum number of sequences in a batch",
+    max_queue="maximum number of waiting requests",
+    memory="GPU memory per model: 6GB, 5.5GiB, 50%",
+    kv_cache_dtype=FieldOption("dtype of the KV cache: auto, int8 or fp8", field="kv_dtype"),
+    kv_cache_tokens=FieldOption(
+        "maximum number of tokens in the KV cache; requests beyond that wait", field="cache_tokens"
+    ),
+    prefix_caching="reuse the KV cache of common prompt prefixes",
+    speculation="n-gram speculative decoding: maximum draft tokens per step",
+    tensor_parallel_size=FieldOption("number of GPUs per model", field="tensor_parallel"),
+    api_key=...,
+    api_key_file=...,
+    share_prefixes="share the prefix cache among all API keys",
+    ssl_certfile="PEM certificate; enables TLS",
+    ssl_keyfile="PEM key of the certificate",
+    insecure="accept unauthenticated or unencrypted connections from other machines",
+    allow_origin=FieldOption("allowed CORS origin", field="allow_origins"),
+    allowed_host=FieldOption("additional host name accepted on loopback", field="allowed_hosts"),
+    max_tokens="maximum max_tokens of a request",
+    max_n="maximum n of a request",
+    max_body_bytes="maximum size of a request",
+    max_connections="maximum number of open connections",
+    request_timeout="maximum seconds per answer",
+    shutdown_timeout="seconds for running requests to finish at shutdown",
+    watchdog_timeout=FieldOption("seconds after which a stalled engine is restarted", least=SHORTEST_LIMIT),
+)
 def serve(
     models: Annotated[
         list[str], typer.Argument(help="model directories, names on a hub, or demo for the packaged poet")
     ],
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0: any free port")] = 8000,
+    server: dict[str, Any],
+    service: dict[str, Any],
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="model names in the API, one per model; default: the names of their directories"),
@@ -39,40 +78,8 @@ def serve(
             help="NAME=DIR: serve the LoRA or prefix in DIR as model NAME; MODEL:NAME=DIR if it fits several models"
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
-    dtype: Annotated[str, typer.Option(help="dtype of activations: auto, float32, float16 or bfloat16")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="maximum context length in tokens")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="maximum number of sequences in a batch")] = 256,
-    max_queue: Annotated[int, typer.Option(help="maximum number of waiting requests")] = 1024,
-    memory: Annotated[str | None, typer.Option(help="GPU memory per model: 6GB, 5.5GiB, 50%")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the KV cache: auto, int8 or fp8")] = "auto",
-    kv_cache_tokens: Annotated[
-        int | None, typer.Option(help="maximum number of tokens in the KV cache; requests beyond that wait")
-    ] = None,
-    prefix_caching: Annotated[bool, typer.Option(help="reuse the KV cache of common prompt prefixes")] = True,
-    speculation: Annotated[int, typer.Option(help="n-gram speculative decoding: maximum draft tokens per step")] = 0,
-    tensor_parallel_size: Annotated[int, typer.Option(help="number of GPUs per model")] = 1,
     api_key: Annotated[list[str] | None, typer.Option(help=f"accepted API key; also {KEY_VARIABLE}")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="file with one accepted API key per line")] = None,
-    share_prefixes: Annotated[
-        bool, typer.Option("--share-prefixes", help="share the prefix cache among all API keys")
-    ] = False,
-    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate; enables TLS")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="accept unauthenticated or unencrypted connections from other machines")
-    ] = False,
-    allow_origin: Annotated[list[str] | None, typer.Option(help="allowed CORS origin")] = None,
-    allowed_host: Annotated[list[str] | None, typer.Option(help="additional host name accepted on loopback")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="maximum max_tokens of a request")] = None,
-    max_n: Annotated[int, typer.Option(help="maximum n of a request")] = 16,
-    max_body_bytes: Annotated[int, typer.Option(help="maximum size of a request")] = 2 << 20,
-    max_connections: Annotated[int, typer.Option(help="maximum number of open connections")] = 1024,
-    request_timeout: Annotated[float, typer.Option(help="maximum seconds per answer")] = 3600.0,
-    shutdown_timeout: Annotated[float, typer.Option(help="seconds for running requests to finish at shutdown")] = 30.0,
-    watchdog_timeout: Annotated[
-        float, typer.Option(min=10, help="seconds after which a stalled engine is restarted")
-    ] = 300.0,
 ) -> None:
     """Serve MODELS with an OpenAI-compatible API and a chat page.
 
@@ -81,47 +88,17 @@ def serve(
     with serve_extra("serving"):
         from warpbus.server.listening import ModelToServe
         from warpbus.server.listening import serve as run
-    from warpbus.engine.options import ServiceOptions
-    from warpbus.server import ServerOptions
+    from warpbus.engine.placement import devices_of
 
     names = served_model_name or [model_name(model) for model in models]
     if len(names) != len(models):
         raise UsageError(f"--served-model-name: {len(names)} for {len(models)} models: give one per model, in order")
     if len(set(names)) < len(names):
         raise UsageError(f"two models are called {_twice(names)}: give different names with --served-model-name")
-    options = ServerOptions(
-        host=host,
-        port=port,
-        api_keys=keys_of(api_key or [], api_key_file),
-        share_prefixes=share_prefixes,
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-        insecure=insecure,
-        allow_origins=tuple(allow_origin or ()),
-        allowed_hosts=tuple(allowed_host or ()),
-        max_body_bytes=max_body_bytes,
-        max_n=max_n,
-        max_tokens=max_tokens,
-        max_connections=max_connections,
-        request_timeout=request_timeout,
-        shutdown_timeout=shutdown_timeout,
-    )
-    service = ServiceOptions(
-        device=device,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_queue=max_queue,
-        memory=memory,
-        kv_dtype=kv_cache_dtype,
-        cache_tokens=kv_cache_tokens,
-        prefix_caching=prefix_caching,
-        speculation=speculation,
-        watchdog_timeout=watchdog_timeout,
-        tensor_parallel=tensor_parallel_size,
-    )
-    service.devices()  # raises for missing GPUs, before anything is downloaded
-    directories = [model_directory(name, processes=tensor_parallel_size) for name in models]
+    options = ServerOptions(**server, api_keys=keys_of(api_key or [], api_key_file))
+    engine = ServiceOptions(**service)
+    devices_of(engine)  # raises for missing GPUs, before anything is downloaded
+    directories = [model_directory(name, processes=engine.tensor_parallel) for name in models]
     adapters = adapters_by_model(adapter or [], dict(zip(names, directories, strict=True)))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("warpbus").setLevel(logging.INFO)
@@ -136,7 +113,7 @@ def serve(
             loading.close()
             _greet(url, names[0], adapters, has_key=bool(options.api_keys))
 
-        run(wanted, options, service, progress=progress, ready=ready)
+        run(wanted, options, engine, progress=progress, ready=ready)
 
 
 @contextmanager

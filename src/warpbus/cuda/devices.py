@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
+from warpbus.cuda.dtype_names import DTYPE_NAMES, dtype_name
 from warpbus.cuda.remote import REMOTE, is_gpu, remote_backend
 from warpbus.errors import DeviceError, UsageError
 
 _in_thread = threading.local()
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -61,12 +62,9 @@ def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The dtype that a flag means.
 
     Raises:
-        UsageError: not one of `DTYPES`.
+        UsageError: not one of `DTYPE_NAMES`.
     """
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
-    if found is None:
-        raise UsageError(f"dtype is {str(dtype)!r}: give auto, {', '.join(DTYPES)}")
-    return found
+    return DTYPES[dtype_name(dtype)]
 
 
 def default_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:

@@ -4,8 +4,9 @@ The public names are imported on first use: the command line starts workers (`in
 which takes seconds in each process.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from warpbus.lazy import lazy_names
 
 if TYPE_CHECKING:
     from warpbus.dist.group import Group, joined_group
@@ -31,25 +32,12 @@ __all__ = [
     "launch",
 ]
 
-# No public name may equal the name of a module of this package, which would hide it.
-_FILES = {
-    "SHARES": "shares",
-    "Group": "group",
-    "Job": "outcome",
-    "JobPipe": "outcome",
-    "Patience": "watchdog",
-    "ProcessDiedError": "watchdog",
-    "ProcessStalledError": "watchdog",
-    "Processes": "processes",
-    "Receive": "outcome",
-    "Send": "outcome",
-    "TreeSum": "tree",
-    "joined_group": "group",
-    "launch": "processes",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module 'warpbus.dist' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"warpbus.dist.{_FILES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    shares=("SHARES",),
+    group=("Group", "joined_group"),
+    outcome=("Job", "JobPipe", "Receive", "Send"),
+    watchdog=("Patience", "ProcessDiedError", "ProcessStalledError"),
+    processes=("Processes", "launch"),
+    tree=("TreeSum",),
+)

@@ -15,7 +15,7 @@ from typing import Self
 from warpbus.errors import DeviceError, UsageError
 
 SECONDS_BETWEEN_HEARTBEATS = 1.0
-SHORTEST_LIMIT = 10.0
+SHORTEST_LIMIT = 10
 """Seconds: a shorter limit would end processes that only wait for a CPU core."""
 
 # A CPU process makes progress in a step if it uses at least this share of a core.

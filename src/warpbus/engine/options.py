@@ -1,13 +1,14 @@
-"""The options of a served model: of its engine, its processes and its queue."""
+"""The options of a served model: of its engine, its processes and its queue.
+
+The command line reads them, and therefore this module imports nothing that loads torch.
+"""
 
 from dataclasses import dataclass
 
-import torch
-
-from warpbus.cuda.devices import resolve_device, resolve_dtype
+from warpbus.cuda.dtype_names import dtype_name
 from warpbus.dist.watchdog import check_limit
 from warpbus.engine.blocks import BLOCK
-from warpbus.errors import DeviceError, UsageError
+from warpbus.errors import UsageError
 
 MOST_SPECULATION = 1024
 """The most draft tokens per sequence and step: each needs a row of logits."""
@@ -91,28 +92,4 @@ class ServiceOptions:
                     f"cache_tokens is {self.cache_tokens}: give at least max_model_len, which is {self.max_model_len}"
                 )
         if self.dtype != "auto":
-            resolve_dtype(self.dtype)
-
-    def devices(self) -> list[torch.device]:
-        """The device of each process; on a cluster only its kind.
-
-        Raises:
-            UsageError: `device` is not known, or one GPU is named for several processes or on a cluster.
-            DeviceError: a GPU that is not there, or fewer than are asked for.
-        """
-        count = self.tensor_parallel
-        if self.cluster is not None:
-            if self.device not in ("auto", "cuda", "cpu"):
-                raise UsageError(f"device {self.device}: on a cluster give auto or cuda for its GPUs, or cpu")
-            return [torch.device("cpu" if self.device == "cpu" else "cuda")] * count
-        first = resolve_device(self.device)
-        if first.type == "cpu" or count == 1:
-            return [first] * count
-        if first.type != "cuda":
-            raise UsageError(f"device {self.device}: tensor_parallel is {count}, and a remote GPU is one: leave it out")
-        if ":" in self.device:
-            raise UsageError(f"device {self.device}: {count} processes cannot share one GPU: give cuda or auto")
-        there = torch.cuda.device_count()
-        if there < count:
-            raise DeviceError(f"tensor_parallel is {count}: torch sees {there} GPU(s): give {there} or fewer")
-        return [torch.device("cuda", index) for index in range(count)]
+            dtype_name(self.dtype)

@@ -36,6 +36,7 @@ from warpbus.engine.messages import (
 )
 from warpbus.engine.moving import Moved
 from warpbus.engine.options import ServiceOptions
+from warpbus.engine.placement import devices_of
 from warpbus.engine.sampling_params import SamplingParams
 from warpbus.engine.stats import Stats
 from warpbus.engine.supervisor import (
@@ -168,7 +169,7 @@ class Service:
             WarpbusError: the engine did not start for another reason.
         """
         options = options or ServiceOptions()
-        devices = options.devices()
+        devices = devices_of(options)
         check = partial(check_loadable, processes=options.tensor_parallel)
         checkpoint = Checkpoint(await asyncio.to_thread(find_model, model, check=check))
         service = cls(checkpoint.directory, options, checkpoint, progress)

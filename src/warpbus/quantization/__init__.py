@@ -3,8 +3,9 @@
 The public names are loaded when they are first used: the processes of a run start with `job`, and need no tokenizer.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from warpbus.lazy import lazy_names
 
 if TYPE_CHECKING:
     from warpbus.quantization.algorithms import gptq, rtn
@@ -27,22 +28,12 @@ __all__ = [
     "rtn",
 ]
 
-# None has the name of a file of this room, which would hide it.
-_FILES = {
-    "ALGORITHMS": "driver",
-    "Calibration": "calibration",
-    "QuantizationEstimate": "estimate",
-    "LayerResult": "report",
-    "Progress": "driver",
-    "Report": "report",
-    "gptq": "algorithms",
-    "quantize": "driver",
-    "read_calibration": "texts",
-    "rtn": "algorithms",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module 'warpbus.quantization' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"warpbus.quantization.{_FILES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    driver=("ALGORITHMS", "Progress", "quantize"),
+    calibration=("Calibration",),
+    estimate=("QuantizationEstimate",),
+    report=("LayerResult", "Report"),
+    algorithms=("gptq", "rtn"),
+    texts=("read_calibration",),
+)

@@ -28,6 +28,7 @@ from warpbus.quantization.early import ENVIRONMENT
 from warpbus.quantization.estimate import QuantizationEstimate
 from warpbus.quantization.job import Begun, Job, run_job
 from warpbus.quantization.methods import METHODS, suits
+from warpbus.quantization.options import QuantizationOptions
 from warpbus.quantization.preflight import Plan, prepare
 from warpbus.quantization.report import LayerResult, Report
 from warpbus.quantization.sources import Checked
@@ -60,19 +61,19 @@ def quantize(
     *,
     scheme: str | Scheme | Schemes = "w4a16-g128",
     algorithm: str = "gptq",
-    layout: str = "compressed-tensors",
+    layout: str = QuantizationOptions.layout,
     calibration: str | Path | Calibration | None = None,
-    samples: int = 128,
-    seqlen: int = 2048,
-    seed: int = 0,
-    device: str | torch.device = "auto",
-    gpus: str | int = "all",
-    processes: int = 1,
-    cluster: str | None = None,
-    damping: float = 0.01,
-    overwrite: bool = False,
-    restart: bool = False,
-    rank_timeout: float = 300.0,
+    samples: int = QuantizationOptions.samples,
+    seqlen: int = QuantizationOptions.seqlen,
+    seed: int = QuantizationOptions.seed,
+    device: str | torch.device = QuantizationOptions.device,
+    gpus: str | int = QuantizationOptions.gpus,
+    processes: int = QuantizationOptions.processes,
+    cluster: str | None = QuantizationOptions.cluster,
+    damping: float = QuantizationOptions.damping,
+    overwrite: bool = QuantizationOptions.overwrite,
+    restart: bool = QuantizationOptions.restart,
+    rank_timeout: float = QuantizationOptions.rank_timeout,
     remarks: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Report:
@@ -127,18 +128,16 @@ def quantize(
     progress = progress or Progress()
     check_limit("rank_timeout", rank_timeout)
     patience = Patience(rank_timeout)
-    schemes, devices = check_arguments(
-        scheme=scheme,
-        algorithm=algorithm,
-        calibration=calibration,
+    options = QuantizationOptions(
         samples=samples,
         seqlen=seqlen,
-        device=device,
+        device=str(device),
         gpus=gpus,
         processes=processes,
         cluster=cluster,
         damping=damping,
     )
+    schemes, devices = check_arguments(scheme, algorithm, calibration, options)
     model = find_model(model, check=check_loadable)
     state = _Told(progress)
     crew: AbstractContextManager[Callable[[Job], None]]
@@ -183,17 +182,10 @@ def quantize(
 
 
 def check_arguments(
-    *,
     scheme: str | Scheme | Schemes,
     algorithm: str,
     calibration: str | Path | Calibration | None,
-    samples: int,
-    seqlen: int,
-    device: str | torch.device,
-    gpus: str | int,
-    processes: int,
-    cluster: str | None,
-    damping: float,
+    options: QuantizationOptions,
 ) -> tuple[Schemes, Sequence[torch.device]]:
     """What can be said against the arguments of `quantize` before there is a model.
 
@@ -215,13 +207,14 @@ def check_arguments(
         fitting = [name for name, method in METHODS.items() if method.fits(each)]
         if algorithm in METHODS and algorithm not in fitting:
             raise UsageError(f"{algorithm} cannot quantize to {each}: choose from {', '.join([*fitting, 'rtn'])}")
-    for name, value, least in (("samples", samples, 1), ("seqlen", seqlen, 1)):
+    for name in ("samples", "seqlen"):
+        value, least = getattr(options, name), options.least[name]
         if value < least:
             raise UsageError(f"{name} is {value}: it has to be at least {least}")
-    if not 0 <= damping < float("inf"):
-        raise UsageError(f"damping is {damping}: it has to be a number from 0 up, 0.01 for instance")
-    chosen = _devices if cluster is None else _devices_of_cluster
-    return schemes, chosen(device, gpus, processes, algorithm)
+    if not options.least["damping"] <= options.damping < float("inf"):
+        raise UsageError(f"damping is {options.damping}: it has to be a number from 0 up, 0.01 for instance")
+    chosen = _devices if options.cluster is None else _devices_of_cluster
+    return schemes, chosen(options.device, options.gpus, options.processes, algorithm)
 
 
 @dataclass
@@ -254,33 +247,31 @@ def _schemes(scheme: str | Scheme | Schemes) -> Schemes:
     return Schemes(scheme) if isinstance(scheme, Scheme) else scheme
 
 
-def _devices(device: str | torch.device, gpus: str | int, processes: int, algorithm: str) -> Sequence[torch.device]:
+def _devices(device: str, gpus: str | int, processes: int, algorithm: str) -> Sequence[torch.device]:
     """The device of each process."""
     if not 1 <= processes <= SHARES:
         raise UsageError(f"processes is {processes}: it has to be from 1 to {SHARES}")
     first = resolve_device(device)
-    if str(gpus) != "all" and (first.type == "cpu" or ":" in str(device)):
+    if str(gpus) != "all" and (first.type == "cpu" or ":" in device):
         meant = "the CPU" if first.type == "cpu" else "one GPU"
         raise UsageError(f"gpus is {str(gpus)!a:.60}: device {device} means {meant} here: give one of the two")
     if first.type == "cpu":
         return [first] * (processes if algorithm in METHODS else 1)
     if processes > 1:
         raise UsageError(f"processes is {processes}: that is for the CPU; on GPUs there is one a GPU: use --gpus")
-    numbers = [first.index or 0] if ":" in str(device) else _gpu_numbers(gpus)
+    numbers = [first.index or 0] if ":" in device else _gpu_numbers(gpus)
     return [resolve_device(f"cuda:{number}") for number in numbers[: SHARES if algorithm in METHODS else 1]]
 
 
-def _devices_of_cluster(
-    device: str | torch.device, gpus: str | int, processes: int, algorithm: str
-) -> Sequence[torch.device]:
+def _devices_of_cluster(device: str, gpus: str | int, processes: int, algorithm: str) -> Sequence[torch.device]:
     """The kind of device of each process on a cluster."""
-    if str(device) not in ("auto", "cuda", "cpu"):
-        raise UsageError(f"device is {str(device)!a:.60}: a cluster has GPUs (auto or cuda), or CPU cores with cpu")
+    if device not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"device is {device!a:.60}: a cluster has GPUs (auto or cuda), or CPU cores with cpu")
     if str(gpus) != "all":
         raise UsageError(f"gpus is {str(gpus)!a:.60}: on a cluster the number of GPUs is that of --processes")
     if not 1 <= processes <= SHARES:
         raise UsageError(f"processes is {processes}: it has to be from 1 to {SHARES}")
-    return [torch.device("cpu" if str(device) == "cpu" else "cuda")] * (processes if algorithm in METHODS else 1)
+    return [torch.device("cpu" if device == "cpu" else "cuda")] * (processes if algorithm in METHODS else 1)
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""Models behind HTTP, in the form of OpenAI's API. FastAPI is imported here and in `warpbus serve` alone."""
+"""Models behind HTTP, in the form of OpenAI's API: `app` has the routes, `options` the settings of a server.
 
-from warpbus.server.app import create_app
-from warpbus.server.options import ServerOptions
-from warpbus.server.registry import Model, Models, ServiceProtocol
-
-__all__ = ["Model", "Models", "ServerOptions", "ServiceProtocol", "create_app"]
+FastAPI is imported only here and by `warpbus serve`; `options`, which the command line reads, does without it.
+"""

@@ -3,8 +3,9 @@
 See docs/training.md. The public names are loaded when they are first used: who tokenizes needs `dataset` alone.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from warpbus.lazy import lazy_names
 
 if TYPE_CHECKING:
     from warpbus.train.job import train
@@ -14,17 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Stopped", "TrainingProgress", "TrainingSettings", "TrainingStarted", "train"]
 
-# None has the name of a file of this room, which would hide it.
-_FILES = {
-    "TrainingStarted": "run",
-    "TrainingProgress": "run",
-    "Stopped": "stopping",
-    "TrainingSettings": "settings",
-    "train": "job",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module 'warpbus.train' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"warpbus.train.{_FILES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    run=("TrainingStarted", "TrainingProgress"),
+    stopping=("Stopped",),
+    settings=("TrainingSettings",),
+    job=("train",),
+)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from warpbus.bench import compressor, quantization_process, quantize
 from warpbus.bench.cases import WHOLE, Run, run
-from warpbus.bench.options import QuantizeBenchOptions, parse_counts
+from warpbus.bench.options import QuantizeBenchOptions
 from warpbus.bench.plots import figure
 from warpbus.bench.quantize import equal_share, quantize_benchmark
 from warpbus.bench.records import read
@@ -135,12 +135,6 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tiny, tmp_path, mo
     with pytest.raises(StorageError, match="disk full"):
         refused()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_counts():
-    assert parse_counts("gpus", "4,1,2,2") == (1, 2, 4)
-    with pytest.raises(UsageError, match="--gpus 1,x: expected whole numbers separated by commas"):
-        parse_counts("gpus", "1,x")
 
 
 def test_the_disk_that_is_asked_for_holds_what_is_written(tiny, tmp_path):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from warpbus.bench import parallel, serving, serving_http, serving_peer
 from warpbus.bench.cases import Run, run
-from warpbus.bench.options import ParallelBenchOptions, ServingBenchOptions, parse_numbers
+from warpbus.bench.options import ParallelBenchOptions, ServingBenchOptions
 from warpbus.bench.plots import figure
 from warpbus.bench.records import read
 from warpbus.bench.serving import serving_benchmark
@@ -248,10 +248,6 @@ def test_what_cannot_be_asked_for():
         cases(url="http://127.0.0.1:1", serve="demo")
     with pytest.raises(UsageError, match="--shape: a server has its own model"):
         cases(url="http://127.0.0.1:1", shape="small")
-    for text in ("", "1,x", "0", "-1", "inf", "nan"):
-        with pytest.raises(UsageError, match=r"--rates .*: expected positive numbers separated by commas"):
-            parse_numbers("rates", text)
-    assert parse_numbers("rates", "0.5,0.25,0.5") == (0.25, 0.5)
 
 
 # Over HTTP.

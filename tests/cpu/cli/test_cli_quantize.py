@@ -97,7 +97,7 @@ def test_where_and_in_which_format(tmp_path, monkeypatch):
         seen.update(options)
         raise UsageError("seen")
 
-    monkeypatch.setattr("warpbus.quantization.driver.check_arguments", lambda **options: None)
+    monkeypatch.setattr("warpbus.quantization.driver.check_arguments", lambda *checked: None)
     monkeypatch.setattr("warpbus.quantization.quantize", instead, raising=False)
     flags = ("--gpus", "0,2", "--processes", "3", "--cluster", "auto", "--format", "awq")
     for algorithm in ("awq", "rtn"):

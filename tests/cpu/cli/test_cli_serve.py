@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from warpbus.cli.serve import serve
 from warpbus.errors import CheckpointError, DataError, UsageError
-from warpbus.server import ServerOptions, listening
+from warpbus.server import listening
 from warpbus.server.listening import ModelToServe, bind
+from warpbus.server.options import ServerOptions
 
 app = typer.Typer()
 app.command()(serve)

@@ -19,6 +19,7 @@ from warpbus.dist import Group
 from warpbus.engine.answer import merge
 from warpbus.engine.messages import Abort, Add, Ask, Command, Event, Ready, Reply, StepResults, Stop
 from warpbus.engine.options import ServiceOptions
+from warpbus.engine.placement import devices_of
 from warpbus.engine.sampling_params import Grammar, SamplingParams
 from warpbus.engine.sequence import Sequence, TextPiece, TokenLogprob
 from warpbus.engine.service import Service
@@ -551,9 +552,9 @@ def test_a_memory_plans_the_cache_too() -> None:
 
 
 def test_devices_of_the_options() -> None:
-    assert ServiceOptions(device="cpu", tensor_parallel=3).devices() == [torch.device("cpu")] * 3
-    assert ServiceOptions(cluster="auto", tensor_parallel=2).devices() == [torch.device("cuda")] * 2
+    assert devices_of(ServiceOptions(device="cpu", tensor_parallel=3)) == [torch.device("cpu")] * 3
+    assert devices_of(ServiceOptions(cluster="auto", tensor_parallel=2)) == [torch.device("cuda")] * 2
     with pytest.raises(UsageError, match=r"^device cuda:1: on a cluster give auto or cuda"):
-        ServiceOptions(device="cuda:1", cluster="auto").devices()
+        devices_of(ServiceOptions(device="cuda:1", cluster="auto"))
     with pytest.raises(UsageError, match=r"^device is 'tpu'"):
-        ServiceOptions(device="tpu").devices()
+        devices_of(ServiceOptions(device="tpu"))

@@ -122,7 +122,7 @@ def test_quantize_loads_nothing_that_it_does_not_need():
         "import sys; from warpbus.cli import main; sys.argv = ['warpbus', 'quantize', 'no-model', 'out']\n"
         "sys.argv += ['--algorithm', 'rtn', '--device', 'cpu']\n"
         "try: main()\n"
-        "finally: print(*{'matplotlib', 'warpbus.engine', 'warpbus.evaluation', 'torch._dynamo', 'ray'}"
+        "finally: print(*{'matplotlib', 'warpbus.engine.engine', 'warpbus.evaluation', 'torch._dynamo', 'ray'}"
         ".intersection(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

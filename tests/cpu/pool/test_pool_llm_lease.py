@@ -13,6 +13,7 @@ from warpbus.engine import LLM, SamplingParams
 from warpbus.engine.engine import request
 from warpbus.engine.loading import build_engine, open_model
 from warpbus.engine.options import ServiceOptions
+from warpbus.engine.placement import devices_of
 from warpbus.errors import DeviceError, StateError, UsageError
 from warpbus.formats import Checkpoint
 from warpbus.kernels.ops.packed import PackedWeight
@@ -176,7 +177,7 @@ def test_refusals(tiny_model: Path) -> None:
         with pytest.raises(DeviceError, match="give warpbus or warpbus:0"):
             LLM(tiny_model, device="warpbus:1")
         with pytest.raises(UsageError, match="tensor_parallel is 2, and a remote GPU is one"):
-            ServiceOptions(device="warpbus", tensor_parallel=2).devices()
+            devices_of(ServiceOptions(device="warpbus", tensor_parallel=2))
         llm = LLM(tiny_model, device="warpbus:0")
         with pytest.raises(UsageError, match="this engine cannot sleep"):
             llm.engine.sleep()

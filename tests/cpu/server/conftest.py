@@ -5,7 +5,8 @@ import contextlib
 import pytest
 from serving_fakes import FakeService, Running, until
 
-from warpbus.server import Models, ServerOptions
+from warpbus.server.options import ServerOptions
+from warpbus.server.registry import Models
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_fakes import FakeService, Running, until
 
 from warpbus.errors import UsageError
-from warpbus.server import Models, ServerOptions
+from warpbus.server.options import ServerOptions
+from warpbus.server.registry import Models
 
 HELLO = [{"role": "user", "content": "ab"}]
 NAMES = ("parrot", "li-bai", "org/du-fu")

@@ -6,7 +6,9 @@ from hypothesis import HealthCheck, settings
 from prometheus_client.parser import text_string_to_metric_families
 from serving_fakes import FakeService, Running, until
 
-from warpbus.server import Models, ServerOptions, create_app
+from warpbus.server.app import create_app
+from warpbus.server.options import ServerOptions
+from warpbus.server.registry import Models
 
 HELLO = [{"role": "user", "content": "ab"}]
 

@@ -19,8 +19,9 @@ import trustme
 from serving_fakes import FakeService, Running, until
 
 from warpbus.errors import EngineDiedError, NumericError, QueueFullError, UnavailableError, UsageError
-from warpbus.server import Models, ServerOptions
 from warpbus.server.listening import bind
+from warpbus.server.options import ServerOptions
+from warpbus.server.registry import Models
 
 CHAT = {"model": "parrot", "messages": [{"role": "user", "content": "a long answer"}]}
 PATH = "/v1/chat/completions"
@@ -269,7 +270,7 @@ sys.path.insert(0, sys.argv[1])
 from serving_fakes import FakeService
 from warpbus.engine.options import ServiceOptions
 from warpbus.engine.service import Service
-from warpbus.server import ServerOptions
+from warpbus.server.options import ServerOptions
 from warpbus.server.listening import ModelToServe, serve
 
 service = FakeService()

@@ -6,7 +6,8 @@ import pytest
 from serving_fakes import FakeService, Running
 
 from warpbus.errors import UsageError
-from warpbus.server import Models, ServerOptions
+from warpbus.server.options import ServerOptions
+from warpbus.server.registry import Models
 
 KEYS = ("first-key-1", "second-key-2")
 CHAT = {"model": "parrot", "messages": [{"role": "user", "content": "a secret"}]}

@@ -1,0 +1,32 @@
+"""The devices on which the processes of a served model run."""
+
+import torch
+
+from warpbus.cuda.devices import resolve_device
+from warpbus.engine.options import ServiceOptions
+from warpbus.errors import DeviceError, UsageError
+
+
+def devices_of(options: ServiceOptions) -> list[torch.device]:
+    """The device of each process; on a cluster only its kind.
+
+    Raises:
+        UsageError: `options.device` is not known, or one GPU is named for several processes or on a cluster.
+        DeviceError: a GPU that is not there, or fewer than are asked for.
+    """
+    count = options.tensor_parallel
+    if options.cluster is not None:
+        if options.device not in ("auto", "cuda", "cpu"):
+            raise UsageError(f"device {options.device}: on a cluster give auto or cuda for its GPUs, or cpu")
+        return [torch.device("cpu" if options.device == "cpu" else "cuda")] * count
+    first = resolve_device(options.device)
+    if first.type == "cpu" or count == 1:
+        return [first] * count
+    if first.type != "cuda":
+        raise UsageError(f"device {options.device}: tensor_parallel is {count}, and a remote GPU is one: leave it out")
+    if ":" in options.device:
+        raise UsageError(f"device {options.device}: {count} processes cannot share one GPU: give cuda or auto")
+    there = torch.cuda.device_count()
+    if there < count:
+        raise DeviceError(f"tensor_parallel is {count}: torch sees {there} GPU(s): give {there} or fewer")
+    return [torch.device("cuda", index) for index in range(count)]
