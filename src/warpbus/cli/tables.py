@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what is shown loads torch, and not every verb needs it
     from warpbus.train.plan import TrainingPlan
 
 _SHOWN_EXPERTS = 12
+_WIDE_COLUMNS = 4  # whose whole names fit beside each other
 _TRAINING_PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "moments", "activations": "activations"}
 
 
@@ -99,8 +100,9 @@ def report_tables(report: Report) -> RenderableType:
     title = f"{report.scheme}, {report.algorithm}: {report.error_kind}"
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     table.add_column("layer", justify="right")
+    narrow = len(report.linears) > _WIDE_COLUMNS
     for linear in report.linears:
-        table.add_column(linear, justify="right")
+        table.add_column(linear.replace(".", ".\n") if narrow else linear, justify="right", no_wrap=True)
     table.add_column("seconds", justify="right")
     for layer in sorted({row.layer for row in report.rows}):
         rows = {row.linear: row for row in report.rows if row.layer == layer}
