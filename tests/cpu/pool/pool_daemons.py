@@ -13,7 +13,7 @@ from warpbus.pool.daemon.options import PoolOptions
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.channel import Channel, connect
 from warpbus.pool.protocol.control_channel import ControlChannel
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Kind
 from warpbus.pool.protocol.wire import decode, encode
 
 MEMORY = 10_000_000
@@ -71,7 +71,7 @@ def lease(control: ControlChannel, wrong: int = 0, **options) -> dict:
 
 def say_hello(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
     channel = connect(where, bytes.fromhex(granted["lease"]), granted["key"])
-    channel.send(Kind.HELLO, 0, encode({"protocol": 1, "key": granted["key"], **hello}))
+    channel.send(Kind.HELLO, 0, encode({"protocol": PROTOCOL, "key": granted["key"], **hello}))
     frame = channel.receive(90)
     return channel, frame.kind, decode(frame.payload)
 

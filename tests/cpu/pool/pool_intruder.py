@@ -36,7 +36,7 @@ def _fork() -> None:
 def _control_the_pool(path: str) -> None:
     """Ask the daemon at the socket that this user can open."""
     from warpbus.pool.protocol.channel import Channel
-    from warpbus.pool.protocol.frames import Kind
+    from warpbus.pool.protocol.frames import PROTOCOL, Kind
     from warpbus.pool.protocol.preamble import CONTROL, MAGIC
     from warpbus.pool.protocol.wire import encode
 
@@ -44,7 +44,7 @@ def _control_the_pool(path: str) -> None:
     sock.connect(path)
     sock.sendall(MAGIC + CONTROL)
     channel = Channel(sock)
-    channel.send(Kind.HELLO, 0, encode({"protocol": 1, "token": None}))
+    channel.send(Kind.HELLO, 0, encode({"protocol": PROTOCOL, "token": None}))
     assert channel.receive(90).kind is Kind.WELCOME
     channel.close()
 

@@ -11,12 +11,12 @@ import torch
 from warpbus.errors import ConnectionLostError
 from warpbus.pool.protocol import process_messages
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Kind
 from warpbus.pool.protocol.instructions import Writer
 from warpbus.pool.protocol.wire import decode, encode
 
 KEY = bytes(range(32))
-HELLO = {"protocol": 1, "torch": str(torch.__version__), "key": KEY, "claim": False}
+HELLO = {"protocol": PROTOCOL, "torch": str(torch.__version__), "key": KEY, "claim": False}
 SETUP = {
     "do": "setup",
     "lease": "ab" * 16,

@@ -28,7 +28,7 @@ from warpbus.pool.daemon.tenant_processes import TenantProcess
 from warpbus.pool.protocol.address import address
 from warpbus.pool.protocol.control_channel import ControlChannel
 from warpbus.pool.protocol.failures import sent_error
-from warpbus.pool.protocol.frames import MAX_HELLO, Kind, pack_header
+from warpbus.pool.protocol.frames import MAX_HELLO, PROTOCOL, Kind, pack_header
 from warpbus.pool.protocol.preamble import MAGIC
 from warpbus.pool.protocol.wire import encode
 
@@ -230,7 +230,7 @@ def test_mutated_conversations_do_not_stop_it(served, control):
         {"do": "lease", "memory": 5, "share": 0.5, "on": "no/0"},
         {"do": "release", "lease": "ab"},
     ]
-    frames = [(Kind.HELLO, {"protocol": 1, "token": None}), *((Kind.ASK, question) for question in questions)]
+    frames = [(Kind.HELLO, {"protocol": PROTOCOL, "token": None}), *((Kind.ASK, question) for question in questions)]
     good = b"".join(pack_header(kind, 1, len(encode(value))) + encode(value) for kind, value in frames)
     chance = random.Random(7)
     for _ in range(150):
@@ -290,7 +290,7 @@ def test_who_lacks_the_key_never_reaches_the_process(served, control):
 @pytest.mark.parametrize("lease_id", [bytes(16), bytes(range(16))])
 def test_a_large_hello_is_not_read(served, control, lease_id):
     """Neither that of a control connection, before its token, nor that of whoever asks for a lease without its key."""
-    payload = encode({"protocol": 1, "token": "x" * MAX_HELLO})
+    payload = encode({"protocol": PROTOCOL, "token": "x" * MAX_HELLO})
     with socket.create_connection((served.address.host, served.address.port), timeout=90) as sock:
         sock.sendall(MAGIC + lease_id)
         if any(lease_id):

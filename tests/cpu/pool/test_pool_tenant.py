@@ -10,7 +10,7 @@ import torch
 from pool_tenants import SETUP, Daemon, acknowledged, ask, ended, started, write
 
 from warpbus.pool.protocol import process_messages
-from warpbus.pool.protocol.frames import Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Kind
 from warpbus.pool.protocol.geometry import contiguous
 from warpbus.pool.protocol.instructions import call_prefix, layout
 from warpbus.pool.protocol.signature import Input, New, Signature
@@ -122,7 +122,7 @@ def test_a_gap_ends_the_connection_but_not_the_lease(daemon):
     [
         ({"key": bytes(32)}, "not the key"),
         ({"key": None}, "not the key"),
-        ({"protocol": 9}, "protocol 1"),
+        ({"protocol": 9}, f"protocol {PROTOCOL}"),
         ({"migration_token": b"x"}, "no lease is to move"),
     ],
 )

@@ -38,7 +38,7 @@ import torch
 
 from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PeerTimeoutError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.frames import Frame, Kind
+from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.tenant import migration_messages
 from warpbus.pool.tenant.arrival import Arrival
@@ -56,8 +56,6 @@ from warpbus.pool.tenant.transport import (
 
 if TYPE_CHECKING:
     from warpbus.pool.tenant.execution import Executor
-
-PROTOCOL = 1
 
 ANSWER = 60.0
 """Seconds within which the destination has to answer."""
@@ -473,7 +471,7 @@ class MigrationDestination:
         if self.state is not DestinationState.WAITING:
             return "this migration token was used before: ask for another move"
         if hello.get("protocol") != PROTOCOL:
-            return f"migration protocol {hello.get('protocol')!r} is not {PROTOCOL}: install one version of Warpbus"
+            return f"protocol {hello.get('protocol')!r} is not {PROTOCOL}: install one version of Warpbus"
         if hello.get("device") != storages.device.type:
             return f"the lease executes on {hello.get('device')!r}, this is {storages.device.type}: choose another GPU"
         used = hello.get("used")
