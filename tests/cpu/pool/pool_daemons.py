@@ -66,7 +66,7 @@ def serving(directory: Path, gpus: int = 1, program: str = "pool_fake_tenant", *
 
 
 def lease(control: ControlChannel, wrong: int = 0, **options) -> dict:
-    return control.ask({"do": "lease", "memory": MEMORY + wrong, "share": 0.1, **options}, timeout=60)
+    return control.ask("lease", {"memory": MEMORY + wrong, "share": 0.1, **options}, timeout=60)
 
 
 def say_hello(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
@@ -77,7 +77,7 @@ def say_hello(where, granted: dict, **hello) -> tuple[Channel, Kind, dict]:
 
 
 def entry(control: ControlChannel, granted: dict) -> dict | None:
-    leases = control.ask({"do": "status"})["leases"]
+    leases = control.ask("status")["leases"]
     return next((each for each in leases if each["id"] == granted["lease"]), None)
 
 

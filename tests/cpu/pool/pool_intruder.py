@@ -99,6 +99,7 @@ def main(descriptor: int) -> None:
     from warpbus.pool.protocol import process_messages
     from warpbus.pool.protocol.channel import Channel
     from warpbus.pool.protocol.frames import Kind
+    from warpbus.pool.protocol.operations import TENANT
     from warpbus.pool.protocol.wire import encode
     from warpbus.pool.tenant.sandbox import seal
 
@@ -113,7 +114,7 @@ def main(descriptor: int) -> None:
     threading.Thread(target=early, daemon=True).start()
     end = socket.socket(fileno=descriptor)
     try:
-        setup, _ = process_messages.receive(end)
+        (_, setup), _ = process_messages.receive(end, TENANT)
     except RuntimeError:  # it was a spare one
         return
     if setup["sandbox"]:
@@ -127,17 +128,17 @@ def main(descriptor: int) -> None:
     thread.start()
     thread.join()
     os.kill(os.getpid(), 0)
-    process_messages.send(end, {"event": "ready"})
+    process_messages.send(end, "ready", {})
     kept = []
     while True:
         try:
-            order, sockets = process_messages.receive(end)
+            (operation, _), sockets = process_messages.receive(end, TENANT)
         except RuntimeError:
             os._exit(0)
-        if order["do"] == "client":
+        if operation == "client":
             channel = Channel(sockets[0])
             channel.receive(90)
             channel.send(Kind.WELCOME, 0, encode(found))
             kept.append(channel)
-        elif order["do"] == "end":
+        elif operation == "end":
             os._exit(0)

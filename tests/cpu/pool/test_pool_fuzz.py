@@ -27,7 +27,7 @@ VALUES = [
     {"executed": 7, "device": "cuda", "name": "H100", "memory": 10**10, "share": 0.25, "capability": [9, 0]},
     ["read", 17, 0, 4096],
     ["describe", list(range(20))],
-    {"do": "lease", "memory": 8 * 10**9, "share": 0.5, "priority": 0, "on": None, "movable": True},
+    {"operation": "lease", "arguments": {"memory": 8 * 10**9, "share": 0.5, "on": None, "movable": True}},
     {"a": {"b": {"c": [[[(((),),)]]]}}},
     [[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]],
     ["x" * 300, [b"y" * 100] * 3, {str(key): key for key in range(12)}],

@@ -38,9 +38,11 @@ import torch
 
 from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PeerTimeoutError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
+from warpbus.pool.protocol.failures import error_value
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
 from warpbus.pool.protocol.wire import Value, decode, encode
 from warpbus.pool.tenant import migration_messages
+from warpbus.pool.tenant.acceptor import refuse
 from warpbus.pool.tenant.arrival import Arrival
 from warpbus.pool.tenant.migration_messages import ENTRY
 from warpbus.pool.tenant.precopy import LITTLE, MOST_PIECES, Precopy
@@ -405,9 +407,7 @@ class MigrationDestination:
         """
         refusal = self._refusal(hello)
         if refusal:
-            with suppress(PoolError, OSError):
-                channel.send(Kind.REFUSED, 0, encode({"type": "DeviceError", "message": refusal}))
-            channel.close()
+            refuse(channel, DeviceError(refusal))
             return False
         self._channel, self._heard = channel, self._clock()
         self.state = DestinationState.RECEIVING
@@ -535,7 +535,7 @@ class MigrationDestination:
                 return
             with suppress(PoolError, OSError):
                 if self._channel is not None and not isinstance(error, ConnectionLostError):
-                    self._channel.send(Kind.ERROR, 0, encode({"type": "DeviceError", "message": str(error)}))
+                    self._channel.send(Kind.ERROR, 0, encode(error_value(DeviceError(str(error)))))
             self._discard(str(error))
             if not isinstance(error, DeviceError | PoolError | torch.OutOfMemoryError):
                 raise
