@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from warpbus.errors import QueueFullError, TokenError, UnavailableError, UsageError, WarpbusError
 from warpbus.pool.broker.leases import Lease
 from warpbus.pool.broker.status import seen_by
+from warpbus.pool.broker.store import BrokerStore
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.broker_store import BrokerStore
 from warpbus.pool.daemon.host import Order, new_key
 from warpbus.pool.daemon.lease_moves import LeaseMover
 from warpbus.pool.daemon.rates import RateLimit

@@ -34,9 +34,9 @@ from warpbus.errors import (
     WarpbusError,
 )
 from warpbus.pool.broker.broker import Broker
-from warpbus.pool.broker.membership import RayMembership
+from warpbus.pool.broker.ray_store import RayBrokerStore
+from warpbus.pool.broker.store import BrokerStore, LocalBrokerStore
 from warpbus.pool.daemon.audit import AuditLog
-from warpbus.pool.daemon.broker_store import BrokerStore, LocalBrokerStore, RayBrokerStore
 from warpbus.pool.daemon.control_connection import ControlConnection, hang_up
 from warpbus.pool.daemon.control_handler import Asker, ControlHandler
 from warpbus.pool.daemon.host import LocalHost
@@ -162,15 +162,15 @@ class Daemon:
 
     async def _ray_store(self, cluster: str) -> RayBrokerStore:
         limits = self._tokens.limits()
-        membership = RayMembership(address=cluster, grace=self._options.grace, limits=limits)
-        await asyncio.to_thread(self._stack.enter_context, membership)
-        await asyncio.to_thread(membership.offer, self._options.name, self._gpus.gpus, self.address)
-        self._stack.callback(self._withdraw, membership)
-        return RayBrokerStore(membership)
+        store = RayBrokerStore(address=cluster, grace=self._options.grace, limits=limits)
+        await asyncio.to_thread(self._stack.enter_context, store)
+        await asyncio.to_thread(store.offer, self._options.name, self._gpus.gpus, self.address)
+        self._stack.callback(self._withdraw, store)
+        return store
 
-    def _withdraw(self, membership: RayMembership) -> None:
+    def _withdraw(self, store: RayBrokerStore) -> None:
         with suppress(WarpbusError):  # the broker may be gone, too
-            membership.withdraw(self._options.name)
+            store.withdraw(self._options.name)
 
     # What happened to leases here
 
