@@ -116,7 +116,7 @@ class RayBrokerStore(BrokerStore):
         if self._connected_here:
             self._ray.shutdown()
 
-    def offer(self, host: str, gpus: Iterable[PoolGpu], address: str, *, node: str | None = None) -> Member:
+    def offer(self, host: str, gpus: Iterable[PoolGpu], address: str, *, node: str | None = None) -> None:
         """Let a host join the pool, until `withdraw` or the end of this process.
 
         Args:
@@ -151,7 +151,6 @@ class RayBrokerStore(BrokerStore):
                 time.sleep(0.2)
         self._ask(self._agents[host].member.remote(), f"the agent of host {host}")
         self._call("heard_of", member)
-        return member
 
     def withdraw(self, host: str) -> list[Lease]:
         """A host that this process offered leaves.

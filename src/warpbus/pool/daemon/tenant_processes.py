@@ -94,10 +94,7 @@ class TenantProcess:
         end = self._loop.time() + _SECONDS_TO_TAKE
         while self._socket is not None:
             try:
-                if descriptors:
-                    socket.send_fds(self._socket, [packet], descriptors)
-                else:
-                    self._socket.send(packet)
+                socket.send_fds(self._socket, [packet], descriptors)
                 return
             except BlockingIOError:
                 if self._loop.time() > end:

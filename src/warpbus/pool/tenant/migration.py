@@ -38,9 +38,10 @@ import torch
 
 from warpbus.errors import ConnectionLostError, DeviceError, LeaseLostError, PeerTimeoutError, PoolError, StateError
 from warpbus.pool.protocol.channel import Channel
-from warpbus.pool.protocol.failures import error_value
+from warpbus.pool.protocol.failures import error_value, sent_error
 from warpbus.pool.protocol.frames import PROTOCOL, Frame, Kind
-from warpbus.pool.protocol.wire import Value, decode, encode
+from warpbus.pool.protocol.messages import decode_dict
+from warpbus.pool.protocol.wire import Value, encode
 from warpbus.pool.tenant import migration_messages
 from warpbus.pool.tenant.acceptor import refuse
 from warpbus.pool.tenant.arrival import Arrival
@@ -207,9 +208,9 @@ class MigrationSource:
             }
             self._channel.send(Kind.HELLO, 0, encode(hello))
             frame = self._frame()
-            answer = decode(frame.payload)
-            if frame.kind is not Kind.WELCOME or not isinstance(answer, dict):
+            if frame.kind is not Kind.WELCOME:
                 raise migration_messages.malformed(f"a {frame.kind.name} frame where WELCOME was expected")
+            answer = decode_dict(frame.payload)
             self._outgoing = Outgoing(storages, self._say, self._hear, shared if answer.get("reads") is True else None)
             self.state = SourceState.COPYING
 
@@ -549,6 +550,4 @@ class MigrationDestination:
 def _raise_refusal(frame: Frame) -> None:
     """Raise the error that a REFUSED or ERROR frame carries."""
     if frame.kind in (Kind.REFUSED, Kind.ERROR):
-        said = decode(frame.payload)
-        message = said.get("message") if isinstance(said, dict) else None
-        raise DeviceError(f"the destination refuses the lease: {message if type(message) is str else 'no reason'}")
+        raise DeviceError(f"the destination refuses the lease: {sent_error(decode_dict(frame.payload))}")
